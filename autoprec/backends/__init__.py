@@ -1,0 +1,1 @@
+"""Who runs a GEMM, and what each can run, with a reason for every no."""

@@ -1,0 +1,136 @@
+"""Every error AutoPrec raises on purpose, in one tree.
+
+::
+
+    AutoPrecError                      exit 1
+    ├── UsageError                     exit 2   the command line or a Python call is wrong
+    │   ├── FileError                  exit 2   a file is missing, unreadable, malformed, or not writable
+    │   │   ├── PolicyError            exit 2   a policy file or object is not valid
+    │   │   └── SpaceError             exit 2   a search-space file is not valid
+    │   ├── UnknownNameError           exit 2   a name nobody knows; carries the nearest valid one
+    │   └── MissingDependencyError     exit 2   an optional package is needed; carries the pip line
+    ├── PolicyMismatchError            exit 1   a policy does not fit the model it is applied to
+    ├── UnsupportedError               exit 1   a backend cannot run what the policy asks, with the reason
+    ├── AuditError                     exit 1   executed differs from requested
+    ├── NothingAcceptableError         exit 3   no trial could be measured, or none is acceptable
+    ├── ScriptError                    exit 4   the user's script failed before its first training step
+    ├── StudyError                     exit 5   the study is locked or damaged
+    └── NoSpaceError                   exit 6   the disk is full
+
+Each says what went wrong, where, and how to fix it: ``str(error)`` is what a person reads.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "AuditError",
+    "AutoPrecError",
+    "FileError",
+    "MissingDependencyError",
+    "NoSpaceError",
+    "NothingAcceptableError",
+    "PolicyError",
+    "PolicyMismatchError",
+    "ScriptError",
+    "SpaceError",
+    "StudyError",
+    "UnknownNameError",
+    "UnsupportedError",
+    "UsageError",
+    "nearest",
+]
+
+
+def nearest(name: str, valid: Iterable[str], limit: int = 1) -> list[str]:
+    """Return up to ``limit`` valid names that look most like ``name``, best first."""
+    options = sorted(set(valid))
+    lowered = {option.lower(): option for option in options}
+    found = difflib.get_close_matches(name.lower(), list(lowered), n=limit, cutoff=0.5)
+    return [lowered[key] for key in found]
+
+
+class AutoPrecError(Exception):
+    """Base of the tree: ``what`` happened, ``where``, and how to ``fix`` it."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+        super().__init__(what)
+        self.what, self.where, self.fix = what, where, fix
+
+    def __str__(self) -> str:
+        head = f"{self.where}: {self.what}" if self.where else self.what
+        return f"{head}\n  fix: {self.fix}" if self.fix else head
+
+
+class UsageError(AutoPrecError):
+    """The command line or a Python call is wrong."""
+
+    exit_code = 2
+
+
+class FileError(UsageError):
+    """A file is missing, unreadable, malformed, or cannot be written."""
+
+
+class PolicyError(FileError):
+    """A policy file or object is not valid."""
+
+
+class SpaceError(FileError):
+    """A search-space file is not valid."""
+
+
+class UnknownNameError(UsageError):
+    """A name nobody knows; the message carries the nearest valid names."""
+
+    def __init__(self, kind: str, name: str, valid: Iterable[str], *, where: str = "") -> None:
+        options = sorted(set(valid))
+        close = nearest(name, options, limit=1)
+        listed = ", ".join(options[:20]) + (", ..." if len(options) > 20 else "")
+        fix = f"did you mean '{close[0]}'? " if close else ""
+        super().__init__(f"unknown {kind} '{name}'", where=where, fix=f"{fix}valid: {listed}")
+        self.kind, self.name, self.close = kind, name, close
+
+
+class MissingDependencyError(UsageError):
+    """An optional package is needed here and is not installed, or is too old."""
+
+
+class PolicyMismatchError(AutoPrecError):
+    """A policy does not fit the model it is applied to."""
+
+
+class UnsupportedError(AutoPrecError):
+    """A backend cannot run what the policy asks for; the message carries the reason."""
+
+
+class AuditError(AutoPrecError):
+    """What ran is not what was asked for."""
+
+
+class NothingAcceptableError(AutoPrecError):
+    """No trial could be measured, or nothing acceptable was found."""
+
+    exit_code = 3
+
+
+class ScriptError(AutoPrecError):
+    """The user's script failed before its first training step: its fault, not AutoPrec's."""
+
+    exit_code = 4
+
+
+class StudyError(AutoPrecError):
+    """The study is locked by another process, damaged, or does not match this call."""
+
+    exit_code = 5
+
+
+class NoSpaceError(AutoPrecError):
+    """The disk is full."""
+
+    exit_code = 6

@@ -1,0 +1,258 @@
+"""Files: atomic writes, advisory locks, and bounded, data-only reading of YAML and JSON.
+
+Promise: loading a document never imports or runs code, never follows YAML aliases, never reads more than
+``MAX_BYTES``, and never nests deeper than ``MAX_DEPTH``; every write is temp file + fsync + rename + directory fsync.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import math
+import os
+import socket
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from autoprec.errors import FileError, NoSpaceError, StudyError
+
+__all__ = [
+    "MAX_BYTES",
+    "MAX_DEPTH",
+    "append_line",
+    "canonical_json",
+    "check_writable",
+    "file_lock",
+    "parse_document",
+    "read_document",
+    "write_atomic",
+    "write_json",
+]
+
+MAX_BYTES = 4 * 1024 * 1024
+MAX_DEPTH = 32
+MAX_INTEGER = 2**63
+
+
+def canonical_json(value: Any) -> str:
+    """Return the one JSON text of a value: sorted keys, no spaces, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+@contextlib.contextmanager
+def _space_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise NoSpaceError(
+                "no space left on the device", where=str(path), fix="free some space; what was written before is intact"
+            ) from error
+        if isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError)) or error.errno == errno.EROFS:
+            raise FileError(f"cannot write: {error.strerror}", where=str(path), fix="choose a writable path") from error
+        raise
+
+
+def write_atomic(path: Path | str, text: str) -> Path:
+    """Write a text file so that a reader, or a crash at any moment, sees the old file or the new one, never a part.
+
+    Raises:
+        NoSpaceError: the device is full; the old file is intact.
+        FileError: the directory cannot be written.
+    """
+    path = Path(path)
+    with _space_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                stream.write(text)
+                stream.flush()
+                os.fsync(stream.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
+        directory = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+    return path
+
+
+def write_json(path: Path | str, value: Any, *, indent: int | None = 1) -> Path:
+    """Write a JSON document atomically (NaN and infinity are refused)."""
+    return write_atomic(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
+
+
+def append_line(path: Path | str, line: str) -> None:
+    """Append one line and fsync it. A torn last line is the reader's to skip."""
+    path = Path(path)
+    with _space_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as stream:
+            stream.write(line.rstrip("\n") + "\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+
+
+def check_writable(path: Path | str) -> Path:
+    """Find out now, not after an hour, whether ``path`` can be written; an existing file is left as it is.
+
+    Raises:
+        FileError: it is a directory, or its directory cannot be created or written.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise FileError("this is a directory, not a file", where=str(path), fix="name a file, e.g. policy.yaml")
+    with _space_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, probe = tempfile.mkstemp(dir=path.parent, prefix=".autoprec-probe-")
+        os.close(handle)
+        os.unlink(probe)
+    if path.exists() and not os.access(path, os.W_OK):
+        raise FileError("this file exists and is read-only", where=str(path), fix="choose another path with --output")
+    return path
+
+
+@contextlib.contextmanager
+def file_lock(path: Path | str, *, what: str = "study") -> Iterator[None]:
+    """Hold an exclusive ``flock`` for the duration; the kernel frees it when the holder dies, however it dies.
+
+    Raises:
+        StudyError: somebody else holds it; the message says who.
+    """
+    path = Path(path)
+    with _space_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            holder = os.pread(handle, 256, 0).decode("utf-8", "replace").strip() or "another process"
+            raise StudyError(
+                f"this {what} is in use by {holder}",
+                where=str(path),
+                fix="wait for it, stop it, or use another --study name",
+            ) from error
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)
+        yield
+    finally:
+        os.close(handle)
+
+
+class _DataLoader(yaml.SafeLoader):
+    """YAML without aliases, tags beyond plain data, or duplicate keys."""
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self.depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem="YAML aliases are not accepted", problem_mark=event.start_mark)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            event = self.peek_event()  # type: ignore[no-untyped-call]
+            raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_DEPTH}", problem_mark=event.start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                raise yaml.MarkedYAMLError(problem=f"key {key!r} is not text", problem_mark=key_node.start_mark)
+            if key in seen:
+                raise yaml.MarkedYAMLError(problem=f"key '{key}' appears twice", problem_mark=key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _plain_timestamps(_loader: _DataLoader, node: yaml.ScalarNode) -> str:
+    return str(node.value)
+
+
+_DataLoader.add_constructor("tag:yaml.org,2002:timestamp", _plain_timestamps)
+
+
+def _check_plain(value: Any, where: str, depth: int = 0) -> None:
+    if depth > MAX_DEPTH:
+        raise FileError(f"nested deeper than {MAX_DEPTH}", where=where)
+    if isinstance(value, dict):
+        for item in value.values():
+            _check_plain(item, where, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            _check_plain(item, where, depth + 1)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise FileError(f"{value} is not a finite number", where=where, fix="write a finite number")
+    elif isinstance(value, int) and not isinstance(value, bool) and abs(value) >= MAX_INTEGER:
+        raise FileError("an integer does not fit into 64 bits", where=where, fix="write a smaller number")
+    elif value is not None and not isinstance(value, (str, bool, int, float)):
+        raise FileError(f"a value of type {type(value).__name__} is not plain data", where=where)
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"key '{key}' appears twice")
+        out[key] = value
+    return out
+
+
+def parse_document(text: str, *, where: str = "document") -> dict[str, Any]:
+    """Parse a YAML or JSON mapping as plain data.
+
+    Raises:
+        FileError: too large, malformed, aliased, nested too deep, not a mapping, or holding a non-finite number.
+    """
+    if len(text) > MAX_BYTES:
+        raise FileError(f"larger than {MAX_BYTES} bytes", where=where, fix="this is no AutoPrec file")
+    try:
+        if text.lstrip()[:1] in ("{", "["):
+            value = json.loads(text, object_pairs_hook=_refuse_duplicates)
+        else:
+            value = yaml.load(text, Loader=_DataLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        first = " ".join(str(error).split())[:300]
+        raise FileError(f"cannot be read as YAML or JSON: {first}", where=where, fix="correct the file") from error
+    if not isinstance(value, dict):
+        raise FileError(f"holds a {type(value).__name__}, not a mapping", where=where, fix="is it the right file?")
+    _check_plain(value, where)
+    return value
+
+
+def read_document(path: Path | str) -> dict[str, Any]:
+    """Read a YAML or JSON file as plain data; see :func:`parse_document`.
+
+    Raises:
+        FileError: missing, unreadable, not UTF-8, or not a valid document.
+    """
+    path = Path(path)
+    try:
+        with path.open("rb") as stream:
+            raw = stream.read(MAX_BYTES + 1)
+        text = raw.decode("utf-8")
+    except FileNotFoundError as error:
+        raise FileError("no such file", where=str(path), fix="check the path") from error
+    except UnicodeDecodeError as error:
+        raise FileError("is not UTF-8 text", where=str(path), fix="is it the right file?") from error
+    except OSError as error:
+        raise FileError(f"cannot be read: {error.strerror}", where=str(path), fix="check the path") from error
+    return parse_document(text, where=str(path))

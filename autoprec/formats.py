@@ -1,0 +1,67 @@
+"""Number formats as frozen data: what a value can hold, without importing torch.
+
+Sources: OCP 8-bit Floating Point Specification 1.0 (E4M3, E5M2); OCP Microscaling Formats 1.0 (MX, E8M0);
+NVIDIA NVFP4 (E2M1 values, E4M3 scale per 16); IEEE 754 binary16/32; bfloat16.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoprec.errors import UnknownNameError
+
+__all__ = ["FORMATS", "NumberFormat", "number_format"]
+
+
+@dataclass(frozen=True, slots=True)
+class NumberFormat:
+    """A binary floating-point (or integer) format.
+
+    ``mantissa`` counts stored bits, ``min_exponent`` is the exponent of the smallest *normal* value, ``max`` the
+    largest finite value, ``torch_name`` the attribute of ``torch`` that stores it (empty when torch has none).
+    """
+
+    name: str
+    bits: int
+    mantissa: int
+    min_exponent: int
+    max: float
+    torch_name: str
+    infinity: bool
+
+    @property
+    def epsilon(self) -> float:
+        """Relative spacing at 1.0: ``2 ** -mantissa``."""
+        return float(2.0**-self.mantissa)
+
+    @property
+    def tiny(self) -> float:
+        """Smallest positive subnormal value."""
+        return float(2.0 ** (self.min_exponent - self.mantissa))
+
+
+FORMATS: dict[str, NumberFormat] = {
+    f.name: f
+    for f in (
+        NumberFormat("fp32", 32, 23, -126, 3.4028234663852886e38, "float32", True),
+        NumberFormat("tf32", 19, 10, -126, 3.4011621342146535e38, "", True),
+        NumberFormat("bf16", 16, 7, -126, 3.3895313892515355e38, "bfloat16", True),
+        NumberFormat("fp16", 16, 10, -14, 65504.0, "float16", True),
+        NumberFormat("e4m3", 8, 3, -6, 448.0, "float8_e4m3fn", False),
+        NumberFormat("e5m2", 8, 2, -14, 57344.0, "float8_e5m2", True),
+        NumberFormat("e2m1", 4, 1, 0, 6.0, "", False),
+        NumberFormat("int8", 8, 7, 0, 127.0, "int8", False),
+    )
+}
+
+
+def number_format(name: str) -> NumberFormat:
+    """Return a format by name.
+
+    Raises:
+        UnknownNameError: with the nearest valid name.
+    """
+    try:
+        return FORMATS[name]
+    except KeyError:
+        raise UnknownNameError("number format", name, FORMATS) from None

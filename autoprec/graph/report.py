@@ -1,0 +1,165 @@
+"""What one recorded training step says, as plain frozen data: no torch, JSON in and out.
+
+The recorder (which needs torch) writes it in the process that trains; the driver reads it without importing torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+__all__ = ["GemmCall", "GraphReport", "Layer", "Operator"]
+
+
+@dataclass(frozen=True, slots=True)
+class GemmCall:
+    """One GEMM of a layer in one step: ``[M, K] x [K, N]``, run ``calls`` times.
+
+    ``role`` is fprop, dgrad, wgrad or recompute (a checkpointed forward run again). For fprop M is tokens, K
+    in_features, N out_features; dgrad and wgrad give their own M, K, N. ``batch`` counts batched or grouped GEMMs.
+    """
+
+    role: str
+    m: int
+    k: int
+    n: int
+    calls: int = 1
+    batch: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations in one step: ``2 M K N`` per call and batch entry."""
+        return 2 * self.m * self.k * self.n * self.calls * self.batch
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """A weighted GEMM or convolution of the model, the unit a policy decides about.
+
+    ``name`` is the module's name relative to the user's root model (what policy globs match). ``kind`` is linear,
+    conv, conv1d (transformers), attention_projection, expert, functional or rnn. ``flags`` holds position facts:
+    first, head, tied, router, frozen, never_called. ``flops`` is per role; ``reason`` says why tunable or not.
+    """
+
+    name: str
+    type: str
+    kind: str
+    weight: str
+    group: str
+    gemms: tuple[GemmCall, ...]
+    parameters: int
+    tunable: bool
+    reason: str
+    flags: tuple[str, ...] = ()
+    flops: dict[str, int] = field(default_factory=dict)
+    dtype: str = ""
+
+    @property
+    def total_flops(self) -> int:
+        """FLOPs of all its GEMMs in one step."""
+        return sum(self.flops.values())
+
+    def roles(self) -> tuple[str, ...]:
+        """The GEMM roles that ran, in fprop, dgrad, wgrad order (a first layer has no dgrad)."""
+        ran = {gemm.role for gemm in self.gemms}
+        return tuple(role for role in ("fprop", "dgrad", "wgrad") if role in ran)
+
+
+@dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator of the recorded step; ``cls`` and ``precision`` come from the classifier, with its ``reason``."""
+
+    name: str
+    module: str
+    op: str
+    phase: str
+    cls: str
+    precision: str
+    reason: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    flops: int
+    bytes: int
+    weight: str = ""
+    role: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row that ``autoprec inspect --json`` prints."""
+        out = asdict(self)
+        out["class"] = out.pop("cls")
+        out["shapes"] = [list(shape) for shape in self.shapes]
+        out["dtypes"] = list(self.dtypes)
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """A classified training step.
+
+    ``model`` is ``{"class", "parameters", "fingerprint"}``; ``groups`` maps a group's name to the layers that must
+    move together; ``batch`` is ``{"samples", "tokens"}`` of one step where they could be seen; ``memory`` holds
+    bytes of parameters, gradients, optimizer state and tensors saved for backward.
+    """
+
+    model: dict[str, Any]
+    layers: tuple[Layer, ...]
+    operators: tuple[Operator, ...]
+    groups: dict[str, tuple[str, ...]]
+    total_flops: int
+    tunable_flops_share: float
+    batch: dict[str, int] = field(default_factory=dict)
+    memory: dict[str, int] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    source: str = "real"
+
+    @property
+    def tunable(self) -> tuple[Layer, ...]:
+        """The layers a policy can decide about, in model order."""
+        return tuple(layer for layer in self.layers if layer.tunable)
+
+    def layer(self, name: str) -> Layer:
+        """Return a layer by name; KeyError if there is none."""
+        for layer in self.layers:
+            if layer.name == name:
+                return layer
+        raise KeyError(name)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document of ``autoprec inspect --json`` (normative keys first, more beside them)."""
+        return {
+            "model": dict(self.model),
+            "operators": [operator.to_json() for operator in self.operators],
+            "layers": [asdict(layer) for layer in self.layers],
+            "groups": {name: list(members) for name, members in self.groups.items()},
+            "coverage": {"tunable_flops_share": self.tunable_flops_share, "total_flops": self.total_flops},
+            "batch": dict(self.batch),
+            "memory": dict(self.memory),
+            "notes": list(self.notes),
+            "source": self.source,
+        }
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> GraphReport:
+        """Rebuild a report from :meth:`to_json`."""
+        layers = tuple(
+            Layer(**{**row, "gemms": tuple(GemmCall(**g) for g in row["gemms"]), "flags": tuple(row["flags"])})
+            for row in document["layers"]
+        )
+        operators = []
+        for row in document["operators"]:
+            fields = {key: value for key, value in row.items() if key != "class"}
+            fields |= {"cls": row["class"], "dtypes": tuple(row["dtypes"])}
+            fields["shapes"] = tuple(tuple(shape) for shape in row["shapes"])
+            operators.append(Operator(**fields))
+        return cls(
+            model=document["model"],
+            layers=layers,
+            operators=tuple(operators),
+            groups={name: tuple(members) for name, members in document["groups"].items()},
+            total_flops=document["coverage"]["total_flops"],
+            tunable_flops_share=document["coverage"]["tunable_flops_share"],
+            batch=document["batch"],
+            memory=document["memory"],
+            notes=tuple(document["notes"]),
+            source=document["source"],
+        )

@@ -1,0 +1,1 @@
+"""Quantisation, the three GEMMs of a linear layer, low-precision optimizer state, gradient communication."""

@@ -1,0 +1,74 @@
+"""Optional packages: imported where they are used, through one helper whose error prints the pip line."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+from types import ModuleType
+
+from autoprec.errors import MissingDependencyError
+
+__all__ = ["EXTRAS", "installed_version", "is_available", "require"]
+
+#: import name -> (distribution, oldest version that works, what to pip install)
+EXTRAS: dict[str, tuple[str, str, str]] = {
+    "torchao": ("torchao", "0.15", "autoprec[torchao]"),
+    "transformer_engine": ("transformer-engine", "2.9", "autoprec[te]"),
+    "ray": ("ray", "2.40", "autoprec[ray]"),
+    "transformers": ("transformers", "4.50", "autoprec[hf]"),
+    "accelerate": ("accelerate", "1.10", "autoprec[hf]"),
+    "lightning": ("lightning", "2.5", "autoprec[lightning]"),
+    "bitsandbytes": ("bitsandbytes", "0.45", "bitsandbytes"),
+    "psycopg2": ("psycopg2-binary", "2.9", "psycopg2-binary"),
+}
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    out: list[int] = []
+    for part in version.split("+")[0].split("."):
+        digits = "".join(ch for ch in part if ch.isdigit())
+        if not digits:
+            break
+        out.append(int(digits))
+    return tuple(out)
+
+
+def installed_version(name: str) -> str | None:
+    """Return the installed version of an import name, or None; nothing is imported."""
+    distribution = EXTRAS.get(name, (name, "", ""))[0]
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def is_available(name: str) -> bool:
+    """Say whether ``require(name)`` would find the package in a version that works; nothing is imported."""
+    if importlib.util.find_spec(name.split(".")[0]) is None:
+        return False
+    oldest, found = EXTRAS.get(name, (name, "", ""))[1], installed_version(name)
+    return not oldest or found is None or _numbers(found) >= _numbers(oldest)
+
+
+def require(name: str, *, purpose: str = "") -> ModuleType:
+    """Import an optional package.
+
+    Raises:
+        MissingDependencyError: not installed, too old, or broken on import; the message carries the pip line.
+    """
+    top = name.split(".")[0]
+    _, oldest, install = EXTRAS.get(top, (top, "", top))
+    why = f" for {purpose}" if purpose else ""
+    fix = f"pip install '{install}'"
+    found = installed_version(top)
+    if found is not None and oldest and _numbers(found) < _numbers(oldest):
+        raise MissingDependencyError(f"{top} {found} is too old{why}: {oldest} or newer is needed", fix=fix)
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(f"{top} is needed{why} but is not installed ({error})", fix=fix) from error
+    except Exception as error:  # a package that is installed but broken (no CUDA libraries, ...) is reported as such
+        raise MissingDependencyError(
+            f"{top} is installed but cannot be imported{why}: {type(error).__name__}: {error}", fix=fix
+        ) from error

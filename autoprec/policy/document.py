@@ -1,0 +1,170 @@
+"""From documents to policies and back: loading, saving, and errors a person can act on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from autoprec.errors import FileError, PolicyError, nearest
+from autoprec.files import parse_document, read_document, write_atomic
+from autoprec.policy.schema import Policy
+
+__all__ = ["dump_yaml", "explain", "load_policy", "parse_policy", "policy_from_dict", "save_policy"]
+
+P = TypeVar("P", bound=Policy)
+
+
+def _models_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [model for part in get_args(annotation) for model in _models_in(part)]
+
+
+def _keys_at(model: type[BaseModel], location: Iterable[Any]) -> list[str]:
+    """Return the valid keys of the object at a pydantic error location."""
+    current: list[type[BaseModel]] = [model]
+    for part in location:
+        following: list[type[BaseModel]] = []
+        for candidate in current:
+            for name, info in candidate.model_fields.items():
+                if part in (name, info.alias):
+                    following += _models_in(info.annotation)
+        current = following or current
+    return sorted({info.alias or name for candidate in current for name, info in candidate.model_fields.items()})
+
+
+def _path(location: Iterable[Any]) -> str:
+    out = ""
+    for part in location:
+        out += f"[{part}]" if isinstance(part, int) else (f".{part}" if out else str(part))
+    return out
+
+
+def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
+    """Turn a pydantic error into (what is wrong, how to fix it), with near-miss suggestions for unknown keys."""
+    lines, fixes = [], []
+    for item in error.errors(include_url=False)[:6]:
+        location = item["loc"]
+        where = _path(location) or "document"
+        if item["type"] == "extra_forbidden":
+            valid = _keys_at(model, location[:-1])
+            close = nearest(str(location[-1]), valid)
+            lines.append(f"{where}: unknown key '{location[-1]}'")
+            fixes.append(f"did you mean '{close[0]}'?" if close else f"valid keys: {', '.join(valid)}")
+        elif item["type"] == "literal_error":
+            expected = str(item.get("ctx", {}).get("expected", "")).replace(" or ", ", ")
+            valid = [value.strip("' ") for value in expected.split(",")]
+            close = nearest(str(item["input"]), valid)
+            lines.append(f"{where}: '{item['input']}' is not one of {', '.join(valid)}")
+            fixes.append(f"did you mean '{close[0]}'?" if close else f"use one of {', '.join(valid)}")
+        else:
+            lines.append(f"{where}: {str(item['msg']).removeprefix('Value error, ')}")
+    return "; ".join(lines), " ".join(dict.fromkeys(fixes)) or "correct the value; see docs/policy-format.md"
+
+
+def policy_from_dict(document: dict[str, Any], *, where: str = "policy", cls: type[P] = Policy) -> P:  # type: ignore[assignment]
+    """Validate a plain-data policy.
+
+    Raises:
+        PolicyError: an unknown key, value, recipe or combination; the message names it and the nearest valid one.
+    """
+    if document.get("schema") != "autoprec.policy/1":
+        raise PolicyError(
+            f"schema is {document.get('schema')!r}, not 'autoprec.policy/1'",
+            where=where,
+            fix="this version of autoprec reads autoprec.policy/1; is it a policy file?",
+        )
+    try:
+        return cls.model_validate(document)
+    except ValidationError as error:
+        what, fix = explain(error, cls)
+        raise PolicyError(what, where=where, fix=fix) from error
+
+
+def parse_policy(text: str, *, where: str = "policy", cls: type[P] = Policy) -> P:  # type: ignore[assignment]
+    """Parse a policy from YAML or JSON text; see :func:`policy_from_dict`."""
+    try:
+        document = parse_document(text, where=where)
+    except FileError as error:
+        raise PolicyError(error.what, where=error.where, fix=error.fix) from error
+    return policy_from_dict(document, where=where, cls=cls)
+
+
+def load_policy(path: Path | str, *, cls: type[P] = Policy) -> P:  # type: ignore[assignment]
+    """Load a policy file (YAML or JSON). Data only: nothing is imported or run.
+
+    Raises:
+        PolicyError: missing, unreadable, or not a valid policy.
+    """
+    try:
+        document = read_document(path)
+    except FileError as error:
+        raise PolicyError(error.what, where=error.where, fix=error.fix) from error
+    return policy_from_dict(document, where=str(path), cls=cls)
+
+
+class _PolicyDumper(yaml.SafeDumper):
+    """Block style with short leaves in flow style, as DESIGN writes policies."""
+
+    def ignore_aliases(self, _data: Any) -> bool:
+        return True
+
+
+def _is_short(value: Any) -> bool:
+    if not isinstance(value, (dict, list)):
+        return True
+    items = list(value.values()) if isinstance(value, dict) else value
+    return all(not isinstance(i, (dict, list)) or (isinstance(i, dict) and len(i) <= 3) for i in items)
+
+
+def _represent_mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.MappingNode:
+    text = yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10_000).strip()
+    flow = bool(data) and _is_short(data) and len(text) <= 110
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=flow or not data)
+
+
+def _represent_list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.SequenceNode:
+    flow = all(not isinstance(item, (dict, list)) for item in data)
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=flow)
+
+
+_PolicyDumper.add_representer(dict, _represent_mapping)
+_PolicyDumper.add_representer(list, _represent_list)
+_PolicyDumper.add_representer(tuple, lambda d, v: _represent_list(d, list(v)))
+
+
+def dump_yaml(document: dict[str, Any]) -> str:
+    """Return the YAML text of plain data, keys in the given order, short leaves on one line."""
+    parts = []
+    for key, value in document.items():
+        parts.append(yaml.dump({key: value}, Dumper=_TopDumper, sort_keys=False, width=118, allow_unicode=True))
+    return "".join(parts)
+
+
+class _TopDumper(_PolicyDumper):
+    """Keeps the outermost mapping in block style whatever its length."""
+
+    def represent_document_mapping(self, data: dict[str, Any]) -> yaml.MappingNode:
+        return self.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=False)
+
+    def represent(self, data: Any) -> None:
+        node = self.represent_document_mapping(data)
+        self.serialize(node)
+        self.represented_objects = {}
+        self.object_keeper: list[Any] = []
+        self.alias_key = None
+
+
+def save_policy(policy: Policy, path: Path | str) -> Path:
+    """Write a policy atomically, as YAML, or as JSON when the name ends in ``.json``."""
+    path = Path(path)
+    document = policy.to_dict()
+    if path.suffix == ".json":
+        import json
+
+        return write_atomic(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
+    return write_atomic(path, dump_yaml(document))

@@ -1,0 +1,182 @@
+"""The policy: what is decided, as frozen data (``autoprec.policy/1``).
+
+Nothing here touches a model: :mod:`autoprec.apply` gives a policy hands.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from autoprec.errors import nearest
+from autoprec.recipes import GEMMS, KEEP, Gemm, Recipe
+
+__all__ = [
+    "SCHEMA",
+    "CommunicationPolicy",
+    "Guard",
+    "LayerPlan",
+    "LayerRule",
+    "ModelInfo",
+    "OperatorPolicy",
+    "OptimizerPolicy",
+    "Policy",
+]
+
+SCHEMA = "autoprec.policy/1"
+Protection = Literal["keep", "fp32"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class LayerRule(_Frozen):
+    """One line of ``layers``: a glob on module names, and the recipe of what it matches.
+
+    ``gemms`` overrides the recipe of single GEMMs; ``optional`` allows the rule to match nothing.
+    """
+
+    match: str = Field(min_length=1, description="glob on module names: * any text, ? one character, [ab] a choice")
+    recipe: str = Field(description="a name in recipes, or keep")
+    gemms: dict[Gemm, str] = Field(default_factory=dict, description="recipe of single GEMMs: fprop, dgrad, wgrad")
+    optional: bool = Field(False, description="the rule may match nothing")
+
+
+class OperatorPolicy(_Frozen):
+    """Precision of what is no tunable layer; ``keep`` leaves it to the script and to ``activations``."""
+
+    softmax: Protection = "fp32"
+    norm: Protection = "fp32"
+    embedding: Protection = "fp32"
+    loss: Protection = "fp32"
+    output: Protection = "fp32"
+    attention: Literal["keep", "fp32", "bf16", "fp16"] = Field(
+        "keep", description="scaled dot-product attention (SDPA)"
+    )
+
+
+class OptimizerPolicy(_Frozen):
+    """Storage of weights and optimizer state (bytes per value in docs/policy-format.md)."""
+
+    weights: Literal["fp32", "fp16_scaled", "bf16_stochastic", "bf16_kahan"] = "fp32"
+    exp_avg: Literal["fp32", "bf16", "e4m3"] = "fp32"
+    exp_avg_sq: Literal["fp32", "fp16_scaled", "e4m3_block", "int8_block"] = "fp32"
+
+
+class CommunicationPolicy(_Frozen):
+    """What travels between ranks; reductions of low-precision gradients accumulate in FP32."""
+
+    gradients: Literal["fp32", "bf16", "fp8"] = "fp32"
+
+
+class ModelInfo(_Frozen):
+    """Which model a policy was made for."""
+
+    class_name: str = Field(alias="class")
+    parameters: int = Field(ge=0)
+    fingerprint: str = ""
+
+
+class Guard(_Frozen):
+    """What to watch in the long run, and what to fall back to, in order."""
+
+    metrics: tuple[str, ...] = ()
+    thresholds: dict[str, float] = Field(default_factory=dict)
+    fallback: tuple[str, ...] = ()
+
+
+class LayerPlan(_Frozen):
+    """What one layer runs: a recipe per GEMM, ``None`` meaning "as the script wrote it"."""
+
+    fprop: Recipe | None = None
+    dgrad: Recipe | None = None
+    wgrad: Recipe | None = None
+
+    @property
+    def keeps(self) -> bool:
+        """True when all three GEMMs run as the script wrote them."""
+        return self.fprop is None and self.dgrad is None and self.wgrad is None
+
+    def recipe(self, gemm: Gemm) -> Recipe | None:
+        """Return the recipe of one GEMM."""
+        found: Recipe | None = getattr(self, gemm)
+        return found
+
+    @classmethod
+    def uniform(cls, recipe: Recipe | None) -> LayerPlan:
+        """Return the plan that runs all three GEMMs under one recipe."""
+        return cls(fprop=recipe, dgrad=recipe, wgrad=recipe)
+
+
+class Policy(_Frozen):
+    """A precision policy; see docs/policy-format.md."""
+
+    schema_: Literal["autoprec.policy/1"] = Field("autoprec.policy/1", alias="schema")
+    recipes: dict[str, Recipe] = Field(default_factory=dict)
+    layers: tuple[LayerRule, ...] = ()
+    default: str = Field(KEEP, description="recipe of tunable layers that no rule names")
+    activations: Literal["keep", "bf16", "fp16"] = Field("keep", description="autocast dtype around the model")
+    operators: OperatorPolicy = OperatorPolicy()
+    optimizer: OptimizerPolicy = OptimizerPolicy()
+    communication: CommunicationPolicy = CommunicationPolicy()
+    loss_scaling: Literal["none", "dynamic"] = "none"
+    model: ModelInfo | None = None
+    evidence: dict[str, Any] = Field(default_factory=dict, description="how it was found; plain data")
+    guard: Guard | None = None
+
+    @field_validator("recipes")
+    @classmethod
+    def _no_reserved_names(cls, value: dict[str, Recipe]) -> dict[str, Recipe]:
+        if KEEP in value:
+            raise ValueError("'keep' is reserved for 'as the script wrote it'; choose another recipe name")
+        return value
+
+    @model_validator(mode="after")
+    def _names_resolve(self) -> Policy:
+        named = {"default": self.default}
+        for index, rule in enumerate(self.layers):
+            named[f"layers[{index}].recipe"] = rule.recipe
+            for gemm, name in rule.gemms.items():
+                named[f"layers[{index}].gemms.{gemm}"] = name
+        for where, name in named.items():
+            if name != KEEP and name not in self.recipes:
+                close = nearest(name, [*self.recipes, KEEP])
+                hint = f"; did you mean '{close[0]}'?" if close else ""
+                raise ValueError(f"{where}: recipe '{name}' is not defined under recipes{hint}")
+        if self.loss_scaling == "dynamic" and not self.uses_format("fp16") and self.activations != "fp16":
+            raise ValueError("loss_scaling: dynamic is for fp16 only, and this policy uses no fp16; set it to none")
+        return self
+
+    def uses_format(self, name: str) -> bool:
+        """True when a layer recipe in use has this format."""
+        used = {self.default, *(r.recipe for r in self.layers), *(n for r in self.layers for n in r.gemms.values())}
+        return any(recipe.format == name for key, recipe in self.recipes.items() if key in used)
+
+    def recipe_named(self, name: str) -> Recipe | None:
+        """Return the recipe behind a name of this policy; None for ``keep``."""
+        return None if name == KEEP else self.recipes[name]
+
+    def plan_of_rule(self, rule: LayerRule | None) -> LayerPlan:
+        """Return what a layer matched by ``rule`` runs (``None``: no rule matched, the default applies)."""
+        name = self.default if rule is None else rule.recipe
+        overrides = {} if rule is None else rule.gemms
+        return LayerPlan(**{gemm: self.recipe_named(overrides.get(gemm, name)) for gemm in GEMMS})
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain-data form that is written to a file (defaults that matter to a reader included)."""
+        out: dict[str, Any] = {"schema": self.schema_}
+        out["recipes"] = {name: recipe.to_dict() for name, recipe in self.recipes.items()}
+        out["layers"] = [rule.model_dump(exclude_defaults=True) for rule in self.layers]
+        out |= {"default": self.default, "activations": self.activations}
+        for name in ("operators", "optimizer", "communication"):
+            out[name] = getattr(self, name).model_dump()
+        out["loss_scaling"] = self.loss_scaling
+        if self.model is not None:
+            out["model"] = self.model.model_dump(by_alias=True)
+        if self.evidence:
+            out["evidence"] = dict(self.evidence)
+        if self.guard is not None:
+            out["guard"] = self.guard.model_dump(mode="json")
+        return out

@@ -1,0 +1,203 @@
+"""Quantisation recipes: how the operands of one GEMM are rounded, scaled and accumulated.
+
+A linear layer runs three GEMMs in training, named as Transformer Engine names them:
+
+=======  ==================================  ========================
+GEMM     computes                            operands
+=======  ==================================  ========================
+fprop    output      = input  @ weight.T     input, weight
+dgrad    grad_input  = grad_output @ weight  grad_output, weight
+wgrad    grad_weight = grad_output.T @ input grad_output, input
+=======  ==================================  ========================
+
+A recipe applies to one GEMM; a layer may use a different one for each. Fields that do not apply to a format are
+refused rather than ignored: a parameter that changes nothing must never be searched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+__all__ = [
+    "BUILTIN_RECIPES",
+    "GEMMS",
+    "GEMM_OPERANDS",
+    "KEEP",
+    "OPERANDS",
+    "Gemm",
+    "Operand",
+    "Operands",
+    "Recipe",
+    "Scaling",
+]
+
+Gemm = Literal["fprop", "dgrad", "wgrad"]
+Operand = Literal["input", "weight", "grad_output"]
+GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")
+OPERANDS: tuple[Operand, ...] = ("input", "weight", "grad_output")
+GEMM_OPERANDS: dict[Gemm, tuple[Operand, Operand]] = {
+    "fprop": ("input", "weight"),
+    "dgrad": ("grad_output", "weight"),
+    "wgrad": ("grad_output", "input"),
+}
+#: The reserved recipe name for "as the script wrote it".
+KEEP = "keep"
+
+Eight = Literal["e4m3", "e5m2"]
+_SCALED = ("fp8", "mxfp8", "nvfp4", "int8")
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Scaling(_Frozen):
+    """How scales are chosen for ``fp8`` and ``int8``; MXFP8 and NVFP4 carry their scaling in the format.
+
+    ``block`` is DeepSeek-V3's scheme: 1x128 tiles of input and grad_output, 128x128 blocks of weight
+    (arXiv 2412.19437, section 3.3). ``delayed`` takes the scale from the last ``amax_history_len`` steps
+    (Transformer Engine's ``DelayedScaling``), per tensor only.
+    """
+
+    granularity: Literal["tensor", "row", "block"] = Field("tensor", description="how many values share one scale")
+    scale: Literal["current", "delayed"] = Field("current", description="from this tensor, or from past steps")
+    power_of_2: bool = Field(False, description="round scales down to a power of two (exact rescaling)")
+    margin: int = Field(0, ge=-8, le=8, description="delayed: divide the scale by 2**margin")
+    amax_history_len: int = Field(16, ge=1, le=4096, description="delayed: steps of amax history")
+    amax_compute_algo: Literal["max", "most_recent"] = Field("max", description="delayed: which amax of the history")
+    amax_epsilon: float = Field(0.0, ge=0.0, le=1.0, description="lower bound of amax, against all-zero tensors")
+
+    @model_validator(mode="after")
+    def _delayed_only(self) -> Scaling:
+        if self.scale == "delayed" and self.granularity != "tensor":
+            raise ValueError("delayed scaling exists per tensor only: set granularity: tensor, or scale: current")
+        if self.scale == "current":
+            for name, default in (("margin", 0), ("amax_history_len", 16), ("amax_compute_algo", "max")):
+                if getattr(self, name) != default:
+                    raise ValueError(f"{name} has an effect with scale: delayed only; remove it")
+        return self
+
+
+class Operands(_Frozen):
+    """The 8-bit format of each operand; E5M2 has more range, E4M3 more precision."""
+
+    input: Eight = "e4m3"
+    weight: Eight = "e4m3"
+    grad_output: Eight = "e4m3"
+
+
+class Recipe(_Frozen):
+    """One quantisation recipe.
+
+    ``accumulation: fast`` asks for Hopper's limited-precision accumulator (``use_fast_accum``,
+    ``use_split_accumulator=False``); ``full`` for FP32 accumulation.
+    """
+
+    format: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"]
+    scaling: Scaling | None = Field(None, description="fp8 and int8 only")
+    operands: Operands | None = Field(None, description="fp8 and mxfp8 only")
+    accumulation: Literal["full", "fast"] = Field("full", description="fp8 only")
+    hadamard: bool = Field(False, description="nvfp4 only: random Hadamard transform of the wgrad operands")
+    stochastic_rounding: bool = Field(False, description="nvfp4 only: round grad_output stochastically")
+    weight_2d: bool = Field(False, description="nvfp4 only: 16x16 scales for the weight")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            data = dict(data)
+            if data.get("format") in ("fp8", "int8") and data.get("scaling") is None:
+                data["scaling"] = {"granularity": "row"} if data["format"] == "int8" else {}
+            if data.get("format") in ("fp8", "mxfp8") and data.get("operands") is None:
+                data["operands"] = {}
+        return data
+
+    @model_validator(mode="after")
+    def _fields_that_apply(self) -> Recipe:
+        if self.scaling is not None and self.format not in ("fp8", "int8"):
+            raise ValueError(f"scaling has no effect with format: {self.format}; remove it")
+        if self.operands is not None and self.format not in ("fp8", "mxfp8"):
+            raise ValueError(f"operands has no effect with format: {self.format}; remove it")
+        if self.accumulation == "fast" and self.format != "fp8":
+            raise ValueError(f"accumulation: fast has no effect with format: {self.format}; remove it")
+        if self.format != "nvfp4":
+            for name in ("hadamard", "stochastic_rounding", "weight_2d"):
+                if getattr(self, name):
+                    raise ValueError(f"{name} has an effect with format: nvfp4 only; remove it")
+        if (
+            self.format == "int8"
+            and self.scaling
+            and (self.scaling.granularity, self.scaling.scale)
+            != (
+                "row",
+                "current",
+            )
+        ):
+            raise ValueError("int8 has row-wise current scaling only")
+        if self.operands is not None:
+            for gemm, (a, b) in GEMM_OPERANDS.items():
+                if getattr(self.operands, a) == getattr(self.operands, b) == "e5m2":
+                    raise ValueError(f"{gemm} would multiply e5m2 by e5m2, which no GPU runs: make {a} or {b} e4m3")
+        return self
+
+    @property
+    def scaled(self) -> bool:
+        """True when operands are quantised with scales (8 bits or fewer)."""
+        return self.format in _SCALED
+
+    def operand_format(self, operand: Operand) -> str:
+        """Return the number format (a key of ``formats.FORMATS``) in which ``operand`` is multiplied."""
+        if self.operands is not None:
+            return str(getattr(self.operands, operand))
+        return "e2m1" if self.format == "nvfp4" else self.format
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain-data form: everything that has an effect is spelled out, nothing else is."""
+        out = self.model_dump(exclude_defaults=True, exclude={"scaling", "operands"})
+        if self.scaling is not None:
+            delayed = ("margin", "amax_history_len", "amax_compute_algo")
+            left_out = set() if self.scaling.scale == "delayed" else set(delayed)
+            out["scaling"] = self.scaling.model_dump(
+                exclude=left_out | (set() if self.scaling.amax_epsilon else {"amax_epsilon"})
+            )
+        if self.operands is not None:
+            out["operands"] = self.operands.model_dump()
+        return out
+
+    def describe(self) -> str:
+        """Return a short name a person recognises, such as ``fp8 row e4m3/e4m3/e4m3``."""
+        if self.format == "fp8" and self.scaling is not None and self.operands is not None:
+            kind = "delayed" if self.scaling.scale == "delayed" else self.scaling.granularity
+            return f"fp8 {kind} {self.operands.input}/{self.operands.weight}/{self.operands.grad_output}"
+        return self.format
+
+
+def _fp8(granularity: str = "tensor", grad: str = "e4m3", **scaling: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "format": "fp8",
+            "scaling": {"granularity": granularity, **scaling},
+            "operands": {"input": "e4m3", "weight": "e4m3", "grad_output": grad},
+        }
+    )
+
+
+#: Recipes that search spaces, presets and the command line name; a policy file always spells out what it uses.
+BUILTIN_RECIPES: dict[str, Recipe] = {
+    "fp32": Recipe(format="fp32"),
+    "tf32": Recipe(format="tf32"),
+    "bf16": Recipe(format="bf16"),
+    "fp16": Recipe(format="fp16"),
+    "fp8_tensorwise": _fp8("tensor", "e5m2"),
+    "fp8_tensorwise_e4m3": _fp8("tensor", "e4m3"),
+    "fp8_rowwise": _fp8("row", "e4m3", power_of_2=True),
+    "fp8_delayed": _fp8("tensor", "e5m2", scale="delayed"),
+    "fp8_block": _fp8("block", "e4m3", power_of_2=True),
+    "fp8_block_fp32_scales": _fp8("block", "e4m3"),
+    "mxfp8": Recipe.model_validate({"format": "mxfp8"}),
+    "nvfp4": Recipe(format="nvfp4", hadamard=True, stochastic_rounding=True, weight_2d=True),
+    "nvfp4_plain": Recipe(format="nvfp4"),
+    "int8": Recipe.model_validate({"format": "int8"}),
+}

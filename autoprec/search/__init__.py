@@ -1,0 +1,1 @@
+"""Sensitivity, groups, solver, sampler, Optuna study, finalists, Pareto front, verdict."""

@@ -1,0 +1,1 @@
+"""Conformance suites that every backend and every exporter passes."""

@@ -1,0 +1,1 @@
+"""Run a training script that knows nothing of AutoPrec, under hooks, and measure it."""

@@ -1,0 +1,164 @@
+"""What the driver asks of a trial and what it gets back: plain frozen data, no torch, JSON in and out."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+__all__ = ["FAILURES", "HostInfo", "Probe", "TrialResult", "TrialSpec"]
+
+#: Every way a trial can end other than ``ok`` and ``pruned``.
+FAILURES = (
+    "diverged",  # non-finite loss or gradient
+    "oom",  # out of memory, by torch, the allocator or the kernel
+    "crashed",  # a signal, os._exit, or an exception in the script
+    "hung",  # no progress before the deadline
+    "too_short",  # the script ended before the asked number of steps
+    "mismatch",  # the policy does not fit the model, or was not executed
+    "unsupported",  # a backend refused
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """One question of a sensitivity scan: the gradient error of a policy on the same weights and batch."""
+
+    id: str
+    policy: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialSpec:
+    """One trial: what to run, for how long.
+
+    Attributes:
+        kind: ``train`` (measure ``steps`` after ``warmup``), ``record`` (operator graph of one step, then end),
+            ``sensitivity`` (``warmup`` steps, then answer ``probes``), ``run`` (to the script's own end).
+        policy: a policy document, or None for the script as written.
+        perturb: ``bf16`` rounds every weight once to bfloat16 before the first step (the benign perturbation of the
+            noise floor).
+        seed: reseed at the first training forward by ``seed + rank``; None leaves the random state as the script
+            left it (forked trials share it by construction).
+        anneal: multiply the learning rate by a cosine to 10 % over the trial (finalists: chaos shrinks).
+        reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
+            the last quarter of the steps seen exceeds ``stop_gap``.
+        backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
+        record_graph: also record the graph in the last step (``check``: audit by recording).
+    """
+
+    kind: str = "train"
+    policy: dict[str, Any] | None = None
+    steps: int = 20
+    warmup: int = 3
+    perturb: str = ""
+    seed: int | None = None
+    anneal: bool = False
+    reference_losses: tuple[float, ...] = ()
+    stop_gap: float | None = None
+    backend: str = "auto"
+    probes: tuple[Probe, ...] = ()
+    batches: int = 1
+    threads: int = 1
+    timeout_s: float = 600.0
+    record_graph: bool = False
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> TrialSpec:
+        """Rebuild from :meth:`to_json`."""
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in document.items() if key in known}
+        values["probes"] = tuple(Probe(**p) for p in values.get("probes", ()))
+        values["reference_losses"] = tuple(values.get("reference_losses", ()))
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class TrialResult:
+    """How a trial ended and what was measured.
+
+    Attributes:
+        status: ``ok``, ``pruned``, or one of :data:`FAILURES`.
+        reason: one sentence for a person; empty when ok.
+        tail: the last lines of the trial's own output (failures only).
+        losses: objective of every step seen (mean over ranks not taken; this rank's), warm-up included.
+        step_ms: duration of every step; ``clock`` says of what: ``cpu_time`` (process CPU time on the CPU) or
+            ``cuda_events``, or ``wall``.
+        memory_bytes: peak of the step; ``memory`` splits it (parameters, gradients, optimizer, saved, ...).
+        samples, tokens: per step, as seen in the batch; 0 when they could not be seen.
+        skipped_steps: optimizer steps a GradScaler (the script's or ours) skipped.
+        start_s: from the request to the first training step.
+        payload: what ``record`` (a graph report), ``sensitivity`` and audits return.
+    """
+
+    status: str
+    reason: str = ""
+    tail: str = ""
+    losses: tuple[float, ...] = ()
+    step_ms: tuple[float, ...] = ()
+    warmup: int = 0
+    clock: str = "cpu_time"
+    grad_norms: tuple[float, ...] = ()
+    memory_bytes: int = 0
+    memory: dict[str, int] = field(default_factory=dict)
+    samples: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    start_s: float = 0.0
+    wall_s: float = 0.0
+    training_s: float = 0.0
+    audit: dict[str, Any] | None = None
+    payload: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """True when the trial was measured to its end."""
+        return self.status == "ok"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form; non-finite losses are written as null."""
+        out = asdict(self)
+        for name in ("losses", "step_ms", "grad_norms"):
+            out[name] = [value if value == value and abs(value) != float("inf") else None for value in out[name]]
+        return out
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> TrialResult:
+        """Rebuild from :meth:`to_json`."""
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in document.items() if key in known}
+        for name in ("losses", "step_ms", "grad_norms"):
+            values[name] = tuple(float("nan") if v is None else float(v) for v in values.get(name, ()))
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class HostInfo:
+    """What was found out about the script when it reached its first training forward.
+
+    ``launch`` is the rung of the ladder in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name.
+    """
+
+    launch: str
+    model: dict[str, Any]
+    layers: tuple[str, ...]
+    optimizers: tuple[str, ...]
+    device: str
+    world_size: int = 1
+    setup_s: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> HostInfo:
+        """Rebuild from :meth:`to_json`."""
+        values = {f.name: document[f.name] for f in fields(cls) if f.name in document}
+        for name in ("layers", "optimizers", "notes"):
+            values[name] = tuple(values.get(name, ()))
+        return cls(**values)
