@@ -1,0 +1,113 @@
+"""What a search leaves behind, as plain frozen data: one record per trial, one result per study.
+
+The report, the tracker and ``--json`` read nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+__all__ = ["SearchResult", "TrialRecord"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrialRecord:
+    """One finished trial.
+
+    Attributes:
+        number: 0, 1, 2, ... in order of asking; finalist and reference runs have their own numbers.
+        kind: ``reference``, ``noise`` (the benign perturbation), ``preset``, ``search`` or ``finalist``.
+        name: what a person calls it: a preset's name, or ``trial 17``.
+        params: what Optuna decided (``layer:<group>`` -> choice, and other parameters).
+        policy: the policy document that ran; empty for the reference.
+        status: ``ok``, ``pruned``, ``duplicate`` or a failure of :mod:`autoprec.trial.protocol`, with ``reason``.
+        metrics: the names of DESIGN section 3: throughput (steps/s), samples_per_s, step_time_ms, memory_bytes,
+            divergence, noise_floor, gradient_error, speedup, effective_speedup (ratios and divergence as fractions).
+        sources: metric name -> ``measured`` or ``modelled``.
+        losses: per step; ``reference_losses`` the paired reference's.
+        tags: any of preset, finalist, pareto, best, infeasible, pruned.
+        started, seconds: epoch seconds of the start, and duration.
+        seed: which paired seed (0 is the script's own).
+    """
+
+    number: int
+    kind: str
+    name: str
+    params: dict[str, Any]
+    policy: dict[str, Any]
+    status: str
+    reason: str = ""
+    tail: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, str] = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
+    tags: tuple[str, ...] = ()
+    started: float = 0.0
+    seconds: float = 0.0
+    seed: int = 0
+
+    @property
+    def ok(self) -> bool:
+        """True when it was measured to its end."""
+        return self.status == "ok"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form; non-finite losses become null."""
+        out = asdict(self)
+        for name in ("losses", "reference_losses"):
+            out[name] = [v if v == v and abs(v) != float("inf") else None for v in out[name]]
+        return out
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> TrialRecord:
+        """Rebuild from :meth:`to_json`."""
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in document.items() if key in known}
+        for name in ("losses", "reference_losses"):
+            values[name] = tuple(float("nan") if v is None else float(v) for v in values.get(name, ()))
+        values["tags"] = tuple(values.get("tags", ()))
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The outcome of a search: exactly what ``autoprec search --json`` prints, plus what the report draws.
+
+    ``verdict`` is ``adopt`` or ``stay``; ``best``, ``reference`` and the members of ``presets`` and ``front`` are
+    metric mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
+    divergence's confidence interval over the finalist seeds.
+    """
+
+    verdict: str
+    reason: str
+    policy: str
+    best: dict[str, Any]
+    reference: dict[str, Any]
+    presets: tuple[dict[str, Any], ...]
+    front: tuple[dict[str, Any], ...]
+    trials: dict[str, int]
+    study: str
+    storage: str
+    mlflow: dict[str, Any]
+    seconds: float
+    target: str = ""
+    script: str = ""
+    budget: dict[str, Any] = field(default_factory=dict)
+    sensitivity: tuple[dict[str, Any], ...] = ()
+    timings: dict[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> SearchResult:
+        """Rebuild from :meth:`to_json`."""
+        known = {f.name for f in fields(cls)}
+        values = {key: value for key, value in document.items() if key in known}
+        for name in ("presets", "front", "sensitivity", "notes"):
+            values[name] = tuple(values.get(name, ()))
+        return cls(**values)
