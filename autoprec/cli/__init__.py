@@ -1,1 +1,158 @@
-"""The commands."""
+"""The command line: one lazy table of commands, one place where errors become exit codes.
+
+Nothing heavy is imported before a command runs, so ``autoprec --help`` costs what click costs.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import click
+
+from autoprec._version import __version__
+from autoprec.errors import AutoPrecError, NoSpaceError, UnknownNameError
+
+__all__ = ["COMMANDS", "EXIT_INTERRUPTED", "EXIT_TERMINATED", "cli"]
+
+EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
+
+#: command -> (module and attribute, the line that ``autoprec --help`` prints), in the order of a first visit
+COMMANDS: dict[str, tuple[str, str]] = {
+    "search": ("search:search", "Find the fastest precision policy for a training script."),
+    "inspect": ("inspect:inspect", "Operators, their classes, and the tunable share."),
+    "estimate": ("estimate:estimate", "The verdict alone: what could be gained on a target."),
+    "sensitivity": ("sensitivity:sensitivity", "Gradient error per layer, recipe and GEMM."),
+    "run": ("run:run", "Run the unmodified script under a policy."),
+    "check": ("check:check", "Audit asked against executed, layer by layer."),
+    "verify": ("verify:verify", "Longer paired runs: policy against reference and presets."),
+    "show": ("show:show", "Print a policy as a table, with its evidence."),
+    "validate": ("validate:validate", "Check that policy or search-space files are valid."),
+    "diff": ("diff:diff", "What changed between two policies."),
+    "export": ("export:export", "Write a policy as configuration of another training stack."),
+    "import": ("import_:import_", "Read another stack's configuration as a policy."),
+    "targets": ("targets:targets", "The hardware table, each figure with its source."),
+    "calibrate": ("calibrate:calibrate", "Measure this device for the cost model."),
+    "doctor": ("doctor:doctor", "Devices, backends, formats: what works here, and why not."),
+    "ui": ("ui:ui", "Open the MLflow UI on the study's runs."),
+    "sync": ("sync:sync", "Replay runs that the tracking server missed."),
+    "schema": ("schema:schema", "Print the JSON Schema of policies or search spaces."),
+}
+
+
+def kebab(token: str) -> str:
+    """Spell an option or command with dashes, so that ``--max_divergence`` is ``--max-divergence``."""
+    return token.replace("_", "-")
+
+
+class LazyGroup(click.Group):
+    """Imports a command's module when the command is named, and turns every error into a message and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:  # noqa: ARG002
+        if cmd_name not in COMMANDS:
+            return None
+        module, attribute = COMMANDS[cmd_name][0].split(":")
+        command = getattr(importlib.import_module(f"autoprec.cli.{module}"), attribute)
+        if not isinstance(command, click.Command):
+            raise TypeError(f"autoprec.cli.{module}:{attribute} is no click command")
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name = kebab(args[0]) if args else ""
+        if name and not name.startswith("-") and name not in COMMANDS:
+            raise UnknownNameError("command", args[0], COMMANDS)
+        return super().resolve_command(ctx, [name, *args[1:]])
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:  # noqa: ARG002
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, line) for name, (_, line) in COMMANDS.items()])
+
+    def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
+        """Run a command line and leave with its exit code (docs/exit-codes.md)."""
+        extra["standalone_mode"] = False
+        previous = _raise_on_sigterm()
+        try:
+            code = self._run(args, prog_name or "autoprec", extra)
+        finally:
+            if previous is not None:
+                signal.signal(signal.SIGTERM, previous)
+        sys.exit(code)
+
+    def _run(self, args: Sequence[str] | None, prog_name: str, extra: dict[str, Any]) -> int:
+        try:
+            result = super().main(args, prog_name, **extra)
+            sys.stdout.flush()
+            return result if isinstance(result, int) else 0
+        except click.ClickException as error:
+            error.show()
+            return error.exit_code
+        except (KeyboardInterrupt, click.Abort):
+            _say("interrupted")
+            return EXIT_INTERRUPTED
+        except BrokenPipeError:  # the reader (``| head``) has left; there is nobody to tell
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except AutoPrecError as error:
+            return _report(error)
+        except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                return _report(NoSpaceError("no space left on the device", where=str(error.filename or "")))
+            return _report_defect()
+        except Exception:
+            return _report_defect()
+
+
+def _say(line: str) -> None:
+    click.echo(f"autoprec: {line}", err=True)
+
+
+def _report(error: AutoPrecError) -> int:
+    if os.environ.get("AUTOPREC_DEBUG"):
+        traceback.print_exc()
+    _say(f"error: {error}")
+    return error.exit_code
+
+
+def _report_defect() -> int:
+    traceback.print_exc()
+    _say("error: this is a defect of AutoPrec, not of your script; `autoprec doctor` prints what a report needs")
+    return 1
+
+
+def _raise_on_sigterm() -> Any:
+    """Let SIGTERM unwind the stack, so that files are finished and children ended; None outside the main thread."""
+
+    def leave(_number: int, _frame: object) -> NoReturn:
+        raise SystemExit(EXIT_TERMINATED)
+
+    try:
+        return signal.signal(signal.SIGTERM, leave)
+    except ValueError:  # signals belong to the main thread
+        return None
+
+
+@click.group(
+    cls=LazyGroup,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "token_normalize_func": kebab,
+        "max_content_width": 110,
+    },
+    epilog="Every command takes --help. Exit codes: 0 done, 1 failed or mismatch, 2 usage or bad file, 3 nothing "
+    "acceptable, 4 the script failed, 5 study locked or damaged, 6 no space, 130/143 signals.",
+)
+@click.version_option(__version__, "--version", prog_name="autoprec", message="%(prog)s %(version)s")
+def cli() -> None:
+    """Find the per-layer precision policy that trains fastest without changing the loss curve you can measure."""

@@ -1,0 +1,16 @@
+"""``python -m autoprec`` and the ``autoprec`` console script."""
+
+from __future__ import annotations
+
+__all__ = ["main"]
+
+
+def main() -> None:
+    """Run the command line; leaves with the exit code of docs/exit-codes.md."""
+    from autoprec.cli import cli
+
+    cli.main(prog_name="autoprec")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""How a command takes a training script: everything after our own options belongs to the script.
+
+``autoprec search [options] train.py [script args]``, ``-m package.module [args]``, or ``-- torchrun ... train.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+__all__ = ["TakesScript", "script_command", "split_script"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def split_script(args: list[str], takes_value: dict[str, bool]) -> tuple[list[str], list[str]]:
+    """Split a command line into (our options, the script's tokens).
+
+    Args:
+        args: the tokens after the command's name.
+        takes_value: every option string of the command (dashed), and whether a value follows it.
+
+    The script begins at ``--`` (dropped), at ``-m``, or at the first token that is neither an option nor the value
+    of one. What begins there is passed on untouched, whatever it looks like.
+    """
+    index = 0
+    while index < len(args):
+        token = args[index]
+        if token == "--":
+            return args[:index], args[index + 1 :]
+        if token == "-m" or not token.startswith("-") or token == "-":
+            return args[:index], args[index:]
+        name, equals, _ = token.partition("=")
+        if name.startswith("--"):
+            name = "--" + name[2:].replace("_", "-")
+        index += 2 if takes_value.get(name, False) and not equals else 1
+    return args, []
+
+
+class TakesScript(click.Command):
+    """A command whose last argument is a whole command line."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        takes_value = {
+            name: not (option.is_flag or option.count)
+            for option in self.params
+            if isinstance(option, click.Option)
+            for name in (*option.opts, *option.secondary_opts)
+        }
+        own, script = split_script(list(args), takes_value)
+        return super().parse_args(ctx, [*own, "--", *script])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return ["[OPTIONS]", "train.py [SCRIPT ARGS]..."]
+
+
+def script_command(name: str, *, required: bool = True, **settings: Any) -> Callable[[F], TakesScript]:
+    """Declare a command whose function receives the script's tokens as ``script: tuple[str, ...]``.
+
+    Use it as the outermost decorator, above the options.
+    """
+
+    def decorate(function: F) -> TakesScript:
+        wrapped = click.argument("script", nargs=-1, required=required, type=click.UNPROCESSED)(function)
+        return click.command(name, cls=TakesScript, **settings)(wrapped)
+
+    return decorate
