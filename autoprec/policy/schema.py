@@ -13,6 +13,7 @@ from autoprec.errors import nearest
 from autoprec.recipes import GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
+    "REFUSED_STATE",
     "SCHEMA",
     "CommunicationPolicy",
     "Guard",
@@ -26,6 +27,26 @@ __all__ = [
 
 SCHEMA = "autoprec.policy/1"
 Protection = Literal["keep", "fp32"]
+
+#: Storage that is known to break training, with the reason a person reads (measured: docs/state.md).
+REFUSED_STATE: dict[tuple[str, str], str] = {
+    ("weights", "bf16"): (
+        "plain bf16 weights lose every update below half a unit in the last place (worst weight option measured); "
+        "use bf16_kahan or bf16_stochastic"
+    ),
+    ("weights", "fp16"): "unscaled fp16 weights underflow; use fp16_scaled",
+    ("weights", "e4m3"): "e4m3 weights without a master lose nearly every update; use e4m3_master",
+    ("exp_avg", "fp16"): "unscaled fp16 flushes small moments to zero; use bf16 or e4m3 (scaled)",
+    ("exp_avg_sq", "fp16"): "unscaled fp16 flushes most second moments to zero (71 % measured); use fp16_scaled",
+    ("exp_avg_sq", "bf16"): (
+        "round-to-nearest bf16 second moments stall from beta2 = 0.99 on (20x too large after a drop of the "
+        "gradient); use fp16_scaled"
+    ),
+    ("exp_avg_sq", "e4m3"): (
+        "one e4m3 scale per tensor, or a power-of-two scale, stalls the second moment and divides by epsilon; "
+        "use e4m3_block (exact scales)"
+    ),
+}
 
 
 class _Frozen(BaseModel):
@@ -58,11 +79,26 @@ class OperatorPolicy(_Frozen):
 
 
 class OptimizerPolicy(_Frozen):
-    """Storage of weights and optimizer state (bytes per value in docs/policy-format.md)."""
+    """Storage of weights, their gradients and optimizer state (bytes per value in docs/state.md).
 
-    weights: Literal["fp32", "fp16_scaled", "bf16_stochastic", "bf16_kahan"] = "fp32"
+    ``e4m3_master`` is MS-AMP O3's FP8 weight with a scaled FP16 master; ``gradients`` is what a weight gradient is
+    held in between backward and step.
+    """
+
+    weights: Literal["fp32", "fp16_scaled", "bf16_stochastic", "bf16_kahan", "e4m3_master"] = "fp32"
     exp_avg: Literal["fp32", "bf16", "e4m3"] = "fp32"
     exp_avg_sq: Literal["fp32", "fp16_scaled", "e4m3_block", "int8_block"] = "fp32"
+    gradients: Literal["fp32", "bf16", "e4m3"] = Field("fp32", description="weight gradients between backward and step")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_to_break(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            for field, value in data.items():
+                reason = REFUSED_STATE.get((field, str(value)))
+                if reason:
+                    raise ValueError(f"{field}: {value} is refused: {reason}")
+        return data
 
 
 class CommunicationPolicy(_Frozen):
