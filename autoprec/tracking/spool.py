@@ -1,0 +1,153 @@
+"""The spool: an append-only file of JSON lines in the study directory, and how far each server has been told.
+
+``tracking/spool.jsonl`` holds what happened; ``tracking/state-<store>.json`` holds, per tracking store, how many
+bytes of it have been written there. A torn last line (a crash in the middle of a write) is skipped.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from autoprec.errors import AutoPrecError
+from autoprec.files import append_line, write_json
+from autoprec.tracking.redact import redact_uri
+
+__all__ = ["Spool", "State", "default_uri", "plain"]
+
+
+def plain(value: Any) -> Any:
+    """Return a JSON-safe copy: non-finite numbers become null, tuples lists, unknown objects text."""
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    return str(value)
+
+
+def default_uri(runs: Path) -> str:
+    """Return the store used when nobody names one: SQLite beside the studies (MLflow refuses file stores)."""
+    return f"sqlite:///{(runs / 'mlflow.db').resolve()}"
+
+
+@dataclass(slots=True)
+class State:
+    """What one tracking store knows of one study.
+
+    ``status`` is ``new``, ``draining``, ``drained``, ``unreachable`` or ``failed`` (with ``reason``); ``offset`` the
+    bytes of the spool that were written there; ``ended`` says that the study's end is among them.
+    """
+
+    tracking_uri: str = ""
+    experiment: str = ""
+    experiment_id: str = ""
+    run_id: str = ""
+    offset: int = 0
+    ended: bool = False
+    status: str = "new"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Spool:
+    """The tracking folder of one study."""
+
+    directory: Path
+    uid: str = field(default="")
+
+    @classmethod
+    def of(cls, study_dir: Path | str) -> Spool:
+        """Open the spool of a study, creating its folder and its identity when there is none yet."""
+        directory = Path(study_dir) / "tracking"
+        identity = directory / "id"
+        try:
+            uid = identity.read_text(encoding="utf-8").strip()
+        except OSError:
+            uid = ""
+        if not uid:
+            directory.mkdir(parents=True, exist_ok=True)
+            uid = uuid.uuid4().hex
+            identity.write_text(uid + "\n", encoding="utf-8")
+        return cls(directory, uid)
+
+    @property
+    def path(self) -> Path:
+        """The file of JSON lines."""
+        return self.directory / "spool.jsonl"
+
+    @property
+    def size(self) -> int:
+        """Bytes spooled so far."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def append(self, kind: str, **payload: Any) -> None:
+        """Append one line; a torn line left by a crash is ended first, so that it spoils nothing but itself."""
+        line = json.dumps({"kind": kind, **plain(payload)}, separators=(",", ":"), allow_nan=False)
+        if self._torn():
+            line = "\n" + line
+        append_line(self.path, line)
+
+    def _torn(self) -> bool:
+        try:
+            with self.path.open("rb") as stream:
+                stream.seek(-1, os.SEEK_END)
+                return stream.read(1) != b"\n"
+        except OSError:
+            return False
+
+    def read(self, offset: int = 0) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield (event, offset after it) for every complete, well-formed line from ``offset`` on."""
+        try:
+            with self.path.open("rb") as stream:
+                stream.seek(offset)
+                for raw in stream:
+                    if not raw.endswith(b"\n"):
+                        return
+                    offset += len(raw)
+                    try:
+                        event = json.loads(raw)
+                    except ValueError:
+                        continue
+                    if isinstance(event, dict) and isinstance(event.get("kind"), str):
+                        yield event, offset
+        except FileNotFoundError:
+            return
+
+    def target(self) -> dict[str, str]:
+        """Return ``{"tracking_uri", "experiment"}`` of the newest opening, logins left out."""
+        found: dict[str, str] = {}
+        for event, _ in self.read():
+            if event["kind"] == "open":
+                found = {key: str(event.get(key) or "") for key in ("tracking_uri", "experiment", "study")}
+        return found
+
+    def state_path(self, uri: str) -> Path:
+        """Return the file that says how far one store has been told."""
+        digest = hashlib.sha256(redact_uri(uri).encode()).hexdigest()[:12]
+        return self.directory / f"state-{digest}.json"
+
+    def load_state(self, uri: str) -> State:
+        """Read a store's state; a missing or damaged file means that it knows nothing yet."""
+        try:
+            document = json.loads(self.state_path(uri).read_text(encoding="utf-8"))
+            return State(**{f.name: document[f.name] for f in fields(State) if f.name in document})
+        except (OSError, ValueError, TypeError, AutoPrecError):
+            return State(tracking_uri=redact_uri(uri))
+
+    def save_state(self, uri: str, state: State) -> None:
+        """Write a store's state atomically."""
+        write_json(self.state_path(uri), asdict(state))

@@ -1,0 +1,243 @@
+"""One study written into MLflow: a parent run, one child run per trial; writing twice changes nothing.
+
+Every run carries ``autoprec.record``, its identity; a run is looked up by it before it is created, and metrics carry
+the time stamps of the trial, so that a replay writes rows that are already there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from autoprec.policy.document import dump_yaml
+from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tracking.notes import parent_note, parent_params, trial_name
+from autoprec.tracking.redact import redact, redact_text
+
+__all__ = ["TRIAL_TAGS", "Store", "safe_key"]
+
+#: Tags of a trial that a person filters by: ``tags.pareto = 'true'``.
+TRIAL_TAGS = ("preset", "finalist", "pareto", "best", "infeasible", "pruned")
+_BATCH = 900
+_MAX_POINTS = 1000
+_STATUS = {"ok": "FINISHED", "pruned": "FINISHED", "duplicate": "FINISHED"}
+
+
+def safe_key(name: str) -> str:
+    """Return a name that MLflow accepts for a parameter, metric or tag (letters, digits, ``_-. :/``; 250 long)."""
+    text = re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII).strip("/ ") or "_"
+    return re.sub(r"/{2,}", "/", text.replace("..", "__"))[:250]
+
+
+def _sqlite_file(uri: str) -> Path | None:
+    parts = urlsplit(uri)
+    return Path(unquote(parts.path)[1:]) if parts.scheme.startswith("sqlite") and parts.path else None
+
+
+class Store:
+    """A connection to one MLflow store for one study."""
+
+    def __init__(self, uri: str, experiment: str, uid: str, study: str) -> None:
+        from mlflow.tracking import MlflowClient
+
+        file = _sqlite_file(uri)
+        artifacts: str | None = None
+        if file is not None:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            artifacts = (file.resolve().parent / "mlartifacts").as_uri()
+        self.client = MlflowClient(tracking_uri=uri)
+        self.uid, self.study = uid, study
+        self.experiment_id = self._experiment(experiment, artifacts)
+        self.run_id = ""
+        self._children: dict[str, str] = {}
+
+    def _experiment(self, name: str, artifacts: str | None) -> str:
+        found = self.client.get_experiment_by_name(name)
+        if found is not None and found.lifecycle_stage == "deleted":
+            self.client.restore_experiment(found.experiment_id)
+        if found is not None:
+            return str(found.experiment_id)
+        from mlflow.exceptions import MlflowException
+
+        location = f"{artifacts}/{re.sub(r'[^A-Za-z0-9._-]', '_', name)}" if artifacts else None
+        try:
+            return str(self.client.create_experiment(name, artifact_location=location))
+        except MlflowException:  # another study created it in the same moment
+            found = self.client.get_experiment_by_name(name)
+            if found is None:
+                raise
+            return str(found.experiment_id)
+
+    def open_parent(self, info: Mapping[str, Any], started: float) -> str:
+        """Find or create the study's own run, mark it running, and log what the study was asked to do."""
+        record = f"{self.uid}/study"
+        found = self._find(f"tags.`autoprec.record` = '{record}'")
+        if found:
+            self.run_id = found[0].info.run_id
+            self.client.update_run(self.run_id, status="RUNNING")
+            self._children = self._known_children()
+        else:
+            tags = {"autoprec.record": record, "autoprec.role": "study", "autoprec.study": self.study}
+            run = self.client.create_run(
+                self.experiment_id, start_time=int(started * 1000), tags=tags, run_name=self.study
+            )
+            self.run_id = run.info.run_id
+        self._log(self.run_id, params=parent_params(redact(dict(info))), refuse_change=False)
+        return self.run_id
+
+    def _find(self, condition: str, limit: int = 1) -> list[Any]:
+        return list(self.client.search_runs([self.experiment_id], filter_string=condition, max_results=limit))
+
+    def _known_children(self) -> dict[str, str]:
+        found: dict[str, str] = {}
+        token: str | None = None
+        while True:
+            page = self.client.search_runs(
+                [self.experiment_id],
+                filter_string=f"tags.`mlflow.parentRunId` = '{self.run_id}'",
+                max_results=1000,
+                page_token=token,
+            )
+            found |= {run.data.tags.get("autoprec.record", ""): run.info.run_id for run in page}
+            token = page.token
+            if not token:
+                return found
+
+    def write_trial(self, record: TrialRecord, groups: Mapping[str, str] | None) -> str:
+        """Write one trial as a child run and return its run id; an existing run of this trial is brought up to date."""
+        identity = f"{self.uid}/{record.kind}/{record.number}/{record.seed}"
+        run_id = self._children.get(identity, "")
+        if not run_id:
+            tags = {"mlflow.parentRunId": self.run_id, "autoprec.record": identity}
+            run = self.client.create_run(
+                self.experiment_id,
+                start_time=int(record.started * 1000),
+                tags=tags,
+                run_name=trial_name(record),
+            )
+            run_id = self._children[identity] = run.info.run_id
+        params = {f"layer/{group}": str(choice) for group, choice in (groups or {}).items()}
+        params |= {
+            key.replace("layer:", "layer/", 1): str(value)
+            for key, value in record.params.items()
+            if not (key.startswith("layer:") and key[6:] in (groups or {}))
+        }
+        self._log(run_id, params=params, metrics=_metrics(record), tags=_tags(record, self.study))
+        if record.policy:
+            self._text(run_id, dump_yaml(record.policy), "policy.yaml")
+        if record.tail and not record.ok:
+            self._text(run_id, redact_text(record.tail), "output-tail.txt")
+        end = int((record.started + record.seconds) * 1000)
+        self.client.set_terminated(run_id, status=_STATUS.get(record.status, "FAILED"), end_time=end)
+        return run_id
+
+    def close_parent(self, status: str = "FINISHED") -> None:
+        """End the study's run: FINISHED, FAILED, or KILLED when the search was interrupted."""
+        if self.run_id:
+            self.client.set_terminated(self.run_id, status=status)
+
+    def write_result(self, result: SearchResult, artifacts: Sequence[Path]) -> None:
+        """Log the outcome on the study's run: winner table, metrics of the best policy, and the files."""
+        from mlflow.entities import Metric
+
+        numbers = {k: float(v) for k, v in result.best.items() if isinstance(v, (int, float)) and v is not True}
+        stamp = self._end_stamp()
+        metrics = [Metric(safe_key(k), v, stamp, 0) for k, v in numbers.items() if math.isfinite(v)]
+        metrics += [Metric(f"trials_{k}", float(v), stamp, 0) for k, v in result.trials.items()]
+        tags = {
+            "autoprec.verdict": result.verdict,
+            "autoprec.reason": redact_text(result.reason)[:4000],
+            "autoprec.target": result.target,
+            "mlflow.note.content": redact_text(parent_note(result)),
+        }
+        self._log(self.run_id, metrics=metrics, tags=tags)
+        for path in artifacts:
+            if path.is_file():
+                self.client.log_artifact(self.run_id, str(path))
+
+    def _end_stamp(self) -> int:
+        return int(self.client.get_run(self.run_id).info.start_time or 0)
+
+    def _log(
+        self,
+        run_id: str,
+        *,
+        params: Mapping[str, str] | None = None,
+        metrics: Sequence[Any] = (),
+        tags: Mapping[str, str] | None = None,
+        refuse_change: bool = True,
+    ) -> None:
+        """Send in batches; a parameter that already has another value (a resumed study) stays as it is."""
+        from mlflow.entities import Param, RunTag
+
+        items = [Param(safe_key(k), str(v)[:5900]) for k, v in (params or {}).items()]
+        for start in range(0, len(items), 90):
+            part = items[start : start + 90]
+            if refuse_change:
+                self.client.log_batch(run_id, params=part)
+                continue
+            from mlflow.exceptions import MlflowException
+
+            try:
+                self.client.log_batch(run_id, params=part)
+            except MlflowException:
+                for item in part:
+                    with contextlib.suppress(MlflowException):
+                        self.client.log_batch(run_id, params=[item])
+        for start in range(0, len(metrics), _BATCH):
+            self.client.log_batch(run_id, metrics=list(metrics[start : start + _BATCH]))
+        labels = [RunTag(safe_key(k), str(v)) for k, v in (tags or {}).items()]
+        for start in range(0, len(labels), 90):
+            self.client.log_batch(run_id, tags=labels[start : start + 90])
+
+    def _text(self, run_id: str, text: str, name: str) -> None:
+        with tempfile.TemporaryDirectory(prefix="autoprec-") as folder:
+            path = Path(folder) / name
+            path.write_text(text, encoding="utf-8")
+            self.client.log_artifact(run_id, os.fspath(path))
+
+
+def _metrics(record: TrialRecord) -> list[Any]:
+    """Return the trial's metrics: figures once, curves per step (thinned to 1000 points), stamped with its start."""
+    from mlflow.entities import Metric
+
+    stamp = int(record.started * 1000)
+    out = [
+        Metric(safe_key(name), float(value), stamp, 0)
+        for name, value in {**record.metrics, "seconds": record.seconds}.items()
+        if isinstance(value, (int, float)) and math.isfinite(value)
+    ]
+    stride = max(1, math.ceil(max(len(record.losses), len(record.reference_losses)) / _MAX_POINTS))
+    for name, values in (("loss", record.losses), ("reference_loss", record.reference_losses)):
+        out += [
+            Metric(name, float(value), stamp, step)
+            for step, value in enumerate(values)
+            if step % stride == 0 and math.isfinite(value)
+        ]
+    return out
+
+
+def _tags(record: TrialRecord, study: str) -> dict[str, str]:
+    tags = {
+        "autoprec.role": "trial",
+        "autoprec.study": study,
+        "autoprec.kind": record.kind,
+        "autoprec.name": record.name,
+        "autoprec.number": str(record.number),
+        "autoprec.seed": str(record.seed),
+        "autoprec.status": record.status,
+    }
+    if record.reason:
+        tags["autoprec.reason"] = redact_text(record.reason)[:4000]
+    if record.sources:
+        modelled = sorted(name for name, source in record.sources.items() if source == "modelled")
+        tags["autoprec.modelled"] = ", ".join(modelled) or "nothing: all measured"
+    present = {*record.tags, *({record.kind} & {"preset", "finalist"}), *({record.status} & {"pruned"})}
+    return tags | {name: "true" if name in present else "false" for name in TRIAL_TAGS}

@@ -1,0 +1,81 @@
+"""Sending later what a tracking server missed: ``autoprec sync``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoprec.errors import StudyError
+from autoprec.files import file_lock
+from autoprec.tracking.drain import ENVIRONMENT, drain
+from autoprec.tracking.redact import HIDDEN, redact_uri
+from autoprec.tracking.spool import Spool, default_uri
+
+__all__ = ["SyncReport", "sync"]
+
+
+@dataclass(frozen=True, slots=True)
+class SyncReport:
+    """What became of one study: ``sent`` events, or why not (``reason``); ``run_id`` is its parent run."""
+
+    study: str
+    tracking_uri: str
+    sent: int
+    ok: bool
+    reason: str = ""
+    run_id: str = ""
+    experiment_id: str = ""
+
+
+def sync(
+    runs_dir: Path | str,
+    *,
+    tracking_uri: str | None = None,
+    experiment: str | None = None,
+    report: Callable[[SyncReport], None] = lambda _: None,
+) -> list[SyncReport]:
+    """Replay every study under ``runs_dir`` that a store has not seen to its end; idempotent.
+
+    Args:
+        runs_dir: ``autoprec-runs``, or one study directory in it.
+        tracking_uri: the store; else ``MLFLOW_TRACKING_URI``; else what each study was opened with.
+        experiment: the experiment; else what each study was opened with.
+        report: called after each study.
+    """
+    runs = Path(runs_dir)
+    spools = sorted(runs.glob("*/tracking/spool.jsonl")) or sorted(runs.glob("tracking/spool.jsonl"))
+    os.environ.update(ENVIRONMENT)
+    out = []
+    for path in spools:
+        done = _sync_one(Spool.of(path.parent.parent), tracking_uri, experiment)
+        report(done)
+        out.append(done)
+    return out
+
+
+def _sync_one(spool: Spool, tracking_uri: str | None, experiment: str | None) -> SyncReport:
+    study_dir = spool.directory.parent
+    opened = spool.target()
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or opened.get("tracking_uri", "")
+    if HIDDEN in uri:
+        reason = "the store's address had a login, which is never written down: pass --tracking-uri"
+        return SyncReport(study_dir.name, uri, 0, False, reason)
+    uri = uri or default_uri(study_dir.resolve().parent)
+    name = experiment or opened.get("experiment") or "autoprec"
+    sent = 0
+
+    def count() -> None:
+        nonlocal sent
+        sent += 1
+
+    try:
+        with file_lock(spool.directory / "drain.lock", what="study's tracking"):
+            state, _ = drain(spool, uri, name, progress=count)
+    except StudyError as error:
+        return SyncReport(study_dir.name, redact_uri(uri), 0, False, f"still being sent: {error.what}")
+    ok = state.status not in ("unreachable", "failed")
+    return SyncReport(
+        study_dir.name, redact_uri(uri), sent, ok, "" if ok else state.reason, state.run_id, state.experiment_id
+    )
