@@ -1,0 +1,133 @@
+"""The points every study starts with: what people run today, so that the answer is never worse than any of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from autoprec.graph.report import Layer
+from autoprec.recipes import KEEP
+from autoprec.search.problem import GroupVariable, Problem, layer_key
+from autoprec.space import Choice
+
+__all__ = ["presets", "torchao_filter"]
+
+_MLP = re.compile(r"(^|[._])(mlp|ffn|feed_forward|ff|fc\d*|c_fc|up|down|gate|up_proj|down_proj|gate_proj|experts?|w[123])([._]|$)")
+_ATTENTION = re.compile(r"(^|[._])(attn|attention|self_attn|qkv|c_attn|[qkvo]_proj|in_proj|out_proj|query|key|value)([._]|$)")
+
+
+def presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
+    """Return (name, params) of the presets that this problem can express, each numerically different from the others.
+
+    The script as written, all bf16, each uniform choice, each of them with the first and last block in the baseline,
+    with attention in the baseline, in the MLPs only, with the head out, and where torchao's filter would put it; and
+    the presets of the space. Names are unique.
+    """
+    found: list[tuple[str, dict[str, Any]]] = []
+    seen: set[tuple[Any, ...]] = set()
+    for name, params in _candidates(problem):
+        key = problem.key(params)
+        if key not in seen and name not in {n for n, _ in found}:
+            seen.add(key)
+            found.append((name, params))
+    return found
+
+
+def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+    script = _uniform(problem, KEEP, problem.groups)
+    if problem.is_script(script):
+        yield "script", script
+    activations = problem.parameters.get("activations", ())
+    for name in ("bf16", "fp16"):
+        if name in activations:
+            yield f"{name} autocast", _uniform(problem, name, problem.groups, activations=name)
+            if "fp32" in problem.parameters.get("attention", ()):
+                yield (
+                    f"{name} autocast, attention fp32",
+                    _uniform(problem, name, problem.groups, activations=name, attention="fp32"),
+                )
+    uniform = [c for c in problem.choice_names if c != KEEP]
+    for choice in uniform:
+        label = _label(choice)
+        yield f"all {label}", _uniform(problem, choice, problem.groups)
+    yield from _from_space(problem)
+    for choice in uniform:
+        if choice != problem.baseline and "/" not in choice:
+            yield from _partial(problem, choice)
+
+
+def _partial(problem: Problem, choice: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    label, groups = _label(choice), problem.groups
+    edges = _edge_blocks(problem)
+    yield f"{label}, head kept", _uniform(problem, choice, [g for g in groups if "head" not in g.flags])
+    yield f"{label}, first and last block kept", _uniform(problem, choice, [g for g in groups if not _inside(g, edges)])
+    yield f"{label}, attention kept", _uniform(problem, choice, [g for g in groups if not _matches(g, _ATTENTION)])
+    yield f"{label}, MLP only", _uniform(problem, choice, [g for g in groups if _matches(g, _MLP)])
+    layers = {layer.name: layer for layer in problem.report.layers}
+    passed = [g for g in groups if all(torchao_filter(layers[name]) for name in g.layers)]
+    yield f"{label}, torchao filter", _uniform(problem, choice, passed)
+
+
+def _from_space(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
+    for preset in problem.space.presets:
+        values = {k: v for k, v in preset.parameters.items() if k in problem.parameters}
+        yield preset.name, problem.params_of(preset.choice or problem.baseline, preset.layers, **values)
+
+
+def _uniform(problem: Problem, choice: str, groups: Any, **parameters: Any) -> dict[str, Any]:
+    inside = {group.name for group in groups}
+    params = problem.params_of(problem.baseline, **parameters)
+    for group in problem.free_groups:
+        if group.name in inside and choice in group.choices:
+            params[layer_key(group.name)] = choice
+    return params
+
+
+def _label(choice: str) -> str:
+    parsed = Choice.parse(choice)
+    return parsed.recipe + "".join(f", {gemm} {recipe}" for gemm, recipe in parsed.gemms.items())
+
+
+def _matches(group: GroupVariable, pattern: re.Pattern[str]) -> bool:
+    return any(pattern.search(name) for name in group.layers)
+
+
+def _block(name: str) -> tuple[str, int] | None:
+    """Return (prefix, number) of the repeated block a layer lies in: its first numbered ancestor."""
+    parts = name.split(".")
+    for index, part in enumerate(parts[:-1]):
+        if part.isdigit():
+            return ".".join(parts[:index]), int(part)
+    return None
+
+
+def _edge_blocks(problem: Problem) -> set[tuple[str, int]]:
+    """Return the first and last block of every stack that has three blocks or more."""
+    stacks: dict[str, set[int]] = {}
+    for layer in problem.report.layers:
+        block = _block(layer.name)
+        if block:
+            stacks.setdefault(block[0], set()).add(block[1])
+    return {(p, n) for p, numbers in stacks.items() if len(numbers) > 2 for n in (min(numbers), max(numbers))}
+
+
+def _inside(group: GroupVariable, blocks: set[tuple[str, int]]) -> bool:
+    edge = any(flag in group.flags for flag in ("first", "head"))
+    return edge or any(_block(name) in blocks for name in group.layers)
+
+
+def torchao_filter(layer: Layer) -> bool:
+    """Say whether torchao's ``_auto_filter_for_recipe("rowwise")`` would convert this layer.
+
+    Its rule, from torchao.float8: both dimensions are multiples of 16, it is not the output layer, and it lies beyond
+    the thresholds measured on H100: not ``N <= 2048``, not ``K <= 1024``, not both ``N <= 4096`` and ``K <= 2048``
+    (K in_features, N out_features).
+    """
+    fprop = next((gemm for gemm in layer.gemms if gemm.role == "fprop"), None)
+    if fprop is None or "head" in layer.flags:
+        return False
+    k, n = fprop.k, fprop.n
+    if k % 16 or n % 16:
+        return False
+    return not (n <= 2048 or k <= 1024 or (n <= 4096 and k <= 2048))

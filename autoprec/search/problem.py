@@ -1,0 +1,333 @@
+"""The search problem of one model: groups of layers, what each may run, and the parameters beside them.
+
+Everything else in this room speaks of ``params`` (what Optuna decided: ``layer:<group>`` -> choice name, and plain
+parameter names) and of tables ``[G, C]``: one row per group, one column per choice name, in the order of
+:attr:`Problem.groups` and :attr:`Problem.choice_names`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autoprec.errors import NothingAcceptableError, UsageError
+from autoprec.graph.report import GraphReport, Layer
+from autoprec.policy import LayerPlan, LayerRule, ModelInfo, Policy, glob_matches
+from autoprec.recipes import KEEP, Recipe
+from autoprec.search.globs import GlobTable, compact_rules
+from autoprec.space import Choice, SearchSpace
+
+if TYPE_CHECKING:
+    from optuna.distributions import CategoricalDistribution
+
+__all__ = ["CanRun", "FloatTable", "GroupVariable", "Params", "Problem", "layer_key"]
+
+CanRun = Callable[[Layer, Recipe], tuple[bool, str]]
+Params = Mapping[str, Any]
+FloatTable = npt.NDArray[np.float64]
+
+#: Autocast dtype -> the recipe that ``keep`` comes to under it.
+_AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
+
+
+def layer_key(group: str) -> str:
+    """Return the parameter name of a group's choice."""
+    return f"layer:{group}"
+
+
+@dataclass(frozen=True, slots=True)
+class GroupVariable:
+    """Layers that move together, and the names of the choices they have (one: nothing to decide)."""
+
+    name: str
+    layers: tuple[str, ...]
+    choices: tuple[str, ...]
+    flags: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a search decides about one model; built by :meth:`build`.
+
+    Attributes:
+        groups: in model order, those without a choice included.
+        parameters: name -> values, the default first; only those with more than one.
+        fixed: name -> value of the parameters with one value.
+        baseline: name of the baseline choice.
+        refused: (group, choice, reason) of what the target or a shape rules out.
+    """
+
+    report: GraphReport
+    space: SearchSpace
+    groups: tuple[GroupVariable, ...]
+    parameters: dict[str, tuple[Any, ...]]
+    fixed: dict[str, Any]
+    baseline: str
+    refused: tuple[tuple[str, str, str], ...] = ()
+    _globs: list[GlobTable] = field(default_factory=list, repr=False, compare=False)
+
+    @classmethod
+    def build(cls, report: GraphReport, space: SearchSpace, can_run: CanRun | None = None) -> Problem:
+        """Match a space against a recorded model.
+
+        Args:
+            report: the recorded step.
+            space: what may be decided.
+            can_run: says whether a layer can run a recipe on the target, and why not; None allows everything.
+
+        Raises:
+            NothingAcceptableError: the model has no tunable layer.
+        """
+        if not report.tunable:
+            raise NothingAcceptableError(
+                "the model has no layer whose precision could be chosen",
+                fix="`autoprec inspect` lists every layer with the reason",
+            )
+        groups: list[GroupVariable] = []
+        refused: list[tuple[str, str, str]] = []
+        for name, layers in _grouped(report, space).items():
+            group, no = _variable(name, layers, space, can_run)
+            groups.append(group)
+            refused += no
+        values = _relevant_parameters(space, groups)
+        return cls(
+            report=report,
+            space=space,
+            groups=tuple(groups),
+            parameters={name: options for name, options in values.items() if len(options) > 1},
+            fixed={name: options[0] for name, options in values.items() if len(options) == 1},
+            baseline=Choice.parse(space.baseline).name,
+            refused=tuple(refused),
+        )
+
+    # --- names and shapes -------------------------------------------------------------------------------------------
+    @cached_property
+    def choice_names(self) -> tuple[str, ...]:
+        """Every choice name any group has: the columns of all tables (``keep`` first where it exists)."""
+        names = dict.fromkeys(choice for group in self.groups for choice in group.choices)
+        return tuple(sorted(names, key=lambda name: name != KEEP))
+
+    @cached_property
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """``[G, C]``: which group offers which choice."""
+        return np.array([[name in group.choices for name in self.choice_names] for group in self.groups], dtype=bool)
+
+    @cached_property
+    def layer_names(self) -> tuple[str, ...]:
+        """Names of the layers that are decided about, in model order."""
+        inside = {name for group in self.groups for name in group.layers}
+        return tuple(layer.name for layer in self.report.layers if layer.name in inside)
+
+    @property
+    def free_groups(self) -> tuple[GroupVariable, ...]:
+        """Groups with more than one choice."""
+        return tuple(group for group in self.groups if len(group.choices) > 1)
+
+    def size(self) -> float:
+        """Return the number of points of the space (equal ones counted apart), possibly infinite as a float."""
+        total = sum(math.log(len(g.choices)) for g in self.groups) + sum(math.log(len(v)) for v in self.parameters.values())
+        return math.exp(total) if total < 700 else math.inf
+
+    def table(self, value: Callable[[GroupVariable, str], float]) -> FloatTable:
+        """Return ``[G, C]`` float64 filled by ``value(group, choice name)``; infinity where it is not offered."""
+        out = np.full((len(self.groups), len(self.choice_names)), np.inf)
+        for g, group in enumerate(self.groups):
+            for choice in group.choices:
+                out[g, self.choice_names.index(choice)] = value(group, choice)
+        return out
+
+    def distributions(self) -> dict[str, CategoricalDistribution]:
+        """Return the Optuna distributions of everything there is to decide."""
+        from optuna.distributions import CategoricalDistribution
+
+        out = {layer_key(g.name): CategoricalDistribution(g.choices) for g in self.free_groups}
+        return out | {name: CategoricalDistribution(values) for name, values in self.parameters.items()}
+
+    # --- points -----------------------------------------------------------------------------------------------------
+    def complete(self, params: Params) -> dict[str, Any]:
+        """Return params with every parameter present: defaults and the baseline where they are silent.
+
+        Raises:
+            UsageError: a name or value that is not in the space.
+        """
+        out = {**self.fixed, **{name: values[0] for name, values in self.parameters.items()}}
+        for group in self.groups:
+            out[layer_key(group.name)] = self.baseline if self.baseline in group.choices else group.choices[0]
+        options = {**{k: (v,) for k, v in self.fixed.items()}, **self.parameters}
+        options |= {layer_key(g.name): g.choices for g in self.groups}
+        for name, value in params.items():
+            if name not in options or value not in options[name]:
+                raise UsageError(f"{name} = {value!r} is not in the search space '{self.space.name}'")
+            out[name] = value
+        return out
+
+    def params_of(self, choice: str, layers: Sequence[str] = ("*",), **parameters: Any) -> dict[str, Any]:
+        """Return the params of one choice for the layers that match a glob and offer it, the baseline elsewhere."""
+        out = {k: v for k, v in self.complete(parameters).items() if k not in self.fixed}
+        for group in self.groups:
+            wanted = any(glob_matches(glob, name) for glob in layers for name in group.layers)
+            if wanted and choice in group.choices:
+                out[layer_key(group.name)] = choice
+        return {name: value for name, value in out.items() if name in self.distributions()}
+
+    def choice_of(self, params: Params, group: GroupVariable) -> str:
+        """Return the choice of a group."""
+        default = self.baseline if self.baseline in group.choices else group.choices[0]
+        return str(params.get(layer_key(group.name), default))
+
+    def effective(self, params: Params, group: GroupVariable) -> str:
+        """Return what a group really runs: under autocast ``keep`` is autocast's dtype, where that is a choice."""
+        choice = self.choice_of(params, group)
+        cast = _AUTOCAST.get(str(self.value(params, "activations")), "")
+        return cast if choice == KEEP and cast in group.choices else choice
+
+    def indices(self, params: Params) -> npt.NDArray[np.int64]:
+        """Return ``[G]``: the column of each group's effective choice."""
+        column = {name: i for i, name in enumerate(self.choice_names)}
+        return np.array([column[self.effective(params, group)] for group in self.groups], dtype=np.int64)
+
+    def from_indices(self, index: npt.NDArray[np.int64], parameters: Params) -> dict[str, Any]:
+        """Return params from columns ``[G]`` and parameter values (the inverse of :meth:`indices`)."""
+        out = {layer_key(g.name): self.choice_names[int(i)] for g, i in zip(self.groups, index, strict=True)}
+        free = {layer_key(g.name) for g in self.free_groups}
+        out = {name: value for name, value in out.items() if name in free}
+        return out | {name: parameters.get(name, values[0]) for name, values in self.parameters.items()}
+
+    def value(self, params: Params, name: str) -> Any:
+        """Return the value of a parameter that is not a layer's choice."""
+        if name in params:
+            return params[name]
+        return self.fixed[name] if name in self.fixed else self.parameters[name][0]
+
+    def key(self, params: Params) -> tuple[Any, ...]:
+        """Return what identifies the numerics of a point: equal keys run the same, whatever the params say."""
+        chosen = tuple(self.effective(params, group) for group in self.groups)
+        used = {Choice.parse(name).recipe_of(gemm) for name in set(chosen) for gemm in ("fprop", "dgrad", "wgrad")}
+        values = []
+        for name in self.parameters:
+            recipe = name.split(".")[0]
+            inert = name in self.space.parameters and recipe not in used
+            values.append(None if inert else self.value(params, name))
+        return (*chosen, *values)
+
+    def is_script(self, params: Params) -> bool:
+        """True when the point is the script as written: nothing is changed."""
+        quiet = all(self.effective(params, group) == KEEP for group in self.groups)
+        plain = {"activations": "keep", "attention": "keep"}
+        values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
+        return quiet and all(value == plain.get(name, "fp32") for name, value in values.items())
+
+    # --- policies ---------------------------------------------------------------------------------------------------
+    def assignment(self, params: Params) -> dict[str, str]:
+        """Return the choice name of every layer that is decided about."""
+        return {name: self.choice_of(params, group) for group in self.groups for name in group.layers}
+
+    def plans(self, params: Params) -> dict[str, LayerPlan]:
+        """Return what every decided layer runs (as named: ``keep`` stays ``keep``)."""
+        recipes = self.space.recipes_with(params)
+        known: dict[str, LayerPlan] = {}
+        for choice in set(self.assignment(params).values()):
+            known[choice] = Choice.parse(choice).plan(recipes)
+        return {name: known[choice] for name, choice in self.assignment(params).items()}
+
+    def policy(self, params: Params, *, model: Any = None, evidence: Mapping[str, Any] | None = None) -> Policy:
+        """Return the policy of a point, its layers as few glob rules as say it exactly.
+
+        Args:
+            params: what was decided; silent parameters take their defaults.
+            model: ModelInfo, or its plain-data form; the recorded model's when None.
+            evidence: how it was found, as plain data.
+        """
+        params = self.complete(params)
+        if not self._globs:
+            self._globs.append(GlobTable([layer.name for layer in self.report.layers]))
+        rules = []
+        for glob, name in compact_rules(self._globs[0], self.assignment(params), KEEP):
+            choice = Choice.parse(name)
+            rules.append(LayerRule(match=glob, recipe=choice.recipe, gemms=dict(choice.gemms)))
+        recipes = self.space.recipes_with(params)
+        used = {name for rule in rules for name in (rule.recipe, *rule.gemms.values())} - {KEEP}
+        activations = params["activations"]
+        fp16 = activations == "fp16" or any(recipes[name].format == "fp16" for name in used)
+        info = model if model is not None else self.report.model
+        return Policy.model_validate(
+            {
+                "recipes": {name: recipe for name, recipe in recipes.items() if name in used},
+                "layers": tuple(rules),
+                "activations": activations,
+                "operators": {**self.space.operators.model_dump(), "attention": params["attention"]},
+                "optimizer": {name: params[f"optimizer.{name}"] for name in ("weights", "exp_avg", "exp_avg_sq")},
+                "communication": {"gradients": params["communication.gradients"]},
+                "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",
+                "model": info if info is None or isinstance(info, ModelInfo) else ModelInfo.model_validate(dict(info)),
+                "evidence": dict(evidence or {}),
+            }
+        )
+
+
+def _grouped(report: GraphReport, space: SearchSpace) -> dict[str, list[Layer]]:
+    """Return group name -> tunable layers, in model order: the graph's groups, widened by the space's globs."""
+    home: dict[str, str] = {}
+    for name, members in report.groups.items():
+        home |= dict.fromkeys(members, name)
+    for layer in report.tunable:
+        home.setdefault(layer.name, layer.name)
+    for globs in space.groups:
+        joined = {home[x.name] for x in report.tunable if any(glob_matches(glob, x.name) for glob in globs)}
+        home = {layer: globs[0] if name in joined else name for layer, name in home.items()}
+    out: dict[str, list[Layer]] = {}
+    for layer in report.tunable:
+        out.setdefault(home[layer.name], []).append(layer)
+    return out
+
+
+def _variable(
+    name: str, layers: Sequence[Layer], space: SearchSpace, can_run: CanRun | None
+) -> tuple[GroupVariable, list[tuple[str, str, str]]]:
+    """Return the variable of a group: choices that every member has and can run; the baseline is always there."""
+    recipes = space.all_recipes
+    offered = [space.rule_for(layer.name, layer.flags) for layer in layers]
+    kept: dict[str, None] = {}
+    refused = []
+    for choice in offered[0]:
+        if any(choice.name not in {c.name for c in others} for others in offered[1:]):
+            continue
+        reason = _refusal(choice, layers, recipes, can_run)
+        if reason:
+            refused.append((name, choice.name, reason))
+        else:
+            kept[choice.name] = None
+    baseline = Choice.parse(space.baseline)
+    if not kept:
+        kept[KEEP if _refusal(baseline, layers, recipes, can_run) else baseline.name] = None
+    flags = tuple(dict.fromkeys(flag for layer in layers for flag in layer.flags))
+    return GroupVariable(name, tuple(layer.name for layer in layers), tuple(kept), flags), refused
+
+
+def _refusal(choice: Choice, layers: Sequence[Layer], recipes: Mapping[str, Recipe], can_run: CanRun | None) -> str:
+    if can_run is None:
+        return ""
+    for layer in layers:
+        for recipe in dict.fromkeys(choice.recipe_of(gemm) for gemm in ("fprop", "dgrad", "wgrad")):
+            if recipe == KEEP:
+                continue
+            ok, reason = can_run(layer, recipes[recipe])
+            if not ok:
+                return reason or f"{layer.name} cannot run {recipe}"
+    return ""
+
+
+def _relevant_parameters(space: SearchSpace, groups: Sequence[GroupVariable]) -> dict[str, tuple[Any, ...]]:
+    """Return the parameters that can matter: those of recipes no group offers are left at their default."""
+    used = {Choice.parse(name).recipe_of(gemm) for g in groups for name in g.choices for gemm in ("fprop", "dgrad", "wgrad")}
+    out = space.parameter_values()
+    for path in space.parameters:
+        if path.split(".")[0] not in used:
+            del out[path]
+    return out

@@ -1,0 +1,295 @@
+"""What may be decided: search spaces (``autoprec.space/1``), as frozen data read from YAML.
+
+A space names the recipes, which layers may choose among them, and the other things a search may vary. The spaces that
+ship with AutoPrec lie in ``search_spaces/``; a user's own file is as good as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from autoprec.errors import FileError, SpaceError, UnknownNameError, nearest
+from autoprec.files import read_document
+from autoprec.policy import LayerPlan, OperatorPolicy, explain, glob_matches
+from autoprec.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
+
+__all__ = [
+    "SCHEMA",
+    "Choice",
+    "ChoiceRule",
+    "SearchSpace",
+    "SpacePreset",
+    "default_space",
+    "load_space",
+    "space_from_dict",
+    "space_names",
+    "spaces_dir",
+]
+
+SCHEMA = "autoprec.space/1"
+#: Flags and kinds of layers that a rule can ask for (see :class:`autoprec.graph.report.Layer`).
+LayerFlag = Literal["first", "head", "tied", "router"]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, populate_by_name=True)
+
+
+class Choice(_Frozen):
+    """What one layer may run: a recipe, and other recipes for single GEMMs."""
+
+    recipe: str
+    gemms: dict[Gemm, str] = Field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """The value Optuna sees: ``fp8_rowwise``, or ``fp8_rowwise/wgrad=bf16`` with exceptions."""
+        return "/".join([self.recipe, *(f"{g}={self.gemms[g]}" for g in GEMMS if g in self.gemms)])
+
+    @classmethod
+    def parse(cls, name: str) -> Choice:
+        """Return the choice behind a name (the inverse of :attr:`name`)."""
+        recipe, *overrides = name.split("/")
+        return cls.model_validate({"recipe": recipe, "gemms": dict(part.split("=", 1) for part in overrides)})
+
+    def recipe_of(self, gemm: Gemm) -> str:
+        """Return the recipe name of one GEMM."""
+        return self.gemms.get(gemm, self.recipe)
+
+    def plan(self, recipes: Mapping[str, Recipe]) -> LayerPlan:
+        """Return the recipes behind the names (``keep`` is None)."""
+        named = {gemm: self.recipe_of(gemm) for gemm in GEMMS}
+        return LayerPlan(**{gemm: None if name == KEEP else recipes[name] for gemm, name in named.items()})
+
+
+class ChoiceRule(_Frozen):
+    """Which layers may choose among what; the first rule that matches a layer wins.
+
+    ``flag`` narrows the glob to layers in a position that no name tells (``head``, ``first``, ``tied``, ``router``).
+    """
+
+    match: str = Field("*", min_length=1, description="glob on module names")
+    flag: LayerFlag | None = Field(None, description="only layers that carry this flag")
+    choices: tuple[Choice, ...] = Field(min_length=1)
+
+    @field_validator("choices", mode="before")
+    @classmethod
+    def _short_form(cls, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [Choice.parse(item) if isinstance(item, str) else item for item in value]
+        return value
+
+    def applies(self, name: str, flags: tuple[str, ...] = ()) -> bool:
+        """Say whether the rule is about this layer."""
+        return (self.flag is None or self.flag in flags) and glob_matches(self.match, name)
+
+
+class OptimizerSpace(_Frozen):
+    """Storage formats of weights and optimizer state that may be tried; the first is the default."""
+
+    weights: tuple[str, ...] = ("fp32",)
+    exp_avg: tuple[str, ...] = ("fp32",)
+    exp_avg_sq: tuple[str, ...] = ("fp32",)
+
+
+class CommunicationSpace(_Frozen):
+    """Formats of gradient communication that may be tried; the first is the default."""
+
+    gradients: tuple[str, ...] = ("fp32",)
+
+
+class SpacePreset(_Frozen):
+    """A named starting point beside the built-in ones: a choice for some layers, and parameter values."""
+
+    name: str = Field(min_length=1)
+    choice: str = Field("", description="for every layer that offers it; empty is the baseline")
+    layers: tuple[str, ...] = Field(("*",), description="globs of the layers that get the choice")
+    parameters: dict[str, Any] = Field(default_factory=dict)
+
+
+class SearchSpace(_Frozen):
+    """A search space; see docs/search-spaces.md."""
+
+    schema_: Literal["autoprec.space/1"] = Field("autoprec.space/1", alias="schema")
+    name: str = Field(min_length=1)
+    description: str = ""
+    targets: tuple[str, ...] = Field((), description="targets the recipes run on")
+    default_for: tuple[str, ...] = Field((), description="targets for which this space is taken when none is named")
+    recipes: dict[str, Recipe] = Field(default_factory=dict, description="recipes beside the built-in ones")
+    baseline: str = Field(KEEP, description="the choice of layers no rule is about, and of presets' other layers")
+    choices: tuple[ChoiceRule, ...] = ()
+    groups: tuple[tuple[str, ...], ...] = Field((), description="globs of layers that move together, beside the graph's")
+    operators: OperatorPolicy = OperatorPolicy()
+    activations: tuple[Literal["keep", "bf16", "fp16"], ...] = Field(("keep",), min_length=1)
+    attention: tuple[Literal["keep", "fp32", "bf16", "fp16"], ...] = Field(("keep",), min_length=1)
+    optimizer: OptimizerSpace = OptimizerSpace()
+    communication: CommunicationSpace = CommunicationSpace()
+    loss_scaling: Literal["none", "dynamic"] = Field("none", description="dynamic: where a policy uses fp16")
+    parameters: dict[str, tuple[bool | int | float | str, ...]] = Field(
+        default_factory=dict, description="recipe parameters: <recipe>.<field>[.<field>] to values, the default first"
+    )
+    presets: tuple[SpacePreset, ...] = ()
+
+    @field_validator("recipes", mode="before")
+    @classmethod
+    def _no_reserved_names(cls, value: Any) -> Any:
+        for name in value if isinstance(value, dict) else ():
+            if name == KEEP or "/" in name or "=" in name or "." in name:
+                raise ValueError(f"'{name}' cannot name a recipe: 'keep' is reserved, and / = . have a meaning")
+        return value
+
+    @model_validator(mode="after")
+    def _names_resolve(self) -> SearchSpace:
+        named = [("baseline", Choice.parse(self.baseline))]
+        for index, rule in enumerate(self.choices):
+            named += [(f"choices[{index}]", choice) for choice in rule.choices]
+        named += [(f"presets '{p.name}'", Choice.parse(p.choice)) for p in self.presets if p.choice]
+        for where, choice in named:
+            for recipe in {choice.recipe, *choice.gemms.values()}:
+                if recipe != KEEP and recipe not in self.all_recipes:
+                    close = nearest(recipe, [*self.all_recipes, KEEP])
+                    hint = f"; did you mean '{close[0]}'?" if close else ""
+                    raise ValueError(f"{where}: unknown recipe '{recipe}'{hint}")
+        for path, values in self.parameters.items():
+            if not values:
+                raise ValueError(f"parameters.{path}: no values")
+            for value in values:
+                with_value(self.all_recipes, path, value)
+        self._state_is_valid()
+        for preset in self.presets:
+            for key, value in preset.parameters.items():
+                if value not in self.parameter_values().get(key, ()):
+                    raise ValueError(f"preset '{preset.name}': {key} = {value!r} is not in this space")
+        return self
+
+    def _state_is_valid(self) -> None:
+        from autoprec.policy import CommunicationPolicy, OptimizerPolicy
+
+        for name in ("weights", "exp_avg", "exp_avg_sq"):
+            for value in getattr(self.optimizer, name):
+                OptimizerPolicy.model_validate({name: value})
+        for value in self.communication.gradients:
+            CommunicationPolicy.model_validate({"gradients": value})
+
+    @property
+    def all_recipes(self) -> dict[str, Recipe]:
+        """Built-in recipes and this space's own (which win)."""
+        return {**BUILTIN_RECIPES, **self.recipes}
+
+    def rule_for(self, name: str, flags: tuple[str, ...] = ()) -> tuple[Choice, ...]:
+        """Return the choices of a layer: those of the first rule about it, else the baseline alone."""
+        for rule in self.choices:
+            if rule.applies(name, flags):
+                return rule.choices
+        return (Choice.parse(self.baseline),)
+
+    def parameter_values(self) -> dict[str, tuple[Any, ...]]:
+        """Return every parameter beside the layers' choices with its values, the default first."""
+        out: dict[str, tuple[Any, ...]] = {"activations": self.activations, "attention": self.attention}
+        for name in ("weights", "exp_avg", "exp_avg_sq"):
+            out[f"optimizer.{name}"] = getattr(self.optimizer, name)
+        out["communication.gradients"] = self.communication.gradients
+        return out | {path: tuple(values) for path, values in self.parameters.items()}
+
+    def recipes_with(self, parameters: Mapping[str, Any]) -> dict[str, Recipe]:
+        """Return all recipes with the values of recipe parameters put in."""
+        recipes = self.all_recipes
+        for path in self.parameters:
+            if path in parameters:
+                recipes = with_value(recipes, path, parameters[path])
+        return recipes
+
+
+def with_value(recipes: Mapping[str, Recipe], path: str, value: Any) -> dict[str, Recipe]:
+    """Return recipes with one field changed: ``fp8_delayed.scaling.amax_history_len``.
+
+    Raises:
+        ValueError: no such recipe or field, or a value that the recipe refuses.
+    """
+    name, *fields = path.split(".")
+    if name not in recipes or not fields:
+        raise ValueError(f"parameters.{path}: '{name}' is no recipe; write <recipe>.<field>[.<field>]")
+    document = recipes[name].model_dump()
+    inner = document
+    for field in fields[:-1]:
+        inner = inner.get(field) if isinstance(inner.get(field), dict) else {}
+    if fields[-1] not in inner:
+        raise ValueError(f"parameters.{path}: recipe '{name}' has no field '{'.'.join(fields)}'")
+    inner[fields[-1]] = value
+    try:
+        return {**recipes, name: Recipe.model_validate(document)}
+    except ValidationError as error:
+        raise ValueError(f"parameters.{path} = {value!r}: {explain(error, Recipe)[0]}") from error
+
+
+def space_from_dict(document: dict[str, Any], *, where: str = "space") -> SearchSpace:
+    """Validate a plain-data search space.
+
+    Raises:
+        SpaceError: an unknown key, recipe, parameter or value; the message names it and the nearest valid one.
+    """
+    if document.get("schema") != SCHEMA:
+        raise SpaceError(
+            f"schema is {document.get('schema')!r}, not '{SCHEMA}'", where=where, fix="is it a search-space file?"
+        )
+    try:
+        return SearchSpace.model_validate(document)
+    except ValidationError as error:
+        what, fix = explain(error, SearchSpace)
+        raise SpaceError(what, where=where, fix=fix.replace("policy-format", "search-spaces")) from error
+
+
+def spaces_dir() -> Path:
+    """Return the folder of the shipped spaces, in an installed package or in a checkout."""
+    package = Path(__file__).resolve().parent
+    inside = package / "search_spaces"
+    return inside if inside.is_dir() else package.parent / "search_spaces"
+
+
+def space_names() -> list[str]:
+    """Return the names of the shipped spaces."""
+    return sorted(path.stem for path in spaces_dir().glob("*.yaml"))
+
+
+@lru_cache(maxsize=32)
+def _shipped(name: str) -> SearchSpace:
+    return _read(spaces_dir() / f"{name}.yaml")
+
+
+def _read(path: Path) -> SearchSpace:
+    try:
+        document = read_document(path)
+    except FileError as error:
+        raise SpaceError(error.what, where=error.where, fix=error.fix) from error
+    return space_from_dict(document, where=str(path))
+
+
+def load_space(name_or_path: str | Path) -> SearchSpace:
+    """Load a shipped space by name, or any space by path (``.yaml``, ``.yml`` or ``.json``). Data only.
+
+    Raises:
+        UnknownNameError: neither a shipped name nor a path.
+        SpaceError: a file that is missing or no valid space.
+    """
+    text = str(name_or_path)
+    if text in space_names():
+        return _shipped(text)
+    if isinstance(name_or_path, Path) or "/" in text or text.endswith((".yaml", ".yml", ".json")):
+        return _read(Path(text))
+    raise UnknownNameError("search space", text, space_names())
+
+
+def default_space(target_name: str) -> SearchSpace:
+    """Return the space taken for a target when none is named; ``ampere-bf16`` for a target no space claims."""
+    for name in space_names():
+        if target_name in _shipped(name).default_for:
+            return _shipped(name)
+    for name in space_names():
+        if target_name in _shipped(name).targets:
+            return _shipped(name)
+    return _shipped("ampere-bf16")
