@@ -82,6 +82,8 @@ class _Writer:
         elif kind == "finished":
             paths = [Path(path) for path in event.get("artifacts") or ()]
             self.store.write_result(SearchResult.from_json(event["result"]), paths)
+        elif kind == "artifacts":
+            self.store.write_files([Path(path) for path in event.get("artifacts") or ()])
         elif kind == "end":
             self.store.close_parent(str(event.get("status") or "FINISHED"))
 

@@ -20,6 +20,7 @@ from autoprec.policy.document import dump_yaml
 from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.tracking.notes import parent_note, parent_params, trial_name
 from autoprec.tracking.redact import redact, redact_text
+from autoprec.tracking.view import shared_view
 
 __all__ = ["TRIAL_TAGS", "Store", "safe_key"]
 
@@ -89,8 +90,17 @@ class Store:
                 self.experiment_id, start_time=int(started * 1000), tags=tags, run_name=self.study
             )
             self.run_id = run.info.run_id
+        self._share_view()
         self._log(self.run_id, params=parent_params(redact(dict(info))), refuse_change=False)
         return self.run_id
+
+    def _share_view(self) -> None:
+        """Store the table view that ``autoprec ui`` opens; a server that refuses it shows its default table."""
+        from mlflow.exceptions import MlflowException
+
+        with contextlib.suppress(MlflowException):
+            self.client.set_experiment_tag(self.experiment_id, *shared_view(self.uid, self.study))
+            self.client.set_experiment_tag(self.experiment_id, "mlflow.experimentKind", "custom_model_development")
 
     def _find(self, condition: str, limit: int = 1) -> list[Any]:
         return list(self.client.search_runs([self.experiment_id], filter_string=condition, max_results=limit))
@@ -158,6 +168,10 @@ class Store:
             "mlflow.note.content": redact_text(parent_note(result)),
         }
         self._log(self.run_id, metrics=metrics, tags=tags)
+        self.write_files(artifacts)
+
+    def write_files(self, artifacts: Sequence[Path]) -> None:
+        """Attach files to the study's run; one that is gone by now is left out."""
         for path in artifacts:
             if path.is_file():
                 self.client.log_artifact(self.run_id, str(path))

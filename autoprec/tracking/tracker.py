@@ -108,6 +108,11 @@ class Tracker:
         self._wait(lambda state: bool(state.run_id), self._patience_s / 2)
         return self.reference()
 
+    def attach(self, artifacts: Sequence[Path | str]) -> None:
+        """Record further files of the study's run: reports written after the outcome was known."""
+        self._spool.append("artifacts", artifacts=[str(Path(path).resolve()) for path in artifacts])
+        self._start()
+
     def _wait(self, done: Callable[[State], bool], limit_s: float) -> State:
         """Wait until the store's state is as wanted, the store is known to be gone, or patience is used up."""
         start = time.monotonic()

@@ -1,0 +1,45 @@
+"""``autoprec sync``: send to MLflow what a tracking server missed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from autoprec.errors import FileError
+
+if TYPE_CHECKING:
+    from autoprec.tracking.sync import SyncReport
+
+__all__ = ["command"]
+
+
+def _print(done: SyncReport) -> None:
+    if not done.ok:
+        click.echo(f"{done.study}: not sent to {done.tracking_uri}: {done.reason}", err=True)
+    elif done.sent:
+        click.echo(f"{done.study}: {done.sent} records sent to {done.tracking_uri} (run {done.run_id})")
+    else:
+        click.echo(f"{done.study}: nothing was missing")
+
+
+@click.command("sync", short_help="Send to MLflow what its server missed.")
+@click.argument("runs", type=click.Path(path_type=Path), default=Path("autoprec-runs"))
+@click.option("--tracking-uri", metavar="URI", help="Store to send to; default: MLFLOW_TRACKING_URI, or the study's.")
+@click.option("--experiment", metavar="NAME", help="Experiment to send to; default: the study's.")
+def command(runs: Path, tracking_uri: str | None, experiment: str | None) -> None:
+    """Replay the trials of every study under RUNS that MLflow has not seen.
+
+    Sending twice changes nothing: trials are recognised, not duplicated. Exit code 1 when a store cannot be reached.
+    """
+    from autoprec.tracking.sync import sync
+
+    if not runs.is_dir():
+        raise FileError("no studies here", where=str(runs), fix="name the autoprec-runs directory of a search")
+    reports = sync(runs, tracking_uri=tracking_uri, experiment=experiment, report=_print)
+    if not reports:
+        raise FileError("no tracked study here", where=str(runs), fix="name the autoprec-runs directory of a search")
+    if not all(report.ok for report in reports):
+        sys.exit(1)

@@ -1,0 +1,100 @@
+"""A search's listener that tells the tracker: the only code of tracking that ``autoprec search`` touches."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from autoprec.search.events import SearchInfo
+from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tracking.tracker import Tracker
+
+__all__ = ["TrackingListener"]
+
+_FILES = ("report.html", "report.md", "result.json")
+
+
+class TrackingListener:
+    """Forwards a search's events to a :class:`Tracker`; see :class:`autoprec.search.events.Listener`.
+
+    Args:
+        runs_dir: ``autoprec-runs``; the default store is ``mlflow.db`` in it.
+        tracking_uri: MLflow store; default as in :meth:`Tracker.open`.
+        experiment: MLflow experiment; default as in :meth:`Tracker.open`.
+    """
+
+    def __init__(self, runs_dir: Path | str, *, tracking_uri: str | None = None, experiment: str | None = None) -> None:
+        self._runs_dir, self._uri, self._experiment = Path(runs_dir), tracking_uri, experiment
+        self._tracker: Tracker | None = None
+        self._study_dir: Path | None = None
+        self._records: list[TrialRecord] = []
+        self._finished = False
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Phases are for the terminal."""
+
+    def note(self, text: str) -> None:
+        """Notes are in the result."""
+
+    def started(self, info: SearchInfo) -> None:
+        """Open the tracker of the study and record what it was asked to do."""
+        self._study_dir = Path(info.study_dir)
+        self._tracker = Tracker.open(
+            self._study_dir, study=info.study, tracking_uri=self._uri, experiment=self._experiment
+        )
+        document: dict[str, Any] = asdict(info)
+        document["groups"] = len(info.groups)
+        self._tracker.study_started(document)
+
+    def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
+        """Record one trial, with the choice of each layer group."""
+        self._records.append(record)
+        if self._tracker is not None:
+            self._tracker.trial(record, _groups(record))
+
+    def finished(self, result: SearchResult) -> None:
+        """The outcome is recorded by :meth:`attach`, which the command calls once the policy is written."""
+
+    def attach(self, result: SearchResult, study_dir: Path | str) -> SearchResult:
+        """Record the outcome and return it with its ``mlflow`` part filled in; never raises."""
+        if self._tracker is None:
+            return result
+        with contextlib.suppress(Exception):  # an observer must never end a search
+            self._study_dir = Path(study_dir)
+            artifacts = [Path(result.policy)] if result.policy else []
+            for record in self._marked(result):
+                self._tracker.trial(record, _groups(record))
+            found = self._tracker.finished(result, artifacts)
+            self._finished = True
+            return replace(result, mlflow=found)
+        return result
+
+    def _marked(self, result: SearchResult) -> list[TrialRecord]:
+        """Return the records whose tags are known only now: members of the front, and the best."""
+        names: dict[str, Callable[[TrialRecord], bool]] = {
+            "pareto": lambda record: record.name in {row.get("name") for row in result.front},
+            "best": lambda record: record.name == result.best.get("name"),
+        }
+        out = []
+        for record in self._records:
+            new = tuple(tag for tag, holds in names.items() if tag not in record.tags and record.ok and holds(record))
+            if new and record.kind not in ("reference", "noise"):
+                out.append(replace(record, tags=(*record.tags, *new)))
+        return out
+
+    def close(self, timeout_s: float | None = None) -> None:
+        """Attach the reports and end the run (KILLED when the search did not finish); never raises."""
+        if self._tracker is None:
+            return
+        with contextlib.suppress(Exception):
+            if self._finished and self._study_dir is not None:
+                self._tracker.attach([path for name in _FILES if (path := self._study_dir / name).exists()])
+            self._tracker.close(timeout_s, status="FINISHED" if self._finished else "KILLED")
+        self._tracker = None
+
+
+def _groups(record: TrialRecord) -> dict[str, str]:
+    return {key[6:]: str(value) for key, value in record.params.items() if key.startswith("layer:")}

@@ -1,0 +1,121 @@
+"""MLflow's own interface, started on the loopback for as long as somebody looks at it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+from urllib.parse import urlsplit
+
+from autoprec.errors import AutoPrecError, FileError
+from autoprec.tracking.drain import ENVIRONMENT, reachable
+from autoprec.tracking.redact import HIDDEN
+from autoprec.tracking.spool import Spool, State, default_uri
+from autoprec.tracking.view import trials_url
+
+__all__ = ["Study", "free_port", "newest_study", "serve"]
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """Where a study's trials are: its store, experiment and identity."""
+
+    name: str
+    uid: str
+    tracking_uri: str
+    experiment_id: str
+
+    def url(self, base: str) -> str:
+        """Return the address of its trials table on a server."""
+        return trials_url(base, self.experiment_id or "0", uid=self.uid, study=self.name)
+
+
+def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None = None) -> Study:
+    """Return the study last written under ``runs``, or the one named.
+
+    Raises:
+        FileError: there is none; the message lists those that exist.
+    """
+    spools = sorted(runs.glob("*/tracking/spool.jsonl"), key=lambda path: path.stat().st_mtime)
+    names = [path.parent.parent.name for path in spools]
+    chosen = [path for path, found in zip(spools, names, strict=True) if name in (None, found)]
+    if not chosen:
+        known = f"studies here: {', '.join(names)}" if names else "name the autoprec-runs directory of a search"
+        raise FileError("no tracked study" + (f" '{name}'" if name else "") + " here", where=str(runs), fix=known)
+    spool = Spool.of(chosen[-1].parent.parent)
+    opened = spool.target()
+    recorded = opened.get("tracking_uri", "")
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ("" if HIDDEN in recorded else recorded)
+    uri = uri or default_uri(runs.resolve())
+    state: State = spool.load_state(uri)
+    return Study(opened.get("study") or spool.directory.parent.name, spool.uid, uri, state.experiment_id)
+
+
+def free_port(wanted: int) -> int:
+    """Return ``wanted`` when nobody listens there, else a free port."""
+    for port in (wanted, 0):
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            with suppress(OSError):
+                probe.bind(("127.0.0.1", port))
+                return int(probe.getsockname()[1])
+    raise AutoPrecError("no free port on the loopback", fix="name one with --port")
+
+
+@contextmanager
+def serve(uri: str, port: int, *, timeout_s: float = 120.0) -> Iterator[str]:
+    """Serve a store on the loopback and yield the server's address; a store that is a server is used as it is.
+
+    Raises:
+        AutoPrecError: the server did not come up; its own output is in the message.
+    """
+    if urlsplit(uri).scheme in ("http", "https"):
+        problem = reachable(uri, timeout_s=3.0)
+        if problem:
+            raise AutoPrecError(problem, fix="start the server, or pass --tracking-uri sqlite:///.../mlflow.db")
+        yield uri
+        return
+    base = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-P", "-m", "mlflow", "server", "--backend-store-uri", uri]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    environment = os.environ | ENVIRONMENT
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            _wait(process, base, timeout_s, log)
+            yield base
+        finally:
+            _stop(process)
+
+
+def _wait(process: subprocess.Popen[bytes], base: str, timeout_s: float, log: IO[bytes]) -> None:
+    deadline = time.monotonic() + timeout_s
+    while reachable(base, timeout_s=1.0):
+        if process.poll() is not None:
+            log.seek(0)
+            output = log.read().decode("utf-8", "replace")[-1500:]
+            raise AutoPrecError(f"mlflow server ended: {output}", fix="see the lines above")
+        if time.monotonic() > deadline:
+            raise AutoPrecError(f"mlflow server did not answer within {timeout_s:.0f} s", fix="try again")
+        time.sleep(0.2)
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """End the server with the workers it started: they are the process group we made for it."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, sign)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=10)
+            break
