@@ -1,0 +1,135 @@
+"""``autoprec search``: find the policy, emit it, prove it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from autoprec.cli.script import script_command
+from autoprec.errors import AutoPrecError
+
+__all__ = ["search"]
+
+T = TypeVar("T")
+
+
+def parsed(parse: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Return a click callback that parses an option by a function of :mod:`autoprec.search.options`."""
+
+    def callback(_context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+        if value is None:
+            return None
+        from autoprec.search import options
+
+        try:
+            return getattr(options, parse)(value)
+        except AutoPrecError as error:
+            raise click.BadParameter(f"{error.what}; {error.fix}", param=parameter) from error
+
+    return callback
+
+
+@script_command("search")
+@click.option("--target", default="auto", metavar="NAME", help="auto (this device, timed), or a GPU to rehearse for.")
+@click.option("--space", default="", metavar="NAME|FILE", help="Search space; default: the target's.")
+@click.option("--trials", default=30, show_default=True, metavar="N", help="Trials, presets included.")
+@click.option("--budget", "budget_s", callback=parsed("parse_duration"), metavar="TIME", help="Stop in time: 20m, 90s.")
+@click.option("--steps", default=20, show_default=True, metavar="N", help="Measured steps per trial.")
+@click.option("--warmup", default=3, show_default=True, metavar="N", help="Steps before measuring.")
+@click.option("--max-divergence", default="0.25%", show_default=True, callback=parsed("parse_share"), metavar="SHARE",
+              help="Largest acceptable mean relative loss gap.")  # fmt: skip
+@click.option("--max-gradient-error", default=0.12, show_default=True, metavar="X",
+              help="Largest gradient error, in units of the mini-batch gradient noise.")  # fmt: skip
+@click.option("--max-memory", callback=parsed("parse_bytes"), metavar="BYTES", help="e.g. 60GB.")
+@click.option("--objective", type=click.Choice(["throughput", "memory", "balanced"]), default="throughput",
+              show_default=True)  # fmt: skip
+@click.option("--reference", type=click.Choice(["script", "fp32", "bf16"]), default="script", show_default=True,
+              help="What divergence and speed are compared with.")  # fmt: skip
+@click.option("--seed", default=0, show_default=True, metavar="N", help="Seed of the search itself.")
+@click.option("--seeds", default=4, show_default=True, metavar="N", help="Paired seeds of the finalists.")
+@click.option("--finalists", default=3, show_default=True, metavar="N")
+@click.option("--output", "-o", default="policy.yaml", show_default=True, metavar="FILE")
+@click.option("--study", default="", metavar="NAME", help="Name of the study; default: from the script.")
+@click.option("--storage", envvar="OPTUNA_STORAGE", default="", metavar="URL", help="Optuna RDB; default: SQLite.")
+@click.option("--resume", is_flag=True, help="Continue a study; finished trials are not repeated.")
+@click.option("--workers", default=0, metavar="N", help="Parallel trials; default: by target.")
+@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True)
+@click.option("--sampler", type=click.Choice(["ours", "tpe", "nsga2", "random", "ilp", "greedy"]), default="ours",
+              show_default=True)  # fmt: skip
+@click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32",
+              help="Rehearsal: evaluate the cost model at scaled shapes.")  # fmt: skip
+@click.option("--backend", default="auto", metavar="NAME", help="Who runs the GEMMs in trials.")
+@click.option("--force", is_flag=True, help="Search even where the verdict is 'stay'.")
+@click.option("--no-mlflow", is_flag=True, help="Track nothing.")
+@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@click.option("-v", "--verbose", is_flag=True, help="Every trial.")
+def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, no_mlflow: bool, **values: Any) -> int:
+    """Search the precision policy that trains SCRIPT fastest without changing its loss curve."""
+    from autoprec.cli.progress import TerminalProgress
+    from autoprec.files import write_json
+    from autoprec.search.engine import Search
+    from autoprec.search.events import Listener, Listeners
+    from autoprec.search.options import SearchOptions
+    from autoprec.search.records import SearchResult
+    from autoprec.tracking.listener import TrackingListener
+    from autoprec.trial.command import ScriptCommand
+
+    values["trials"] = int(values["trials"])
+    options = SearchOptions(command=script, **values)
+    command = ScriptCommand.parse(options.command)
+    progress = TerminalProgress(-1 if quiet else int(verbose))
+    members: list[Listener] = [progress]
+    tracker = None if no_mlflow else TrackingListener(options.runs_dir)
+    if tracker is not None:
+        members.append(tracker)
+    engine = Search(options, command, Listeners(*members))
+    try:
+        result: SearchResult = engine.run()
+        if tracker is not None:
+            result = tracker.attach(result, engine.study_dir)
+        files = write_reports(engine, result)
+        write_json(engine.study_dir / "result.json", result.to_json())
+    finally:
+        progress.close()
+        if tracker is not None:
+            tracker.close()
+    if as_json:
+        json.dump(result.to_json(), sys.stdout, indent=1)
+        sys.stdout.write("\n")
+    else:
+        print_result(engine, result, files)
+    return 0
+
+
+def write_reports(engine: Any, result: Any) -> dict[str, Path]:
+    """Write report.html and report.md beside the study; a report that fails is named, never fatal."""
+    from autoprec import report
+
+    records = engine.records
+    out = {"report": engine.study_dir / "report.html", "markdown": engine.study_dir / "report.md"}
+    report.write_html(out["report"], result, records, engine.graph)
+    report.write_markdown(out["markdown"], result, records)
+    return out
+
+
+def print_result(engine: Any, result: Any, files: dict[str, Path]) -> None:
+    """Print the final table and what to do next, on stdout."""
+    from rich.console import Console
+
+    from autoprec import report
+
+    console = Console(no_color=bool(os.environ.get("NO_COLOR")), highlight=False)
+    console.print(report.terminal_table(result, engine.records))
+    lines = [f"verdict: {result.verdict}. {result.reason}", f"policy:  {result.policy}", f"report:  {files['report']}"]
+    uri = result.mlflow.get("tracking_uri")
+    if uri:
+        lines.append("trials:  autoprec ui")
+    lines.append(f"load it: autoprec.load({result.policy!r}).apply(model)")
+    console.print("\n".join(lines), markup=False, soft_wrap=True)

@@ -1,0 +1,235 @@
+"""The search itself: what is measured when, and what each answer is used for (DESIGN section 5).
+
+Phases: script, graph, reference, verdict, sensitivity, search, finalists, answer. The engine decides nothing about
+precision; it asks :mod:`~autoprec.search.problem`, :mod:`~autoprec.search.sampler` and
+:mod:`~autoprec.search.decision`, runs what they propose, and keeps every result durable.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from autoprec.cost import CostModel, CostScale, Verdict
+from autoprec.errors import NothingAcceptableError
+from autoprec.files import check_writable, file_lock, write_json
+from autoprec.graph.report import GraphReport
+from autoprec.policy import Policy, save_policy
+from autoprec.search.answer import Answer, empty_policy, search_result
+from autoprec.search.context import Context, Interrupted, Limits
+from autoprec.search.events import Listener, SearchInfo
+from autoprec.search.finals import run_finals
+from autoprec.search.hosts import HostPool, RunnerFactory
+from autoprec.search.naming import free_name
+from autoprec.search.options import SearchOptions, check_signature
+from autoprec.search.problem import Problem
+from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.search.references import measure_reference
+from autoprec.search.scan import scan
+from autoprec.search.study import StudyStore, default_storage
+from autoprec.search.targeting import resolve_target
+from autoprec.search.trials import run_trials
+from autoprec.space import SearchSpace, default_space, load_space
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.protocol import HostInfo, TrialSpec
+
+__all__ = ["Search"]
+
+
+class Search:
+    """One search of one script.
+
+    Args:
+        options: what was asked.
+        command: the script.
+        listener: who is told.
+        factory: starts a host; the default runs real processes.
+
+    Attributes:
+        study_dir: folder of the study's files.
+        graph: the recorded step; None until it was recorded.
+    """
+
+    def __init__(
+        self, options: SearchOptions, command: ScriptCommand, listener: Listener, factory: RunnerFactory | None = None
+    ) -> None:
+        name = options.study or free_name(options, command)
+        self.options = replace(options, study=name)
+        self.command, self.listener = command, listener
+        self.study_dir: Path = self.options.study_dir()
+        self.graph: GraphReport | None = None
+        self.context: Context | None = None
+        self._factory = factory or self._real_runner
+        self._started = time.monotonic()
+
+    @property
+    def records(self) -> list[TrialRecord]:
+        """Every finished record of the study, references and finalists included."""
+        return list(self.context.store.records) if self.context else []
+
+    def _real_runner(self, seed: int, run_dir: Path) -> Any:
+        from autoprec.trial.runner import TrialRunner
+
+        return TrialRunner(self.command, run_dir=run_dir, seed_offset=seed)
+
+    def run(self) -> SearchResult:
+        """Search, and return the answer.
+
+        Raises:
+            ScriptError: the script failed before its first training step.
+            NothingAcceptableError: there is nothing to tune, or nothing could be measured.
+            StudyError: the study exists, is locked, damaged, or was started with another setup.
+            Interrupted: Ctrl-C or SIGTERM; the best policy so far was written.
+        """
+        check_writable(self.options.output)
+        with ExitStack() as stack:
+            stack.enter_context(file_lock(self.study_dir / "lock"))
+            pool = stack.enter_context(HostPool(self._factory, self.study_dir / "hosts"))
+            try:
+                return self._run(pool)
+            except (KeyboardInterrupt, SystemExit) as stop:
+                raise self._interrupted(stop) from stop
+
+    def _run(self, pool: HostPool) -> SearchResult:
+        self.listener.phase("script", self.command.label)
+        pool.prepare(0)
+        store = self._open_store()
+        host = pool.info(0)
+        self.listener.phase("graph")
+        graph = self.graph = self._record(pool)
+        context = self.context = self._context(pool, store, host, graph)
+        self._sign(context)
+        self.listener.started(self._info(context))
+        self.listener.phase("reference")
+        measure_reference(context)
+        self.listener.phase("verdict")
+        verdict = self._verdict(context)
+        if verdict.kind == "stay" and not self.options.force:
+            return self._stay(context, verdict)
+        self.listener.phase("sensitivity")
+        scan(context)
+        self.listener.phase("search")
+        run_trials(context)
+        self.listener.phase("finalists")
+        answer = run_finals(context)
+        self.listener.phase("answer")
+        return self._finish(context, answer, verdict)
+
+    def _open_store(self) -> StudyStore:
+        url = self.options.storage or default_storage(self.study_dir)
+        return StudyStore(url, self.options.study, ("step_time_ms", "divergence"), resume=self.options.resume)
+
+    def _record(self, pool: HostPool) -> GraphReport:
+        result = pool.run(TrialSpec(kind="record", steps=1, timeout_s=600))
+        if not result.ok:
+            raise NothingAcceptableError(
+                f"the training step could not be recorded: {result.reason}",
+                where=self.command.label,
+                fix=f"the trial printed:\n{result.tail}" if result.tail else "run it with -v",
+            )
+        graph = GraphReport.from_json(result.payload["graph"])
+        write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
+        if not graph.tunable:
+            reasons = "; ".join(sorted({layer.reason for layer in graph.layers})[:3]) or "no linear or conv layer ran"
+            raise NothingAcceptableError(
+                f"this script has no trainable GEMM to tune: {reasons}",
+                where=self.command.label,
+                fix="`autoprec inspect` lists every operator and why it is not tunable",
+            )
+        return graph
+
+    def _context(self, pool: HostPool, store: StudyStore, host: HostInfo, graph: GraphReport) -> Context:
+        options = self.options
+        target, here = resolve_target(options.target, host.device)
+        space: SearchSpace = load_space(options.space) if options.space else default_space(target.name)
+        scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
+        cost = CostModel(graph, target, scale=scale)
+        problem = Problem.build(graph, space, cost.can_run)
+        return Context(
+            options=options,
+            listener=self.listener,
+            pool=pool,
+            store=store,
+            host=host,
+            graph=graph,
+            target=target,
+            measured=here and scale is None,
+            space=space,
+            problem=problem,
+            cost=cost,
+            limits=Limits(options.max_divergence, options.max_gradient_error, options.max_memory),
+            study_dir=self.study_dir,
+            started=self._started,
+        )
+
+    def _sign(self, context: Context) -> None:
+        signature = self.options.signature(context.space.model_dump_json(), str(context.graph.model["fingerprint"]))
+        stored = context.store.signature
+        if stored is None:
+            context.store.set_signature(signature)
+        else:
+            check_signature(stored, signature, where=f"study {self.options.study}")
+
+    def _info(self, context: Context) -> SearchInfo:
+        notes = (*context.host.notes, *context.graph.notes)
+        for note in context.host.notes:
+            self.listener.note(note)
+        return SearchInfo(
+            study=self.options.study,
+            study_dir=str(self.study_dir),
+            storage=context.store.url,
+            script=self.command.label,
+            target=context.target.name,
+            source=context.source,
+            launch=context.host.launch,
+            device=context.host.device,
+            model=context.graph.model,
+            groups={group.name: group.layers for group in context.problem.groups},
+            trials=self.options.trials,
+            resume_command=self.options.resume_command(),
+            notes=notes,
+        )
+
+    def _verdict(self, context: Context) -> Verdict:
+        problem = context.problem
+        plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
+        verdict = context.cost.verdict(plans)
+        context.timings["verdict_s"] = time.monotonic() - self._started
+        if verdict.kind != "stay":
+            self.listener.note(verdict.reason)
+        return verdict
+
+    def _stay(self, context: Context, verdict: Verdict) -> SearchResult:
+        answer = Answer(verdict="stay", reason=verdict.reason, record=None, seeds=0)
+        return self._finish(context, answer, verdict)
+
+    def _finish(self, context: Context, answer: Answer, verdict: Verdict) -> SearchResult:
+        policy = context.policy_of(answer) if answer.record else empty_policy(context, answer.reason)
+        save_policy(policy, self.options.output)
+        save_policy(policy, self.study_dir / "best.yaml")
+        result = search_result(context, answer, verdict, policy_path=self.options.output)
+        self._save_front(context, result)
+        self.listener.finished(result)
+        return result
+
+    def _save_front(self, context: Context, result: SearchResult) -> None:
+        by_name = {record.name: record for record in context.store.records if record.policy}
+        for index, member in enumerate(result.front):
+            record = by_name.get(str(member["name"]))
+            if record is not None:
+                save_policy(Policy.model_validate(record.policy), self.study_dir / "front" / f"{index:02d}.yaml")
+
+    def _interrupted(self, stop: BaseException) -> Interrupted:
+        code = 143 if isinstance(stop, SystemExit) and stop.code == 143 else 130
+        context, kept = self.context, "nothing was measured yet"
+        best = context.best() if context else None
+        if context is not None and best is not None:
+            policy = context.policy_of(Answer("adopt", "interrupted before the finalists", best, seeds=1))
+            save_policy(policy, self.options.output)
+            kept = f"the best policy so far ({best.metrics['speedup']:.2f}x) is in {self.options.output}"
+        return Interrupted(
+            f"interrupted; {kept}", fix=f"continue with:\n    {self.options.resume_command()}", exit_code=code
+        )

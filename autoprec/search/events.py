@@ -1,0 +1,84 @@
+"""What a search tells whoever listens: the terminal, the tracker, a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from autoprec.search.records import SearchResult, TrialRecord
+
+__all__ = ["Listener", "Listeners", "SearchInfo"]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchInfo:
+    """What is known once the script has been looked at."""
+
+    study: str
+    study_dir: str
+    storage: str
+    script: str
+    target: str
+    source: str
+    launch: str
+    device: str
+    model: dict[str, Any]
+    groups: dict[str, tuple[str, ...]]
+    trials: int
+    resume_command: str
+    notes: tuple[str, ...] = field(default=())
+
+
+class Listener(Protocol):
+    """Receives the events of one search, in order, from one thread; must return quickly and never raise."""
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """A phase begins: script, graph, reference, sensitivity, search, finalists, answer."""
+
+    def started(self, info: SearchInfo) -> None:
+        """The script reached its first training step and its operators are known."""
+
+    def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
+        """A trial ended; ``best`` is the best acceptable one so far."""
+
+    def note(self, text: str) -> None:
+        """Something a person should know."""
+
+    def finished(self, result: SearchResult) -> None:
+        """The search ended."""
+
+
+class Listeners:
+    """Forwards every event to several listeners; one that raises is dropped, and the search goes on."""
+
+    def __init__(self, *members: Listener) -> None:
+        self._members = list(members)
+        self.dropped: list[str] = []
+
+    def _each(self, event: str, *values: Any) -> None:
+        for member in list(self._members):
+            try:
+                getattr(member, event)(*values)
+            except Exception as error:  # an observer must never end a search
+                self._members.remove(member)
+                self.dropped.append(f"{type(member).__name__}.{event}: {type(error).__name__}: {error}")
+
+    def phase(self, name: str, detail: str = "") -> None:
+        """Forward :meth:`Listener.phase`."""
+        self._each("phase", name, detail)
+
+    def started(self, info: SearchInfo) -> None:
+        """Forward :meth:`Listener.started`."""
+        self._each("started", info)
+
+    def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
+        """Forward :meth:`Listener.trial`."""
+        self._each("trial", record, done, total, best, seconds_left)
+
+    def note(self, text: str) -> None:
+        """Forward :meth:`Listener.note`."""
+        self._each("note", text)
+
+    def finished(self, result: SearchResult) -> None:
+        """Forward :meth:`Listener.finished`."""
+        self._each("finished", result)

@@ -1,0 +1,191 @@
+"""The finalists: the best few policies again, over paired seeds and with an annealed learning rate.
+
+One short trial cannot tell 0.25 % from chance (one paired seed of FP8 has a standard deviation near 0.15 %), and the
+best of many noisy trials is biased by having been picked: everything that decides is measured again here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from autoprec.errors import AutoPrecError
+from autoprec.search.answer import Answer
+from autoprec.search.context import Context
+from autoprec.search.decision import Candidate, choose
+from autoprec.search.records import TrialRecord
+from autoprec.search.references import reference_of
+from autoprec.search.scan import measure_errors
+from autoprec.search.score import Reference, score
+
+__all__ = ["pick_finalists", "run_finals"]
+
+#: Step times closer than this are a tie (run-to-run noise of a shared machine).
+TIE = 0.03
+
+
+def pick_finalists(context: Context) -> list[TrialRecord]:
+    """Return the records worth measuring again: the best few, the best preset, and the safest of the fast ones."""
+    fit = sorted((r for r in context.store.learned() if context.acceptable(r)), key=context.rank)
+    fit = [record for record in fit if not context.problem.is_script(record.params)]
+    picked = fit[: context.options.finalists]
+    best_preset = [record for record in fit if record.kind == "preset"][:1]
+    close = [record for record in fit if context.rank(record) <= context.rank(fit[0]) * (1 + TIE)]
+    safest = sorted(close, key=lambda record: record.metrics["gradient_error"])[:1]
+    unique: dict[int, TrialRecord] = {record.number: record for record in (*picked, *best_preset, *safest)}
+    return list(unique.values())
+
+
+def run_finals(context: Context) -> Answer:
+    """Measure the finalists over the paired seeds and decide."""
+    finalists = pick_finalists(context)
+    if not finalists:
+        return Answer("stay", _why_nothing(context), None, seeds=0)
+    began = time.monotonic()
+    seeds = list(range(context.options.seeds))
+    rows: dict[int, list[TrialRecord]] = {record.number: [] for record in finalists}
+    jobs = len(seeds) * len(finalists)
+    done = 0
+    for seed in seeds:
+        if seed + 1 in seeds:
+            context.pool.prepare(seed + 1)
+        try:
+            reference = _reference(context, seed)
+        except AutoPrecError as error:
+            context.note(f"paired seed {seed} could not be used: {error.what}")
+            continue
+        for original, record in _measure(context, seed, reference, _rotated(finalists, seed)):
+            rows[original.number].append(record)
+            done += 1
+            left = (time.monotonic() - began) / done * (jobs - done)
+            context.listener.trial(record, done, jobs, context.best(), left)
+        if seed:
+            context.pool.release(seed)
+    errors = measure_errors(context, {str(record.number): record.policy for record in finalists})
+    context.timings["finalists_s"] = time.monotonic() - began
+    return _decide(context, finalists, rows, errors)
+
+
+def _rotated(finalists: Sequence[TrialRecord], seed: int) -> list[TrialRecord]:
+    """Change the order from seed to seed, so that a drifting machine favours nobody."""
+    shift = seed % len(finalists)
+    return [*finalists[shift:], *finalists[:shift]]
+
+
+def _stored(context: Context, kind: str, name: str, seed: int) -> TrialRecord | None:
+    for record in context.store.records:
+        if (record.kind, record.name, record.seed) == (kind, name, seed) and record.ok:
+            return record
+    return None
+
+
+def _reference(context: Context, seed: int) -> Reference:
+    """Return the annealed reference of a paired seed."""
+    result = context.run(context.spec(context.reference_policy(), anneal=True), seed)
+    if not result.ok:
+        raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
+    reference = reference_of(context, result)
+    return reference.with_noise(context.references[0].noise_floor, context.references[0].deterministic)
+
+
+def _measure(
+    context: Context, seed: int, reference: Reference, finalists: Sequence[TrialRecord]
+) -> list[tuple[TrialRecord, TrialRecord]]:
+    """Return (original, finalist record) of every finalist under one seed; stored ones are not run again."""
+
+    def one(original: TrialRecord) -> tuple[TrialRecord, TrialRecord, bool]:
+        known = _stored(context, "finalist", original.name, seed)
+        if known is not None:
+            return original, known, False
+        began = time.time()
+        result = context.run(context.spec(original.policy, anneal=True), seed)
+        estimate = None if context.measured else context.estimate(original.params)
+        scored = score(result, reference, estimate=estimate, gradient_error=original.metrics["gradient_error"])
+        record = replace(
+            original,
+            kind="finalist",
+            status=scored.status,
+            reason=scored.reason,
+            metrics=scored.metrics,
+            sources=scored.sources,
+            losses=result.losses,
+            reference_losses=reference.losses,
+            tags=("finalist",),
+            started=began,
+            seconds=time.time() - began,
+            seed=seed,
+        )
+        return original, record, True
+
+    parallel = 1 if context.measured else context.workers
+    with ThreadPoolExecutor(max_workers=parallel, thread_name_prefix="finalist") as threads:
+        measured = list(threads.map(one, finalists))
+    out = []
+    for original, record, is_new in measured:
+        if is_new:
+            record = replace(record, number=context.store.next_number())
+            context.store.add(record)
+        out.append((original, record))
+    return out
+
+
+def _decide(
+    context: Context,
+    finalists: Sequence[TrialRecord],
+    rows: dict[int, list[TrialRecord]],
+    errors: dict[str, float],
+) -> Answer:
+    candidates: list[Candidate] = []
+    for record in finalists:
+        runs = rows[record.number]
+        measured = [run for run in runs if run.ok]
+        candidates.append(
+            Candidate(
+                name=record.name,
+                divergences=tuple(run.metrics["divergence"] for run in measured),
+                step_times=tuple(run.metrics["step_time_ms"] for run in measured),
+                speedups=tuple(run.metrics["speedup"] for run in measured),
+                memory_bytes=record.metrics["memory_bytes"],
+                gradient_error=errors.get(str(record.number), record.metrics["gradient_error"]),
+                preset=record.kind == "preset",
+                failed=len(runs) - len(measured),
+            )
+        )
+    reference = context.references[0]
+    decision = choose(
+        candidates,
+        max_divergence=context.limits.divergence,
+        noise_floor=reference.noise_floor,
+        max_gradient_error=context.gradient_limit(),
+        max_memory=context.limits.memory,
+        objective=context.options.objective,
+    )
+    if decision.index is None:
+        return Answer("stay", decision.reason, None, seeds=context.options.seeds, candidates=tuple(candidates))
+    chosen, winner = candidates[decision.index], finalists[decision.index]
+    return Answer(
+        decision.verdict,
+        decision.reason,
+        winner,
+        seeds=len(chosen.divergences),
+        candidates=tuple(candidates),
+        chosen=chosen,
+    )
+
+
+def _why_nothing(context: Context) -> str:
+    """Say why no measured trial qualifies: the limit that most of them broke."""
+    learned = [r for r in context.store.learned() if r.ok and not context.problem.is_script(r.params)]
+    if not learned:
+        return "no trial other than the script as written could be measured"
+    limits: dict[str, Any] = {
+        "divergence": lambda r: r.metrics["divergence"] > max(context.limits.divergence, r.metrics["noise_floor"]),
+        "gradient error": lambda r: r.metrics["gradient_error"] > context.gradient_limit(),
+        "memory": lambda r: context.limits.memory is not None and r.metrics["memory_bytes"] > context.limits.memory,
+    }
+    broken = {name: sum(1 for record in learned if test(record)) for name, test in limits.items()}
+    worst = max(broken, key=lambda name: broken[name])
+    return f"none of {len(learned)} measured policies is within the limits; {broken[worst]} exceed the {worst} limit"

@@ -1,0 +1,78 @@
+"""Hosts: one running copy of the script per paired seed, started when first needed and ended with the search."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Protocol
+
+from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+
+__all__ = ["HostPool", "Runner", "RunnerFactory"]
+
+
+class Runner(Protocol):
+    """What the search needs of :class:`autoprec.trial.runner.TrialRunner`."""
+
+    def start(self) -> HostInfo:
+        """Start the script and wait for its first training forward."""
+
+    def run(self, spec: TrialSpec) -> TrialResult:
+        """Run one trial; never raises for anything the trial does."""
+
+    def close(self) -> None:
+        """End every process."""
+
+
+#: (seed offset, folder for logs) -> runner
+RunnerFactory = Callable[[int, Path], Runner]
+
+
+class HostPool:
+    """Runners by paired seed; seed 0 is the script as written."""
+
+    def __init__(self, factory: RunnerFactory, run_dir: Path) -> None:
+        self._factory, self._run_dir = factory, run_dir
+        self._runners: dict[int, Runner] = {}
+        self._infos: dict[int, Future[HostInfo]] = {}
+        self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host")
+
+    def prepare(self, seed: int) -> None:
+        """Begin to start the host of a seed in the background."""
+        if seed not in self._infos:
+            runner = self._runners[seed] = self._factory(seed, self._run_dir / f"host-{seed}")
+            self._infos[seed] = self._starter.submit(runner.start)
+
+    def info(self, seed: int = 0) -> HostInfo:
+        """Return what the host found, waiting for it.
+
+        Raises:
+            ScriptError: the script failed before its first training step.
+        """
+        self.prepare(seed)
+        return self._infos[seed].result()
+
+    def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
+        """Run one trial on the host of a seed."""
+        self.info(seed)
+        return self._runners[seed].run(spec)
+
+    def release(self, seed: int) -> None:
+        """End the host of a seed."""
+        runner = self._runners.pop(seed, None)
+        self._infos.pop(seed, None)
+        if runner is not None:
+            runner.close()
+
+    def close(self) -> None:
+        """End every host."""
+        self._starter.shutdown(wait=False, cancel_futures=True)
+        for seed in list(self._runners):
+            self.release(seed)
+
+    def __enter__(self) -> HostPool:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()

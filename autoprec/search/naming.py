@@ -1,0 +1,36 @@
+"""Names of studies: from the script, with a number where the name is taken."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from autoprec.errors import StudyError
+from autoprec.search.options import SearchOptions
+from autoprec.trial.command import ScriptCommand
+
+__all__ = ["free_name"]
+
+
+def free_name(options: SearchOptions, command: ScriptCommand) -> str:
+    """Return the study's name: ``train_gpt``, ``train_gpt-2``, ...; with ``--resume`` the latest one of the script.
+
+    Raises:
+        StudyError: ``--resume``, and the script has no study here.
+    """
+    stem = Path(command.label.split()[0]).name.removesuffix(".py")
+    stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "study"
+    if options.target not in ("auto", "cpu"):
+        stem += f"-{re.sub(r'[^A-Za-z0-9_.-]+', '-', options.target)}"
+    runs = Path(options.runs_dir)
+    if options.resume:
+        numbered = re.compile(re.escape(stem) + r"(-\d+)?")
+        existing = [p for p in runs.glob(f"{stem}*/study.db") if numbered.fullmatch(p.parent.name)]
+        if not existing:
+            raise StudyError(f"there is no study of {stem} to resume", where=str(runs), fix="name it with --study")
+        return max(existing, key=lambda p: p.stat().st_mtime).parent.name
+    index, name = 1, stem
+    while (runs / name / "study.db").exists():
+        index += 1
+        name = f"{stem}-{index}"
+    return name

@@ -1,0 +1,145 @@
+"""What a search was asked to do, and the signature that a resumed search must match."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shlex
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from autoprec.errors import StudyError, UsageError
+from autoprec.files import canonical_json
+
+__all__ = ["SearchOptions", "check_signature", "parse_bytes", "parse_duration", "parse_share"]
+
+
+@dataclass(frozen=True, slots=True)
+class SearchOptions:
+    """The options of ``autoprec search``, parsed; times in seconds, memory in bytes, divergence as a fraction."""
+
+    command: tuple[str, ...]
+    target: str = "auto"
+    space: str = ""
+    trials: int = 30
+    budget_s: float | None = None
+    steps: int = 20
+    warmup: int = 3
+    max_divergence: float = 0.0025
+    max_gradient_error: float = 0.12
+    max_memory: int | None = None
+    objective: str = "throughput"
+    reference: str = "script"
+    seed: int = 0
+    output: str = "policy.yaml"
+    study: str = ""
+    storage: str = ""
+    resume: bool = False
+    workers: int = 0
+    engine: str = "local"
+    sampler: str = "ours"
+    cost_scale: str = ""
+    force: bool = False
+    seeds: int = 4
+    finalists: int = 3
+    backend: str = "auto"
+    runs_dir: str = "autoprec-runs"
+
+    def __post_init__(self) -> None:
+        for name, least in (("trials", 1), ("steps", 4), ("warmup", 1), ("seeds", 1), ("finalists", 1)):
+            if getattr(self, name) < least:
+                flag = f"--{name.replace('_', '-')}"
+                raise UsageError(f"{flag} {getattr(self, name)} is too small", fix=f"use {least} or more")
+        if not 0 < self.max_divergence < 1:
+            raise UsageError("--max-divergence must lie between 0 and 100 %", fix="e.g. --max-divergence 0.25%")
+        if self.workers < 0:
+            raise UsageError("--workers must not be negative", fix="leave it out to let AutoPrec choose")
+
+    def signature(self, space_text: str, fingerprint: str) -> dict[str, Any]:
+        """Return everything that would change the answer: a resumed search must agree on all of it."""
+        kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
+        out: dict[str, Any] = {key: value for key, value in asdict(self).items() if key in kept}
+        out["script"] = shlex.join(self.command)
+        out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
+        out["model"] = fingerprint
+        return out
+
+    def resume_command(self) -> str:
+        """Return the command line that continues this search."""
+        words = ["autoprec", "search", "--resume"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.name in ("command", "resume", "study") or value == field.default:
+                continue
+            flag = {"budget_s": "--budget"}.get(field.name, f"--{field.name.replace('_', '-')}")
+            if value is True:
+                words.append(flag)
+            elif value is not None and value is not False:
+                words += [flag, f"{value:g}s" if field.name == "budget_s" else str(value)]
+        words += ["--study", self.study]
+        script = list(self.command)
+        return shlex.join(words) + " " + shlex.join(script)
+
+    def study_dir(self) -> Path:
+        """Return the folder that holds all files of the study."""
+        return Path(self.runs_dir) / self.study
+
+
+def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str) -> None:
+    """Refuse to continue a study under a changed setup.
+
+    Raises:
+        StudyError: naming every field that differs.
+    """
+    if canonical_json(stored) == canonical_json(asked):
+        return
+    changed = [
+        f"{key}: was {stored.get(key)!r}, is {asked.get(key)!r}"
+        for key in sorted({*stored, *asked})
+        if stored.get(key) != asked.get(key)
+    ]
+    raise StudyError(
+        f"this study was started with another setup ({'; '.join(changed)})",
+        where=where,
+        fix="repeat the original options, or start a new study with --study NAME",
+    )
+
+
+def parse_duration(text: str) -> float:
+    """Parse ``90``, ``90s``, ``20m`` or ``1.5h`` into seconds.
+
+    Raises:
+        UsageError: anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
+    if not found or float(found[1]) <= 0:
+        raise UsageError(f"'{text}' is not a duration", fix="write seconds, minutes or hours: 90s, 20m, 1.5h")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+
+
+def parse_share(text: str) -> float:
+    """Parse ``0.25%`` or ``0.0025`` into a fraction.
+
+    Raises:
+        UsageError: anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*(%?)\s*", text)
+    if not found:
+        raise UsageError(f"'{text}' is not a share", fix="write a percentage or a fraction: 0.25% or 0.0025")
+    return float(found[1]) / (100 if found[2] else 1)
+
+
+def parse_bytes(text: str) -> int:
+    """Parse ``60GB``, ``512MiB`` or a number of bytes.
+
+    Raises:
+        UsageError: anything else.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", text.lower())
+    units = {"": 1, "b": 1}
+    for power, letter in enumerate("kmgt", start=1):
+        units |= {letter: 1000**power, f"{letter}b": 1000**power, f"{letter}i": 1024**power, f"{letter}ib": 1024**power}
+    if not found or found[2] not in units:
+        raise UsageError(f"'{text}' is not an amount of memory", fix="e.g. 60GB or 512MiB")
+    return int(float(found[1]) * units[found[2]])

@@ -1,0 +1,159 @@
+"""The adaptive sensitivity scan: coarse questions first, finer ones only where a difference shows.
+
+On a small model every group is asked under every choice. On a large one each *family* (the same layer in every block)
+is asked as a whole under every choice, and the passes that are left split, under the most telling choice, the segments
+whose halves could differ most; the other choices follow that depth profile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from autoprec.recipes import KEEP
+from autoprec.search.problem import Problem
+from autoprec.search.sensitivity import (
+    SensitivityTable,
+    families,
+    group_probe,
+    mixed_probes,
+    parameter_probes,
+    plan_probes,
+)
+from autoprec.trial.protocol import Probe
+
+__all__ = ["SensitivityScan"]
+
+
+class SensitivityScan:
+    """Asks for probes in rounds until nothing is worth another pass.
+
+    ::
+
+        scan = SensitivityScan(problem)
+        while probes := scan.next_round():
+            scan.add(run(probes))          # the payload of a sensitivity trial
+        table = scan.table()
+
+    Args:
+        problem: the search problem.
+        max_passes: forward and backward passes to spend at most, the reference pass of each round included.
+    """
+
+    def __init__(self, problem: Problem, max_passes: int = 60) -> None:
+        self.problem, self.max_passes = problem, max_passes
+        self._families = families(problem)
+        self._rows: dict[str, dict[str, Any]] = {}
+        self._noise: float | None = None
+        self._asked: set[str] = set()
+        self._rounds = 0
+        self._passes = 0
+        self._complete = len(plan_probes(problem)) + 1 <= max_passes
+
+    @property
+    def passes(self) -> int:
+        """Forward and backward passes asked for so far."""
+        return self._passes
+
+    def next_round(self) -> list[Probe]:
+        """Return the next probes to run; empty when the scan is done."""
+        if self._rounds == 0:
+            probes = plan_probes(self.problem) if self._complete else self._coarse()
+        elif self._complete or self._rounds > 6:
+            probes = []
+        else:
+            probes = self._splits()
+        probes = [probe for probe in probes if probe.id not in self._asked]
+        if probes:
+            self._rounds += 1
+            self._passes += len(probes) + 1
+            self._asked |= {probe.id for probe in probes}
+        return probes
+
+    def add(self, payload: Mapping[str, Any]) -> None:
+        """Take in the payload of one round."""
+        for row in payload.get("probes", ()):
+            self._rows[str(row["id"])] = dict(row)
+        noise = payload.get("gradient_noise")
+        if noise is not None:
+            self._noise = float(noise)
+
+    def table(self) -> SensitivityTable:
+        """Return the table of everything measured so far."""
+        payload = {"probes": list(self._rows.values()), "gradient_noise": self._noise}
+        return SensitivityTable.from_probes(self.problem, payload)
+
+    def _coarse(self) -> list[Probe]:
+        """Return one probe per family and choice, the parameters, and as many mixed checks as leave room to split."""
+        out = []
+        for family in self._families:
+            for choice in self.problem.groups[family[0]].choices:
+                if choice != KEEP:
+                    out.append(group_probe(self.problem, family, choice))
+        out += parameter_probes(self.problem)
+        return out + mixed_probes(self.problem)
+
+    def _splits(self) -> list[Probe]:
+        """Return the halves most worth measuring: large segments with a large share of the error."""
+        room = self.max_passes - self._passes - 1
+        if room < 1:
+            return []
+        worth: list[tuple[float, tuple[int, ...], str]] = []
+        for family in self._families:
+            pilot = self._pilot(family)
+            if pilot is None:
+                continue
+            for segment in self._leaves(family, pilot):
+                if len(segment) > 1:
+                    worth.append((self._value(segment, pilot) * self._contrast(segment, pilot), segment, pilot))
+        worth.sort(key=lambda item: -item[0])
+        batch = max(1, room // 2) if self._rounds == 1 else room
+        out = []
+        for _, segment, pilot in worth[:batch]:
+            half = len(segment) // 2
+            # one half is measured, the other is the difference: a pass per number that matters
+            out.append(group_probe(self.problem, segment[:half], pilot))
+        return out
+
+    def _pilot(self, family: list[int]) -> str | None:
+        """Return the choice with the largest finite error in a family: the one whose profile matters most."""
+        best, top = None, 0.0
+        for choice in self.problem.groups[family[0]].choices:
+            value = self._sum(tuple(family), choice)
+            if value is not None and math.isfinite(value) and value > top:
+                best, top = choice, value
+        return best
+
+    def _sum(self, segment: tuple[int, ...], choice: str) -> float | None:
+        row = self._rows.get(f"{','.join(map(str, segment))}|{choice}")
+        if row is None or row.get("nonfinite") or row.get("gradient_error") is None:
+            return None
+        return float(row["gradient_error"]) ** 2
+
+    def _leaves(self, family: list[int], choice: str) -> list[tuple[int, ...]]:
+        """Return the finest segments of a family, second halves included, in order of depth."""
+        pending, leaves = [tuple(family)], []
+        while pending:
+            segment = pending.pop()
+            half = len(segment) // 2
+            if len(segment) > 1 and self._sum(segment[:half], choice) is not None:
+                pending += [segment[half:], segment[:half]]
+            else:
+                leaves.append(segment)
+        return leaves
+
+    def _value(self, segment: tuple[int, ...], choice: str) -> float:
+        """Return the squared error of a segment: measured, or what its sibling left of the parent."""
+        table = self.table()
+        column = self.problem.choice_names.index(choice)
+        total = float(table.error2[list(segment), column].sum())
+        return total if math.isfinite(total) else 0.0
+
+    def _contrast(self, segment: tuple[int, ...], choice: str) -> float:
+        """Return how unequal the family's leaves were so far (2 where nothing is known): where splitting pays."""
+        family = next(f for f in self._families if segment[0] in f)
+        means = [self._value(leaf, choice) / len(leaf) for leaf in self._leaves(family, choice)]
+        if len(means) < 2 or min(means) <= 0:
+            return 2.0
+        return math.log(max(means) / min(means)) + 0.1

@@ -1,0 +1,197 @@
+"""The durable study: an in-memory Optuna study that is asked, and an RDB that holds every finished trial.
+
+Optuna's RDB costs one transaction per suggested parameter; a trial is written here as one finished
+``FrozenTrial`` instead, so that a crash at any moment leaves only whole trials behind: none half-told, none RUNNING
+for ever. On resume the finished trials are replayed into a fresh in-memory study.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+
+from autoprec.errors import NoSpaceError, StudyError
+from autoprec.files import canonical_json
+from autoprec.search.records import TrialRecord
+
+__all__ = ["StudyStore", "default_storage"]
+
+optuna.logging.set_verbosity(optuna.logging.ERROR)
+
+Distributions = Mapping[str, optuna.distributions.BaseDistribution]
+R = TypeVar("R")
+
+#: Kinds of records that the sampler learns from; references and finalists are stored beside them.
+LEARNED = ("preset", "search")
+
+
+def default_storage(study_dir: Path) -> str:
+    """Return the URL of the study's own SQLite file."""
+    return f"sqlite:///{(study_dir / 'study.db').resolve()}"
+
+
+class StudyStore:
+    """One study in one storage.
+
+    Args:
+        url: an SQLAlchemy URL (SQLite by default, PostgreSQL for several machines).
+        name: study name.
+        objectives: names of the minimised objectives, in order.
+        resume: continue an existing study; without it an existing one is refused.
+
+    Raises:
+        StudyError: it exists and ``resume`` is off, does not exist and ``resume`` is on, or the storage is damaged.
+    """
+
+    def __init__(self, url: str, name: str, objectives: Sequence[str], *, resume: bool) -> None:
+        self.url, self.name, self.objectives = url, name, tuple(objectives)
+        self._storage = self._guarded(lambda: optuna.storages.RDBStorage(url))
+        existing = name in {s.study_name for s in self._guarded(self._storage.get_all_studies)}
+        if existing and not resume:
+            raise StudyError(f"a study named '{name}' exists already", where=url, fix="add --resume, or --study NEW")
+        if not existing and resume:
+            raise StudyError(f"there is no study named '{name}' to resume", where=url, fix="leave out --resume")
+        self._rdb = self._guarded(
+            lambda: optuna.create_study(
+                storage=self._storage, study_name=name, directions=["minimize"] * len(objectives), load_if_exists=True
+            )
+        )
+        self.records: list[TrialRecord] = self._load()
+        self._live: optuna.Study | None = None
+
+    def _guarded(self, action: Callable[[], R]) -> R:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+                return action()
+        except (StudyError, NoSpaceError):
+            raise
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            if "disk is full" in text or "No space left" in text:
+                raise NoSpaceError(
+                    "no space left for the study", where=self.url, fix="free some space, then --resume"
+                ) from error
+            raise StudyError(
+                f"the study's storage cannot be used: {type(error).__name__}: {text}",
+                where=self.url,
+                fix="is it damaged, or of another program? move it away, or use another --study or --storage",
+            ) from error
+
+    def _load(self) -> list[TrialRecord]:
+        out = []
+        for trial in self._guarded(lambda: self._rdb.get_trials(deepcopy=False)):
+            document = trial.user_attrs.get("record")
+            if trial.state.is_finished() and isinstance(document, dict):
+                out.append(TrialRecord.from_json(document))
+        return out
+
+    # --- settings ---------------------------------------------------------------------------------------------------
+    @property
+    def signature(self) -> dict[str, Any] | None:
+        """The setup the study was started with; None before it was set."""
+        found = self._guarded(lambda: self._rdb.user_attrs).get("signature")
+        return found if isinstance(found, dict) else None
+
+    def set_signature(self, signature: dict[str, Any]) -> None:
+        """Remember the setup the study is started with."""
+        self._guarded(lambda: self._rdb.set_user_attr("signature", signature))
+
+    # --- asking and telling -----------------------------------------------------------------------------------------
+    def start(
+        self,
+        sampler: optuna.samplers.BaseSampler,
+        distributions: Distributions,
+        presets: Sequence[tuple[str, dict[str, Any]]],
+    ) -> None:
+        """Open the in-memory study: replay what is finished, then enqueue the presets that are not."""
+        self._distributions = dict(distributions)
+        live = optuna.create_study(directions=["minimize"] * len(self.objectives), sampler=sampler)
+        for record in self.learned():
+            live.add_trial(self._frozen(record))
+        done = {canonical_json(record.params) for record in self.learned()}
+        for name, params in presets:
+            if canonical_json(params) not in done:
+                live.enqueue_trial(params, user_attrs={"preset": name})
+        self._live = live
+
+    def learned(self) -> list[TrialRecord]:
+        """Return the finished records the sampler learns from, in order of their numbers."""
+        return sorted((r for r in self.records if r.kind in LEARNED), key=lambda r: r.number)
+
+    def ask(self) -> optuna.Trial:
+        """Ask the sampler (or the queue of presets) for the next trial."""
+        if self._live is None:
+            raise StudyError("the study was not started", fix="call start() first")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return self._live.ask(self._distributions)
+
+    def tell(self, trial: optuna.Trial, record: TrialRecord) -> None:
+        """Finish a trial: durable first, then known to the sampler."""
+        self.add(record)
+        if self._live is None:
+            return
+        for key, value in (("metrics", record.metrics), ("status", record.status)):
+            trial.set_user_attr(key, value)
+        values = self._values(record)
+        if values is not None:
+            self._live.tell(trial, values)
+        else:
+            state = TrialState.PRUNED if record.status == "pruned" else TrialState.FAIL
+            self._live.tell(trial, state=state)
+
+    def forget(self, trial: optuna.Trial, known: TrialRecord) -> None:
+        """Answer a proposal that was measured before with what is known, without running or storing it again."""
+        if self._live is None:
+            return
+        values = self._values(known)
+        trial.set_user_attr("metrics", known.metrics)
+        trial.set_user_attr("status", "duplicate")
+        if values is not None:
+            self._live.tell(trial, values)
+        else:
+            self._live.tell(trial, state=TrialState.FAIL)
+
+    def add(self, record: TrialRecord) -> None:
+        """Store one finished record in one transaction."""
+        self._guarded(lambda: self._rdb.add_trial(self._frozen(record, store=True)))
+        self.records.append(record)
+
+    def _values(self, record: TrialRecord) -> list[float] | None:
+        if not record.ok:
+            return None
+        # floats, always: integer objectives crash Optuna 5's multi-objective TPE at the next ask
+        return [float(record.metrics.get(name, 0.0)) for name in self.objectives]
+
+    def _frozen(self, record: TrialRecord, *, store: bool = False) -> FrozenTrial:
+        known = getattr(self, "_distributions", {}) if record.kind in LEARNED else {}
+        params = {key: value for key, value in record.params.items() if key in known}
+        values = self._values(record)
+        state = TrialState.COMPLETE
+        if values is None:
+            state = TrialState.PRUNED if record.status == "pruned" else TrialState.FAIL
+        attrs: dict[str, Any] = {"metrics": record.metrics, "status": record.status}
+        return optuna.trial.create_trial(
+            state=state,
+            values=values,
+            params=params,
+            distributions={key: known[key] for key in params},
+            user_attrs={"record": record.to_json()} if store else attrs,
+        )
+
+    def count(self) -> dict[str, int]:
+        """Return how many trials of the search (presets included) completed, failed, and were pruned."""
+        learned = self.learned()
+        ok = sum(r.ok for r in learned)
+        pruned = sum(r.status == "pruned" for r in learned)
+        return {"complete": ok, "failed": len(learned) - ok - pruned, "pruned": pruned}
+
+    def next_number(self) -> int:
+        """Return the number of the next record."""
+        return 1 + max((record.number for record in self.records), default=-1)
