@@ -1,0 +1,156 @@
+"""Matrix shapes and FLOPs of one operator call, from the shapes of its arguments.
+
+Counting rule: a multiply-add is two operations; a GEMM ``[M, K] x [K, N]`` is ``2 M K N``. Fused attention forward is
+its two products; fused attention backward is five (scores again, dV, dP, dQ, dK), as FlashAttention runs it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from autoprec.graph.trace import Call, Trace
+
+__all__ = ["Gemm", "call_flops", "gemm_of"]
+
+Shape = tuple[int, ...]
+_CONV = ("convolution", "_convolution", "convolution_overrideable")
+
+
+@dataclass(frozen=True, slots=True)
+class Gemm:
+    """One matrix product: ``batch`` times ``[m, k] x [k, n]``; ``a`` and ``b`` are the operands' value indices."""
+
+    m: int
+    k: int
+    n: int
+    batch: int
+    a: int
+    b: int
+
+    @property
+    def flops(self) -> int:
+        """Operations of the call."""
+        return 2 * self.m * self.k * self.n * self.batch
+
+
+def _shape(trace: Trace, value: int | None) -> Shape:
+    return () if value is None else trace.values[value].shape
+
+
+def _operands(trace: Trace, call: Call, first: int) -> tuple[int, int, Shape, Shape] | None:
+    a, b = trace.argument(call, first), trace.argument(call, first + 1)
+    if a is None or b is None:
+        return None
+    return a, b, _shape(trace, a), _shape(trace, b)
+
+
+def _matmul(a: int, b: int, x: Shape, y: Shape) -> Gemm | None:
+    if not x or not y:
+        return None
+    if len(y) == 1:
+        return Gemm(prod(x[:-1]), x[-1], 1, 1, a, b)
+    if len(x) == 1:
+        return Gemm(1, x[0], y[-1], prod(y[:-2]), a, b)
+    if len(y) == 2:
+        return Gemm(prod(x[:-1]), x[-1], y[-1], 1, a, b)
+    return Gemm(x[-2], x[-1], y[-1], prod(x[:-2]), a, b)
+
+
+def _grouped(a: int, b: int, x: Shape, y: Shape) -> Gemm | None:
+    if len(x) == 2 and len(y) == 3:  # tokens of all experts, one weight each: every row meets one expert
+        return Gemm(x[0], x[1], y[2], 1, a, b)
+    if len(x) == 2 and len(y) == 2:  # the contraction is split over the groups (weight gradients)
+        return Gemm(x[0], x[1], y[1], 1, a, b)
+    if len(x) == 3 and len(y) == 2:
+        return Gemm(x[1], x[2], y[1], 1, a, b)
+    return _matmul(a, b, x, y)
+
+
+def gemm_of(trace: Trace, call: Call) -> Gemm | None:
+    """Return the matrix product a call runs, None when it is none (or a convolution, see :func:`conv_gemm`)."""
+    name = call.name
+    first = {"addmm": 1, "baddbmm": 1, "addmv": 1, "addbmm": 1}.get(name, 0)
+    if name in ("mm", "bmm", "matmul", "mv", "addmm", "baddbmm", "addmv", "_int_mm", "_scaled_mm"):
+        found = _operands(trace, call, first)
+        return None if found is None else _matmul(*found)
+    if name == "addbmm":
+        found = _operands(trace, call, first)
+        return None if found is None else _matmul(*found)
+    if name in ("_grouped_mm", "_scaled_grouped_mm"):
+        found = _operands(trace, call, 0)
+        return None if found is None else _grouped(*found)
+    if name in ("dot", "vdot"):
+        found = _operands(trace, call, 0)
+        return None if found is None else Gemm(1, found[2][0] if found[2] else 1, 1, 1, found[0], found[1])
+    if name in ("linear", "mkldnn_linear"):
+        found = _operands(trace, call, 0)
+        return None if found is None else Gemm(prod(found[2][:-1]), found[2][-1], found[3][0], 1, found[0], found[1])
+    return None
+
+
+def conv_gemm(trace: Trace, call: Call) -> Gemm | None:
+    """Return the implicit GEMM of a convolution's forward: M output positions, K patch, N output channels per group.
+
+    For ``convolution_backward`` it is the GEMM of the forward it belongs to; each of its two products is as large.
+    """
+    backward = call.name.startswith("convolution_backward")
+    if not backward and call.name not in _CONV:
+        return None
+    base = 1 if backward else 0
+    x, w = trace.argument(call, base), trace.argument(call, base + 1)
+    if x is None or w is None:
+        return None
+    out = trace.argument(call, 0) if backward else (call.outs[0] if call.outs else None)
+    transposed = bool(call.args[7] if backward else call.args[6])
+    groups = int(call.args[9] if backward else call.args[8])
+    image, weight, result = _shape(trace, x), _shape(trace, w), _shape(trace, out)
+    if transposed:
+        m = image[0] * prod(image[2:])
+        return Gemm(m, weight[0] // groups, weight[1] * prod(weight[2:]), groups, x, w)
+    m = result[0] * prod(result[2:])
+    return Gemm(m, weight[1] * prod(weight[2:]), weight[0] // groups, groups, x, w)
+
+
+def _attention(trace: Trace, call: Call) -> int:
+    backward = call.name.endswith("_backward")
+    base = 1 if backward else 0
+    shapes = [_shape(trace, trace.argument(call, base + i)) for i in range(3)]
+    q, k, v = shapes
+    if len(q) < 3 or len(k) < 3 or len(v) < 3:
+        return 0
+    if call.name.startswith(("_flash_attention", "_efficient_attention")):  # [batch, sequence, heads, head]
+        q, k, v = (_heads_first(s) for s in (q, k, v))
+    pairs = prod(q[:-2]) * q[-2] * k[-2]
+    if backward:
+        return 2 * pairs * (3 * q[-1] + 2 * v[-1])
+    return 2 * pairs * (q[-1] + v[-1])
+
+
+def _heads_first(shape: Sequence[int]) -> Shape:
+    return (*shape[:-3], shape[-2], shape[-3], shape[-1])
+
+
+def _recurrent(trace: Trace, call: Call) -> int:
+    if call.name.startswith("mkldnn_rnn_layer"):
+        x, w_in, w_hidden = (_shape(trace, trace.argument(call, i)) for i in range(3))
+        once = 2 * x[0] * x[1] * (prod(w_in) + prod(w_hidden))
+        return 2 * once if call.name.endswith("_backward") else once
+    return 0
+
+
+def call_flops(trace: Trace, call: Call, cls: str) -> int:
+    """Return the operations of one call of class gemm, conv or attention; 0 for what has no formula."""
+    if cls == "attention" and call.name not in ("bmm", "baddbmm", "mm", "matmul"):
+        return _attention(trace, call)
+    gemm = gemm_of(trace, call)
+    if gemm is not None:
+        return gemm.flops
+    convolution = conv_gemm(trace, call)
+    if convolution is not None:
+        if call.name.startswith("convolution_backward"):
+            mask = call.args[-1]
+            return convolution.flops * (int(bool(mask[0])) + int(bool(mask[1])))
+        return convolution.flops
+    return _recurrent(trace, call)

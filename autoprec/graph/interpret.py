@@ -1,0 +1,119 @@
+"""From the raw record of a step to the report: classes, layers, groups, FLOPs, memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from autoprec.graph.flops import call_flops
+from autoprec.graph.groups import merge, named
+from autoprec.graph.layers import build_layers, collect, mark_positions
+from autoprec.graph.linking import Links, link
+from autoprec.graph.memory import step_memory
+from autoprec.graph.modules import ModelNames
+from autoprec.graph.report import GraphReport, Operator
+from autoprec.graph.rules import Rules
+from autoprec.graph.siblings import sibling_pairs, source_of
+from autoprec.graph.trace import Call, Trace
+
+__all__ = ["interpret"]
+
+
+def _bytes(trace: Trace, call: Call, cls: str) -> int:
+    if cls == "view":
+        return 0
+    return sum(trace.values[i].bytes for i in {*call.ins, *call.outs})
+
+
+def _operators(trace: Trace, links: Links, rules: Rules) -> list[Operator]:
+    roles: dict[int, tuple[str, str]] = {}
+    for product in links.products:
+        role, weight = roles.get(product.call.index, ("", product.weight))
+        roles[product.call.index] = (f"{role}+{product.role}" if role else product.role, weight)
+    rows = []
+    for call in trace.calls:
+        cls = links.classes[call.index]
+        about = rules.describe(cls)
+        role, weight = roles.get(call.index, ("", ""))
+        counted = cls in ("gemm", "conv", "attention")
+        rows.append(
+            Operator(
+                name=f"{call.name}_{call.index}",
+                module=links.modules[call.index],
+                op=call.op,
+                phase=call.phase,
+                cls=cls,
+                precision=about.precision,
+                reason=about.reason,
+                shapes=tuple(value.shape for value in trace.inputs(call)),
+                dtypes=tuple(value.dtype for value in trace.inputs(call)),
+                flops=call_flops(trace, call, cls) if counted else 0,
+                bytes=_bytes(trace, call, cls),
+                weight=weight,
+                role=role,
+            )
+        )
+    return rows
+
+
+def _batch(trace: Trace, links: Links) -> dict[str, int]:
+    """Samples and tokens of one step: from the first look-up of token ids, else from the first tensor of the batch."""
+    calls = max(trace.calls_of.get("", 0), 1)
+    for call in trace.in_phase("forward"):
+        if call.name == "embedding":
+            ids = trace.values[source_of(trace, links, call.ins[-1])]
+            if ids.origin == "input" and len(ids.shape) == 2:
+                return {"samples": ids.shape[0] * calls, "tokens": ids.shape[0] * ids.shape[1] * calls}
+    for call in trace.in_phase("forward"):
+        for value in trace.inputs(call):
+            if (
+                value.origin == "input"
+                and value.shape
+                and value.bytes
+                and value.dtype in ("fp32", "bf16", "fp16", "fp64")
+            ):
+                samples = value.shape[0] * calls
+                return {"samples": samples, "tokens": samples * (value.shape[1] if len(value.shape) == 3 else 1)}
+    return {}
+
+
+def _notes(trace: Trace, links: Links) -> list[str]:
+    notes = list(trace.notes)
+    for op, count in links.unknown.items():
+        notes.append(f"{op}: {count} calls of an operator without a rule; treated as opaque (extend with --rules)")
+    if links.unmatched:
+        notes.append(f"{len(links.unmatched)} backward matrix products could not be mapped to a forward layer")
+    if not trace.backwards:
+        notes.append("no backward pass was recorded")
+    if trace.guesses:
+        notes.append(f"{trace.guesses} data-dependent values were guessed")
+    return notes
+
+
+def interpret(
+    trace: Trace, names: ModelNames, rules: Rules, optimizers: Iterable[torch.optim.Optimizer] = ()
+) -> GraphReport:
+    """Build the report of a recorded step."""
+    links = link(trace, names, rules)
+    operators = _operators(trace, links, rules)
+    records = collect(trace, names, links)
+    mark_positions(trace, names, links, records)
+    groups = named(merge(list(records), sibling_pairs(trace, names, links, records)))
+    layers = build_layers(trace, names, records, groups)
+    tunable = {layer.name for layer in layers if layer.tunable}
+    kept = {name: tuple(m for m in members if m in tunable) for name, members in groups.items()}
+    total = sum(operator.flops for operator in operators)
+    share = sum(layer.total_flops for layer in layers if layer.tunable) / total if total else 0.0
+    return GraphReport(
+        model=dict(names.describe()),
+        layers=layers,
+        operators=tuple(operators),
+        groups={name: members for name, members in kept.items() if members},
+        total_flops=total,
+        tunable_flops_share=share,
+        batch=_batch(trace, links),
+        memory=step_memory(trace, names, optimizers),
+        notes=tuple(_notes(trace, links)),
+        source=trace.source,
+    )

@@ -1,0 +1,236 @@
+"""Layers: the weighted GEMMs of a step collected by the module (or parameter) a policy would name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from autoprec.graph.flops import Gemm, call_flops
+from autoprec.graph.linking import Links, Product
+from autoprec.graph.modules import ModelNames
+from autoprec.graph.report import GemmCall, Layer
+from autoprec.graph.trace import SCRIPT, Call, Trace
+
+__all__ = ["LayerRecord", "build_layers", "collect", "mark_positions"]
+
+_ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2, "recompute": 3}
+
+
+@dataclass(slots=True)
+class LayerRecord:
+    """A layer while it is being put together; ``inputs`` are the value indices its forward GEMMs read."""
+
+    name: str
+    weight: str
+    kind: str
+    module: str
+    products: list[Product] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+    outputs: list[int] = field(default_factory=list)
+    flags: set[str] = field(default_factory=set)
+    flops: dict[str, int] = field(default_factory=dict)
+    order: int = 0
+
+
+def _kind(names: ModelNames, name: str, weight: str, executing: str) -> str:
+    module = names.modules.get(name)
+    caller = names.modules.get(executing)
+    parameter = names.parameters.get(weight)
+    if isinstance(module, nn.RNNBase) or isinstance(caller, nn.RNNBase):
+        return "rnn"
+    if isinstance(module, nn.MultiheadAttention) or isinstance(caller, nn.MultiheadAttention):
+        return "attention_projection"
+    if isinstance(module, nn.modules.conv._ConvNd):
+        return "conv"
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if type(module).__name__ == "Conv1D":
+        return "conv1d"
+    if parameter is not None and parameter.dim() == 3:
+        return "expert"
+    return "functional"
+
+
+def _layer_name(names: ModelNames, product: Product) -> tuple[str, str]:
+    """Return a layer's name and the module that ran it: the running module if the weight is its own, else the owner."""
+    running = product.layer_module
+    own = names.own_parameter(running, product.weight)
+    path = own or product.weight
+    owner, _, attribute = path.rpartition(".")
+    if isinstance(names.modules.get(owner), nn.RNNBase):
+        return owner, running
+    return (owner if attribute == "weight" and owner else path), running
+
+
+def collect(trace: Trace, names: ModelNames, links: Links) -> dict[str, LayerRecord]:
+    """Gather the weighted products of a step by layer, in the order of their first forward call."""
+    records: dict[str, LayerRecord] = {}
+    for product in links.products:
+        if not product.weight:
+            continue
+        name, running = _layer_name(names, product)
+        record = records.get(name)
+        if record is None:
+            kind = _kind(names, name, product.weight, running)
+            record = LayerRecord(name, product.weight, kind, running, order=len(records))
+            records[name] = record
+        record.products.append(product)
+        if product.role == "fprop":
+            is_b = links.parameter_of[product.gemm.b] == product.weight
+            record.inputs.append(product.gemm.a if is_b else product.gemm.b)
+            record.outputs.extend(product.call.outs[:1])
+    _recurrent(trace, links, records)
+    for name, module in names.modules.items():
+        if name not in records and _is_weighted(module):
+            weight = names.canonical(f"{name}.weight" if name else "weight")
+            records[name] = LayerRecord(name, weight, _kind(names, name, weight, name), name, order=len(records))
+            records[name].flags.add("never_called")
+    return records
+
+
+def _is_weighted(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
+
+
+def _recurrent(trace: Trace, links: Links, records: dict[str, LayerRecord]) -> None:
+    """Fused recurrent kernels name no single GEMM: a layer per module, with its FLOPs but without a matrix shape."""
+    for call in trace.calls:
+        if not call.name.startswith(("mkldnn_rnn_layer", "_cudnn_rnn")):
+            continue
+        module = links.modules[call.index]
+        if module not in records:
+            weights = [links.parameter_of[i] for i in call.ins if links.parameter_of[i]]
+            weight = weights[0] if weights else ""
+            records[module] = LayerRecord(module, weight, "rnn", module, order=len(records))
+        record, flops = records[module], call_flops(trace, call, "gemm")
+        shares = {"fprop": flops} if call.phase == "forward" else {"dgrad": flops // 2, "wgrad": flops // 2}
+        for role, share in shares.items():
+            record.flops[role] = record.flops.get(role, 0) + share
+        if call.phase == "forward":
+            record.inputs.append(call.ins[0])
+            record.outputs.extend(call.outs[:1])
+
+
+def mark_positions(trace: Trace, names: ModelNames, links: Links, records: dict[str, LayerRecord]) -> None:
+    """Flag layers by position: first, head, tied, frozen, router."""
+    forward = [r for r in records.values() if r.outputs]
+    if forward:
+        min(forward, key=lambda r: trace.values[r.outputs[0]].producer).flags.add("first")
+        last = [r for r in forward if _before_backward(trace, r)] or forward
+        max(last, key=lambda r: trace.values[r.outputs[-1]].producer).flags.add("head")
+    consumers = trace.consumers()
+    for record in records.values():
+        if names.canonical(record.weight) in names.tied:
+            record.flags.add("tied")
+        parameter = names.parameters.get(record.weight)
+        if parameter is not None and not parameter.requires_grad:
+            record.flags.add("frozen")
+        if "head" not in record.flags and _feeds_router(trace, links, consumers, record):
+            record.flags.add("router")
+
+
+def _before_backward(trace: Trace, record: LayerRecord) -> bool:
+    call = trace.producer(record.outputs[-1])
+    return call is not None and call.phase == "forward"
+
+
+def _feeds_router(trace: Trace, links: Links, consumers: dict[int, list[Call]], record: LayerRecord) -> bool:
+    frontier = list(record.outputs[:1])
+    passes = {"view", "cast", "softmax", "pointwise", "allocation", "transcendental"}
+    for _ in range(8):
+        following: list[int] = []
+        for value in frontier:
+            for call in consumers.get(value, ()):
+                if call.phase != "forward" or call.module == SCRIPT:
+                    continue
+                cls = links.classes[call.index]
+                if cls == "router" and call.name in ("topk", "sort", "argsort", "kthvalue", "one_hot"):
+                    return True
+                width = trace.values[call.outs[0]].shape[-1:] if call.outs else ()
+                if cls in passes and width == trace.values[record.outputs[0]].shape[-1:]:
+                    following.extend(call.outs)
+        frontier = following[:64]
+    return False
+
+
+def _gemm_calls(products: list[Product]) -> tuple[GemmCall, ...]:
+    fprop = next((p.gemm for p in products if p.role in ("fprop", "recompute")), None)
+    counted: dict[tuple[str, int, int, int, int], int] = {}
+    for product in products:
+        gemm = product.gemm
+        if (
+            product.role == "wgrad"
+            and fprop is not None
+            and (gemm.m, gemm.n) == (fprop.k, fprop.n) != (fprop.n, fprop.k)
+        ):
+            gemm = Gemm(gemm.n, gemm.k, gemm.m, gemm.batch, gemm.a, gemm.b)  # computed transposed: same product
+        key = (product.role, gemm.m, gemm.k, gemm.n, gemm.batch)
+        counted[key] = counted.get(key, 0) + 1
+    rows = [GemmCall(role, m, k, n, calls, batch) for (role, m, k, n, batch), calls in counted.items()]
+    return tuple(sorted(rows, key=lambda row: _ORDER.get(row.role, 9)))
+
+
+def _verdict(record: LayerRecord, applicable: frozenset[str], calls_of: dict[str, int]) -> tuple[bool, str]:
+    if "never_called" in record.flags:
+        return False, "never called in the recorded step"
+    if record.name not in applicable:
+        if record.kind == "attention_projection":
+            return False, "its weight is used inside nn.MultiheadAttention, not through a layer of its own"
+        if record.kind == "expert":
+            return False, "experts share one 3-D weight: no linear layer that a policy could name"
+        if record.kind == "rnn":
+            return False, "a recurrent kernel runs all gates at once: bf16 comes through activations"
+        return False, "its weight is used outside a linear or convolution module: follows activations"
+    if not calls_of.get(record.name):
+        return False, "its module's forward is not called; the weight is used from elsewhere"
+    if "router" in record.flags:
+        return False, "chooses the experts (feeds a top-k): kept as the script wrote it"
+    if record.kind == "conv":
+        return True, "convolution: bf16 or fp16; no training library runs it in FP8"
+    frozen = "; frozen, so it has no wgrad" if "frozen" in record.flags else ""
+    return True, f"matrix product with a weight of its own{frozen}"
+
+
+def build_layers(
+    trace: Trace, names: ModelNames, records: dict[str, LayerRecord], groups: dict[str, tuple[str, ...]]
+) -> tuple[Layer, ...]:
+    """Turn records into the layers of the report, in model order."""
+    applicable = names.applicable()
+    group_of = {member: group for group, members in groups.items() for member in members}
+    position = {name: index for index, name in enumerate(names.modules)}
+    ordered = sorted(records.values(), key=lambda r: (_position(position, r.name), r.order))
+    out = []
+    for record in ordered:
+        gemms = _gemm_calls(record.products)
+        flops = dict(record.flops)
+        for gemm in gemms:
+            flops[gemm.role] = flops.get(gemm.role, 0) + gemm.flops
+        tunable, reason = _verdict(record, applicable, trace.calls_of)
+        parameter = names.parameters.get(record.weight)
+        module = names.modules.get(record.name)
+        out.append(
+            Layer(
+                name=record.name,
+                type=type(module).__name__ if module is not None else type(parameter).__name__,
+                kind=record.kind,
+                weight=record.weight,
+                group=group_of.get(record.name, record.name),
+                gemms=gemms,
+                parameters=int(parameter.numel()) if parameter is not None else 0,
+                tunable=tunable,
+                reason=reason,
+                flags=tuple(sorted(record.flags)),
+                flops=flops,
+                dtype=trace.values[record.inputs[0]].dtype if record.inputs else "",
+            )
+        )
+    return tuple(out)
+
+
+def _position(position: dict[str, int], name: str) -> int:
+    while name not in position:
+        if "." not in name:
+            return position.get("", 0)
+        name = name.rpartition(".")[0]
+    return position[name]

@@ -1,0 +1,194 @@
+"""Who is who in a trace: which parameter a tensor comes from, which forward call a backward call belongs to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from autoprec.graph.flops import Gemm, conv_gemm, gemm_of
+from autoprec.graph.modules import ModelNames
+from autoprec.graph.rules import Rules
+from autoprec.graph.trace import FORWARD_PHASES, Call, Trace
+
+__all__ = ["Links", "Product", "link"]
+
+#: Classes whose result is still "the parameter, in another form" when every input is: casts, transposes, scalings.
+_CARRIES = frozenset({"view", "cast", "pointwise", "reduction", "transcendental", "allocation", "norm"})
+_PRODUCTS = ("gemm", "conv", "attention")
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One GEMM of the step: its call, matrix shape, weight (a parameter's first name, or empty) and role.
+
+    ``layer_call`` is the forward call whose layer this product belongs to: the call itself in the forward pass.
+    """
+
+    call: Call
+    gemm: Gemm
+    weight: str
+    role: str
+    layer_call: Call
+    layer_module: str
+
+
+@dataclass(slots=True)
+class Links:
+    """What :func:`link` found out."""
+
+    classes: list[str]
+    parameter_of: list[str]
+    forward_of: dict[int, Call] = field(default_factory=dict)
+    products: list[Product] = field(default_factory=list)
+    unmatched: list[Call] = field(default_factory=list)
+    modules: dict[int, str] = field(default_factory=dict)
+    unknown: dict[str, int] = field(default_factory=dict)
+
+
+def classify(call: Call, rules: Rules) -> str:
+    """Return the class of a call by rules, then by the tags its operator carries; ``opaque`` when nobody knows."""
+    found = rules.class_of(call.op)
+    if found is not None:
+        return found
+    tags = {str(tag).rpartition(".")[2] for tag in getattr(call.func, "tags", ())}
+    if "pointwise" in tags:
+        return "pointwise"
+    if "reduction" in tags:
+        return "reduction"
+    return "view" if getattr(call.func, "is_view", False) else "opaque"
+
+
+def _parameters(trace: Trace, classes: list[str]) -> list[str]:
+    """Return, per value, the parameter it is a form of: every input of its making was, or was a constant."""
+    out = [value.name if value.origin == "parameter" else "" for value in trace.values]
+    constant = [value.origin == "input" and value.shape == () for value in trace.values]
+    for call in trace.calls:
+        if classes[call.index] not in _CARRIES:
+            continue
+        ins = call.ins[1:] if call.name == "copy" and len(call.ins) > 1 else call.ins
+        named = [i for i in ins if out[i]]
+        if named and all(out[i] or constant[i] for i in ins):
+            largest = max(named, key=lambda i: trace.values[i].bytes)
+            for value in call.outs:
+                out[value] = out[largest]
+        elif not named and all(constant[i] for i in ins):
+            for value in call.outs:
+                constant[value] = True
+    return out
+
+
+def _forward_table(trace: Trace) -> dict[tuple[int, int], list[Call]]:
+    table: dict[tuple[int, int], list[Call]] = {}
+    for call in trace.in_phase(*FORWARD_PHASES):
+        table.setdefault((call.task, call.seq), []).append(call)
+    return table
+
+
+def _candidates(trace: Trace, table: dict[tuple[int, int], list[Call]], call: Call) -> list[Call]:
+    if call.seq < 0:
+        return []
+    task, seen = call.task, set()
+    while task not in seen:  # nested graph tasks (reentrant checkpointing) look into the task they ran in first
+        seen.add(task)
+        task = trace.parents.get(task, -1)
+        found = table.get((task, call.seq))
+        if found:
+            return found
+    return []
+
+
+def _forward_weight(names: ModelNames, parameters: list[str], call: Call, gemm: Gemm) -> str:
+    options = [name for name in (parameters[gemm.b], parameters[gemm.a]) if name]
+    own = [name for name in options if names.own_parameter(call.module, name)]
+    return (own or options or [""])[0]
+
+
+def _pick(candidates: list[Product], operands: set[str], gemm: Gemm) -> Product | None:
+    """Choose the forward product a backward GEMM differentiates: by its weight, else by the shape of the result."""
+    if len(candidates) <= 1:
+        return candidates[0] if candidates else None
+    by_weight = [p for p in candidates if p.weight and p.weight in operands]
+    if by_weight:
+        return by_weight[0]
+    shape = {gemm.m, gemm.n}
+    by_shape = [p for p in candidates if {p.gemm.k, p.gemm.n} == shape or {p.gemm.m, p.gemm.k} == shape]
+    return (by_shape or candidates)[0]
+
+
+def link(trace: Trace, names: ModelNames, rules: Rules) -> Links:
+    """Classify every call, find the parameter behind every tensor and the forward call behind every backward call."""
+    classes = [classify(call, rules) for call in trace.calls]
+    links = Links(classes, _parameters(trace, classes))
+    table = _forward_table(trace)
+    made: dict[int, Product] = {}
+    for call in trace.calls:
+        if classes[call.index] == "opaque":
+            links.unknown[call.op] = links.unknown.get(call.op, 0) + 1
+        if call.phase != "backward":
+            links.modules[call.index] = call.module
+            _link_forward(trace, names, links, call, made)
+            continue
+        candidates = _candidates(trace, table, call)
+        if candidates:
+            links.forward_of[call.index] = candidates[0]
+            links.modules[call.index] = candidates[0].module
+        else:
+            links.modules[call.index] = "<accumulate>" if "AccumulateGrad" in call.node else "<hooks>"
+        _link_backward(trace, links, call, [made[c.index] for c in candidates if c.index in made])
+    return links
+
+
+def _link_forward(trace: Trace, names: ModelNames, links: Links, call: Call, made: dict[int, Product]) -> None:
+    if links.classes[call.index] not in _PRODUCTS:
+        return
+    gemm = gemm_of(trace, call) or conv_gemm(trace, call)
+    if gemm is None:
+        return
+    weight = _forward_weight(names, links.parameter_of, call, gemm)
+    if not weight and links.classes[call.index] == "gemm":
+        links.classes[call.index] = "attention"
+    role = "recompute" if call.phase == "recompute" else "fprop"
+    product = Product(call, gemm, weight, role, call, call.module)
+    made[call.index] = product
+    links.products.append(product)
+
+
+def _link_backward(trace: Trace, links: Links, call: Call, candidates: list[Product]) -> None:
+    if links.classes[call.index] not in _PRODUCTS:
+        return
+    convolution = conv_gemm(trace, call) if call.name.startswith("convolution_backward") else None
+    if convolution is not None:
+        _link_convolution(links, call, convolution, candidates)
+        return
+    gemm = gemm_of(trace, call)
+    if gemm is None:
+        return
+    operands = {links.parameter_of[gemm.a], links.parameter_of[gemm.b]} - {""}
+    forward = _pick(candidates, operands, gemm)
+    if forward is None:
+        if operands:
+            name = sorted(operands)[0]
+            links.products.append(Product(call, gemm, name, "dgrad", call, links.modules[call.index]))
+        else:
+            links.classes[call.index] = "attention"
+            links.unmatched.append(call)
+        return
+    role = ("dgrad" if forward.weight in operands else "wgrad") if forward.weight else "agrad"
+    if role == "agrad":
+        links.classes[call.index] = "attention"
+    links.modules[call.index] = forward.layer_module
+    links.products.append(Product(call, gemm, forward.weight, role, forward.call, forward.layer_module))
+
+
+def _link_convolution(links: Links, call: Call, gemm: Gemm, candidates: list[Product]) -> None:
+    weight = links.parameter_of[gemm.b]
+    forward = _pick(candidates, {weight} - {""}, gemm)
+    layer_call = forward.call if forward else call
+    module = forward.layer_module if forward else links.modules[call.index]
+    weight = (forward.weight if forward else "") or weight
+    mask = call.args[-1]
+    if mask[0]:
+        turned = Gemm(gemm.m, gemm.n, gemm.k, gemm.batch, gemm.a, gemm.b)
+        links.products.append(Product(call, turned, weight, "dgrad", layer_call, module))
+    if mask[1]:
+        turned = Gemm(gemm.n, gemm.m, gemm.k, gemm.batch, gemm.a, gemm.b)
+        links.products.append(Product(call, turned, weight, "wgrad", layer_call, module))

@@ -1,0 +1,80 @@
+"""Bytes of a training step: parameters, gradients, optimizer state and what backward needs."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from autoprec.graph.modules import ModelNames
+from autoprec.graph.trace import Trace
+
+__all__ = ["optimizer_bytes", "step_memory"]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def _state_tensors(state: Any) -> Iterable[torch.Tensor]:
+    for values in state.values():
+        for value in values.values() if isinstance(values, dict) else ():
+            if isinstance(value, torch.Tensor):
+                yield value
+
+
+def _predicted(optimizer: torch.optim.Optimizer) -> int:
+    """Run one step of a copy of the optimizer on the meta device (shapes, no data) and count the state it makes."""
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.state = defaultdict(dict)
+    twin.param_groups = []
+    for group in optimizer.param_groups:
+        parameters = []
+        for parameter in group["params"]:
+            if not parameter.requires_grad:
+                continue
+            shadow = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
+            shadow.grad = torch.empty_like(shadow)
+            parameters.append(shadow)
+        rest = {key: copy.copy(value) for key, value in group.items() if key != "params"}
+        twin.param_groups.append({**rest, "params": parameters, "foreach": False, "fused": False})
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(twin)  # unwrapped: the script's step hooks must not see this
+    return _bytes(_state_tensors(twin.state))
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int | None:
+    """Return the bytes of an optimizer's state; predicted before its first step, None when that is not possible."""
+    existing = list(_state_tensors(optimizer.state))
+    if existing:
+        return _bytes(existing)
+    try:
+        return _predicted(optimizer)
+    except Exception:  # someone else's optimizer may need anything at all; then its size is unknown
+        return None
+
+
+def step_memory(trace: Trace, names: ModelNames, optimizers: Iterable[torch.optim.Optimizer]) -> dict[str, int]:
+    """Return bytes by purpose; a purpose that could not be counted is left out.
+
+    ``saved_for_backward`` counts each storage once, without parameters and the batch; ``live_at_backward`` is all
+    that was alive when backward began, which also sees the inputs that checkpointing keeps.
+    """
+    unique = [p for name, p in names.parameters.items() if names.aliases[name] == name]
+    out = {
+        "parameters": _bytes(unique),
+        "gradients": _bytes(p.grad for p in unique if p.grad is not None),
+        "saved_for_backward": trace.saved_bytes or trace.live_bytes,
+        "live_at_backward": trace.live_bytes,
+        "buffers": _bytes(names.root.buffers()),
+    }
+    counted = [optimizer_bytes(optimizer) for optimizer in optimizers]
+    known = [size for size in counted if size is not None]
+    if counted and len(known) == len(counted):
+        out["optimizer"] = sum(known)
+    return out

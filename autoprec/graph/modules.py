@@ -1,0 +1,98 @@
+"""Names of a model's modules and parameters, as policy globs see them: wrappers looked through, ties known."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+__all__ = ["ModelNames", "clean_name", "unwrap"]
+
+_WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_PARALLEL = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Return the user's model inside DDP, ``torch.compile`` and FSDP wrappers."""
+    while True:
+        inner = next((model._modules[name] for name in _WRAPPER_ATTRIBUTES if name in model._modules), None)
+        if inner is None and type(model).__name__ in _PARALLEL:
+            inner = model._modules.get("module")
+        if inner is None:
+            return model
+        model = inner
+
+
+def clean_name(name: str) -> str:
+    """Drop wrapper parts from a dotted name: ``h.0._orig_mod.fc`` is ``h.0.fc``."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPER_ATTRIBUTES)
+
+
+def _is_applicable(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
+
+
+class ModelNames:
+    """One pass over a model: names, parameters, ties and what a policy can be applied to."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.root = unwrap(model)
+        self.modules: dict[str, nn.Module] = {}
+        self._names: dict[int, str] = {}
+        outer: nn.Module | None = model
+        while outer is not None and outer is not self.root:
+            self._names[id(outer)] = ""
+            children = list(outer._modules.values())
+            outer = children[0] if children else None
+        for name, module in self.root.named_modules(remove_duplicate=False):
+            clean = clean_name(name)
+            self._names.setdefault(id(module), clean)
+            self.modules[clean] = module  # the innermost of a wrapper chain wins
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.aliases: dict[str, str] = {}
+        first: dict[int, str] = {}
+        for name, parameter in self.root.named_parameters(remove_duplicate=False):
+            clean = clean_name(name)
+            self.parameters[clean] = parameter
+            self.aliases[clean] = first.setdefault(id(parameter), clean)
+        self.tied = {canonical for name, canonical in self.aliases.items() if name != canonical}
+
+    def name_of(self, module: nn.Module) -> str:
+        """Return a module's name; ``<ClassName>`` for one outside the model (a loss module)."""
+        return self._names.get(id(module), f"<{type(module).__name__}>")
+
+    def applicable(self) -> frozenset[str]:
+        """Return the names of the layers a policy can be applied to."""
+        return frozenset(name for name, module in self.modules.items() if _is_applicable(module))
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Iterate over parameters, each once under its first name, then buffers."""
+        for name, parameter in self.parameters.items():
+            if self.aliases[name] == name:
+                yield name, parameter
+        for name, buffer in self.root.named_buffers():
+            yield clean_name(name), buffer
+
+    def canonical(self, name: str) -> str:
+        """Return the first name of a tied parameter."""
+        return self.aliases.get(name, name)
+
+    def own_parameter(self, module: str, parameter: str) -> str:
+        """Return the name under which ``module`` itself holds a parameter, empty when it does not."""
+        holder = self.modules.get(module)
+        if holder is None:
+            return ""
+        prefix = f"{module}." if module else ""
+        for attribute in holder._parameters:
+            if self.canonical(f"{prefix}{attribute}") == parameter:
+                return f"{prefix}{attribute}"
+        return ""
+
+    def describe(self) -> dict[str, object]:
+        """Return class, number of parameters (ties once) and a fingerprint of names, shapes and dtypes."""
+        rows = [f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in self.parameters.items()]
+        count = sum(int(p.numel()) for n, p in self.parameters.items() if self.aliases[n] == n)
+        digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
+        return {"class": type(self.root).__name__, "parameters": count, "fingerprint": f"sha256:{digest[:32]}"}

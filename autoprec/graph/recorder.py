@@ -1,0 +1,284 @@
+"""Records one live training step: a dispatch mode, module hooks and autograd sequence numbers, nothing else.
+
+How a backward operator finds its layer: autograd gives every node the sequence number that was current when the
+forward operator ran; inside backward the running node tells that number back. It holds through custom functions,
+recurrent layers, in-place operators and both kinds of checkpointing, where module hooks on the backward pass do not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoprec.graph.modules import ModelNames
+from autoprec.graph.report import GraphReport
+from autoprec.graph.rules import Rules, load_rules
+from autoprec.graph.storages import StorageTable
+from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
+
+__all__ = ["StepRecorder", "record_step"]
+
+_SKIPPED = frozenset({"prim", "profiler"})
+_graph_task = torch._C._current_graph_task_id
+_autograd_node = torch._C._current_autograd_node
+_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context manager around one live step, from the first training forward to just before ``optimizer.step``.
+
+    Args:
+        model: the model as the script calls it; wrappers (DDP, compile, FSDP) are looked through.
+        optimizers: their state is counted in ``memory``; state that does not exist yet is predicted.
+        measure_saved: count tensors saved for backward with saved-tensor hooks. ``torch.func`` transforms refuse to
+            run under such hooks: record those scripts with False (the live tensors at the start of backward are
+            counted instead).
+
+    Tensors are not kept alive and nothing is written into the model: recording changes no bit of the step.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(
+        self, model: nn.Module, *, optimizers: Sequence[torch.optim.Optimizer] = (), measure_saved: bool = True
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.names = ModelNames(model)
+        self.optimizers = tuple(optimizers)
+        self.trace = Trace()
+        self._measure_saved = measure_saved
+        self._stack: list[tuple[str, int]] = []
+        self._hooks: list[Any] = []
+        self._saved_hooks: Any = None
+        self._storages = StorageTable()
+        self._known: dict[tuple[Any, ...], int] = {}
+        self._saved: dict[int, int] = {}
+        self._last_task = -1
+        self._after_backward = False
+        self._finished = False
+        self._register_parameters()
+
+    # -- entering and leaving -------------------------------------------------------------------------------------
+
+    def _register_parameters(self) -> None:
+        for name, tensor in self.names.tensors():
+            key = self._storages.key(tensor)
+            if key not in self._known:
+                origin = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                self._known[key] = self._new_value(tensor, origin, name=name)
+                self._storages.exclude(tensor)
+
+    def push_root(self) -> None:
+        """Tell the recorder that the root's forward has begun (its pre-hook passed before recording started)."""
+        self._stack.append(("", _graph_task()))
+        self._count("")
+
+    def __enter__(self) -> StepRecorder:
+        self._hooks = [
+            register_module_forward_pre_hook(self._enter_module),
+            register_module_forward_hook(self._leave_module, always_call=True),
+        ]
+        if self._measure_saved:
+            self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            self._saved_hooks.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, value, traceback)  # type: ignore[no-untyped-call]
+        if self._saved_hooks is not None:
+            self._saved_hooks.__exit__(kind, value, traceback)
+            self._saved_hooks = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._finish()
+
+    def _finish(self) -> None:
+        if self._finished:
+            return
+        self._finished = True
+        self._count_saved()
+        self._storages.release()
+        self._known.clear()
+
+    def report(self, rules: Rules | Path | str | None = None) -> GraphReport:
+        """Interpret the record: classes, layers, groups, FLOPs, memory (see :mod:`autoprec.graph.interpret`).
+
+        Args:
+            rules: rules, or a rules file that extends the built-in ones.
+        """
+        from autoprec.graph.interpret import interpret
+
+        chosen = rules if isinstance(rules, Rules) else load_rules(rules)
+        return interpret(self.trace, self.names, chosen, self.optimizers)
+
+    # -- modules --------------------------------------------------------------------------------------------------
+
+    def _count(self, name: str) -> None:
+        self.trace.calls_of[name] = self.trace.calls_of.get(name, 0) + 1
+        self._after_backward = False
+
+    def _enter_module(self, module: nn.Module, _args: Any) -> None:
+        task = _graph_task()
+        name = self.names.name_of(module)
+        self._stack.append((name, task))
+        if task == -1:
+            self._count(name)
+
+    def _leave_module(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        if self._stack:
+            self._stack.pop()
+
+    # -- saved tensors --------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if _graph_task() != -1:  # a checkpointed block run again inside backward: short-lived
+            return tensor
+        try:
+            storage = tensor.untyped_storage()
+            self._saved[storage._cdata] = storage.nbytes()
+            self._storages.watch(storage)
+        except (RuntimeError, NotImplementedError, AttributeError):
+            pass  # a tensor subclass without storage: not counted, never a reason to stop the script
+        return tensor
+
+    @staticmethod
+    def _unpack(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    # -- operators ------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        namespace = getattr(func, "namespace", "")
+        if namespace in _SKIPPED:
+            return func(*args, **kwargs)
+        before: Any = None
+        try:
+            before = self._before(args, kwargs)
+        except Exception as error:  # recording must never end the user's script
+            self._note(f"{func}: not recorded ({type(error).__name__}: {error})")
+        out = func(*args, **kwargs)
+        if before is not None:
+            try:
+                self._after(func, before, out)
+            except Exception as error:
+                self._note(f"{func}: not recorded ({type(error).__name__}: {error})")
+        return out
+
+    def _note(self, text: str) -> None:
+        if len(self.trace.notes) < 50 and text not in self.trace.notes:
+            self.trace.notes.append(text)
+
+    def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        task = _graph_task()
+        node = ""
+        if task == -1:
+            seq = _sequence_number() - 1
+        else:
+            running = _autograd_node()
+            seq, node = -1, ""
+            if self._last_task == -1:
+                self._backward_begins()
+            if task not in self.trace.parents:
+                self.trace.parents[task] = self._last_task
+            if self._stack and self._stack[-1][1] != -1:
+                seq = _sequence_number() - 1
+            elif running is not None:
+                node = running.name()
+                seq = running._sequence_nr()
+        self._last_task = task
+        ins: list[int] = []
+        return self._template(args, ins), {k: self._template(v, ins) for k, v in kwargs.items()}, ins, task, seq, node
+
+    def _template(self, argument: Any, ins: list[int]) -> Any:
+        if isinstance(argument, torch.Tensor):
+            value = self._lookup(argument)
+            ins.append(value)
+            return Ref(value)
+        if isinstance(argument, (list, tuple)):
+            items = [self._template(item, ins) for item in argument]
+            return items if isinstance(argument, list) else tuple(items)
+        return argument
+
+    def _lookup(self, tensor: torch.Tensor) -> int:
+        key = self._storages.key(tensor)
+        found = self._known.get(key)
+        if found is None:
+            found = self._new_value(tensor, "input")
+            self._known[key] = found
+            self._storages.exclude(tensor)
+        return found
+
+    def _new_value(self, tensor: torch.Tensor, origin: str, name: str = "", producer: int = -1, slot: int = 0) -> int:
+        shape = tuple(int(size) for size in tensor.shape)
+        count = tensor.element_size()
+        for size in shape:
+            count *= size
+        self.trace.values.append(
+            Value(shape, dtype_name(tensor.dtype), count, origin, name, producer, slot, tensor.requires_grad)
+        )
+        return len(self.trace.values) - 1
+
+    def _after(self, func: Any, before: tuple[Any, ...], out: Any) -> None:
+        args, kwargs, ins, task, seq, node = before
+        index = len(self.trace.calls)
+        outs: list[int] = []
+        items = out if isinstance(out, (list, tuple)) else (out,)
+        for slot, item in enumerate(items):
+            for tensor in item if isinstance(item, (list, tuple)) else (item,):
+                if isinstance(tensor, torch.Tensor):
+                    value = self._new_value(tensor, "op", producer=index, slot=slot)
+                    self._known[self._storages.key(tensor)] = value
+                    outs.append(value)
+        module, phase = self._where(task)
+        op = func._schema.name if hasattr(func, "_schema") else f"higher_order::{getattr(func, '_name', func)}"
+        self.trace.calls.append(
+            Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), module, phase, seq, task, node)
+        )
+
+    def _where(self, task: int) -> tuple[str, str]:
+        if task == -1:
+            if self._stack:
+                return self._stack[-1][0], "forward"
+            return SCRIPT, "update" if self._after_backward else "forward"
+        if self._stack and self._stack[-1][1] != -1:
+            return self._stack[-1][0], "recompute"
+        return "", "backward"
+
+    def _backward_begins(self) -> None:
+        if not self._stack:
+            self._after_backward = True
+        self.trace.backwards += 1
+        self.trace.live_bytes = max(self.trace.live_bytes, self._storages.live_bytes())
+        self._count_saved()
+
+    def _count_saved(self) -> None:
+        activations = sum(size for address, size in self._saved.items() if not self._storages.excluded(address))
+        self.trace.saved_bytes = max(self.trace.saved_bytes, activations)
+        self._saved.clear()
+
+
+def record_step(
+    model: nn.Module,
+    step: Callable[[], Any],
+    *,
+    optimizers: Sequence[torch.optim.Optimizer] = (),
+    rules: Rules | Path | str | None = None,
+) -> GraphReport:
+    """Record what ``step()`` does (forward and backward, no optimizer step) and interpret it."""
+    with StepRecorder(model, optimizers=optimizers) as recorder:
+        step()
+    return recorder.report(rules)

@@ -1,0 +1,131 @@
+"""The raw record of one step: values, operator calls and the modules that made them, before any interpretation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+__all__ = ["FORWARD_PHASES", "SCRIPT", "Call", "Ref", "Trace", "Value"]
+
+#: Module name of operators outside every module: the loss in the script, gradient clipping, metrics.
+SCRIPT = "<script>"
+#: Phases in which the model's own code runs (``update`` is what the script does between backward and step).
+FORWARD_PHASES = ("forward", "recompute")
+
+_DTYPES = {
+    "torch.float32": "fp32",
+    "torch.bfloat16": "bf16",
+    "torch.float16": "fp16",
+    "torch.float64": "fp64",
+    "torch.float8_e4m3fn": "e4m3",
+    "torch.float8_e5m2": "e5m2",
+    "torch.float4_e2m1fn_x2": "e2m1",
+}
+
+
+def dtype_name(dtype: object) -> str:
+    """Return the short name of a torch dtype: fp32, bf16, e4m3, int64, ..."""
+    text = str(dtype)
+    return _DTYPES.get(text) or text.removeprefix("torch.")
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor argument, by the index of its value in the trace."""
+
+    value: int
+
+
+@dataclass(slots=True)
+class Value:
+    """One tensor of the step at one moment (writing into a tensor makes a new value).
+
+    ``origin`` is op, parameter, buffer or input; ``name`` the parameter's or buffer's; ``producer`` the index of the
+    call that made it, -1 for one that came from outside.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+    origin: str
+    name: str = ""
+    producer: int = -1
+    slot: int = 0
+    grad: bool = False
+
+
+@dataclass(slots=True)
+class Call:
+    """One operator call; ``args`` and ``kwargs`` hold :class:`Ref` in place of tensors."""
+
+    index: int
+    func: Any
+    op: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    module: str
+    phase: str
+    seq: int
+    task: int
+    node: str = ""
+
+    @property
+    def name(self) -> str:
+        """The operator's name without namespace and in-place underscore."""
+        bare = self.op.rpartition("::")[2]
+        return bare[:-1] if bare.endswith("_") and not bare.endswith("__") else bare
+
+
+@dataclass(slots=True)
+class Trace:
+    """Everything a recorded step left behind.
+
+    ``parents`` maps a nested autograd graph task (reentrant checkpointing) to the task it ran in; ``calls_of`` counts
+    forward calls of each module; ``saved_bytes`` and ``live_bytes`` are what the backward pass found alive.
+    """
+
+    values: list[Value] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    parents: dict[int, int] = field(default_factory=dict)
+    calls_of: dict[str, int] = field(default_factory=dict)
+    backwards: int = 0
+    saved_bytes: int = 0
+    live_bytes: int = 0
+    notes: list[str] = field(default_factory=list)
+    guesses: int = 0
+    source: str = "real"
+
+    def inputs(self, call: Call) -> list[Value]:
+        """Return the tensor inputs of a call, in argument order."""
+        return [self.values[index] for index in call.ins]
+
+    def outputs(self, call: Call) -> list[Value]:
+        """Return the tensor outputs of a call."""
+        return [self.values[index] for index in call.outs]
+
+    def producer(self, value: int) -> Call | None:
+        """Return the call that made a value, None for a value from outside."""
+        index = self.values[value].producer
+        return self.calls[index] if index >= 0 else None
+
+    def argument(self, call: Call, position: int) -> int | None:
+        """Return the value index of a tensor argument, None when that argument is no tensor."""
+        if position >= len(call.args):
+            return None
+        argument = call.args[position]
+        return argument.value if isinstance(argument, Ref) else None
+
+    def consumers(self) -> dict[int, list[Call]]:
+        """Return who reads each value."""
+        out: dict[int, list[Call]] = {}
+        for call in self.calls:
+            for value in set(call.ins):
+                out.setdefault(value, []).append(call)
+        return out
+
+    def in_phase(self, *phases: str) -> Iterator[Call]:
+        """Iterate over the calls of some phases, in order."""
+        return (call for call in self.calls if call.phase in phases)
