@@ -49,7 +49,7 @@ class TrackingListener:
         document["groups"] = len(info.groups)
         self._tracker.study_started(document)
 
-    def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
+    def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:  # noqa: ARG002
         """Record one trial, with the choice of each layer group."""
         self._records.append(record)
         if self._tracker is not None:

@@ -1,0 +1,152 @@
+"""One self-contained HTML page per study: no script, no network, readable without the background."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoprec.files import write_atomic
+from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
+from autoprec.report.layers import layer_map, layer_rows
+from autoprec.report.sensitivity import heat_map
+from autoprec.report.style import CSS
+from autoprec.report.summary import Row, Summary, summarise
+from autoprec.report.text import bytes_text, duration, percent, ratio, row_cells, time_text
+from autoprec.search.records import SearchResult, TrialRecord
+
+if TYPE_CHECKING:
+    from autoprec.graph.report import GraphReport
+
+__all__ = ["html_report", "write_html"]
+
+_GLOSSARY = (
+    ("speed", "steps per second against the script as written, on the target named above"),
+    ("divergence", "mean relative distance of the loss curve from the reference's, over the second half of a trial that "
+     "started from the same weights and saw the same data"),
+    ("noise floor", "the divergence that rounding the initial weights once produces: two runs that close are the same"),
+    ("gradient error", "relative distance of the policy's gradient from the reference's on the same weights and batch"),
+    ("fprop, dgrad, wgrad", "the three matrix products of a linear layer: forward, gradient of its input, gradient of "
+     "its weight"),
+    ("modelled", "computed by the cost model for a GPU that was not there; everything else was measured"),
+)  # fmt: skip
+
+
+def _table(headings: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    head = "".join(f"<th>{escape(h)}</th>" for h in headings)
+    body = "".join(
+        f'<tr class="{css}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for css, cells in rows
+    )
+    return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
+
+
+def _section(title: str, lead: str, body: str) -> str:
+    if not body:
+        return ""
+    paragraph = f"<p>{escape(lead)}</p>" if lead else ""
+    return f"<section><h2>{escape(title)}</h2>{paragraph}{body}</section>"
+
+
+def _tiles(summary: Summary) -> str:
+    best = next((row for row in summary.rows if row.role == "best"), None)
+    reference = next((row for row in summary.rows if row.role == "reference"), None)
+    if best is None:
+        return ""
+    tiles = [("speed", ratio(best.speedup), f"{time_text(best.step_time_ms)} per step")]
+    if best.memory_bytes is not None:
+        before = f"of {bytes_text(reference.memory_bytes)}" if reference and reference.memory_bytes else ""
+        tiles.append(("memory", bytes_text(best.memory_bytes), before))
+    floor = f"noise floor {percent(summary.noise_floor)}" if summary.noise_floor is not None else ""
+    tiles.append(("divergence", percent(best.divergence, best.interval), floor))
+    cells = [f"<div><b>{escape(v)}</b><span>{escape(k)}</span><small>{escape(n)}</small></div>" for k, v, n in tiles]
+    return f'<div class="tiles">{"".join(cells)}</div>'
+
+
+def _cost(summary: Summary) -> str:
+    cost = summary.payback
+    text = f"The search took {duration(cost.seconds)} for {cost.trials} trials."
+    if cost.saved_share is not None:
+        text += f" The policy saves {percent(cost.saved_share)} of the time of a training run."
+        if cost.break_even_s is not None:
+            text += f" It has paid for itself in a run that would have taken {duration(cost.break_even_s)} without it."
+        else:
+            text += " Times are modelled for another machine, so no payback time is given."
+    return f"<p>{escape(text)}</p>"
+
+
+def _usage(result: SearchResult) -> str:
+    if not result.policy:
+        return ""
+    policy, script = escape(result.policy), escape(result.script or "train.py")
+    return (
+        f"<pre>autoprec run --policy {policy} {script}\nautoprec check --policy {policy} {script}\n"
+        f"autoprec export {policy} --to torchao</pre><p>or, in the training code, after the model is built:</p>"
+        f"<pre>import autoprec\nautoprec.load(&quot;{policy}&quot;).apply(model)</pre>"
+    )
+
+
+def _trials(records: Sequence[TrialRecord]) -> str:
+    rows = []
+    for record in records:
+        metrics = record.metrics
+        row = Row(
+            record.name,
+            record.kind,
+            *(metrics.get(k) for k in ("speedup", "step_time_ms", "throughput", "memory_bytes", "divergence")),
+            None,
+            metrics.get("gradient_error"),
+        )
+        status = record.status if not record.reason else f"{record.status}: {record.reason}"
+        seed = str(record.seed) if record.seed else ""
+        rows.append((record.kind, (str(record.number), record.kind, *row_cells(row), seed, status)))
+    headings = ("#", "kind", "name", "speed", "step", "memory", "divergence", "gradient error", "seed", "ended")
+    return f"<details><summary>{len(rows)} trials</summary>{_table(headings, rows)}</details>" if rows else ""
+
+
+def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport | None = None) -> str:
+    """Return the page's text."""
+    summary = summarise(result, records)
+    headings = ("", "speed", "step", "memory", "divergence", "gradient error", "figures")
+    comparison = [(row.role, (*row_cells(row), row.note or row.source)) for row in summary.rows]
+    layers = layer_rows(result, records, graph) if graph is not None else ()
+    facts = [f"script {result.script}" if result.script else "", f"target {result.target or 'this machine'}"]
+    facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
+    notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
+    failed = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in summary.failures[:50])
+    terms = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in _GLOSSARY)
+    word = "Adopt" if summary.verdict == "adopt" else "Stay as you are"
+    body = [
+        f'<header class="{escape(summary.verdict)}"><h1>{escape(summary.title)}</h1>'
+        f'<p class="verdict"><strong>{word}.</strong> {escape(summary.reason)}</p>'
+        f'<p class="facts">{escape(" · ".join(filter(None, facts)))}</p>{_tiles(summary)}</header>',
+        _section("Compared with what you could do by hand", "", _table(headings, comparison)),
+        _section("Every trial", "Each dot is one paired run; the line joins those that nothing beats on both axes.",
+                 pareto_chart(summary)),
+        _section("The loss curve", "The reference and the runs under a policy start from the same weights and see the "
+                 "same data.", loss_chart(summary)),
+        _section("Distance from the reference", "Inside the band a difference means nothing.", gap_chart(summary)),
+        _section("Layer by layer", "The model with the precision of each of its matrix products.",
+                 layer_map(layers, summary.assignment)),
+        _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision: "
+                 "dark groups are where low precision hurts.", heat_map(result.sensitivity)),
+        _section("What it cost", "", _cost(summary)),
+        _section("Use it", "", _usage(result)),
+        _section("Notes", "", f"<ul>{notes}</ul>" if notes else ""),
+        _section("Trials that failed", "", f"<ul>{failed}</ul>" if failed else ""),
+        _section("All trials", "", _trials(records)),
+        _section("Words", "", f"<dl>{terms}</dl>"),
+    ]  # fmt: skip
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>AutoPrec: {escape(summary.title)}</title><style>{CSS}</style></head><body>{''.join(body)}</body></html>\n"
+    )
+
+
+def write_html(
+    path: Path | str, result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport | None = None
+) -> Path:
+    """Write the report as one HTML file, atomically; ``graph`` lets it draw the model layer by layer."""
+    return write_atomic(path, html_report(result, records, graph))

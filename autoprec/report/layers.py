@@ -1,0 +1,86 @@
+"""The model drawn with its precisions: one row per layer, one cell per GEMM, coloured by format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from autoprec.errors import AutoPrecError
+from autoprec.graph.report import GraphReport
+from autoprec.policy import policy_from_dict, resolve
+from autoprec.recipes import GEMMS, Recipe
+from autoprec.search.records import SearchResult, TrialRecord
+
+__all__ = ["LayerCell", "layer_map", "layer_rows"]
+
+_WORDS = {"fprop": "forward", "dgrad": "backward to the input", "wgrad": "backward to the weight"}
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCell:
+    """One layer: its group, its share of the step's GEMM FLOPs, and (format, description) of each GEMM that ran."""
+
+    name: str
+    group: str
+    share: float
+    gemms: Mapping[str, tuple[str, str]]
+
+
+def _label(recipe: Recipe | None) -> tuple[str, str]:
+    return ("keep", "as written") if recipe is None else (recipe.format, recipe.describe())
+
+
+def _best_policy(result: SearchResult, records: Sequence[TrialRecord]) -> dict[str, object]:
+    name = result.best.get("name")
+    found = [r for r in records if r.policy and ("best" in r.tags or r.name == name)]
+    return dict(found[0].policy) if found else {}
+
+
+def layer_rows(result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport) -> tuple[LayerCell, ...]:
+    """Resolve the best policy over the recorded layers; empty when there is no policy to draw."""
+    document = _best_policy(result, records)
+    if not document:
+        return ()
+    layers = graph.tunable
+    try:
+        plans = resolve(policy_from_dict(document), [layer.name for layer in layers], strict=False)
+    except AutoPrecError:
+        return ()
+    total = sum(layer.total_flops for layer in layers) or 1
+    return tuple(
+        LayerCell(
+            layer.name,
+            layer.group,
+            layer.total_flops / total,
+            {gemm: _label(plans[layer.name].recipe(gemm)) for gemm in GEMMS if gemm in layer.roles()},
+        )
+        for layer in layers
+    )
+
+
+def layer_map(rows: Sequence[LayerCell], assignment: Mapping[str, str]) -> str:
+    """Return the HTML of the map, or of the table of groups when no graph was recorded."""
+    if not rows:
+        if not assignment:
+            return ""
+        cells = "".join(
+            f"<tr><td><code>{escape(k)}</code></td><td>{escape(v)}</td></tr>" for k, v in assignment.items()
+        )
+        return f"<table><tr><th>layers</th><th>precision</th></tr>{cells}</table>"
+    widest = max(row.share for row in rows) or 1.0
+    heads = "".join(f'<th title="{_WORDS[gemm]}">{gemm}</th>' for gemm in GEMMS)
+    lines = [f'<table class="map"><tr><th>layer</th>{heads}<th>share of GEMM work</th></tr>']
+    for row in rows:
+        boxes = []
+        for gemm in GEMMS:
+            style, words = row.gemms.get(gemm, ("none", "does not run"))
+            boxes.append(
+                f'<td class="f f-{style}" title="{escape(words)}">{escape(words if style != "none" else "")}</td>'
+            )
+        bar = f'<div class="bar" style="width:{100 * row.share / widest:.0f}%"></div>'
+        lines.append(
+            f"<tr><td><code>{escape(row.name)}</code></td>{''.join(boxes)}"
+            f'<td class="share">{bar}<span>{100 * row.share:.1f} %</span></td></tr>'
+        )
+    return "".join(lines) + "</table>"

@@ -1,0 +1,65 @@
+"""The report as Markdown: for a pull request, a wiki, or a run's description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from autoprec.files import write_atomic
+from autoprec.report.summary import Summary, metrics_row, summarise
+from autoprec.report.terminal import HEADINGS
+from autoprec.report.text import duration, percent, row_cells
+from autoprec.search.records import SearchResult, TrialRecord
+
+__all__ = ["markdown", "write_markdown"]
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    marks = ["---" if index == 0 else "---:" for index in range(len(headings))]
+    return ["| " + " | ".join(map(_cell, row)) + " |" for row in (headings, marks, *rows)]
+
+
+def _cost(summary: Summary) -> list[str]:
+    cost = summary.payback
+    lines = [f"The search took {duration(cost.seconds)} and {cost.trials} trials."]
+    if cost.saved_share is not None:
+        lines[0] += f" The policy saves {percent(cost.saved_share)} of a training run's time"
+        lines[0] += (
+            f"; it has paid for itself after {duration(cost.break_even_s)} of training." if cost.break_even_s else "."
+        )
+    return lines
+
+
+def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
+    """Return the report's text."""
+    summary = summarise(result, records)
+    lines = [f"# AutoPrec: {summary.title}", "", f"**{summary.verdict.capitalize()}.** {summary.reason}", ""]
+    facts = [f"target {result.target or 'this machine'}", f"script `{result.script}`"]
+    facts += [f"noise floor {percent(summary.noise_floor)}"] if summary.noise_floor is not None else []
+    facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
+    facts += [f"times {summary.source}"] if summary.source else []
+    lines += ["; ".join(facts).capitalize() + ".", ""]
+    lines += _table(("what", *HEADINGS[1:]), [row_cells(row) for row in summary.rows])
+    if summary.assignment:
+        lines += ["", "## Layer by layer", ""]
+        lines += _table(("layers", "precision"), [(f"`{k}`", v) for k, v in summary.assignment.items()])
+    if result.front:
+        rows = [(str(row.get("name", "?")), *row_cells(metrics_row(row, "front"))[1:]) for row in result.front]
+        lines += ["", "## The front", "", *_table(("what", *HEADINGS[1:]), rows)]
+    lines += ["", "## Cost", "", *_cost(summary)]
+    if summary.failures:
+        lines += ["", "## Trials that failed", "", *[f"- {name}: {reason}" for name, reason in summary.failures[:20]]]
+    if result.notes:
+        lines += ["", "## Notes", "", *[f"- {note}" for note in result.notes]]
+    if result.policy:
+        lines += ["", "## Use it", "", "```python", f'autoprec.load("{result.policy}").apply(model)', "```"]
+    return "\n".join(lines) + "\n"
+
+
+def write_markdown(path: Path | str, result: SearchResult, records: Sequence[TrialRecord]) -> Path:
+    """Write the report as Markdown, atomically."""
+    return write_atomic(path, markdown(result, records))

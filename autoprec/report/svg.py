@@ -1,0 +1,164 @@
+"""Small charts as SVG text: linear or logarithmic axes, lines, bands and points; no plotting library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from html import escape
+
+__all__ = ["Axis", "Chart", "nice_ticks"]
+
+
+def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Return about ``count`` round numbers from ``low`` to ``high``, both of which they may undershoot.
+
+    >>> nice_ticks(0, 10)
+    [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
+    """
+    span = high - low
+    if not math.isfinite(span) or span <= 0:
+        return [low]
+    raw = span / max(count, 1)
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [index * step for index in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def _short(value: float) -> str:
+    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.2g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One axis: a range of data, its title, and whether it is logarithmic (positive ranges only)."""
+
+    low: float
+    high: float
+    title: str
+    log: bool = False
+
+    @classmethod
+    def over(cls, values: Sequence[float], title: str, *, zero: bool = False, log: bool = False) -> Axis:
+        """Return an axis that holds all values with a little room; ``zero`` includes the origin."""
+        finite = [value for value in values if math.isfinite(value) and (value > 0 or not log)]
+        low, high = (min(finite), max(finite)) if finite else (0.0, 1.0)
+        if log:
+            return cls(low / 1.3, high * 1.3, title, True)
+        if zero:
+            low, high = min(low, 0.0), max(high, 0.0)
+        room = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
+        return cls(low if zero and low == 0 else low - room, high + room, title)
+
+    def place(self, value: float) -> float:
+        """Return where a value lies, 0 at ``low`` and 1 at ``high``."""
+        if self.log:
+            return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[float]:
+        """Return where to write numbers."""
+        if not self.log:
+            return nice_ticks(self.low, self.high)
+        decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+        marks = [m * 10.0**d for d in decades for m in ((1, 3) if len(decades) < 4 else (1,))]
+        return [mark for mark in marks if self.low <= mark <= self.high]
+
+
+@dataclass
+class Chart:
+    """A chart under construction: draw into it, then take :meth:`text`. Sizes are SVG units (pixels at 100 %)."""
+
+    x: Axis
+    y: Axis
+    title: str
+    width: int = 760
+    height: int = 380
+    left: int = 66
+    bottom: int = 46
+    _parts: list[str] = field(default_factory=list)
+    _legend: list[tuple[str, str]] = field(default_factory=list)
+
+    def at(self, x: float, y: float) -> tuple[float, float]:
+        """Return the pixel of a data point, clipped to the plot."""
+        inner_w, inner_h = self.width - self.left - 14, self.height - self.bottom - 14
+        across = min(max(self.x.place(x), 0.0), 1.0)
+        up = min(max(self.y.place(y), 0.0), 1.0)
+        return round(self.left + across * inner_w, 1), round(14 + (1 - up) * inner_h, 1)
+
+    def line(self, xs: Sequence[float], ys: Sequence[float], css: str, label: str = "") -> None:
+        """Draw a polyline; non-finite values break it."""
+        run: list[str] = []
+        pieces: list[list[str]] = [run]
+        for x, y in zip(xs, ys, strict=True):
+            if math.isfinite(y):
+                run.append("{},{}".format(*self.at(x, y)))
+            elif run:
+                run = []
+                pieces.append(run)
+        hint = f"<title>{escape(label)}</title>" if label else ""
+        self._parts += [f'<polyline class="{css}" points="{" ".join(p)}">{hint}</polyline>' for p in pieces if p]
+
+    def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], css: str) -> None:
+        """Fill the area between two curves."""
+        upper = [self.at(x, y) for x, y in zip(xs, highs, strict=True)]
+        lower = [self.at(x, y) for x, y in zip(xs, lows, strict=True)]
+        points = " ".join(f"{x},{y}" for x, y in [*upper, *reversed(lower)])
+        self._parts.append(f'<polygon class="{css}" points="{points}"/>')
+
+    def point(self, x: float, y: float, css: str, hint: str, *, size: float = 4.5) -> None:
+        """Draw a dot whose tooltip is ``hint``."""
+        px, py = self.at(x, y)
+        self._parts.append(
+            f'<circle class="{css}" cx="{px}" cy="{py}" r="{size}"><title>{escape(hint)}</title></circle>'
+        )
+
+    def rule(self, *, y: float, css: str, label: str) -> None:
+        """Draw a horizontal line across the plot with a label at its right end."""
+        (x1, py), (x2, _) = self.at(self.x.low, y), self.at(self.x.high, y)
+        self._parts.append(f'<line class="{css}" x1="{x1}" y1="{py}" x2="{x2}" y2="{py}"/>')
+        self._parts.append(f'<text class="note" x="{x2 - 4}" y="{py - 5}" text-anchor="end">{escape(label)}</text>')
+
+    def text_at(self, x: float, y: float, label: str) -> None:
+        """Write beside a data point, on the side where there is room."""
+        px, py = self.at(x, y)
+        side = ("end", -8) if px > self.width * 0.7 else ("start", 8)
+        self._parts.append(
+            f'<text class="label" x="{px + side[1]}" y="{max(py - 8, 22)}" text-anchor="{side[0]}">{escape(label)}</text>'
+        )
+
+    def legend(self, css: str, label: str) -> None:
+        """Add an entry to the legend below the chart."""
+        self._legend.append((css, label))
+
+    def _axes(self) -> list[str]:
+        out = []
+        base = self.height - self.bottom
+        for tick in self.x.ticks():
+            px, _ = self.at(tick, self.y.low)
+            out.append(f'<line class="grid" x1="{px}" y1="14" x2="{px}" y2="{base}"/>')
+            out.append(f'<text class="tick" x="{px}" y="{base + 16}" text-anchor="middle">{_short(tick)}</text>')
+        for tick in self.y.ticks():
+            _, py = self.at(self.x.low, tick)
+            out.append(f'<line class="grid" x1="{self.left}" y1="{py}" x2="{self.width - 14}" y2="{py}"/>')
+            out.append(f'<text class="tick" x="{self.left - 7}" y="{py + 4}" text-anchor="end">{_short(tick)}</text>')
+        middle = (14 + base) / 2
+        out.append(
+            f'<text class="axis" x="{(self.left + self.width) / 2}" y="{self.height - 8}" text-anchor="middle">'
+            f"{escape(self.x.title)}</text>"
+        )
+        out.append(
+            f'<text class="axis" x="16" y="{middle}" text-anchor="middle" transform="rotate(-90 16 {middle})">'
+            f"{escape(self.y.title)}</text>"
+        )
+        return out
+
+    def text(self) -> str:
+        """Return the SVG element, with its legend as a line of HTML below it."""
+        keys = "".join(f'<span class="key"><i class="{css}"></i>{escape(label)}</span>' for css, label in self._legend)
+        return (
+            f'<figure><svg viewBox="0 0 {self.width} {self.height}" role="img" aria-label="{escape(self.title)}">'
+            + "".join([*self._axes(), *self._parts])
+            + f"</svg><figcaption>{keys}</figcaption></figure>"
+        )
