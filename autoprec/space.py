@@ -123,7 +123,9 @@ class SearchSpace(_Frozen):
     recipes: dict[str, Recipe] = Field(default_factory=dict, description="recipes beside the built-in ones")
     baseline: str = Field(KEEP, description="the choice of layers no rule is about, and of presets' other layers")
     choices: tuple[ChoiceRule, ...] = ()
-    groups: tuple[tuple[str, ...], ...] = Field((), description="globs of layers that move together, beside the graph's")
+    groups: tuple[tuple[str, ...], ...] = Field(
+        (), description="globs of layers that move together, beside the graph's"
+    )
     operators: OperatorPolicy = OperatorPolicy()
     activations: tuple[Literal["keep", "bf16", "fp16"], ...] = Field(("keep",), min_length=1)
     attention: tuple[Literal["keep", "fp32", "bf16", "fp16"], ...] = Field(("keep",), min_length=1)

@@ -71,7 +71,9 @@ def compact_rules(table: GlobTable, assignment: Mapping[str, str], default: str)
         best: tuple[float, float, int, int] | None = None
         for code in range(len(choices)):
             is_code = target == code
-            gain = (is_code & (current != code)).astype(np.float32) - (~is_code & (current == target)).astype(np.float32)
+            gain = (is_code & (current != code)).astype(np.float32) - (~is_code & (current == target)).astype(
+                np.float32
+            )
             scores = table.matches @ gain
             top = int(np.argmax(scores))  # candidates are sorted by length: the shortest of equals comes first
             key = (float(scores[top]), -float(len(table.globs[top])), code, top)

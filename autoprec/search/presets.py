@@ -13,8 +13,12 @@ from autoprec.space import Choice
 
 __all__ = ["presets", "torchao_filter"]
 
-_MLP = re.compile(r"(^|[._])(mlp|ffn|feed_forward|ff|fc\d*|c_fc|up|down|gate|up_proj|down_proj|gate_proj|experts?|w[123])([._]|$)")
-_ATTENTION = re.compile(r"(^|[._])(attn|attention|self_attn|qkv|c_attn|[qkvo]_proj|in_proj|out_proj|query|key|value)([._]|$)")
+_MLP = re.compile(
+    r"(^|[._])(mlp|ffn|feed_forward|ff|fc\d*|c_fc|up|down|gate|up_proj|down_proj|gate_proj|experts?|w[123])([._]|$)"
+)
+_ATTENTION = re.compile(
+    r"(^|[._])(attn|attention|self_attn|qkv|c_attn|[qkvo]_proj|in_proj|out_proj|query|key|value)([._]|$)"
+)
 
 
 def presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:

@@ -21,16 +21,16 @@ from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import LayerPlan, LayerRule, ModelInfo, Policy, glob_matches
 from autoprec.recipes import KEEP, Recipe
 from autoprec.search.globs import GlobTable, compact_rules
+from autoprec.search.tables import FloatTable, IntVector
 from autoprec.space import Choice, SearchSpace
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution
 
-__all__ = ["CanRun", "FloatTable", "GroupVariable", "Params", "Problem", "layer_key"]
+__all__ = ["CanRun", "GroupVariable", "Params", "Problem", "layer_key"]
 
 CanRun = Callable[[Layer, Recipe], tuple[bool, str]]
 Params = Mapping[str, Any]
-FloatTable = npt.NDArray[np.float64]
 
 #: Autocast dtype -> the recipe that ``keep`` comes to under it.
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}
@@ -131,7 +131,9 @@ class Problem:
 
     def size(self) -> float:
         """Return the number of points of the space (equal ones counted apart), possibly infinite as a float."""
-        total = sum(math.log(len(g.choices)) for g in self.groups) + sum(math.log(len(v)) for v in self.parameters.values())
+        total = sum(math.log(len(g.choices)) for g in self.groups) + sum(
+            math.log(len(v)) for v in self.parameters.values()
+        )
         return math.exp(total) if total < 700 else math.inf
 
     def table(self, value: Callable[[GroupVariable, str], float]) -> FloatTable:
@@ -187,12 +189,12 @@ class Problem:
         cast = _AUTOCAST.get(str(self.value(params, "activations")), "")
         return cast if choice == KEEP and cast in group.choices else choice
 
-    def indices(self, params: Params) -> npt.NDArray[np.int64]:
+    def indices(self, params: Params) -> IntVector:
         """Return ``[G]``: the column of each group's effective choice."""
         column = {name: i for i, name in enumerate(self.choice_names)}
         return np.array([column[self.effective(params, group)] for group in self.groups], dtype=np.int64)
 
-    def from_indices(self, index: npt.NDArray[np.int64], parameters: Params) -> dict[str, Any]:
+    def from_indices(self, index: IntVector, parameters: Params) -> dict[str, Any]:
         """Return params from columns ``[G]`` and parameter values (the inverse of :meth:`indices`)."""
         out = {layer_key(g.name): self.choice_names[int(i)] for g, i in zip(self.groups, index, strict=True)}
         free = {layer_key(g.name) for g in self.free_groups}
@@ -244,7 +246,15 @@ class Problem:
             model: ModelInfo, or its plain-data form; the recorded model's when None.
             evidence: how it was found, as plain data.
         """
-        params = self.complete(params)
+        return self.render(self.complete(params), model=model, evidence=evidence)
+
+    def quiet(self) -> dict[str, Any]:
+        """Return full params, perhaps outside the space, that leave everything as the script wrote it."""
+        params = {**self.complete({}), "activations": "keep", "attention": "keep"}
+        return params | {layer_key(group.name): KEEP for group in self.groups}
+
+    def render(self, params: Params, *, model: Any = None, evidence: Mapping[str, Any] | None = None) -> Policy:
+        """Return the policy of full params without asking whether they lie in the space (see :meth:`quiet`)."""
         if not self._globs:
             self._globs.append(GlobTable([layer.name for layer in self.report.layers]))
         rules = []
@@ -325,7 +335,9 @@ def _refusal(choice: Choice, layers: Sequence[Layer], recipes: Mapping[str, Reci
 
 def _relevant_parameters(space: SearchSpace, groups: Sequence[GroupVariable]) -> dict[str, tuple[Any, ...]]:
     """Return the parameters that can matter: those of recipes no group offers are left at their default."""
-    used = {Choice.parse(name).recipe_of(gemm) for g in groups for name in g.choices for gemm in ("fprop", "dgrad", "wgrad")}
+    used = {
+        Choice.parse(name).recipe_of(gemm) for g in groups for name in g.choices for gemm in ("fprop", "dgrad", "wgrad")
+    }
     out = space.parameter_values()
     for path in space.parameters:
         if path.split(".")[0] not in used:

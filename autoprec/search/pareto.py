@@ -1,0 +1,50 @@
+"""The Pareto front of measured trials, and the hypervolume it dominates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autoprec.search.records import TrialRecord
+
+__all__ = ["OBJECTIVES", "front", "hypervolume", "nondominated"]
+
+#: Metrics that are minimised, by name.
+OBJECTIVES = ("step_time_ms", "divergence", "memory_bytes")
+
+
+def nondominated(points: Sequence[Sequence[float]]) -> list[int]:
+    """Return the indices of points that no other point beats or equals in everything and beats in something.
+
+    Of equal points the first is kept. Points with a non-finite coordinate are never on the front. Any number of
+    minimised objectives; the result is ordered by the first objective.
+    """
+    kept: list[int] = []
+    finite = [i for i, p in enumerate(points) if all(math.isfinite(v) for v in p)]
+    for i in sorted(finite, key=lambda k: tuple(points[k])):
+        if not any(all(a <= b for a, b in zip(points[j], points[i], strict=True)) for j in kept):
+            kept.append(i)
+    return kept
+
+
+def front(records: Sequence[TrialRecord], metrics: Sequence[str] = ("step_time_ms", "divergence")) -> list[TrialRecord]:
+    """Return the records on the Pareto front of the named metrics (all minimised), fastest first.
+
+    Only records that were measured to their end and have every metric take part.
+    """
+    usable = [r for r in records if r.ok and all(name in r.metrics for name in metrics)]
+    points = [[r.metrics[name] for name in metrics] for r in usable]
+    return [usable[i] for i in nondominated(points)]
+
+
+def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
+    """Return the area dominated by two-dimensional points and bounded by a reference point (both minimised)."""
+    inside = [p for p in points if all(a < b for a, b in zip(p, reference, strict=True))]
+    area, height = 0.0, reference[1]
+    for i in nondominated(inside):
+        x, y = inside[i][0], inside[i][1]
+        area += (reference[0] - x) * (height - y)
+        height = y
+    return float(np.float64(area))
