@@ -1,1 +1,7 @@
-"""Time and memory of a training step on a target: roofline, calibrated by measurements."""
+"""What a training step costs on a target: time, memory, the verdict before a search, and calibration."""
+
+from autoprec.cost.model import CostModel, StepEstimate
+from autoprec.cost.scale import CostScale
+from autoprec.cost.verdict import Verdict
+
+__all__ = ["CostModel", "CostScale", "StepEstimate", "Verdict"]

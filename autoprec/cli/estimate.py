@@ -1,0 +1,159 @@
+"""``autoprec estimate``: the verdict alone, in a minute: what could be gained on a target, where, and why not."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autoprec.cli.script import script_command
+from autoprec.errors import FileError, NothingAcceptableError, ScriptError, UsageError
+
+__all__ = ["estimate"]
+
+
+def _recorded(script: tuple[str, ...], timeout_s: float) -> tuple[Any, str]:
+    """Record one step of the script; return the graph report and the device it trains on."""
+    from autoprec.graph.report import GraphReport
+    from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.protocol import TrialSpec
+    from autoprec.trial.runner import TrialRunner
+
+    command = ScriptCommand.parse(list(script))
+    with tempfile.TemporaryDirectory(prefix="autoprec-estimate-") as directory:
+        with TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner:
+            host = runner.start()
+            result = runner.run(TrialSpec(kind="record", warmup=0, steps=1))
+    if not result.ok or "graph" not in result.payload:
+        raise ScriptError(
+            f"the step could not be recorded: {result.reason or result.status}",
+            where=command.label,
+            fix=result.tail or "run the script by itself first",
+        )
+    return GraphReport.from_json(result.payload["graph"]), host.device
+
+
+def _graph(
+    script: tuple[str, ...], graph: Path | None, config: str, batch: int, seq: int, timeout_s: float
+) -> tuple[Any, str]:
+    given = [name for name, value in (("a script", script), ("--graph", graph), ("--config", config)) if value]
+    if len(given) != 1:
+        found = " and ".join(given) or "none of them"
+        raise UsageError(f"give a script, --graph FILE or --config NAME|FILE: found {found}", fix="give exactly one")
+    if graph is not None:
+        return _load_graph(graph), "cpu"
+    if config:
+        from autoprec.cost.transformer import config_from, decoder_report
+
+        return decoder_report(config_from(config), batch=batch, seq=seq), "cpu"
+    return _recorded(script, timeout_s)
+
+
+def _load_graph(path: Path) -> Any:
+    from autoprec.graph.report import GraphReport
+
+    try:
+        return GraphReport.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FileError(
+            f"is no recorded step: {type(error).__name__}: {error}",
+            where=str(path),
+            fix="write one with `autoprec inspect --save FILE train.py`",
+        ) from error
+
+
+def _lines(verdict: Any, estimate: Any, limit: int) -> list[str]:
+    """Return what a person reads on stdout."""
+    share = ", ".join(f"{name} {value:.0%}" for name, value in verdict.shares.items() if value >= 0.005)
+    lines = [
+        f"verdict   {verdict.kind}",
+        f"why       {verdict.reason}",
+        f"bound     {verdict.bound_speedup:.2f}x (between {verdict.low:.2f}x and {verdict.high:.2f}x), {verdict.label}",
+        f"step      {estimate.time_ms:.4g} ms ({estimate.low_ms:.4g} to {estimate.high_ms:.4g}) as {verdict.baseline}",
+        f"shares    {share}",
+        "",
+    ]
+    shown: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in verdict.rows:
+        key = (str(row["shapes"]), row["best"], row["reason"])
+        shown.setdefault(key, []).append(row)
+    for rows in list(shown.values())[:limit]:
+        row = rows[0]
+        shapes = " ".join("x".join(str(size) for size in shape) for shape in row["shapes"][:2])
+        more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
+        total = sum(r["baseline_ms"] for r in rows)
+        lines.append(f"{row['name']}{more}  {shapes}  {total:.4g} ms  {row['best']}: {row['reason']}")
+    if len(shown) > limit:
+        lines.append(f"... {len(shown) - limit} more kinds of layers; --json has every layer")
+    return lines
+
+
+@script_command("estimate", required=False)
+@click.option("--target", default="auto", metavar="NAME", help="A GPU of `autoprec targets`, cpu, or FILE.yaml:NAME.")
+@click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are compared.")
+@click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32", help="Cost at scaled shapes.")
+@click.option("--graph", type=click.Path(path_type=Path), help="A step saved by `autoprec inspect --save`.")
+@click.option("--config", default="", metavar="NAME|FILE", help="A decoder's config.json, or a preset: llama3-70b.")
+@click.option("--batch", default=1, show_default=True, metavar="N", help="With --config: sequences per device.")
+@click.option("--seq", default=8192, show_default=True, metavar="N", help="With --config: tokens per sequence.")
+@click.option("--eager", is_flag=True, help="The script is not compiled: nothing is fused, every launch is paid.")
+@click.option("--calibration", type=click.Path(path_type=Path), help="A file written by `autoprec calibrate`.")
+@click.option("--threshold", default=0.03, show_default=True, metavar="X", help="Smallest bound worth a search.")
+@click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Until the first training step.")
+@click.option("--json", "as_json", is_flag=True, help="Everything as JSON on stdout.")
+def estimate(
+    script: tuple[str, ...],
+    target: str,
+    space: str,
+    cost_scale: str,
+    graph: Path | None,
+    config: str,
+    batch: int,
+    seq: int,
+    eager: bool,
+    calibration: Path | None,
+    threshold: float,
+    timeout: float,
+    as_json: bool,
+) -> int:
+    """Say what a precision policy could gain for SCRIPT on a target, where, and why not."""
+    from autoprec.cost import CostModel, CostScale
+    from autoprec.cost.calibration import load_calibration
+    from autoprec.search.problem import Problem
+    from autoprec.search.targeting import resolve_target
+    from autoprec.space import default_space, load_space
+
+    scale = CostScale.parse(cost_scale) if cost_scale else None
+    measured = load_calibration(calibration) if calibration else None
+    if target != "auto":
+        resolve_target(target, "cpu")  # an unknown name is refused before the script is started
+    report, device = _graph(script, graph, config, batch, seq, timeout)
+    if not report.tunable:
+        raise NothingAcceptableError(
+            "there is no trainable GEMM to tune", fix="`autoprec inspect` lists every operator and why"
+        )
+    found, _ = resolve_target(target, device)
+    model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured)
+    chosen = load_space(space) if space else default_space(found.name)
+    problem = Problem.build(report, chosen, model.can_run)
+    plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
+    verdict = model.verdict(plans, threshold=threshold)
+    step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
+    if as_json:
+        document = {
+            "target": found.name,
+            "space": chosen.name,
+            "cost_scale": cost_scale,
+            "verdict": verdict.to_json(),
+            "step": step.to_json(),
+            "source": "modelled",
+        }
+        click.echo(json.dumps(document))
+    else:
+        click.echo("\n".join(_lines(verdict, step, 12)))
+    sys.stdout.flush()
+    return 0

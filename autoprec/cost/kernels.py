@@ -1,0 +1,177 @@
+"""Time of one GEMM and of the quantisation around it, on a GPU: max(compute, traffic) + launch.
+
+After torchao's ``roofline_utils`` (GEMM = max(FLOPs / peak, bytes / bandwidth); casts = counted reads and writes per
+recipe), with three additions: how full the device is (tiles against units), casts per operand and layout as Transformer
+Engine and torchao run them, and a fixed cost per quantised operand, which decides small layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoprec.cost.rates import Rates
+from autoprec.cost.scale import GemmWork
+from autoprec.hardware import Target, recipe_family
+from autoprec.policy.schema import LayerPlan
+from autoprec.recipes import Gemm, Recipe
+
+__all__ = ["LayerCost", "cast_traffic", "gemm_seconds", "kept_family", "layer_cost", "operand_bytes"]
+
+_AUTOCAST = {"bf16": Recipe(format="bf16"), "fp16": Recipe(format="fp16"), "fp32": Recipe(format="fp32")}
+_TILE = 128
+_SPLIT_K = 2048
+_OPERAND_BYTES = {"fp32": 4.0, "tf32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0, "mxfp8": 1.03125, "nvfp4": 0.5625}
+#: The first GEMM that uses an operand reads it along one dimension, the second along the other.
+_USES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("input", ("fprop", "wgrad")),
+    ("weight", ("fprop", "dgrad")),
+    ("grad_output", ("dgrad", "wgrad")),
+)
+
+
+def operand_bytes(family: str) -> float:
+    """Return bytes per value of a GEMM operand, scales included."""
+    return _OPERAND_BYTES.get(family, 1.0)
+
+
+def gemm_seconds(target: Target, rates: Rates, family: str, m: int, k: int, n: int, batch: int = 1) -> float:
+    """Return the time of one GEMM ``[m, k] x [k, n]`` with a 16-bit (or 32-bit) result."""
+    peak, capability = target.peak(family), target.recipes.get(family)
+    if not peak or (capability is not None and not capability.ok):
+        return float("inf")
+    tiles = -(-m // _TILE) * -(-n // _TILE) * batch * max(1.0, k / _SPLIT_K)
+    fill = tiles / (tiles + 0.5 * target.units)
+    compute = 2.0 * m * k * n * batch / (peak * rates.gemm.get(family, 0.6) * fill)
+    size = operand_bytes(family)
+    moved = batch * (size * (m * k + k * n) + (4.0 if family in ("fp32", "tf32") else 2.0) * m * n)
+    return max(compute, moved / (target.bandwidth * rates.bandwidth)) + rates.launch_us * 1e-6
+
+
+def cast_traffic(family: str, uses: int, second_only: bool, source: float, layouts: int) -> tuple[float, int]:
+    """Return bytes moved per value and the number of kernels that quantise one operand.
+
+    Args:
+        family: of the recipe.
+        uses: 1 or 2, how many of the operand's two reduction dimensions are used.
+        second_only: with one use, whether it is the second dimension (needs a transpose or a column pass).
+        source: bytes per value of the high-precision operand.
+        layouts: copies a per-tensor 8-bit operand needs for two uses.
+    """
+    copies = float(min(uses, layouts))
+    if family == "fp8_tensor":  # amax pass, then cast (and transpose)
+        return source + source + copies, 2
+    if family == "fp8_delayed":  # the scale is known: one pass, amax on the way
+        return source + copies, 1
+    if family in ("fp8_row", "int8"):  # along the row: one fused pass; along the column: amax pass + cast
+        along_row = 0 if second_only else 1
+        along_column = uses - along_row
+        return along_row * (source + 1.0) + along_column * (2 * source + 1.0), along_row + 2 * along_column
+    if family == "fp8_block":  # one pass writes both layouts, scales are 4 bytes per 128
+        return source + uses * (1.0 + 4.0 / 128), 1
+    if family == "mxfp8":  # one pass writes both layouts; a small kernel arranges the scales
+        return source + uses * (1.0 + 1.0 / 32), 2
+    if family == "nvfp4":  # amax pass, then cast with Hadamard and rounding
+        return 2 * source + uses * (0.5 + 1.0 / 16), 3
+    return 0.0, 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """Seconds of one layer in one step, split into GEMMs and casts, with its kernel count and GEMM error."""
+
+    gemm: float
+    cast: float
+    kernels: float
+    error: float
+
+    @property
+    def seconds(self) -> float:
+        """GEMMs and casts together."""
+        return self.gemm + self.cast
+
+
+def _source_bytes(operand: str, activations: str, script: str) -> float:
+    if operand == "weight":
+        return 2.0 if script in ("bf16", "fp16") and activations == "keep" else 4.0
+    return 2.0 if (script if activations == "keep" else activations) in ("bf16", "fp16") else 4.0
+
+
+def kept_family(activations: str, script: str) -> str:
+    """Return the family in which a layer without a recipe runs."""
+    return script if activations == "keep" else activations
+
+
+def _operand_cast(
+    target: Target, rates: Rates, elements: float, wanted: Mapping[Recipe, list[int]], source: float
+) -> tuple[float, float]:
+    """Return seconds and kernels that cast one operand for all recipes that use it."""
+    seconds = kernels = 0.0
+    for recipe, uses in wanted.items():
+        family = recipe_family(recipe)
+        if recipe.scaled:
+            moved, count = cast_traffic(family, len(uses), uses == [1], source, target.layouts)
+            fixed = rates.quantise_us.get(family, 5.0) * 1e-6
+            speed = rates.cast.get(family, 0.5)
+        else:
+            size = operand_bytes(family)
+            if size >= source:
+                continue
+            moved, count, fixed, speed = source + size, 1, rates.launch_us * 1e-6, rates.bandwidth
+        seconds += elements * moved / (target.bandwidth * speed) + fixed
+        kernels += count
+    return seconds, kernels
+
+
+def layer_cost(
+    target: Target,
+    rates: Rates,
+    work: GemmWork,
+    plan: LayerPlan,
+    *,
+    activations: str = "keep",
+    script: str = "fp32",
+    weight_reuse: float = 1.0,
+) -> LayerCost:
+    """Return the time of one layer's GEMMs and casts under a plan.
+
+    Args:
+        target: the device.
+        rates: what it reaches.
+        work: the layer's shapes.
+        plan: a recipe per GEMM; ``None`` runs in the dtype of the script or of ``activations``.
+        activations: autocast dtype around the model, or keep.
+        script: dtype in which the script itself runs this layer.
+        weight_reuse: how many calls share one cast of the weight (gradient accumulation with cached casts).
+    """
+    kept = kept_family(activations, script)
+    gemm_time = error = 0.0
+    recipes: dict[str, Recipe | None] = {}
+    for role in work.roles:
+        gemm: Gemm = "fprop" if role == "recompute" else role  # type: ignore[assignment]
+        recipe = plan.recipe(gemm)
+        family = kept if recipe is None else recipe_family(recipe)
+        seconds = gemm_seconds(target, rates, family, *work.dims(role), batch=work.batch)
+        gemm_time += seconds
+        error += seconds * rates.error.get(family, 0.2)
+        if recipe is None and activations != "keep":
+            recipe = _AUTOCAST[activations]
+        recipes[gemm] = recipe
+    cast = kernels = 0.0
+    for operand, gemms in _USES:
+        wanted: dict[Recipe, list[int]] = {}
+        for index, name in enumerate(gemms):
+            chosen = recipes.get(name)
+            if chosen is not None:
+                wanted.setdefault(chosen, []).append(index)
+        source = _source_bytes(operand, activations, script)
+        spent, count = _operand_cast(target, rates, work.elements(operand), wanted, source)
+        share = 1.0 / weight_reuse if operand == "weight" else 1.0
+        cast += spent * share
+        kernels += count * share
+    return LayerCost(
+        gemm=gemm_time * work.copies,
+        cast=cast * work.copies,
+        kernels=(kernels + len(work.roles)) * work.copies,
+        error=error / gemm_time if gemm_time else 0.2,
+    )

@@ -1,0 +1,252 @@
+"""The cost model: time and memory of one training step under a plan, on a target that need not be here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autoprec.cost.cpu import CpuCost, cpu_rates
+from autoprec.cost.estimate import StepEstimate
+from autoprec.cost.kernels import LayerCost, layer_cost
+from autoprec.cost.memory import memory_bytes
+from autoprec.cost.rates import Rates, default_rates
+from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
+from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
+from autoprec.cost.verdict import Verdict, judge
+from autoprec.graph.report import GraphReport, Layer
+from autoprec.hardware import Target, alignment, recipe_family
+from autoprec.policy.schema import LayerPlan, OptimizerPolicy
+from autoprec.recipes import Recipe
+
+__all__ = ["CostModel", "StepEstimate"]
+
+_KEEP = LayerPlan()
+_NO_CONV = ("fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8")
+
+
+class CostModel:
+    """Time and memory of one recorded step on a target, under any plan.
+
+    Args:
+        report: the recorded step.
+        target: the device.
+        scale: shapes of a larger model, see :class:`CostScale`.
+        compiled: whether the script's pointwise work is fused by a compiler.
+        calibration: measured rates over the defaults, as :func:`autoprec.cost.calibration.load_calibration` reads.
+        weight_reuse: calls that share one cast of a weight (gradient accumulation with cached casts).
+
+    ``estimate`` looks up what it has computed before, so that a search may ask thousands of times.
+    """
+
+    def __init__(
+        self,
+        report: GraphReport,
+        target: Target,
+        *,
+        scale: CostScale | None = None,
+        compiled: bool = True,
+        calibration: Mapping[str, Any] | None = None,
+        weight_reuse: float = 1.0,
+    ) -> None:
+        self.report, self.target, self.scale = report, target, scale or CostScale()
+        self.compiled, self.weight_reuse = compiled, weight_reuse
+        self.rates: Rates = default_rates(target)
+        self._cpu: CpuCost | None = None
+        if target.is_cpu:
+            measured, label = cpu_rates()
+            self._cpu, self.rates = CpuCost(measured), replace(self.rates, label=label)
+        elif calibration:
+            self.rates = self.rates.merged(calibration.get("rates", {}), str(calibration.get("label", "calibrated")))
+        self._layers: dict[str, Layer] = {layer.name: layer for layer in report.layers}
+        self._works: dict[str, tuple[GemmWork, ...]] = {
+            layer.name: layer_works(layer, self.scale) for layer in report.layers
+        }
+        self._script = {layer.name: short_dtype(layer.dtype) for layer in report.layers}
+        self._rest_operators = rest_operators(report)
+        self.parameters = scaled_parameters(report, self.scale)
+        self._known: dict[int, tuple[Recipe, int]] = {}
+        self._recipes: dict[Recipe, int] = {}
+        self._costs: dict[tuple[str, int, int, int, str], LayerCost] = {}
+        self._rests: dict[tuple[str, str], RestCost] = {}
+
+    @property
+    def label(self) -> str:
+        """What the figures rest on."""
+        scaled = self.scale.describe()
+        return self.rates.label + (f", at scale {scaled}" if scaled else "")
+
+    def _index(self, recipe: Recipe | None) -> int:
+        if recipe is None:
+            return -1
+        hit = self._known.get(id(recipe))
+        if hit is not None:
+            return hit[1]
+        if len(self._known) > 20_000:
+            self._known.clear()
+        number = self._recipes.setdefault(recipe, len(self._recipes))
+        self._known[id(recipe)] = (recipe, number)
+        return number
+
+    def works(self, name: str) -> tuple[GemmWork, ...]:
+        """Return the GEMMs of a layer at the scaled shapes."""
+        return self._works[name]
+
+    def layer_cost(self, name: str, plan: LayerPlan, activations: str = "keep") -> LayerCost:
+        """Return seconds of one layer's GEMMs and casts in one step (all calls, all repeats of scaled depth).
+
+        Raises:
+            KeyError: the report has no such layer.
+        """
+        key = (name, self._index(plan.fprop), self._index(plan.dgrad), self._index(plan.wgrad), activations)
+        found = self._costs.get(key)
+        if found is None:
+            found = self._costs[key] = self._layer_cost(name, plan, activations)
+        return found
+
+    def _layer_cost(self, name: str, plan: LayerPlan, activations: str) -> LayerCost:
+        script = self._script[name]
+        if self._cpu is not None:
+            on_cpu = self._cpu
+            parts = [
+                on_cpu.layer_cost(work, plan, activations=activations, script=script) for work in self._works[name]
+            ]
+        else:
+            parts = self._gpu_layer_cost(name, plan, activations)
+        gemm = sum(part.gemm for part in parts)
+        weighted = sum(part.gemm * part.error for part in parts)
+        return LayerCost(
+            gemm=gemm,
+            cast=sum(part.cast for part in parts),
+            kernels=sum(part.kernels for part in parts),
+            error=weighted / gemm if gemm else 0.2,
+        )
+
+    def _gpu_layer_cost(self, name: str, plan: LayerPlan, activations: str) -> list[LayerCost]:
+        return [
+            layer_cost(
+                self.target,
+                self.rates,
+                work,
+                plan,
+                activations=activations,
+                script=self._script[name],
+                weight_reuse=self.weight_reuse,
+            )
+            for work in self._works[name]
+        ]
+
+    def layer_time_ms(self, name: str, plan: LayerPlan, activations: str = "keep") -> float:
+        """Return milliseconds of one layer's GEMMs and casts: the additive part of a step's time."""
+        return self.layer_cost(name, plan, activations).seconds * 1e3
+
+    def rest(self, activations: str = "keep", attention: str = "keep") -> RestCost:
+        """Return the time of everything that is no layer's GEMM."""
+        found = self._rests.get((activations, attention))
+        if found is None:
+            found = self._rests[(activations, attention)] = self._rest(activations, attention)
+        return found
+
+    def _rest(self, activations: str, attention: str) -> RestCost:
+        if self._cpu is not None:
+            return self._cpu.rest_cost(self._rest_operators, self.scale, activations=activations, attention=attention)
+        plain = rest_cost(
+            self.target,
+            self.rates,
+            self._rest_operators,
+            self.scale,
+            activations=activations,
+            compiled=self.compiled,
+        )
+        if attention == "keep":
+            return plain
+        other = rest_cost(
+            self.target,
+            self.rates,
+            self._rest_operators,
+            self.scale,
+            activations="keep" if attention == "fp32" else attention,
+            compiled=self.compiled,
+        )
+        return RestCost({**plain.seconds, "attention": other.seconds["attention"]}, plain.kernels, plain.operators)
+
+    def estimate(
+        self,
+        plans: Mapping[str, LayerPlan],
+        *,
+        activations: str = "keep",
+        attention: str = "keep",
+        optimizer: OptimizerPolicy | None = None,
+    ) -> StepEstimate:
+        """Return time and memory of one step; layers that ``plans`` does not name keep the script's dtype."""
+        gemm = cast = kernels = error = 0.0
+        for name in self._layers:
+            cost = self.layer_cost(name, plans.get(name, _KEEP), activations)
+            gemm += cost.gemm
+            cast += cost.cast
+            kernels += cost.kernels
+            error += cost.error * cost.seconds
+        rest = self.rest(activations, attention)
+        state = optimizer or OptimizerPolicy()
+        update = self._update_seconds(state)
+        gaps = 0.0 if self._cpu else rest.kernels * self.rates.launch_us * 1e-6
+        others = sum(rest.seconds.values()) + gaps + update
+        device = gemm + cast + others
+        launch = 0.0 if self._cpu else max(0.0, self._host_seconds(kernels, rest) - device)
+        total = device + launch
+        width = (error + self.rates.error.get("rest", 0.35) * (others + launch)) / total if total else 0.0
+        breakdown = {"gemm": gemm, "quantise": cast, **rest.seconds, "optimizer": update}
+        breakdown["launch"] = launch + gaps
+        return StepEstimate(
+            time_ms=total * 1e3,
+            low_ms=total * (1.0 - min(0.9, width)) * 1e3,
+            high_ms=total * (1.0 + width) * 1e3,
+            memory_bytes=memory_bytes(self.report, self.scale, self.parameters, activations, state),
+            breakdown={key: value * 1e3 for key, value in breakdown.items()},
+            label=self.label,
+        )
+
+    def _update_seconds(self, state: OptimizerPolicy) -> float:
+        if self._cpu is not None:
+            return self._cpu.update_seconds(self.parameters, 3.0 * len(self._layers) * self.scale.depth)
+        moved = self.parameters * optimizer_bytes(state)[1] * (1.0 if self.compiled else 1.6)
+        return moved / (self.target.bandwidth * self.rates.bandwidth)
+
+    def _host_seconds(self, kernels: float, rest: RestCost) -> float:
+        """Return the CPU time that launching a step takes: what small models are bound by."""
+        launched = (kernels + rest.kernels) * 0.5 if self.compiled else kernels + rest.operators
+        return launched * self.rates.host_us * 1e-6
+
+    def can_run(self, layer: Layer | str, recipe: Recipe | None) -> tuple[bool, str]:
+        """Say whether the target runs a layer under a recipe at the scaled shapes, and why (not)."""
+        if isinstance(layer, str):
+            layer = self._layers[layer]
+        if recipe is None:
+            return True, ""
+        device = self.target.can_run(recipe)
+        if not device.ok:
+            return False, device.reason
+        family = recipe_family(recipe)
+        if layer.kind == "conv" and family in _NO_CONV:
+            return False, f"no {family} convolution kernel exists in the backends: convolutions run in 16 bits"
+        if layer.kind == "rnn" and family in _NO_CONV:
+            return False, "recurrent layers run in the library's own kernels: 16 bits at least"
+        if self.target.is_cpu:
+            return True, device.reason
+        multiple = alignment(family)
+        for work in self._works.get(layer.name, ()):
+            for what, size in (("in_features", work.inp), ("out_features", work.out), ("tokens", work.tokens)):
+                if size % multiple:
+                    return False, f"{what} {size} is no multiple of {multiple}, which {family} needs"
+        return True, device.reason
+
+    def verdict(
+        self,
+        plans_by_choice: Mapping[str, Mapping[str, LayerPlan]],
+        *,
+        activations: str | None = None,
+        baseline: str | None = None,
+        threshold: float = 0.03,
+    ) -> Verdict:
+        """Say what could be gained at most, where, and whether a search is worth it: :func:`.verdict.judge`."""
+        return judge(self, plans_by_choice, activations=activations, baseline=baseline, threshold=threshold)

@@ -1,0 +1,116 @@
+"""Everything of a step that no policy decides per layer: attention, norms, pointwise, optimizer, launches.
+
+Traffic is what the recorder counted (unique inputs and outputs of each operator), scaled to the asked shapes;
+compiled code fuses pointwise chains, so it moves less and launches less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autoprec.cost.rates import Rates
+from autoprec.cost.scale import CostScale, in_block, short_dtype
+from autoprec.graph.report import GraphReport, Operator
+from autoprec.hardware import Target
+from autoprec.policy.schema import OptimizerPolicy
+
+__all__ = ["OTHER", "RestCost", "category", "optimizer_bytes", "rest_cost", "rest_operators"]
+
+#: Categories of the breakdown, beside gemm, quantise, optimizer, communication and launch.
+OTHER = ("attention", "norm", "pointwise", "other")
+_CATEGORY = {
+    "attention": "attention",
+    "softmax": "attention",
+    "norm": "norm",
+    "follow": "pointwise",
+    "pointwise": "pointwise",
+    "transcendental": "pointwise",
+    "cast": "pointwise",
+}
+#: Share of traffic and of kernels that is left when pointwise chains and norms are fused by a compiler.
+_FUSED_TRAFFIC = {"pointwise": 0.45, "norm": 0.6, "attention": 0.9, "other": 0.8}
+_FUSED_KERNELS = {"pointwise": 0.3, "norm": 0.5, "attention": 1.0, "other": 0.6}
+_WEIGHT_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "bf16_stochastic": 2.0, "bf16_kahan": 4.0, "e4m3_master": 3.0}
+_EXP_AVG_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0}
+_GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0}
+_EXP_AVG_SQ_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "e4m3_block": 1.03, "int8_block": 1.03}
+
+
+def category(cls: str) -> str:
+    """Return the category of the breakdown for an operator class."""
+    return _CATEGORY.get(cls, "attention" if cls in ("gemm", "conv") else "other")
+
+
+def rest_operators(report: GraphReport) -> list[Operator]:
+    """Return the operators that are no GEMM of a layer and touch memory."""
+    weights = {layer.weight for layer in report.layers}
+    names = {layer.name for layer in report.layers}
+    out = []
+    for operator in report.operators:
+        own = operator.cls in ("gemm", "conv") and (operator.weight in weights or operator.module in names)
+        if not own and operator.cls != "view" and (operator.bytes or operator.flops):
+            out.append(operator)
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class RestCost:
+    """Seconds by category, and how many kernels (compiled or not) and eager operators they are."""
+
+    seconds: dict[str, float]
+    kernels: float
+    operators: float
+
+
+def growth(operator: Operator, scale: CostScale) -> tuple[float, float]:
+    """Return the factors of FLOPs and of bytes from the recorded operator to the scaled model."""
+    depth = scale.depth if in_block(operator.module) else 1.0
+    kind = category(operator.cls)
+    if kind == "attention" and operator.cls != "softmax":
+        return scale.tokens * scale.seq * scale.width * depth, scale.tokens * scale.width * depth
+    if operator.cls == "softmax":
+        return scale.tokens * scale.seq * depth, scale.tokens * scale.seq * depth
+    if operator.cls == "loss":  # over the vocabulary, which does not widen
+        return scale.tokens, scale.tokens
+    return scale.tokens * scale.width * depth, scale.tokens * scale.width * depth
+
+
+def rest_cost(
+    target: Target,
+    rates: Rates,
+    operators: Iterable[Operator],
+    scale: CostScale,
+    *,
+    activations: str = "keep",
+    compiled: bool = True,
+) -> RestCost:
+    """Return the time of what is not a layer's GEMM, on a GPU."""
+    seconds = dict.fromkeys(OTHER, 0.0)
+    kernels = count = 0.0
+    speed = target.bandwidth * rates.bandwidth
+    for operator in operators:
+        kind = category(operator.cls)
+        more_flops, more_bytes = growth(operator, scale)
+        moved = operator.bytes * more_bytes
+        wide = not operator.dtypes or short_dtype(operator.dtypes[0]) == "fp32"
+        if activations != "keep" and wide and kind in ("pointwise", "attention") and operator.cls != "softmax":
+            moved *= 0.5
+        if compiled:
+            moved *= _FUSED_TRAFFIC[kind]
+        time = moved / speed
+        if kind == "attention" and operator.cls != "softmax":
+            family = "bf16" if activations != "keep" or not wide else "tf32"
+            peak = target.peak(family) or target.peak("fp32")
+            time = max(time, operator.flops * more_flops / (peak * rates.attention))
+        seconds[kind] += time
+        depth = scale.depth if in_block(operator.module) else 1.0
+        kernels += depth * (_FUSED_KERNELS[kind] if compiled else 1.0)
+        count += depth
+    return RestCost(seconds, kernels, count)
+
+
+def optimizer_bytes(policy: OptimizerPolicy) -> tuple[float, float]:
+    """Return bytes per parameter stored (weights and states) and moved by one Adam step (reads and writes)."""
+    stored = _WEIGHT_BYTES[policy.weights] + _EXP_AVG_BYTES[policy.exp_avg] + _EXP_AVG_SQ_BYTES[policy.exp_avg_sq]
+    return stored, 2.0 * stored + _GRADIENT_BYTES[policy.gradients]

@@ -1,0 +1,216 @@
+"""A decoder's training step written down from its configuration, without a model: shapes, FLOPs and traffic.
+
+For planning on paper (a 70B model on a laptop) and for the published end-to-end figures the model is scored on.
+Reads the keys of a Hugging Face ``config.json`` of Llama, Mistral, Qwen2/3 and GPT-2 style decoders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autoprec.errors import FileError
+from autoprec.files import read_document
+from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
+
+__all__ = ["PRESETS", "DecoderConfig", "decoder_report", "load_config"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Sizes of a decoder-only transformer.
+
+    Attributes:
+        hidden, layers, heads, kv_heads, head_dim, intermediate, vocab: sizes.
+        gated: the MLP has a gate and an up projection (SwiGLU) beside the down projection.
+        tied: the head shares the embedding's weight.
+    """
+
+    hidden: int
+    layers: int
+    heads: int
+    intermediate: int
+    vocab: int
+    kv_heads: int = 0
+    head_dim: int = 0
+    gated: bool = True
+    tied: bool = False
+
+    @property
+    def q_size(self) -> int:
+        """Width of the queries."""
+        return self.heads * (self.head_dim or self.hidden // self.heads)
+
+    @property
+    def kv_size(self) -> int:
+        """Width of the keys (and of the values)."""
+        return (self.kv_heads or self.heads) * (self.head_dim or self.hidden // self.heads)
+
+
+#: Sizes of well-known decoders, from their published configurations.
+PRESETS: dict[str, DecoderConfig] = {
+    "llama3-8b": DecoderConfig(4096, 32, 32, 14336, 128256, kv_heads=8),
+    "llama3-70b": DecoderConfig(8192, 80, 64, 28672, 128256, kv_heads=8),
+    "llama3-405b": DecoderConfig(16384, 126, 128, 53248, 128256, kv_heads=8),
+    "gpt2": DecoderConfig(768, 12, 12, 3072, 50257, gated=False, tied=True),
+    "nanochat-d12": DecoderConfig(768, 12, 6, 3072, 32768, gated=False),
+    "nanochat-d26": DecoderConfig(1664, 26, 13, 6656, 32768, gated=False),
+}
+
+
+def load_config(path: Path | str) -> DecoderConfig:
+    """Read a Hugging Face ``config.json``.
+
+    Raises:
+        FileError: missing, malformed, or a size is absent.
+    """
+    document = read_document(path)
+
+    def size(*names: str, default: int | None = None) -> int:
+        for name in names:
+            value = document.get(name)
+            if isinstance(value, int) and value > 0:
+                return value
+        if default is not None:
+            return default
+        raise FileError(f"no {' or '.join(names)}", where=str(path), fix="is this the config.json of a decoder?")
+
+    hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
+    gated = "intermediate_size" in document and document.get("model_type", "llama") not in ("gpt2", "gpt_neox", "opt")
+    return DecoderConfig(
+        hidden=hidden,
+        layers=size("num_hidden_layers", "n_layer"),
+        heads=heads,
+        intermediate=size("intermediate_size", "n_inner", default=4 * hidden),
+        vocab=size("vocab_size"),
+        kv_heads=size("num_key_value_heads", default=heads),
+        head_dim=size("head_dim", default=hidden // heads),
+        gated=gated,
+        tied=bool(document.get("tie_word_embeddings", not gated)),
+    )
+
+
+def _layer(name: str, group: str, tokens: int, inp: int, out: int, flags: tuple[str, ...], recompute: bool) -> Layer:
+    gemms = [GemmCall("fprop", tokens, inp, out), GemmCall("dgrad", tokens, out, inp)]
+    gemms.append(GemmCall("wgrad", out, tokens, inp))
+    if recompute:
+        gemms.insert(1, GemmCall("recompute", tokens, inp, out))
+    return Layer(
+        name=name,
+        type="Linear",
+        kind="linear",
+        weight=f"{name}.weight",
+        group=group,
+        gemms=tuple(gemms),
+        parameters=inp * out,
+        tunable=True,
+        reason="matrix product with a weight",
+        flags=flags,
+        flops={gemm.role: gemm.flops for gemm in gemms},
+        dtype="bf16",
+    )
+
+
+class _Operators:
+    """Collects operators of one module, forward and backward."""
+
+    def __init__(self, bytes_per_value: int = 2) -> None:
+        self.rows: list[Operator] = []
+        self.size = bytes_per_value
+
+    def add(self, module: str, op: str, cls: str, values: float, *, flops: float = 0.0, dtype: str = "bf16") -> None:
+        """Add an operator that moves ``values`` values forward; backward moves 1.5 times that, 2.5 times the FLOPs."""
+        for phase, traffic, work in (("forward", 1.0, 1.0), ("backward", 1.5, 2.5)):
+            self.rows.append(
+                Operator(
+                    name=f"{op}_{len(self.rows)}",
+                    module=module,
+                    op=op,
+                    phase=phase,
+                    cls=cls,
+                    precision="follow",
+                    reason="from the configuration",
+                    shapes=(),
+                    dtypes=(dtype,),
+                    flops=int(flops * work),
+                    bytes=int(values * traffic * self.size),
+                )
+            )
+
+
+def _block_operators(out: _Operators, prefix: str, c: DecoderConfig, tokens: int, seq: int) -> None:
+    wide = float(tokens) * c.hidden
+    qkv = float(tokens) * (c.q_size + 2 * c.kv_size)
+    out.add(f"{prefix}.input_layernorm", "rms_norm", "norm", 2 * wide)
+    out.add(f"{prefix}.self_attn", "rotary", "pointwise", 2 * qkv)
+    # causal: half of the score matrix
+    out.add(f"{prefix}.self_attn", "sdpa", "attention", qkv + tokens * c.q_size, flops=2.0 * tokens * seq * c.q_size)
+    out.add(prefix, "add", "pointwise", 3 * wide)
+    out.add(f"{prefix}.post_attention_layernorm", "rms_norm", "norm", 2 * wide)
+    inner = float(tokens) * c.intermediate
+    out.add(f"{prefix}.mlp", "silu_mul" if c.gated else "gelu", "pointwise", (3 if c.gated else 2) * inner)
+    out.add(prefix, "add", "pointwise", 3 * wide)
+
+
+def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: bool = False) -> GraphReport:
+    """Return the step of a decoder trained in bf16 on ``batch`` sequences of ``seq`` tokens.
+
+    Args:
+        config: sizes.
+        batch, seq: of one device and step.
+        recompute: activation checkpointing of every block (each forward GEMM runs twice).
+    """
+    tokens, h = batch * seq, config.hidden
+    layers: list[Layer] = []
+    groups: dict[str, tuple[str, ...]] = {}
+    operators = _Operators()
+    operators.add("model.embed_tokens", "embedding", "embedding", 2.0 * tokens * h)
+    for index in range(config.layers):
+        prefix = f"model.layers.{index}"
+        shapes = [("self_attn.q_proj", "qkv", h, config.q_size), ("self_attn.k_proj", "qkv", h, config.kv_size)]
+        shapes += [("self_attn.v_proj", "qkv", h, config.kv_size), ("self_attn.o_proj", "o", config.q_size, h)]
+        if config.gated:
+            shapes.append(("mlp.gate_proj", "gate_up", h, config.intermediate))
+        shapes += [
+            ("mlp.up_proj", "gate_up", h, config.intermediate),
+            ("mlp.down_proj", "down", config.intermediate, h),
+        ]
+        for name, group, inp, out in shapes:
+            full = f"{prefix}.{group}"
+            layers.append(_layer(f"{prefix}.{name}", full, tokens, inp, out, (), recompute))
+            groups[full] = (*groups.get(full, ()), f"{prefix}.{name}")
+        _block_operators(operators, prefix, config, tokens, seq)
+    operators.add("model.norm", "rms_norm", "norm", 2.0 * tokens * h)
+    layers.append(_layer("lm_head", "lm_head", tokens, h, config.vocab, ("head",), False))
+    groups["lm_head"] = ("lm_head",)
+    operators.add("", "cross_entropy", "loss", 3.0 * tokens * config.vocab, dtype="bf16")
+    weights = sum(layer.parameters for layer in layers) + (0 if config.tied else config.vocab * h)
+    weights += (2 * config.layers + 1) * h
+    per_token = h * 4 + config.q_size * 2 + 2 * config.kv_size + (3 if config.gated else 2) * config.intermediate
+    saved = tokens * config.layers * (2 * h if recompute else 2 * per_token + 2 * h) + tokens * config.vocab * 4
+    return GraphReport(
+        model={"class": "Decoder", "parameters": weights, "fingerprint": ""},
+        layers=tuple(layers),
+        operators=tuple(operators.rows),
+        groups=groups,
+        total_flops=sum(layer.total_flops for layer in layers) + sum(row.flops for row in operators.rows),
+        tunable_flops_share=1.0,
+        batch={"samples": batch, "tokens": tokens},
+        memory={
+            "parameters": weights * 4,
+            "gradients": weights * 4,
+            "optimizer": weights * 8,
+            "saved_for_backward": saved,
+        },
+        notes=("from the configuration: no model was run",),
+        source="analytic",
+    )
+
+
+def config_from(value: str | Mapping[str, Any]) -> DecoderConfig:
+    """Return a preset by name, or the configuration in a file."""
+    if isinstance(value, Mapping):
+        return DecoderConfig(**value)
+    return PRESETS[value] if value in PRESETS else load_config(value)

@@ -1,0 +1,339 @@
+"""Target hardware as frozen data: dense peaks, memory, links, and what each architecture can multiply, with sources.
+
+The figures live in ``targets.yaml`` beside this file; a user adds GPUs with a file of the same shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autoprec.errors import FileError, UnknownNameError
+from autoprec.files import read_document
+from autoprec.recipes import Recipe
+
+__all__ = [
+    "FAMILIES",
+    "TARGETS",
+    "Capability",
+    "Target",
+    "alignment",
+    "by_device_name",
+    "load_targets",
+    "recipe_family",
+    "target",
+    "target_from_dict",
+]
+
+SCHEMA = "autoprec.targets/1"
+
+#: Recipe families: what decides which kernel runs and what quantising costs.
+FAMILIES = (
+    "fp32",
+    "tf32",
+    "bf16",
+    "fp16",
+    "fp8_tensor",
+    "fp8_delayed",
+    "fp8_row",
+    "fp8_block",
+    "mxfp8",
+    "nvfp4",
+    "int8",
+)
+_ALWAYS = ("fp32", "tf32", "bf16", "fp16")
+#: family -> every GEMM dimension must be a multiple of this (Transformer Engine's and torch._scaled_mm's run-time
+#: checks: 16 bytes per row for 8 bits, whole blocks for block scaling, 32 for MX).
+_ALIGNMENT = {
+    "fp8_tensor": 16,
+    "fp8_delayed": 16,
+    "fp8_row": 16,
+    "fp8_block": 128,
+    "mxfp8": 32,
+    "nvfp4": 32,
+    "int8": 16,
+}
+
+
+def recipe_family(recipe: Recipe) -> str:
+    """Return the family (one of :data:`FAMILIES`) of a recipe."""
+    if recipe.format != "fp8":
+        return recipe.format
+    scaling = recipe.scaling
+    if scaling is None or scaling.scale == "delayed":
+        return "fp8_delayed" if scaling is not None else "fp8_tensor"
+    return f"fp8_{scaling.granularity}"
+
+
+def alignment(family: str) -> int:
+    """Return what M, K and N must be a multiple of for a GEMM of this family on a GPU."""
+    return _ALIGNMENT.get(family, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """Whether an architecture multiplies a recipe family, why (not), and which toolkit it needs."""
+
+    ok: bool
+    reason: str = ""
+    needs: str = ""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One device the cost model knows.
+
+    Attributes:
+        peaks: dense TFLOP/s by format (fp32, tf32, bf16, fp16, fp8, mxfp8, nvfp4, int8), FP32 accumulation.
+        units: streaming multiprocessors or compute units (how many GEMM tiles run at once).
+        memory_bytes, bandwidth: bytes, and bytes per second.
+        links: bytes per second, per GPU and direction: ``scale_up`` inside a node, ``scale_out`` between nodes.
+        layouts: copies an 8-bit operand needs that is used along both its dimensions (2 where the GEMM takes
+            operands contiguous along K only).
+        recipes: family -> :class:`Capability`.
+        source, date: where the figures come from, and their date.
+    """
+
+    name: str
+    title: str
+    vendor: str
+    architecture: str
+    capability: str
+    peaks: Mapping[str, float]
+    units: int
+    memory_bytes: int
+    bandwidth: float
+    links: Mapping[str, float]
+    layouts: int
+    recipes: Mapping[str, Capability]
+    match: tuple[str, ...] = ()
+    source: str = ""
+    date: str = ""
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def is_cpu(self) -> bool:
+        """True for the machine at hand used as a training device."""
+        return self.vendor == "cpu"
+
+    def peak(self, family: str) -> float:
+        """Return the dense peak of a family in FLOP/s; 0.0 when the device does not multiply it."""
+        fmt = "fp8" if family.startswith("fp8_") else family
+        return float(self.peaks.get(fmt, 0.0)) * 1e12
+
+    def can_run(self, recipe: Recipe | None) -> Capability:
+        """Say whether this device multiplies a recipe (``None``, keep, always does)."""
+        if recipe is None:
+            return Capability(True)
+        family = recipe_family(recipe)
+        if family in _ALWAYS:
+            if self.is_cpu or self.peak(family):
+                return Capability(True)
+            return Capability(False, f"{self.title} has no {family} peak in the table")
+        found = self.recipes.get(family, Capability(False, f"{self.title} lists no {family}"))
+        if found.ok and not self.is_cpu and not self.peak(family):
+            return Capability(False, f"{self.title} has no {family} peak in the table")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row ``autoprec targets --json`` prints."""
+        return {
+            "name": self.name,
+            "title": self.title,
+            "vendor": self.vendor,
+            "architecture": self.architecture,
+            "capability": self.capability,
+            "peaks_tflops": dict(self.peaks),
+            "memory_bytes": self.memory_bytes,
+            "bandwidth_bytes_per_s": self.bandwidth,
+            "links_bytes_per_s": dict(self.links),
+            "recipes": {name: {"ok": c.ok, "reason": c.reason, "needs": c.needs} for name, c in self.recipes.items()},
+            "source": self.source,
+            "date": self.date,
+            "notes": list(self.notes),
+        }
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _CapabilityEntry(_Strict):
+    ok: bool
+    reason: str = ""
+    needs: str = ""
+
+
+class _Architecture(_Strict):
+    source: str
+    layouts: int = Field(1, ge=1, le=2)
+    recipes: dict[str, _CapabilityEntry]
+
+
+class _Entry(_Strict):
+    title: str
+    vendor: Literal["nvidia", "amd", "other"]
+    architecture: str
+    capability: str
+    units: int = Field(gt=0)
+    memory: float = Field(gt=0, description="GB")
+    bandwidth: float = Field(gt=0, description="GB/s")
+    peaks: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"], float]
+    links: dict[Literal["scale_up", "scale_out"], float]
+    match: tuple[str, ...] = ()
+    source: str
+    date: str
+    notes: tuple[str, ...] = ()
+
+
+class _Table(_Strict):
+    schema_: Literal["autoprec.targets/1"] = Field(alias="schema")
+    sources: dict[str, str] = Field(default_factory=dict)
+    architectures: dict[str, _Architecture] = Field(default_factory=dict)
+    targets: dict[str, _Entry]
+
+
+def _build(table: _Table, architectures: Mapping[str, _Architecture], sources: Mapping[str, str]) -> dict[str, Target]:
+    out: dict[str, Target] = {}
+    for name, entry in table.targets.items():
+        if entry.architecture not in architectures:
+            raise UnknownNameError("architecture", entry.architecture, architectures, where=f"targets.{name}")
+        family = architectures[entry.architecture]
+        out[name] = Target(
+            name=name,
+            title=entry.title,
+            vendor=entry.vendor,
+            architecture=entry.architecture,
+            capability=entry.capability,
+            peaks={str(key): value for key, value in entry.peaks.items()},
+            units=entry.units,
+            memory_bytes=int(entry.memory * 1e9),
+            bandwidth=entry.bandwidth * 1e9,
+            links={key: value * 1e9 for key, value in entry.links.items()},
+            layouts=family.layouts,
+            recipes={key: Capability(c.ok, c.reason, c.needs) for key, c in family.recipes.items()},
+            match=entry.match,
+            source=sources.get(entry.source, entry.source),
+            date=entry.date,
+            notes=entry.notes,
+        )
+    return out
+
+
+@lru_cache(maxsize=1)
+def _packaged() -> _Table:
+    return _Table.model_validate(read_document(Path(__file__).with_name("targets.yaml")))
+
+
+def target_from_dict(document: Mapping[str, Any], *, where: str = "targets") -> dict[str, Target]:
+    """Build targets from a document of the schema ``autoprec.targets/1``; packaged architectures may be named.
+
+    Raises:
+        FileError: not valid.
+        UnknownNameError: an architecture nobody knows.
+    """
+    try:
+        table = _Table.model_validate(document)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise FileError(
+            f"{place}: {first['msg']}", where=where, fix="see docs/targets.md for the fields of a target"
+        ) from error
+    base = _packaged()
+    return _build(table, {**base.architectures, **table.architectures}, {**base.sources, **table.sources})
+
+
+def load_targets(path: Path | str) -> dict[str, Target]:
+    """Read a user's own targets from a YAML or JSON file.
+
+    Raises:
+        FileError: missing, unreadable, or not valid.
+    """
+    return target_from_dict(read_document(path), where=str(path))
+
+
+def _cpu() -> Target:
+    """Return this machine as a target; its rates are measured, not looked up (:mod:`autoprec.cost.cpu`)."""
+    import os
+
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return Target(
+        name="cpu",
+        title="this machine's CPU",
+        vendor="cpu",
+        architecture="cpu",
+        capability="",
+        peaks={},
+        units=os.cpu_count() or 1,
+        memory_bytes=int(pages),
+        bandwidth=0.0,
+        links={},
+        layouts=1,
+        recipes={
+            key: Capability(c.ok, c.reason, c.needs) for key, c in _packaged().architectures["cpu"].recipes.items()
+        },
+        source="rates are fitted by a micro-benchmark on this machine and cached",
+        date="",
+    )
+
+
+class _Targets(Mapping[str, Target]):
+    """The packaged table, read on first use (importing this module reads no file)."""
+
+    def __init__(self) -> None:
+        self._table: dict[str, Target] = {}
+
+    def _loaded(self) -> dict[str, Target]:
+        if not self._table:
+            base = _packaged()
+            self._table = {**_build(base, base.architectures, base.sources), "cpu": _cpu()}
+        return self._table
+
+    def __getitem__(self, name: str) -> Target:
+        return self._loaded()[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._loaded())
+
+    def __len__(self) -> int:
+        return len(self._loaded())
+
+
+TARGETS: Mapping[str, Target] = _Targets()
+
+
+def target(name: str) -> Target:
+    """Return a packaged target by name, case-insensitively, or one from ``FILE.yaml`` / ``FILE.yaml:name``.
+
+    Raises:
+        UnknownNameError: with the nearest valid name.
+        FileError: the file is missing or not valid.
+    """
+    path, _, inside = name.partition(":")
+    if path.endswith((".yaml", ".yml", ".json")):
+        own = load_targets(path)
+        if not inside and len(own) == 1:
+            return next(iter(own.values()))
+        if inside not in own:
+            raise UnknownNameError("target", inside, own, where=path)
+        return own[inside]
+    found = TARGETS.get(name.lower())
+    if found is None:
+        raise UnknownNameError("target", name, TARGETS)
+    return found
+
+
+def by_device_name(device: str) -> Target | None:
+    """Return the packaged target of a device name as CUDA or ROCm prints it, or None; the longest match wins."""
+    best: tuple[int, Target] | None = None
+    for entry in TARGETS.values():
+        for pattern in entry.match:
+            if all(word in device for word in pattern.split()) and (best is None or len(pattern) > best[0]):
+                best = (len(pattern), entry)
+    return best[1] if best else None
