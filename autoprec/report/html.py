@@ -12,7 +12,7 @@ from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS
-from autoprec.report.summary import Row, Summary, summarise
+from autoprec.report.summary import Summary, metrics_row, summarise
 from autoprec.report.text import bytes_text, duration, percent, ratio, row_cells, time_text
 from autoprec.search.records import SearchResult, TrialRecord
 
@@ -23,8 +23,8 @@ __all__ = ["html_report", "write_html"]
 
 _GLOSSARY = (
     ("speed", "steps per second against the script as written, on the target named above"),
-    ("divergence", "mean relative distance of the loss curve from the reference's, over the second half of a trial that "
-     "started from the same weights and saw the same data"),
+    ("divergence", "mean relative distance of the loss curve from the reference's, over the second half of a trial "
+     "that started from the same weights and saw the same data"),
     ("noise floor", "the divergence that rounding the initial weights once produces: two runs that close are the same"),
     ("gradient error", "relative distance of the policy's gradient from the reference's on the same weights and batch"),
     ("fprop, dgrad, wgrad", "the three matrix products of a linear layer: forward, gradient of its input, gradient of "
@@ -89,14 +89,7 @@ def _usage(result: SearchResult) -> str:
 def _trials(records: Sequence[TrialRecord]) -> str:
     rows = []
     for record in records:
-        metrics = record.metrics
-        row = Row(
-            record.name,
-            record.kind,
-            *(metrics.get(k) for k in ("speedup", "step_time_ms", "throughput", "memory_bytes", "divergence")),
-            None,
-            metrics.get("gradient_error"),
-        )
+        row = metrics_row(record.metrics, record.kind, name=record.name)
         status = record.status if not record.reason else f"{record.status}: {record.reason}"
         seed = str(record.seed) if record.seed else ""
         rows.append((record.kind, (str(record.number), record.kind, *row_cells(row), seed, status)))
@@ -141,7 +134,8 @@ def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: Gra
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>AutoPrec: {escape(summary.title)}</title><style>{CSS}</style></head><body>{''.join(body)}</body></html>\n"
+        f"<title>AutoPrec: {escape(summary.title)}</title><style>{CSS}</style></head>"
+        f"<body>{''.join(body)}</body></html>\n"
     )
 
 

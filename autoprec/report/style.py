@@ -24,7 +24,8 @@ th,td{text-align:left;padding:5px 10px 5px 0;border-bottom:1px solid var(--line)
 th{color:var(--soft);font-weight:600;white-space:nowrap}td{white-space:nowrap}td:first-child,td:last-child{white-space:normal}
 tr.best td{color:var(--accent);font-weight:600}tr.reference td{font-weight:600}
 figure{margin:0}svg{width:100%;height:auto;display:block}
-svg text{fill:var(--soft);font-size:12px}svg text.label{fill:var(--accent);font-weight:600}svg text.axis{font-size:12.5px}
+svg text{fill:var(--soft);font-size:12px}svg text.label{fill:var(--accent);font-weight:600}
+svg text.axis{font-size:12.5px}
 .grid{stroke:var(--line)}.zero{stroke:var(--soft)}.limit{stroke:var(--bad);stroke-dasharray:6 4}
 .floor{stroke:var(--soft);stroke-dasharray:2 4}.front{fill:none;stroke:var(--accent);stroke-width:1.5;opacity:.7}
 .curve{fill:none;stroke-width:1.6}.curve.reference{stroke:var(--ref)}.curve.best{stroke:var(--accent);stroke-width:2.2}
@@ -35,13 +36,17 @@ figcaption{color:var(--soft);font-size:13px}.key{margin-right:16px;white-space:n
 .key i{display:inline-block;width:16px;height:4px;margin-right:6px;vertical-align:middle;border-radius:2px}
 .key i.dot{width:10px;height:10px;border-radius:50%}.key i.dot.preset,.key i.curve.preset{background:var(--pre)}
 .key i.dot.search{background:var(--find)}.key i.dot.finalist{background:var(--bad)}
-.key i.best{background:var(--accent)}.key i.curve.reference{background:var(--ref)}.key i.band{background:var(--band);height:10px}
-pre{background:var(--bg);border:1px solid var(--line);border-radius:8px;padding:10px 12px;overflow-x:auto;font-size:13px}
+.key i.best{background:var(--accent)}.key i.curve.reference{background:var(--ref)}
+.key i.band{background:var(--band);height:10px}
+pre{background:var(--bg);border:1px solid var(--line);border-radius:8px;padding:10px 12px;overflow-x:auto;
+font-size:13px}
 code{font-size:13px}dt{font-weight:600}dd{margin:0 0 8px;color:var(--soft)}summary{cursor:pointer}
 .map td.f{font-size:12px;padding:3px 8px;border-bottom:2px solid var(--card);color:#111;white-space:nowrap}
-.f-keep,.f-fp32,.f-tf32{background:#cfd4dc}.f-bf16{background:#9cc7e8}.f-fp16{background:#b9b2ea}.f-fp8{background:#f3c26b}
+.f-keep,.f-fp32,.f-tf32{background:#cfd4dc}
+.f-bf16{background:#9cc7e8}.f-fp16{background:#b9b2ea}.f-fp8{background:#f3c26b}
 .f-mxfp8{background:#f0a35e}.f-nvfp4{background:#e87f5f}.f-int8{background:#c9b37e}
-.share{position:relative;min-width:140px}.share .bar{position:absolute;inset:4px auto 4px 0;background:var(--band);opacity:.35}
+.share{position:relative;min-width:140px}
+.share .bar{position:absolute;inset:4px auto 4px 0;background:var(--band);opacity:.35}
 .share span{position:relative;padding-left:6px}
 .heat td.h{color:#111;text-align:right;padding:3px 8px}
 """

@@ -124,9 +124,8 @@ class Chart:
         """Write beside a data point, on the side where there is room."""
         px, py = self.at(x, y)
         side = ("end", -8) if px > self.width * 0.7 else ("start", 8)
-        self._parts.append(
-            f'<text class="label" x="{px + side[1]}" y="{max(py - 8, 22)}" text-anchor="{side[0]}">{escape(label)}</text>'
-        )
+        place = f'x="{px + side[1]}" y="{max(py - 8, 22)}" text-anchor="{side[0]}"'
+        self._parts.append(f'<text class="label" {place}>{escape(label)}</text>')
 
     def legend(self, css: str, label: str) -> None:
         """Add an entry to the legend below the chart."""

@@ -36,7 +36,7 @@ class Study:
 
     def url(self, base: str) -> str:
         """Return the address of its trials table on a server."""
-        return trials_url(base, self.experiment_id or "0", uid=self.uid, study=self.name)
+        return trials_url(base, self.experiment_id or "0", uid=self.uid)
 
 
 def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None = None) -> Study:

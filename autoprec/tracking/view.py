@@ -67,17 +67,18 @@ def shared_view(uid: str, study: str) -> tuple[str, str]:
     return _PREFIX + share_key(uid), json.dumps(view, separators=(",", ":"))
 
 
-def trials_url(base: str, experiment_id: str, *, uid: str = "", study: str = "") -> str:
+def trials_url(base: str, experiment_id: str, *, uid: str = "") -> str:
     """Return the address of a study's trials table, sorted by speed, fastest first.
 
     Args:
         base: address of the server, e.g. ``http://127.0.0.1:5000``.
         experiment_id: the experiment.
         uid: identity of the study; without it the table shows every study's trials with default columns.
-        study: name of the study, for the filter.
     """
-    condition = _filter(study) if study else "tags.`autoprec.role` = 'trial'"
-    query = f"searchFilter={quote(condition)}&orderByKey={quote('metrics.`speedup`')}&orderByAsc=false&startTime=ALL"
-    if uid:
-        query = f"viewStateShareKey={share_key(uid)}&{query}"
-    return f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs?{query}"
+    page = f"{base.rstrip('/')}/#/experiments/{experiment_id}/runs"
+    if uid:  # MLflow ignores a shared view when the address also carries a filter or an order
+        return f"{page}?viewStateShareKey={share_key(uid)}"
+    condition = "tags.`autoprec.role` = 'trial'"
+    return (
+        f"{page}?searchFilter={quote(condition)}&orderByKey={quote('metrics.`speedup`')}&orderByAsc=false&startTime=ALL"
+    )
