@@ -15,7 +15,8 @@
     ├── NothingAcceptableError         exit 3   no trial could be measured, or none is acceptable
     ├── ScriptError                    exit 4   the user's script failed before its first training step
     ├── StudyError                     exit 5   the study is locked or damaged
-    └── NoSpaceError                   exit 6   the disk is full
+    ├── NoSpaceError                   exit 6   the disk is full
+    └── SearchInterruptedError         exit 130 or 143   Ctrl-C or SIGTERM ended a search
 
 Each says what went wrong, where, and how to fix it: ``str(error)`` is what a person reads.
 """
@@ -35,6 +36,7 @@ __all__ = [
     "PolicyError",
     "PolicyMismatchError",
     "ScriptError",
+    "SearchInterruptedError",
     "SpaceError",
     "StudyError",
     "UnknownNameError",
@@ -134,3 +136,13 @@ class NoSpaceError(AutoPrecError):
     """The disk is full."""
 
     exit_code = 6
+
+
+class SearchInterruptedError(AutoPrecError):
+    """Ctrl-C (130) or SIGTERM (143) ended a search; everything finished is kept, and ``fix`` continues it."""
+
+    exit_code = 130
+
+    def __init__(self, what: str, *, fix: str, exit_code: int) -> None:
+        super().__init__(what, fix=fix)
+        self.exit_code = exit_code

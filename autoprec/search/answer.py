@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import platform
+import statistics
 from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -38,8 +39,8 @@ class Answer:
     reason: str
     record: TrialRecord | None
     seeds: int
-    candidates: tuple[Candidate, ...] = ()
     chosen: Candidate | None = None
+    interval: float = 0.0
 
 
 def _plain(value: float) -> float:
@@ -55,14 +56,15 @@ def final_metrics(context: Context, answer: Answer) -> dict[str, Any]:
     out: dict[str, Any] = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
     if chosen is not None and chosen.divergences:
         speedup = chosen.speedup
-        out["divergence"], out["interval"] = chosen.divergence, chosen.half_width
+        out["divergence"], out["interval"] = statistics.fmean(chosen.divergences), answer.interval
         out["effective_speedup"] = out["effective_speedup"] * speedup / max(out["speedup"], 1e-9)
         out["speedup"] = speedup
         out["step_time_ms"] = context.references[0].step_ms / speedup
         out["throughput"] = 1000.0 / out["step_time_ms"]
         if context.references[0].samples:
             out["samples_per_s"] = context.references[0].samples * out["throughput"]
-        out["gradient_error"] = chosen.gradient_error
+        if chosen.gradient_error is not None:
+            out["gradient_error"] = chosen.gradient_error
     out |= {"name": record.name, "seeds": answer.seeds, "sources": dict(record.sources)}
     return out
 
@@ -137,7 +139,7 @@ def _row(record: TrialRecord) -> dict[str, Any]:
 
 def front_records(context: Context) -> list[TrialRecord]:
     """Return the Pareto front of the measured trials, fastest first."""
-    return [r for r in front([r for r in context.store.learned() if r.ok]) if context.acceptable(r) or r.ok]
+    return front(context.store.learned())
 
 
 def search_result(context: Context, answer: Answer, verdict: Verdict, *, policy_path: str) -> SearchResult:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cost import CostModel, StepEstimate
-from autoprec.errors import AutoPrecError
 from autoprec.files import canonical_json
 from autoprec.graph.report import GraphReport
 from autoprec.hardware import Target
@@ -27,15 +26,7 @@ from autoprec.search.study import StudyStore
 from autoprec.space import SearchSpace
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
-__all__ = ["Context", "Interrupted", "Limits"]
-
-
-class Interrupted(AutoPrecError):
-    """Ctrl-C or SIGTERM ended the search; everything finished is kept."""
-
-    def __init__(self, what: str, *, fix: str, exit_code: int) -> None:
-        super().__init__(what, fix=fix)
-        self.exit_code = exit_code
+__all__ = ["Context", "Limits"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +160,7 @@ class Context:
 
     def gradient_error(self, params: Mapping[str, Any]) -> float:
         """Return the relative gradient error the sensitivity table predicts."""
-        return math.sqrt(self.table.predict(params)) if self.table is not None else 0.0
+        return math.sqrt(self.table.predict(self.problem, params)) if self.table is not None else 0.0
 
     def gradient_limit(self) -> float:
         """Return the largest acceptable relative gradient error; infinity when the noise is unknown."""

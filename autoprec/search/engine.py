@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cost import CostModel, CostScale, Verdict
-from autoprec.errors import NothingAcceptableError
+from autoprec.errors import NothingAcceptableError, SearchInterruptedError
 from autoprec.files import check_writable, file_lock, write_json
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
 from autoprec.search.answer import Answer, empty_policy, search_result
-from autoprec.search.context import Context, Interrupted, Limits
+from autoprec.search.context import Context, Limits
 from autoprec.search.events import Listener, SearchInfo
 from autoprec.search.finals import run_finals
 from autoprec.search.hosts import HostPool, RunnerFactory
@@ -28,7 +28,7 @@ from autoprec.search.options import SearchOptions, check_signature
 from autoprec.search.problem import Problem
 from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.search.references import measure_reference
-from autoprec.search.scan import scan
+from autoprec.search.sensing import measure_table
 from autoprec.search.study import StudyStore, default_storage
 from autoprec.search.targeting import resolve_target
 from autoprec.search.trials import run_trials
@@ -82,7 +82,7 @@ class Search:
             ScriptError: the script failed before its first training step.
             NothingAcceptableError: there is nothing to tune, or nothing could be measured.
             StudyError: the study exists, is locked, damaged, or was started with another setup.
-            Interrupted: Ctrl-C or SIGTERM; the best policy so far was written.
+            SearchInterruptedError: Ctrl-C or SIGTERM; the best policy so far was written.
         """
         check_writable(self.options.output)
         with ExitStack() as stack:
@@ -110,7 +110,7 @@ class Search:
         if verdict.kind == "stay" and not self.options.force:
             return self._stay(context, verdict)
         self.listener.phase("sensitivity")
-        scan(context)
+        measure_table(context)
         self.listener.phase("search")
         run_trials(context)
         self.listener.phase("finalists")
@@ -222,7 +222,7 @@ class Search:
             if record is not None:
                 save_policy(Policy.model_validate(record.policy), self.study_dir / "front" / f"{index:02d}.yaml")
 
-    def _interrupted(self, stop: BaseException) -> Interrupted:
+    def _interrupted(self, stop: BaseException) -> SearchInterruptedError:
         code = 143 if isinstance(stop, SystemExit) and stop.code == 143 else 130
         context, kept = self.context, "nothing was measured yet"
         best = context.best() if context else None
@@ -230,6 +230,6 @@ class Search:
             policy = context.policy_of(Answer("adopt", "interrupted before the finalists", best, seeds=1))
             save_policy(policy, self.options.output)
             kept = f"the best policy so far ({best.metrics['speedup']:.2f}x) is in {self.options.output}"
-        return Interrupted(
+        return SearchInterruptedError(
             f"interrupted; {kept}", fix=f"continue with:\n    {self.options.resume_command()}", exit_code=code
         )

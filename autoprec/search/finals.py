@@ -6,6 +6,8 @@ best of many noisy trials is biased by having been picked: everything that decid
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,11 +20,13 @@ from autoprec.search.context import Context
 from autoprec.search.decision import Candidate, choose
 from autoprec.search.records import TrialRecord
 from autoprec.search.references import reference_of
-from autoprec.search.scan import measure_errors
 from autoprec.search.score import Reference, score
+from autoprec.search.sensing import measure_errors
 
 __all__ = ["pick_finalists", "run_finals"]
 
+#: Bounds of the relative timing noise of a median over the seeds.
+LEAST_NOISE, MOST_NOISE = 0.01, 0.10
 #: Step times closer than this are a tie (run-to-run noise of a shared machine).
 TIE = 0.03
 
@@ -132,47 +136,71 @@ def _measure(
     return out
 
 
+def timing_noise(context: Context, speedups: Sequence[Sequence[float]]) -> float:
+    """Return the relative noise of a median speed-up: twice the standard error seen over the seeds; 0 when modelled."""
+    if not context.measured:
+        return 0.0
+    spreads = [statistics.stdev(s) / statistics.fmean(s) / math.sqrt(len(s)) for s in speedups if len(s) > 1]
+    return min(MOST_NOISE, max(LEAST_NOISE, 2 * statistics.median(spreads))) if spreads else MOST_NOISE
+
+
 def _decide(
     context: Context,
     finalists: Sequence[TrialRecord],
     rows: dict[int, list[TrialRecord]],
     errors: dict[str, float],
 ) -> Answer:
-    candidates: list[Candidate] = []
+    reference = context.references[0]
+    candidates = [
+        Candidate(
+            name="script as written",
+            speedup=1.0,
+            divergences=(0.0,),
+            memory_bytes=reference.memory_bytes,
+            reference=True,
+        )
+    ]
+    speeds = []
     for record in finalists:
         runs = rows[record.number]
         measured = [run for run in runs if run.ok]
+        speeds.append([run.metrics["speedup"] for run in measured])
         candidates.append(
             Candidate(
                 name=record.name,
-                divergences=tuple(run.metrics["divergence"] for run in measured),
-                step_times=tuple(run.metrics["step_time_ms"] for run in measured),
-                speedups=tuple(run.metrics["speedup"] for run in measured),
-                memory_bytes=record.metrics["memory_bytes"],
+                speedup=statistics.median(speeds[-1]) if measured else 0.0,
+                # a failed seed is an infinite divergence: such a candidate is never accepted
+                divergences=tuple(run.metrics["divergence"] if run.ok else math.inf for run in runs),
                 gradient_error=errors.get(str(record.number), record.metrics["gradient_error"]),
+                memory_bytes=record.metrics["memory_bytes"],
                 preset=record.kind == "preset",
-                failed=len(runs) - len(measured),
+                tag=record,
             )
         )
-    reference = context.references[0]
+    noise = timing_noise(context, speeds)
+    limit = context.gradient_limit()
     decision = choose(
         candidates,
         max_divergence=context.limits.divergence,
         noise_floor=reference.noise_floor,
-        max_gradient_error=context.gradient_limit(),
+        max_gradient=limit if math.isfinite(limit) else None,
         max_memory=context.limits.memory,
         objective=context.options.objective,
+        timing_noise=noise,
+        reference_memory=reference.memory_bytes,
     )
-    if decision.index is None:
-        return Answer("stay", decision.reason, None, seeds=context.options.seeds, candidates=tuple(candidates))
-    chosen, winner = candidates[decision.index], finalists[decision.index]
+    context.timings["timing_noise"] = noise
+    for name, why in decision.rejected.items():
+        context.note(f"finalist {name} was rejected: {why}")
+    chosen = candidates[decision.index] if decision.index is not None else None
+    adopted = decision.verdict == "adopt" and chosen is not None
     return Answer(
         decision.verdict,
         decision.reason,
-        winner,
-        seeds=len(chosen.divergences),
-        candidates=tuple(candidates),
-        chosen=chosen,
+        chosen.tag if chosen is not None and adopted else None,
+        seeds=context.options.seeds,
+        chosen=chosen if adopted else None,
+        interval=decision.interval,
     )
 
 

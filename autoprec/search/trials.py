@@ -14,10 +14,11 @@ import optuna
 from autoprec.errors import NothingAcceptableError
 from autoprec.search.context import Context
 from autoprec.search.presets import presets
-from autoprec.search.problem import FloatTable, GroupVariable
+from autoprec.search.problem import GroupVariable
 from autoprec.search.records import TrialRecord
 from autoprec.search.sampler import make_sampler
 from autoprec.search.score import score
+from autoprec.search.tables import FloatTable
 from autoprec.space import Choice
 
 __all__ = ["prior_times", "run_trials", "trial_record"]
@@ -101,7 +102,7 @@ class _Loop:
         context.listener.trial(record, self.done, self.goal, best, self.seconds_left())
         self.failures = 0 if record.ok or record.status == "pruned" else self.failures + 1
         if self.failures >= FAILURES_IN_A_ROW:
-            recent = [r for r in context.store.learned()[-FAILURES_IN_A_ROW:]]
+            recent = context.store.learned()[-FAILURES_IN_A_ROW:]
             raise NothingAcceptableError(
                 f"{FAILURES_IN_A_ROW} trials in a row failed; the first: {recent[0].status}: {recent[0].reason}",
                 fix=f"its output ended with:\n{recent[0].tail}" if recent[0].tail else "run with -v to see every trial",

@@ -1,0 +1,82 @@
+"""Runs the sensitivity scan: one forward and backward per question, all on the same weights and batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autoprec.errors import FileError, NothingAcceptableError
+from autoprec.files import read_document, write_json
+from autoprec.search.context import Context
+from autoprec.search.scan import SensitivityScan
+from autoprec.search.sensitivity import SensitivityTable
+from autoprec.trial.protocol import Probe, TrialSpec
+
+__all__ = ["measure_errors", "measure_table"]
+
+
+def _warmup(context: Context) -> int:
+    """Return the steps before the scan: late enough to leave the initialisation, early enough to be cheap."""
+    return min(10, max(2, context.options.steps // 2))
+
+
+def measure_table(context: Context) -> SensitivityTable:
+    """Measure (or, on resume, read back) the table of gradient errors.
+
+    Raises:
+        NothingAcceptableError: the scan could not be run.
+    """
+    path = context.study_dir / "sensitivity.json"
+    if context.options.resume and path.exists():
+        try:
+            context.table = SensitivityTable.from_json(read_document(path))
+            return context.table
+        except (FileError, KeyError, ValueError, TypeError) as error:
+            context.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
+    began = time.monotonic()
+    asked = SensitivityScan(context.problem)
+    while probes := asked.next_round():
+        asked.add(_probe(context, probes))
+    table = context.table = asked.table()
+    context.timings["sensitivity_s"] = time.monotonic() - began
+    context.timings["sensitivity_passes"] = float(asked.passes)
+    write_json(path, table.to_json(), indent=None)
+    return table
+
+
+def measure_errors(context: Context, policies: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+    """Return the measured relative gradient error of whole policies, by name; those that failed are left out."""
+    try:
+        payload = _probe(context, [Probe(name, policy) for name, policy in policies.items()])
+    except NothingAcceptableError as error:
+        context.note(f"the finalists' gradient errors could not be measured: {error.what}")
+        return {}
+    return {
+        str(row["id"]): float(row["gradient_error"])
+        for row in payload["probes"]
+        if row.get("gradient_error") is not None and not row.get("nonfinite")
+    }
+
+
+def _probe(context: Context, probes: Sequence[Probe]) -> dict[str, Any]:
+    options = context.options
+    result = context.run(
+        TrialSpec(
+            kind="sensitivity",
+            policy=context.reference_policy(),
+            warmup=_warmup(context),
+            steps=1,
+            probes=tuple(probes),
+            batches=2,
+            seed=None if context.host.launch == "fork" else options.seed,
+            backend=options.backend if context.measured else "emulated",
+            timeout_s=max(300.0, 5.0 * len(probes) * context.timings.get("reference_run_s", 30.0)),
+        )
+    )
+    if not result.ok:
+        raise NothingAcceptableError(
+            f"the sensitivity scan failed: {result.status}: {result.reason}",
+            fix=f"the trial printed:\n{result.tail}" if result.tail else "run with -v",
+        )
+    return result.payload

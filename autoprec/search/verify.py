@@ -1,0 +1,173 @@
+"""Longer paired runs of a policy beside the reference and the presets it must beat."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from autoprec.errors import NothingAcceptableError
+from autoprec.policy import Policy
+from autoprec.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.search.hosts import HostPool
+from autoprec.search.objectives import divergence, step_time
+from autoprec.trial.protocol import TrialResult, TrialSpec
+
+__all__ = ["Contender", "Verification", "contenders", "verify"]
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One policy over all paired seeds; ratios and divergences are fractions, memory is in bytes."""
+
+    name: str
+    speedups: tuple[float, ...]
+    divergences: tuple[float, ...]
+    memory_bytes: int
+    step_time_ms: float
+    failures: tuple[str, ...] = ()
+
+    @property
+    def speedup(self) -> float:
+        """Median speed-up over the reference of the same seed."""
+        return statistics.median(self.speedups) if self.speedups else 0.0
+
+    @property
+    def divergence(self) -> float:
+        """Mean divergence over the seeds."""
+        return statistics.fmean(self.divergences) if self.divergences else float("inf")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        out = asdict(self) | {"speedup": self.speedup}
+        return out | {"divergence": self.divergence if self.divergences else None}
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """The outcome: the policy first, then what it was compared with.
+
+    ``timed`` is False where the numerics are emulated: then speed says nothing about the policy's target.
+    """
+
+    ok: bool
+    reason: str
+    rows: tuple[Contender, ...]
+    seeds: int
+    steps: int
+    noise_floor: float
+    timed: bool
+    reference: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self) | {"rows": [row.to_json() for row in self.rows]}
+
+
+def contenders(policy: Policy) -> dict[str, dict[str, Any]]:
+    """Return the policy and the uniform presets people would run instead, by name."""
+    out = {"policy": policy.to_dict()}
+    uniform: dict[str, Recipe] = {"bf16": BUILTIN_RECIPES["bf16"]}
+    uniform |= {name: recipe for name, recipe in policy.recipes.items() if recipe.scaled}
+    for name, recipe in uniform.items():
+        out[f"all {name}"] = Policy(recipes={name: recipe}, default=name, activations="bf16").to_dict()
+    return out
+
+
+def verify(
+    pool: HostPool,
+    policies: dict[str, dict[str, Any]],
+    spec: TrialSpec,
+    *,
+    seeds: int,
+    timed: bool,
+    max_divergence: float,
+    tell: Callable[[str], None],
+) -> Verification:
+    """Run reference and policies side by side under every paired seed.
+
+    Args:
+        pool: hosts by seed.
+        policies: name -> document; the first one is verified, the others are compared.
+        spec: steps, warm-up and backend of every run.
+        seeds: paired seeds.
+        timed: whether step times mean anything for the policy's target.
+        max_divergence: the acceptable mean divergence, as a fraction.
+        tell: receives one line per finished seed.
+
+    Raises:
+        NothingAcceptableError: the reference could not be run under any seed.
+    """
+    runs: dict[str, list[tuple[TrialResult, TrialResult]]] = {name: [] for name in policies}
+    reference_ms: list[float] = []
+    floor = 0.0
+    for seed in range(seeds):
+        if seed + 1 < seeds:
+            pool.prepare(seed + 1)
+        reference = _run(pool, spec, None, seed)
+        if not reference.ok:
+            tell(f"seed {seed}: the reference failed: {reference.status}: {reference.reason}")
+            continue
+        if seed == 0:
+            floor = divergence(_run(pool, spec, None, seed, perturb="bf16").losses, reference.losses)
+        order = list(policies)
+        shift = seed % len(order)
+        for name in (*order[shift:], *order[:shift]):
+            runs[name].append((_run(pool, spec, policies[name], seed), reference))
+        # a second reference after the candidates: a machine that drifted is seen, and both readings count
+        again = _run(pool, spec, None, seed)
+        reference_ms += [step_time(r.step_ms, r.warmup) for r in (reference, again) if r.ok]
+        tell(f"seed {seed}: {', '.join(order)} measured")
+        if seed:
+            pool.release(seed)
+    if not reference_ms:
+        raise NothingAcceptableError("the reference could not be run", fix="make the script train as it is first")
+    rows = tuple(_contender(name, pairs) for name, pairs in runs.items())
+    ok, reason = _judge(rows, max_divergence, floor, timed)
+    return Verification(
+        ok=ok,
+        reason=reason,
+        rows=rows,
+        seeds=seeds,
+        steps=spec.steps,
+        noise_floor=floor,
+        timed=timed,
+        reference={"step_time_ms": statistics.median(reference_ms)},
+    )
+
+
+def _run(pool: HostPool, spec: TrialSpec, policy: dict[str, Any] | None, seed: int, perturb: str = "") -> TrialResult:
+    document = spec.to_json() | {"policy": policy, "perturb": perturb}
+    return pool.run(TrialSpec.from_json(document), seed)
+
+
+def _contender(name: str, pairs: Sequence[tuple[TrialResult, TrialResult]]) -> Contender:
+    good = [(run, reference) for run, reference in pairs if run.ok]
+    times = [step_time(run.step_ms, run.warmup) for run, _ in good]
+    return Contender(
+        name=name,
+        speedups=tuple(step_time(ref.step_ms, ref.warmup) / t for t, (_, ref) in zip(times, good, strict=True)),
+        divergences=tuple(divergence(run.losses, ref.losses) for run, ref in good),
+        memory_bytes=good[0][0].memory_bytes if good else 0,
+        step_time_ms=statistics.median(times) if times else 0.0,
+        failures=tuple(f"{run.status}: {run.reason}" for run, _ in pairs if not run.ok),
+    )
+
+
+def _judge(rows: Sequence[Contender], max_divergence: float, floor: float, timed: bool) -> tuple[bool, str]:
+    """Return (ok, reason) for the first row."""
+    policy, others = rows[0], rows[1:]
+    if policy.failures:
+        return False, f"the policy failed in {len(policy.failures)} runs, first: {policy.failures[0]}"
+    limit = max(max_divergence, floor)
+    if policy.divergence > limit:
+        return False, f"divergence {policy.divergence:.3%} is above {limit:.3%}"
+    if not timed:
+        return True, f"divergence {policy.divergence:.3%} within {limit:.3%}; speed not judged (emulated numerics)"
+    faster = [
+        row for row in others if row.divergences and row.divergence <= limit and row.speedup > policy.speedup * 1.05
+    ]
+    if faster:
+        return False, f"preset '{faster[0].name}' is faster ({faster[0].speedup:.2f}x against {policy.speedup:.2f}x)"
+    return True, f"{policy.speedup:.2f}x at divergence {policy.divergence:.3%} (limit {limit:.3%})"
