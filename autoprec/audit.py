@@ -1,0 +1,153 @@
+"""Asked against executed, per layer and GEMM: what the last real forward and backward ran, not what was configured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoprec.layers import tunable_layers, unwrap
+from autoprec.numerics.linear import LinearExecution
+from autoprec.policy import LayerPlan, Policy, resolve
+from autoprec.recipes import GEMMS, KEEP
+from autoprec.swap import execution_of, root_of
+
+__all__ = ["AuditReport", "LayerAudit", "audit_model"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerAudit:
+    """One layer: what was requested and what was executed, by GEMM, and why they differ or who ran them."""
+
+    name: str
+    requested: dict[str, str]
+    executed: dict[str, str]
+    ok: bool
+    reason: str
+    backend: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the row ``autoprec check --json`` prints."""
+        return {
+            "name": self.name,
+            "requested": dict(self.requested),
+            "executed": dict(self.executed),
+            "ok": self.ok,
+            "reason": self.reason,
+            "backend": self.backend,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class AuditReport:
+    """The audit of a model: its layers, and the operators that are no layers."""
+
+    layers: tuple[LayerAudit, ...]
+    operators: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """True when everything that was asked for ran."""
+        return all(layer.ok for layer in self.layers) and all(row["ok"] for row in self.operators.values())
+
+    @property
+    def mismatches(self) -> tuple[LayerAudit, ...]:
+        """The layers that ran something else."""
+        return tuple(layer for layer in self.layers if not layer.ok)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the document ``autoprec check --json`` prints."""
+        return {"ok": self.ok, "layers": [row.to_json() for row in self.layers], "operators": dict(self.operators)}
+
+
+def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
+    """Compare a policy with what the model's last forward and backward ran.
+
+    A layer that was never called, or has seen no backward, is a mismatch and says so. Rules that match nothing are
+    refused when a policy is applied, so they are not repeated here.
+    """
+    root = unwrap(model)
+    layers = tunable_layers(root)
+    plans = resolve(policy, layers, strict=False)
+    rows = tuple(_audit_layer(name, module, plans[name]) for name, module in layers.items())
+    return AuditReport(rows, _audit_operators(policy, root, any(not plan.keeps for plan in plans.values())))
+
+
+def _requested(plan: LayerPlan) -> dict[str, str]:
+    return {gemm: KEEP if (recipe := plan.recipe(gemm)) is None else recipe.describe() for gemm in GEMMS}
+
+
+def _audit_layer(name: str, module: nn.Module, plan: LayerPlan) -> LayerAudit:
+    requested = _requested(plan)
+    found = execution_of(module)
+    if plan.keeps:
+        ran = dict(requested) if found is None else dict(found.executed)
+        reason = "as the script wrote it" if found is None else "a policy is installed where none was asked for"
+        return LayerAudit(name, requested, ran, found is None, reason)
+    if found is None:
+        return LayerAudit(name, requested, dict.fromkeys(GEMMS, KEEP), False, "the policy is not applied to this layer")
+    ran = dict(found.executed)
+    if not found.calls:
+        return LayerAudit(name, requested, ran, False, "never called", found.backend)
+    reasons = [found.note] if found.note else []
+    ok = True
+    for gemm in GEMMS:
+        if gemm in ran:
+            if ran[gemm] != requested[gemm]:
+                ok = False
+                reasons.append(f"{gemm} ran as {ran[gemm]}")
+        elif gemm == "dgrad" and "wgrad" in ran:
+            reasons.append("no dgrad: its input needs no gradient")
+        elif gemm == "wgrad" and ("dgrad" in ran or not _trains(module)):
+            reasons.append("no wgrad: its weight is frozen")
+        elif gemm == "dgrad" and not _trains(module):
+            reasons.append("no dgrad seen")
+        else:
+            ok = False
+            reasons.append(f"{gemm} has not run")
+    if found.note and _on_gpu(module):
+        ok = False  # emulated where hardware was expected
+    if not reasons and isinstance(found, LinearExecution) and found.backend == "emulated" and _quantised(plan):
+        reasons.append("emulated: true numerics, no 8-bit speed")
+    return LayerAudit(name, requested, ran, ok, "; ".join(reasons), found.backend)
+
+
+def _trains(module: nn.Module) -> bool:
+    weight: Any = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.requires_grad
+
+
+def _on_gpu(module: nn.Module) -> bool:
+    weight: Any = getattr(module, "weight", None)
+    return isinstance(weight, torch.Tensor) and weight.is_cuda
+
+
+def _quantised(plan: LayerPlan) -> bool:
+    return any((recipe := plan.recipe(gemm)) is not None and recipe.scaled for gemm in GEMMS)
+
+
+def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> dict[str, dict[str, Any]]:
+    """Return requested / executed / ok / reason of activations and of each operator class."""
+    found = root_of(root)
+    executed = {} if found is None else dict(found.executed)
+    wanted = {"activations": policy.activations} | policy.operators.model_dump()
+    active = policy.activations != KEEP or policy.operators.attention != KEEP or layers_changed
+    rows: dict[str, dict[str, Any]] = {}
+    for name, requested in wanted.items():
+        if requested == KEEP:
+            rows[name] = {"requested": KEEP, "executed": KEEP, "ok": True, "reason": "as the script wrote it"}
+            continue
+        ran = executed.get(name)
+        reason = ""
+        ok = ran == requested
+        if ran is None:
+            if name in ("activations", "attention"):
+                reason = "never executed" if active else "the policy is not applied"
+                ok = name == "attention" and found is not None and found.calls > 0
+                reason = "the model calls no scaled_dot_product_attention" if ok else reason
+            else:
+                ok, reason = True, "nothing of low precision reached it"
+        rows[name] = {"requested": requested, "executed": ran or "-", "ok": ok, "reason": reason}
+    return rows

@@ -1,0 +1,33 @@
+"""The ``emulated`` backend: every recipe, on any device, with true numerics and no 8-bit hardware."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autoprec.backends.base import Capability
+from autoprec.numerics.linear import LinearExecution
+from autoprec.numerics.quantize import QuantizerState
+from autoprec.policy import LayerPlan
+from autoprec.recipes import Gemm, Recipe
+
+__all__ = ["EmulatedBackend"]
+
+
+class EmulatedBackend:
+    """Quantises and dequantises; the product is computed in bfloat16 or float32, exactly as far as the format is."""
+
+    name = "emulated"
+
+    def available(self, device: str) -> Capability:
+        """Always yes."""
+        return Capability(True, f"emulation runs on any device ({device})")
+
+    def capability(self, recipe: Recipe, *, gemm: Gemm, m: int, k: int, n: int, device: str) -> Capability:
+        """Always yes: sizes that hardware refuses are padded with zeros, which change no sum."""
+        del gemm, m, k, n, device
+        return Capability(True, f"{recipe.describe()} is emulated: true numerics, no 8-bit speed")
+
+    def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LinearExecution:
+        """Return an execution whose GEMMs are all emulated (plain casts run natively)."""
+        del module, name
+        return LinearExecution(plan, self.name, state=QuantizerState(seed))

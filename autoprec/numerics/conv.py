@@ -1,0 +1,81 @@
+"""Convolutions under a policy: bfloat16 or float16 operands, float32 accumulation, all three passes alike.
+
+There is no 8-bit convolution for training on any GPU that PyTorch reaches, so other recipes are refused when a policy
+is applied.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.numerics.linear import describe_plan
+from autoprec.policy import LayerPlan
+from autoprec.recipes import GEMMS
+
+__all__ = ["CONV_FORMATS", "ConvExecution"]
+
+#: Formats in which a convolution can run.
+CONV_FORMATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(slots=True)
+class ConvExecution:
+    """Runs one convolution in one dtype; see ``numerics.linear.LinearExecution`` for the attributes."""
+
+    plan: LayerPlan
+    module: nn.Module
+    format: str
+    backend: str = "native"
+    executed: dict[str, str] = field(default_factory=dict)
+    note: str = ""
+    calls: int = 0
+    watched: Any = None
+
+    def describe(self) -> str:
+        """Return what ``print(model)`` shows of this layer's policy."""
+        return describe_plan(self.plan)
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
+        """Return the convolution of ``input`` in the dtype the script would see."""
+        del training
+        self.calls += 1
+        device = input.device.type
+        dtype = CONV_FORMATS[self.format]
+        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        run: Any = self.module._conv_forward
+        if autocast is dtype and not (device == "cpu" and dtype is torch.float16):
+            out = run(input, weight, bias)
+        else:
+            with torch.autocast(device, enabled=False):
+                out = self._cast(run, input, weight, bias, dtype, device)
+            if autocast is None:
+                out = out.to(input.dtype)
+            elif dtype is not torch.float32:
+                out = out.to(autocast)
+        self.executed["fprop"] = self.format
+        key = (autocast, input.dtype)
+        if out.requires_grad and self.watched != key and not torch.compiler.is_compiling():
+            self._watch(out, key, input.requires_grad, weight.requires_grad)
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _cast(run: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, device: str) -> Tensor:
+        bias = None if bias is None else bias.to(dtype)
+        x, w = input.to(dtype), weight.to(dtype)
+        if device == "cpu" and dtype is torch.float16:
+            # FP16 convolutions are unusably slow on CPUs: FP16 values, float32 arithmetic, FP16 result
+            bias = None if bias is None else bias.float()
+            return run(x.float(), w.float(), bias).to(dtype)  # type: ignore[no-any-return]
+        return run(x, w, bias)  # type: ignore[no-any-return]
+
+    def _watch(self, out: Tensor, key: Any, dgrad: bool, wgrad: bool) -> None:
+        def seen(_grad: Tensor) -> None:
+            self.watched = key
+            ran = {"dgrad": dgrad, "wgrad": wgrad}
+            self.executed.update({gemm: self.format for gemm in GEMMS if ran.get(gemm)})
+
+        out.register_hook(seen)  # type: ignore[no-untyped-call]

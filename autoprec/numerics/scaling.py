@@ -1,0 +1,85 @@
+"""Scales: from the largest magnitude of a tensor, row or block, now or from past steps.
+
+A scale multiplies values before rounding; its inverse multiplies the result. Non-finite input gives a NaN inverse, so
+that it shows in the output instead of silently saturating. Sources: torchao ``float8_utils.amax_to_scale``;
+Transformer Engine ``recipe/delayed_scaling.cu`` and ``DelayedScaling``.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["DelayedScale", "amax_of", "inverse_of", "power_of_2_floor", "scale_of"]
+
+_FP32_MAX = torch.finfo(torch.float32).max
+
+
+def amax_of(x: Tensor, axis: int | None = None) -> Tensor:
+    """Return the largest magnitude as float32: 0-d, or along ``axis`` with that dimension kept; NaN propagates."""
+    if x.numel() == 0:
+        shape = [] if axis is None else [1 if d == axis % x.ndim else n for d, n in enumerate(x.shape)]
+        return x.new_zeros(shape, dtype=torch.float32)
+    if axis is None:
+        low, high = torch.aminmax(x)
+        return torch.maximum(-low, high).float()
+    return x.abs().amax(axis, keepdim=True).float()
+
+
+def power_of_2_floor(scale: Tensor) -> Tensor:
+    """Round positive normal float32 values down to a power of two, exactly."""
+    return (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
+
+
+def scale_of(amax: Tensor, limit: float, *, power_of_2: bool = False, epsilon: float = 0.0) -> Tensor:
+    """Return the float32 scale that brings ``amax`` to ``limit`` (1 for all-zero and non-finite tensors).
+
+    The division is done in float64 and rounded once, as torchao does. A scale beyond float32 becomes its largest value.
+    """
+    if epsilon:
+        amax = amax.clamp(min=epsilon)
+    usable = torch.isfinite(amax) & (amax > 0)
+    scale = (limit / amax.double()).clamp(max=_FP32_MAX).float()
+    scale = torch.where(usable, scale, 1.0)
+    return power_of_2_floor(scale) if power_of_2 else scale
+
+
+def inverse_of(scale: Tensor, amax: Tensor) -> Tensor:
+    """Return ``1 / scale``, or NaN where ``amax`` is not finite."""
+    return torch.where(torch.isfinite(amax), scale.reciprocal(), torch.nan)
+
+
+class DelayedScale:
+    """Delayed scaling of one operand of one layer: the scale of this step comes from the amax of earlier steps.
+
+    As Transformer Engine's ``DelayedScaling``: the scale is ``limit / amax / 2**margin`` with ``amax`` the largest or
+    the latest of the last ``length`` steps; a zero or non-finite amax keeps the previous scale. One difference: the
+    first call, which has no history, uses its own amax (Transformer Engine uses scale 1, under which the first
+    gradients underflow to zero, so that a short trial would measure the start-up and not the recipe).
+    """
+
+    __slots__ = ("algorithm", "history", "length", "limit", "margin", "power_of_2", "scale")
+
+    def __init__(self, limit: float, *, length: int, algorithm: str, margin: int, power_of_2: bool = False) -> None:
+        self.limit, self.length, self.algorithm = limit, length, algorithm
+        self.margin, self.power_of_2 = margin, power_of_2
+        self.history: list[Tensor] = []
+        self.scale: Tensor | None = None
+
+    def _next(self, amax: Tensor, previous: Tensor | None) -> Tensor:
+        fresh = scale_of(amax, self.limit, power_of_2=self.power_of_2) * 2.0**-self.margin
+        if previous is None:
+            return fresh
+        return torch.where(torch.isfinite(amax) & (amax > 0), fresh, previous)
+
+    def step(self, amax: Tensor, *, update: bool) -> Tensor:
+        """Return the scale to use for a tensor whose amax is ``amax``; then, if ``update``, take the amax in."""
+        scale = self.scale
+        if scale is None:
+            scale = self._next(amax, None)
+        if update:
+            self.history.append(amax.detach())
+            del self.history[: -self.length]
+            latest = self.history[-1] if self.algorithm == "most_recent" else torch.stack(self.history).amax()
+            self.scale = self._next(latest, scale)
+        return scale

@@ -1,0 +1,224 @@
+"""Execute what a policy says about activations and about operators that are no layers.
+
+Inside the root model's forward, and only there: ``activations`` is ``torch.autocast``; softmax, norms, embeddings and
+losses are computed in float32, whether a module, a function or a hand-written ``exp``/``sum``/``rsqrt`` chain computes
+them (the float32 list of CUDA autocast, on every device); SDPA runs in the dtype ``operators.attention`` names. A
+torch-function mode sees all of it without touching the model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from autoprec.policy import OperatorPolicy
+
+__all__ = ["FLOAT32_FUNCTIONS", "OperatorMode", "RootExecution"]
+
+_LOW = (torch.bfloat16, torch.float16)
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _table() -> dict[Callable[..., Any], tuple[str, bool]]:
+    """Function -> (protection, written by hand?)."""
+    softmax: list[Any] = [F.softmax, F.log_softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.log_softmax]
+    softmax += [Tensor.softmax, Tensor.log_softmax, torch.logsumexp, Tensor.logsumexp]
+    norm: list[Any] = [F.layer_norm, F.batch_norm, F.group_norm, F.instance_norm, F.rms_norm, F.local_response_norm]
+    norm += [F.normalize, F.cosine_similarity, torch.layer_norm, torch.group_norm, torch.rms_norm]
+    loss: list[Any] = [
+        F.cross_entropy,
+        F.nll_loss,
+        F.mse_loss,
+        F.l1_loss,
+        F.smooth_l1_loss,
+        F.huber_loss,
+        F.kl_div,
+        F.ctc_loss,
+    ]
+    loss += [F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.gaussian_nll_loss]
+    loss += [F.cosine_embedding_loss, F.hinge_embedding_loss, F.margin_ranking_loss, F.triplet_margin_loss]
+    loss += [F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.soft_margin_loss]
+    exp = [torch.exp, Tensor.exp, torch.expm1, Tensor.expm1]
+    chain = [
+        "pow",
+        "square",
+        "rsqrt",
+        "mean",
+        "var",
+        "std",
+        "norm",
+        "var_mean",
+        "sum",
+        "cumsum",
+        "prod",
+        "log",
+        "log1p",
+    ]
+    found: dict[Any, tuple[str, bool]] = dict.fromkeys(softmax, ("softmax", False))
+    found |= dict.fromkeys(norm, ("norm", False)) | dict.fromkeys(loss, ("loss", False))
+    found |= {F.embedding: ("embedding", False), F.embedding_bag: ("embedding", False)}
+    found |= dict.fromkeys(exp, ("softmax", True))
+    for name in chain:
+        for owner in (torch, Tensor):
+            if hasattr(owner, name):
+                found[getattr(owner, name)] = ("norm", True)
+    found[torch.linalg.vector_norm] = found[torch.linalg.norm] = ("norm", True)
+    found[Tensor.__pow__] = ("norm", True)
+    return found
+
+
+#: What is computed in float32, by protection.
+FLOAT32_FUNCTIONS = _table()
+
+
+def _wide(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in _LOW else value
+    if isinstance(value, (tuple, list)):
+        return type(value)(_wide(item) for item in value)
+    return value
+
+
+def _narrow(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.dtype is torch.float32 else value
+    if isinstance(value, tuple):
+        return tuple(_narrow(item, dtype) for item in value)
+    return value
+
+
+def _low_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
+    for value in args:
+        if isinstance(value, Tensor) and value.dtype in _LOW:
+            return value.dtype
+    return None
+
+
+class OperatorMode(TorchFunctionMode):
+    """Runs protected operators in float32 and attention in its own dtype, for the duration of a forward."""
+
+    def __init__(self, operators: OperatorPolicy, device: str, executed: dict[str, str], autocast: bool) -> None:
+        super().__init__()
+        self.protected = {
+            function: entry
+            for function, entry in FLOAT32_FUNCTIONS.items()
+            if getattr(operators, entry[0]) == "fp32" and (autocast or not entry[1])
+        }
+        self.device, self.executed, self.autocast = device, executed, autocast
+        self.attention = _DTYPES.get(operators.attention)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        entry = self.protected.get(func)
+        if entry is not None:
+            return self._float32(func, entry[0], args, kwargs)
+        if self.attention is not None and func is F.scaled_dot_product_attention:
+            return self._attend(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _float32(self, func: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.executed[kind] = "fp32"
+        if kind == "embedding":
+            # looking a row up is exact in any dtype: only the result is widened
+            out = func(*args, **kwargs)
+            return _wide(out) if self.autocast else out
+        low = _low_dtype(args)
+        if low is None:
+            return func(*args, **kwargs)
+        kwargs = {key: _wide(value) for key, value in kwargs.items()}
+        if kwargs.get("dtype") in _LOW:
+            kwargs["dtype"] = torch.float32
+        with torch.autocast(self.device, enabled=False):
+            out = func(*_wide(args), **kwargs)
+        # outside autocast the script's own layers expect the dtype they were written for
+        return out if self.autocast else _narrow(out, low)
+
+    def _attend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        dtype: Any = self.attention
+        query = args[0] if args else kwargs["query"]
+        original = query.dtype
+
+        def cast(value: Any) -> Any:
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        with torch.autocast(self.device, enabled=False):
+            out = func(*[cast(a) for a in args], **{key: cast(value) for key, value in kwargs.items()})
+        self.executed["attention"] = next(name for name, known in _DTYPES.items() if known is dtype)
+        return out if self.autocast else out.to(original)
+
+
+@dataclass(slots=True)
+class RootExecution:
+    """What surrounds the root model's forward under a policy.
+
+    Attributes:
+        activations: autocast dtype, or None for keep.
+        operators: what runs in float32, and the dtype of attention.
+        device: device type of the model (cpu, cuda).
+        low_precision: the model holds bfloat16 or float16 parameters.
+        executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
+    """
+
+    activations: torch.dtype | None
+    operators: OperatorPolicy
+    device: str = "cpu"
+    low_precision: bool = False
+    executed: dict[str, str] = field(default_factory=dict)
+    calls: int = 0
+
+    def needed(self, device: str) -> bool:
+        """Say whether anything of low precision can reach the operators at all."""
+        return (
+            self.activations is not None
+            or self.low_precision
+            or self.operators.attention != "keep"
+            or torch.is_autocast_enabled(device)
+        )
+
+    @contextlib.contextmanager
+    def around(self) -> Iterator[None]:
+        """Enter autocast and the operator protections."""
+        self.calls += 1
+        device = self.device
+        if not self.needed(device):
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            if self.activations is not None:
+                stack.enter_context(torch.autocast(device, self.activations))
+                self.executed["activations"] = "bf16" if self.activations is torch.bfloat16 else "fp16"
+            autocast = torch.is_autocast_enabled(device)
+            stack.enter_context(OperatorMode(self.operators, device, self.executed, autocast))
+            yield
+
+    def finish(self, output: Any) -> Any:
+        """Widen the model's output (any nesting of tensors) to float32 if the policy says so."""
+        if self.activations is None or self.operators.output != "fp32":
+            return output
+        self.executed["output"] = "fp32"
+        return widen(output)
+
+
+def widen(value: Any) -> Any:
+    """Return nested containers with low-precision tensors cast to float32; other objects are returned as they are."""
+    if isinstance(value, Tensor):
+        return value.float() if value.dtype in _LOW else value
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(widen(item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(widen(item) for item in value)
+    if isinstance(value, dict):
+        for key, item in value.items():
+            changed = widen(item)
+            if changed is not item:
+                value[key] = changed
+    return value

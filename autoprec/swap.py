@@ -1,0 +1,202 @@
+"""Put an execution into a live module, and take it out, by changing the module's class.
+
+Nothing else of the module changes: Parameters, buffers, hooks, attributes, names, ``state_dict`` keys stay, and
+``isinstance`` still holds because the new class derives from the old one. The execution lives in the module's
+``__dict__``, where neither ``state_dict`` nor ``parameters()`` looks.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoprec.backends import Execution
+from autoprec.protect import RootExecution
+
+__all__ = [
+    "ATTRIBUTE",
+    "execution_of",
+    "install",
+    "install_root",
+    "root_of",
+    "swapped_base",
+    "uninstall",
+    "uninstall_root",
+]
+
+#: Where an execution lives in the ``__dict__`` of its module.
+ATTRIBUTE = "_autoprec"
+ROOT = "_autoprec_root"
+_CLASSES: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+
+
+def execution_of(module: nn.Module) -> Any:
+    """Return what is installed in a module (an execution), or None."""
+    return module.__dict__.get(ATTRIBUTE)
+
+
+def swapped_base(module: nn.Module) -> type[nn.Module]:
+    """Return the class a module had before anything was installed; its own class if nothing is."""
+    cls: type[nn.Module] = type(module)
+    cls = cls.__dict__.get("_autoprec_root_base", cls)
+    base: type[nn.Module] = cls.__dict__.get("_autoprec_base", cls)
+    return base
+
+
+def _linear_forward(self: Any, input: Tensor) -> Tensor:
+    run: Execution | None = self.__dict__.get(ATTRIBUTE)
+    if run is None:
+        return F.linear(input, self.weight, self.bias)
+    return run(input, self.weight, self.bias, training=self.training)
+
+
+def _conv1d_forward(self: Any, x: Tensor) -> Tensor:
+    """``transformers.pytorch_utils.Conv1D``: a linear layer whose weight is stored as [in, out]."""
+    run: Execution | None = self.__dict__.get(ATTRIBUTE)
+    if run is None:
+        return swapped_base(self).forward(self, x)  # type: ignore[no-any-return]
+    return run(x, self.weight.t(), self.bias, training=self.training)
+
+
+def _convolution_forward(self: Any, input: Tensor) -> Tensor:
+    run: Any = self.__dict__.get(ATTRIBUTE)
+    if run is None:
+        return self._conv_forward(input, self.weight, self.bias)  # type: ignore[no-any-return]
+    return run(input, self.weight, self.bias, training=self.training)  # type: ignore[no-any-return]
+
+
+_FORWARDS: dict[str, Callable[..., Any]] = {
+    "linear": _linear_forward,
+    "conv1d": _conv1d_forward,
+    "conv": _convolution_forward,
+}
+
+
+def _extra_repr(self: Any) -> str:
+    base = swapped_base(self)
+    text = str(base.extra_repr(self))
+    run = self.__dict__.get(ATTRIBUTE)
+    return text if run is None else ", ".join(part for part in (text, f"precision=({run.describe()})") if part)
+
+
+def _new_module(base: type[nn.Module]) -> nn.Module:
+    made: nn.Module = object.__new__(base)  # type: ignore[call-overload]
+    return made
+
+
+def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
+    """Copy with the policy in place, so that an EMA or evaluation copy computes what the original computes."""
+    new = type(self).__new__(type(self))
+    memo[id(self)] = new
+    for key, value in self.__dict__.items():
+        new.__dict__[key] = copy.deepcopy(value, memo)
+    return new
+
+
+def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
+    """Pickle as a module of the original class: a policy is applied anew where the pickle is loaded."""
+    base = swapped_base(self)
+    state = {key: value for key, value in self.__dict__.items() if key not in (ATTRIBUTE, ROOT)}
+    return (_new_module, (base,), state)
+
+
+def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
+    found = _CLASSES.get((base, kind))
+    if found is None:
+        namespace = {
+            "forward": _FORWARDS[kind],
+            "extra_repr": _extra_repr,
+            "__deepcopy__": _deepcopy,
+            "__reduce_ex__": _reduce,
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "_autoprec_base": base,
+        }
+        found = _CLASSES[base, kind] = type(base.__name__, (base,), namespace)
+    return found
+
+
+def install(module: nn.Module, kind: str, execution: Any) -> None:
+    """Make ``module`` run through ``execution``; ``kind`` is linear, conv1d (transformers) or conv."""
+    module.__dict__[ATTRIBUTE] = execution
+    if "_autoprec_base" not in type(module).__dict__:
+        module.__class__ = _class_for(type(module), kind)
+
+
+def uninstall(module: nn.Module) -> None:
+    """Give a module its own class and behaviour back; a no-op where nothing is installed."""
+    module.__dict__.pop(ATTRIBUTE, None)
+    base = type(module).__dict__.get("_autoprec_base")
+    if base is not None:
+        module.__class__ = base
+
+
+def root_of(model: nn.Module) -> Any:
+    """Return the root execution installed around a model's forward, or None."""
+    return model.__dict__.get(ROOT)
+
+
+class _InstanceForward:
+    """Stands for a ``forward`` that a library stored on the instance (accelerate does); keeps what it replaced."""
+
+    def __init__(self, original: Callable[..., Any], root: RootExecution) -> None:
+        self.original, self.root = original, root
+        self.__wrapped__ = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self.root.around():
+            output = self.original(*args, **kwargs)
+        return self.root.finish(output)
+
+
+def _root_class(base: type[nn.Module]) -> type[nn.Module]:
+    found = _CLASSES.get((base, "root"))
+    if found is None:
+
+        @functools.wraps(base.forward)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            root = self.__dict__.get(ROOT)
+            if root is None:
+                return base.forward(self, *args, **kwargs)
+            with root.around():
+                output = base.forward(self, *args, **kwargs)
+            return root.finish(output)
+
+        namespace = {
+            "forward": forward,
+            "__reduce_ex__": _reduce,
+            "__deepcopy__": _deepcopy,
+            "__module__": base.__module__,
+            "__qualname__": base.__qualname__,
+            "__doc__": base.__doc__,
+            "_autoprec_root_base": base,
+        }
+        found = _CLASSES[base, "root"] = type(base.__name__, (base,), namespace)
+    return found
+
+
+def install_root(model: nn.Module, root: RootExecution) -> None:
+    """Surround a model's forward by a root execution."""
+    model.__dict__[ROOT] = root
+    instance = model.__dict__.get("forward")
+    if instance is not None:
+        model.__dict__["forward"] = _InstanceForward(instance, root)
+    elif "_autoprec_root_base" not in type(model).__dict__:
+        model.__class__ = _root_class(type(model))
+
+
+def uninstall_root(model: nn.Module) -> None:
+    """Give a model's forward back; a no-op where nothing is installed."""
+    model.__dict__.pop(ROOT, None)
+    instance = model.__dict__.get("forward")
+    if isinstance(instance, _InstanceForward):
+        model.__dict__["forward"] = instance.original
+    base = type(model).__dict__.get("_autoprec_root_base")
+    if base is not None:
+        model.__class__ = base
