@@ -106,7 +106,7 @@ def interpret(
     total = sum(operator.flops for operator in operators)
     share = sum(layer.total_flops for layer in layers if layer.tunable) / total if total else 0.0
     return GraphReport(
-        model=dict(names.describe()),
+        model=dict(names.identity()),
         layers=layers,
         operators=tuple(operators),
         groups={name: members for name, members in kept.items() if members},

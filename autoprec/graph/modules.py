@@ -8,30 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-__all__ = ["ModelNames", "clean_name", "unwrap"]
+from autoprec.layers import clean_name, tunable_layers, unwrap
 
-_WRAPPER_ATTRIBUTES = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-_PARALLEL = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel")
-
-
-def unwrap(model: nn.Module) -> nn.Module:
-    """Return the user's model inside DDP, ``torch.compile`` and FSDP wrappers."""
-    while True:
-        inner = next((model._modules[name] for name in _WRAPPER_ATTRIBUTES if name in model._modules), None)
-        if inner is None and type(model).__name__ in _PARALLEL:
-            inner = model._modules.get("module")
-        if inner is None:
-            return model
-        model = inner
-
-
-def clean_name(name: str) -> str:
-    """Drop wrapper parts from a dotted name: ``h.0._orig_mod.fc`` is ``h.0.fc``."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_ATTRIBUTES)
-
-
-def _is_applicable(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
+__all__ = ["ModelNames"]
 
 
 class ModelNames:
@@ -65,7 +44,7 @@ class ModelNames:
 
     def applicable(self) -> frozenset[str]:
         """Return the names of the layers a policy can be applied to."""
-        return frozenset(name for name, module in self.modules.items() if _is_applicable(module))
+        return frozenset(tunable_layers(self.root))
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over parameters, each once under its first name, then buffers."""
@@ -90,7 +69,7 @@ class ModelNames:
                 return f"{prefix}{attribute}"
         return ""
 
-    def describe(self) -> dict[str, object]:
+    def identity(self) -> dict[str, object]:
         """Return class, number of parameters (ties once) and a fingerprint of names, shapes and dtypes."""
         rows = [f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in self.parameters.items()]
         count = sum(int(p.numel()) for n, p in self.parameters.items() if self.aliases[n] == n)

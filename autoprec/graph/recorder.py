@@ -135,9 +135,18 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if task == -1:
             self._count(name)
 
-    def _leave_module(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def _leave_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
         if self._stack:
             self._stack.pop()
+        elif self.names.name_of(module) == "" and not self.trace.calls_of.get(""):
+            self._root_was_running()
+
+    def _root_was_running(self) -> None:
+        """The root's forward began before recording did: what looked like the script's operators were the root's."""
+        self.trace.calls_of[""] = 1
+        for call in self.trace.calls:
+            if call.module == SCRIPT and call.phase == "forward":
+                call.module = ""
 
     # -- saved tensors --------------------------------------------------------------------------------------------
 
