@@ -1,0 +1,71 @@
+"""Found first on PYTHONPATH by every Python process of a trial: loads the hooks the moment torch is imported.
+
+Nothing but the standard library is used here and nothing happens without the environment variable. A sitecustomize
+of the user's or of the system is run first, as it would have been.
+"""
+
+import os
+import sys
+
+
+def _chain() -> None:
+    """Run the sitecustomize that this one hides."""
+    import importlib.machinery
+    import importlib.util
+
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [p for p in sys.path if os.path.abspath(p or ".") != here]
+    spec = importlib.machinery.PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        module = importlib.util.module_from_spec(spec)
+        sys.modules["sitecustomize"] = module
+        spec.loader.exec_module(module)
+
+
+class _TorchFinder:
+    """A meta-path finder that runs ``autoprec.trial.agent.install`` right after torch has been executed.
+
+    ``importlib.util.find_spec("torch")`` may be called without an import following: the finder stays until torch has
+    really been executed.
+    """
+
+    busy = False
+
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+        if name != "torch" or self.busy:
+            return None
+        import importlib.util
+
+        self.busy = True
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self.busy = False
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module):  # type: ignore[no-untyped-def]
+            execute(module)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
+            _install()
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+def _install() -> None:
+    import importlib.util
+
+    if importlib.util.find_spec("autoprec") is None:
+        here = os.path.dirname(os.path.abspath(__file__))
+        sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(here))))
+    from autoprec.trial import agent
+
+    agent.install(os.environ["AUTOPREC_TRIAL"])
+
+
+_chain()
+if os.environ.get("AUTOPREC_TRIAL"):
+    sys.meta_path.insert(0, _TorchFinder())

@@ -1,0 +1,246 @@
+"""The part of AutoPrec inside the script's process: installed when torch is imported, idle until the first training step.
+
+``AUTOPREC_TRIAL`` names a JSON file: ``mode`` is ``host`` (stop at the first training forward and serve forks, or say
+why that is not possible), ``trial`` (be one trial) or ``run`` (apply a policy and get out of the way).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoprec.trial.child import Trial, apply_document
+from autoprec.trial.discovery import Found, discover, loss_parameters
+from autoprec.trial.hooks import Events, Hooks
+from autoprec.trial.protocol import HostInfo, TrialSpec
+from autoprec.trial.seeding import offset_seeds
+from autoprec.trial.server import serve, settle
+
+__all__ = ["Agent", "install"]
+
+_agent: Agent | None = None
+
+
+def install(config_path: str) -> None:
+    """Install the hooks in this process (called by the injected sitecustomize)."""
+    global _agent
+    if _agent is None:
+        _agent = Agent(json.loads(Path(config_path).read_text(encoding="utf-8")))
+        _agent.install()
+
+
+class Agent:
+    """Waits for the first training forward, then does what its configuration says."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.mode = str(config["mode"])
+        self.hooks = Hooks()
+        self.trial: Trial | None = None
+        self._pid = os.getpid()
+        self._started = float(config.get("started", time.monotonic()))
+        self._reached = False
+        self._forwards = 0
+
+    def install(self) -> None:
+        """Patch torch and start waiting."""
+        self.hooks.install()
+        self.hooks.watch(self._on_training_call)
+        self.hooks.events = _Backwards(self)
+        if self.mode != "run":
+            offset_seeds(int(self.config.get("seed_offset", 0)))
+            from autoprec.trial.isolation import isolate
+
+            isolate(self.config)
+            atexit.register(self._at_exit)
+
+    # ---------------------------------------------------------------- the first training forward
+    def _on_training_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._forwards += 1
+        optimizers = self.hooks.optimizers
+        if not optimizers:
+            return  # perhaps there never is one: the first backward tells (see _Backwards)
+        owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        if not any(id(p) in owned for p in module.parameters()):
+            return  # a loss module or a frozen tower
+        found = discover(optimizers)
+        if found is not None:
+            self._stop(found, module, args, kwargs)
+
+    def without_optimizer(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """A backward ran and there is no optimizer: the next training forward is the place to stop."""
+        leaves = loss_parameters(tensors)
+        found = discover((), loss_leaves=leaves)
+        if found is None:
+            return
+        mine = {id(p) for p in found.root.parameters()}
+
+        def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if any(id(p) in mine for p in module.parameters()):
+                self._stop(found, module, args, kwargs)
+
+        self.hooks.watch(on_call)
+
+    def _stop(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.hooks.unwatch()
+        self.hooks.events = Events()
+        self._reached = True
+        if self.mode == "run":
+            self._run(found)
+        elif self.mode == "trial":
+            spec = TrialSpec.from_json(self.config["spec"])
+            self._begin(spec, found, Path(self.config["result"]), float(self.config["asked"]), module, args, kwargs)
+        else:
+            self._host(found, module, args, kwargs)
+
+    def _begin(
+        self,
+        spec: TrialSpec,
+        found: Found,
+        result: Path,
+        asked: float,
+        module: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        self._pid = os.getpid()
+        self.trial = Trial(spec, found, self.hooks, result=result, asked=asked, writer=_rank() == 0)
+        self.trial.begin(module, args, kwargs)
+
+    def _run(self, found: Found) -> None:
+        """``autoprec run``: apply the policy and leave nothing else behind."""
+        policy = apply_document(self.config.get("policy"), found, self.config.get("backend", "auto"))
+        self.hooks.remove()
+        audit = self.config.get("audit")
+        if policy is not None and audit and _rank() == 0:
+            atexit.register(lambda: Path(audit).write_text(json.dumps(policy.audit(found.root).to_json())))
+
+    # ---------------------------------------------------------------- host
+    def _host(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _rank() != 0:
+            os._exit(0)
+        obstacle = fork_obstacle(found) if self.config.get("launch", "auto") in ("auto", "fork") else "not asked for"
+        info = host_info(found, "process" if obstacle else "fork", time.monotonic() - self._started, obstacle)
+        control = self._connect()
+        settle()
+        control.sendall(json.dumps({"op": "hello", "info": info.to_json()}).encode() + b"\n")
+        if obstacle:
+            control.close()
+            os._exit(0)
+        request = serve(control, str(self.config["mark"]))
+        spec = TrialSpec.from_json(request.spec)
+        if spec.threads > 1:
+            torch.set_num_threads(spec.threads)  # safe: this process has never run a parallel region
+        self._begin(spec, found, Path(request.result), request.asked, module, args, kwargs)
+
+    def _connect(self) -> socket.socket:
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        control.connect(str(self.config["socket"]))
+        return control
+
+    # ---------------------------------------------------------------- the script ended
+    def _at_exit(self) -> None:
+        if os.getpid() != self._pid:
+            return  # a fork of the script's own (a DataLoader worker)
+        if self.trial is not None:
+            self.trial.at_exit()
+        elif self.mode == "host" and not self._reached and (self._forwards or self.hooks.backwards or self.hooks.optimizers):
+            self._report_end()
+
+    def _report_end(self) -> None:
+        with contextlib.suppress(OSError):
+            control = self._connect()
+            seen = {
+                "training_forwards": self._forwards,
+                "backwards": self.hooks.backwards,
+                "optimizers": [type(o).__name__ for o in self.hooks.optimizers],
+            }
+            control.sendall(json.dumps({"op": "ended", "seen": seen}).encode() + b"\n")
+            control.close()
+
+
+class _Backwards(Events):
+    """Before anything is known: a backward with no optimizer alive means that the script updates weights itself."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if not self._agent.hooks.optimizers:
+            self._agent.without_optimizer(tensors)
+
+
+def fork_obstacle(found: Found) -> str:
+    """Say why this process must not be forked now; empty when it may."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return "CUDA is initialised"
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return "a process group is initialised"
+    import multiprocessing
+
+    if multiprocessing.active_children():
+        return "the script has live worker processes"
+    if any(p.device.type not in ("cpu", "meta") for p in found.parameters):
+        return f"the model is on {found.parameters[0].device.type}"
+    if not hasattr(os, "fork") or sys.platform != "linux":
+        return "this system cannot fork"
+    return ""
+
+
+def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
+    """Describe the script at its first training forward."""
+    from autoprec.apply import tunable_layers
+
+    root = found.root
+    device = found.parameters[0].device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    notes = list(found.notes)
+    if obstacle and obstacle != "not asked for":
+        notes.append(f"trials are started as plain processes: {obstacle}")
+    others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    if others and not obstacle:
+        notes.append(f"the script has {len(others)} other threads, which forked trials do not have: {', '.join(others[:4])}")
+    return HostInfo(
+        launch=launch,
+        model=model_info(root),
+        layers=tuple(tunable_layers(root)),
+        optimizers=tuple(type(o).__name__ for o in found.optimizers),
+        device=name,
+        world_size=_world_size(),
+        setup_s=setup_s,
+        notes=tuple(notes),
+    )
+
+
+def model_info(root: nn.Module) -> dict[str, Any]:
+    """Return ``{"class", "parameters", "fingerprint"}`` of a model."""
+    from autoprec.graph.modules import ModelNames
+
+    return dict(ModelNames(root).describe())
+
+
+def _world_size() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_world_size()
+    return 1
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return 0
+

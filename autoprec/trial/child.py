@@ -1,0 +1,303 @@
+"""What happens inside the training process once it is told which trial it is: apply, watch, write the result, end."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
+from autoprec.files import canonical_json
+from autoprec.trial.discovery import Found, batch_size
+from autoprec.trial.hooks import Events, Hooks
+from autoprec.trial.loop import Loop, early_stop
+from autoprec.trial.measure import clock_for
+from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.seeding import reseed
+
+__all__ = ["Trial", "apply_document", "is_out_of_memory", "round_weights"]
+
+
+def apply_document(document: dict[str, Any] | None, found: Found, backend: str) -> Any:
+    """Apply a policy document to the primary model and its optimizers; returns the policy, or None.
+
+    Raises:
+        PolicyError, PolicyMismatchError, UnsupportedError: see :func:`autoprec.apply.apply_policy`.
+    """
+    if document is None:
+        return None
+    from autoprec.apply import Policy
+    from autoprec.policy import policy_from_dict
+
+    policy = policy_from_dict(document, cls=Policy)
+    policy.apply(found.root, backend=backend)
+    lowered = {value for key, value in policy.optimizer.model_dump().items() if key in ("weights", "exp_avg", "exp_avg_sq")}
+    if lowered - {"fp32"}:
+        for optimizer in found.optimizers:
+            policy.wrap_optimizer(optimizer)
+    return policy
+
+
+def round_weights(found: Found) -> None:
+    """Round every trained weight once to bfloat16: the smallest change of precision there is."""
+    with torch.no_grad():
+        for parameter in found.parameters:
+            parameter.copy_(parameter.to(torch.bfloat16).to(parameter.dtype))
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for the ways torch and Python say that memory ran out."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    text = str(error)
+    return "can't allocate memory" in text or "out of memory" in text.lower()
+
+
+class Trial:
+    """One trial in this process. :meth:`begin` is called inside the first training forward and returns into it."""
+
+    def __init__(
+        self, spec: TrialSpec, found: Found, hooks: Hooks, *, result: Path, asked: float, writer: bool = True
+    ) -> None:
+        self.spec, self.found, self.hooks = spec, found, hooks
+        self._path, self._asked, self._writer = result, asked, writer
+        self._start = self._begun = time.monotonic()
+        self._policy: Any = None
+        self._batch = (0, 0)
+        self._device = next(iter(found.parameters)).device
+        self._recorder: Any = None
+        self._payload: dict[str, Any] = {}
+        self.loop: Loop | None = None
+        self._exit_action: Callable[[], None] = self._too_short
+
+    # ---------------------------------------------------------------- start
+    def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Prepare the models as asked and start watching; a policy that cannot be applied ends the process here."""
+        spec = self.spec
+        sys.excepthook = self._on_exception
+        if spec.seed is not None:
+            reseed(spec.seed + _rank())
+        if spec.perturb == "bf16":
+            round_weights(self.found)
+        try:
+            self._policy = apply_document(spec.policy, self.found, spec.backend)
+        except AutoPrecError as error:
+            self.finish(status_of(error), str(error))
+        self._batch = batch_size(args, kwargs)
+        first = {"record": 0, "sensitivity": spec.warmup}.get(spec.kind, spec.warmup + spec.steps)
+        self.loop = Loop(
+            self.found,
+            total=first,
+            clock=clock_for(self._device),
+            then=self._enough,
+            check=self._check if spec.kind == "train" else None,
+            anneal=spec.anneal,
+            count_memory=self._device.type == "cpu" and spec.kind == "train",
+        )
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        self.hooks.events = self.loop
+        self._begun = time.monotonic()
+        if first:
+            if spec.record_graph and first == 1:
+                self._record(module)
+            self.loop.start()
+        else:
+            self._at_forward(module, args, kwargs)
+
+    # ---------------------------------------------------------------- steps
+    def _check(self, loop: Loop) -> None:
+        spec = self.spec
+        if self._device.type == "cpu" or loop.steps % 8 == 0 or loop.steps >= loop.total:
+            losses = loop.losses
+            if not math.isfinite(losses[-1]):
+                self.finish("diverged", f"the loss is {losses[-1]} at step {loop.steps}")
+            if spec.stop_gap is not None and loop.steps < loop.total:
+                if early_stop(losses, spec.reference_losses, spec.stop_gap, loop.total):
+                    self.finish("pruned", f"the loss is more than {spec.stop_gap:.2%} off the reference at step {loop.steps}")
+        if spec.record_graph and loop.steps == loop.total - 1:
+            self._at_next_forward(lambda module, _args, _kwargs: self._record(module))
+
+    def _enough(self, loop: Loop) -> None:
+        if self.spec.kind == "train":
+            self.finish("ok")
+        self.hooks.events = Events()
+        self._at_next_forward(self._at_forward)
+
+    def _at_next_forward(self, action: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        owned = {id(p) for p in self.found.root.parameters()}
+
+        def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if any(id(p) in owned for p in module.parameters()):
+                self.hooks.unwatch()
+                action(module, args, kwargs)
+
+        self.hooks.watch(on_call)
+
+    def _at_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """The step that answers the question of a ``record`` or ``sensitivity`` trial starts here."""
+        if self.spec.kind == "record":
+            self._record(module)
+            self.hooks.events = _AtGradients(self._end_record, self.found)
+            return
+        from autoprec.trial.sensitivity import Scan
+
+        scan = Scan(self.spec, self.found, self.hooks, self.on_exit)
+        payload = scan.run()  # returns None in a probe, which goes on into the forward
+        if payload is not None:
+            self._payload = payload
+            self.finish("ok" if not payload.get("failed") else "crashed", payload.get("failed", ""))
+
+    # ---------------------------------------------------------------- operator graph
+    def _record(self, module: nn.Module) -> None:
+        from autoprec.graph.recorder import StepRecorder
+
+        self._recorder = StepRecorder(self.found.root, optimizers=self.found.optimizers)
+        self._recorder.__enter__()
+        if not any(child is self.found.root for child in module.modules()):
+            self._recorder.push_root()  # its forward runs already: this is one of its children
+
+    def _end_record(self) -> None:
+        self._recorder.__exit__(None, None, None)
+        report = self._recorder.report()
+        self._payload["graph"] = report.to_json()
+        if self.spec.kind == "record":
+            self.finish("ok")
+
+    # ---------------------------------------------------------------- end
+    def _on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        traceback.print_exception(kind, error, trace)
+        if issubclass(kind, KeyboardInterrupt):
+            self.finish("crashed", "interrupted")
+        last = traceback.extract_tb(trace)[-1:] if trace is not None else []
+        where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
+        reason = f"{kind.__name__}: {str(error).splitlines()[0] if str(error) else ''}{where}"
+        status = "oom" if is_out_of_memory(error) else status_of(error)
+        self.finish(status, reason[:500])
+
+    def on_exit(self, action: Callable[[], None]) -> None:
+        """Replace what happens when the script ends by itself."""
+        self._exit_action = action
+
+    def at_exit(self) -> None:
+        """The script has ended by itself."""
+        self._exit_action()
+
+    def _too_short(self) -> None:
+        seen = self.loop.steps if self.loop else 0
+        wanted = self.loop.total if self.loop else 0
+        reason = f"the script ended after {seen} of {wanted} steps"
+        if not self.hooks.backwards:
+            reason += "; no backward() was ever called"
+        self.finish("too_short", reason)
+
+    def finish(self, status: str, reason: str = "") -> NoReturn:
+        """Write the result and end this process at once: no exit handler of the script runs."""
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        if self._writer:
+            write_result(self._path, self._result(status, reason))
+        os._exit(0)
+
+    def _result(self, status: str, reason: str) -> TrialResult:
+        now = time.monotonic()
+        result = TrialResult(
+            status=status,
+            reason=reason,
+            warmup=self.spec.warmup,
+            start_s=self._begun - self._asked,
+            wall_s=now - self._asked,
+            training_s=now - self._begun,
+            payload=self._payload,
+        )
+        loop = self.loop
+        if loop is None or not loop.steps:
+            return result
+        memory = dict(loop.memory)
+        peak = sum(memory.values())
+        if self._device.type == "cuda":
+            peak = memory["allocator_peak"] = torch.cuda.max_memory_allocated(self._device)
+        result = replace(
+            result,
+            losses=tuple(loop.losses),
+            step_ms=tuple(loop.clock.milliseconds()[: loop.steps]),
+            clock=loop.clock.name,
+            grad_norms=tuple(loop.grad_norms),
+            memory=memory,
+            memory_bytes=peak,
+            samples=self._batch[0] * max(loop.backwards // loop.steps, 1),
+            tokens=self._batch[1] * max(loop.backwards // loop.steps, 1),
+            skipped_steps=loop.skipped,
+        )
+        return self._audited(result)
+
+    def _audited(self, result: TrialResult) -> TrialResult:
+        if self._policy is None or result.status != "ok":
+            return result
+        report = self._policy.audit(self.found.root)
+        return replace(result, audit=report.to_json())
+
+
+class _AtGradients(Events):
+    """Calls ``action`` when the gradients of the next step are complete."""
+
+    def __init__(self, action: Callable[[], None], found: Found) -> None:
+        self._action, self._found = action, found
+
+    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if self._found.backward_only:
+            self._action()
+
+    def gradients_ready(self, optimizer: torch.optim.Optimizer) -> None:
+        self._action()
+
+    def skipped_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self._action()
+
+
+def status_of(error: BaseException) -> str:
+    """Map an error to one of :data:`autoprec.trial.protocol.FAILURES`."""
+    if isinstance(error, PolicyMismatchError):
+        return "mismatch"
+    if isinstance(error, UnsupportedError):
+        return "unsupported"
+    if isinstance(error, AutoPrecError):
+        return "mismatch"
+    return "crashed"
+
+
+def write_result(path: Path, result: TrialResult) -> None:
+    """Write a result so that a reader sees all of it or nothing."""
+    temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
+    temporary.write_text(canonical_json(_finite(result.to_json())), encoding="utf-8")
+    os.replace(temporary, path)
+
+
+def _finite(value: Any) -> Any:
+    """Replace what JSON cannot say by None, at any depth."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _rank() -> int:
+    distributed = torch.distributed
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+

@@ -1,0 +1,63 @@
+"""From how a process ended to a status and one sentence for a person."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+
+from autoprec.trial.protocol import TrialResult
+
+__all__ = ["TAIL_LINES", "classify", "describe_exit", "last_lines"]
+
+TAIL_LINES = 25
+
+
+def last_lines(text: str, limit: int = TAIL_LINES) -> str:
+    """Return the last ``limit`` lines, each cut at 400 characters."""
+    lines = [line.rpartition("\r")[2][:400] for line in text.rstrip().splitlines()]
+    return "\n".join(lines[-limit:])
+
+
+def describe_exit(code: int) -> str:
+    """Say how a process ended: ``code`` as subprocess has it (negative for a signal)."""
+    if code < 0:
+        try:
+            name = signal.Signals(-code).name
+        except ValueError:
+            name = f"signal {-code}"
+        return f"killed by {name}"
+    return f"ended with exit code {code}"
+
+
+def classify(
+    result: TrialResult | None, code: int, *, timed_out: bool, timeout_s: float, tail: str, asked: str = "the trial"
+) -> TrialResult:
+    """Return the final result of a trial.
+
+    Args:
+        result: what the trial wrote itself, if it came that far; it wins, because it knows best.
+        code: exit code, negative for a signal.
+        timed_out: the deadline passed and we ended it.
+        timeout_s: that deadline, for the message.
+        tail: the last output.
+        asked: what was running, for the message.
+    """
+    if result is not None:
+        return result if result.status in ("ok", "pruned") else replace(result, tail=last_lines(tail))
+    shown = last_lines(tail)
+    if timed_out:
+        return TrialResult("hung", f"no result within {timeout_s:g} s; {asked} was ended", tail=shown)
+    lowered = tail.lower()
+    if "out of memory" in lowered or "can't allocate memory" in lowered or "memoryerror" in lowered:
+        return TrialResult("oom", f"out of memory ({describe_exit(code)})", tail=shown)
+    if code == -signal.SIGKILL:
+        return TrialResult("oom", "killed by SIGKILL: most likely the kernel's out-of-memory killer", tail=shown)
+    if code == 0:
+        return TrialResult("too_short", "the script ended before the asked number of steps", tail=shown)
+    return TrialResult("crashed", f"{asked} {describe_exit(code)}", tail=shown)
+
+
+def exit_code(wait_status: int) -> int:
+    """Turn a wait status into a subprocess-style code."""
+    return os.waitstatus_to_exitcode(wait_status)

@@ -1,0 +1,110 @@
+"""The training command a person typed, understood: a script, a module, or a launcher in front of one."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoprec.errors import UsageError, nearest
+
+__all__ = ["ScriptCommand"]
+
+_PYTHONS = ("python", "python3", "python3.11", "python3.12", "python3.13", "python3.14")
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptCommand:
+    """``train.py args``, ``-m package.module args``, or ``-- torchrun ... train.py args``.
+
+    Attributes:
+        kind: ``script``, ``module`` or ``launcher``.
+        target: the script's path, the module's dotted name, or the launcher's program.
+        args: everything after the target.
+        cwd: the directory it runs in.
+    """
+
+    kind: str
+    target: str
+    args: tuple[str, ...]
+    cwd: Path
+
+    @classmethod
+    def parse(cls, tokens: Sequence[str], cwd: Path | str | None = None) -> ScriptCommand:
+        """Understand the tokens after our own options.
+
+        Raises:
+            UsageError: nothing was given, or the script, module or launcher does not exist (the nearest file is named).
+        """
+        where = Path(cwd) if cwd is not None else Path.cwd()
+        words = list(tokens)
+        launched = bool(words) and words[0] == "--"
+        if launched:
+            words = words[1:]
+        if not words:
+            raise UsageError("no training script given", fix="autoprec search train.py [script args...]")
+        if Path(words[0]).name in _PYTHONS and len(words) > 1 and (words[1] == "-m" or not words[1].startswith("-")):
+            words = words[1:]
+        if words[0] == "-m":
+            if len(words) < 2:
+                raise UsageError("-m needs a module name", fix="autoprec search -m package.module [args...]")
+            return cls("module", words[1], tuple(words[2:]), where)
+        if words[0].endswith((".py", ".pyw")) or (where / words[0]).is_file():
+            _must_exist(words[0], where)
+            return cls("script", words[0], tuple(words[1:]), where)
+        program = _find_program(words[0])
+        if program is None:
+            if not launched:
+                _must_exist(words[0], where)
+            raise UsageError(
+                f"cannot find the launcher '{words[0]}'", fix="is it installed in this environment and on PATH?"
+            )
+        return cls("launcher", program, tuple(words[1:]), where)
+
+    @property
+    def label(self) -> str:
+        """A short name: the script's file name, the module, or ``torchrun train.py``."""
+        if self.kind == "script":
+            return Path(self.target).name
+        if self.kind == "module":
+            return self.target
+        script = next((Path(a).name for a in self.args if a.endswith(".py")), "")
+        return f"{Path(self.target).name} {script}".strip()
+
+    @property
+    def single(self) -> bool:
+        """True when one Python process is started (it may still start others itself)."""
+        return self.kind != "launcher"
+
+    def argv(self) -> list[str]:
+        """The command line that starts it with this Python."""
+        if self.kind == "script":
+            return [sys.executable, self.target, *self.args]
+        if self.kind == "module":
+            return [sys.executable, "-m", self.target, *self.args]
+        return [self.target, *self.args]
+
+
+def _find_program(name: str) -> str | None:
+    beside = Path(sys.executable).parent / name
+    if beside.is_file():
+        return str(beside)
+    return shutil.which(name)
+
+
+def _must_exist(name: str, cwd: Path) -> None:
+    path = cwd / name
+    if path.is_file():
+        return
+    if path.is_dir():
+        main = path / "__main__.py"
+        fix = f"name the file, e.g. {name.rstrip('/')}/train.py" if not main.exists() else f"name {main}"
+        raise UsageError("this is a directory, not a script", where=name, fix=fix)
+    folder = path.parent if path.parent.is_dir() else cwd
+    known = [p.name for p in folder.glob("*.py")]
+    close = nearest(path.name, known)
+    shown = str(Path(name).parent / close[0]) if close else ""
+    fix = f"did you mean '{shown}'?" if close else f"no Python file of that name in {folder}"
+    raise UsageError("no such script", where=name, fix=fix)

@@ -1,0 +1,191 @@
+"""Find the model that is being trained: by whose parameters the optimizers own, never by name or type."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+__all__ = ["Found", "batch_size", "discover", "loss_parameters"]
+
+#: Modules that only carry another one: the user's model is the child that owns the same parameters.
+_WRAPPERS = (
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.distributed",
+    "accelerate",
+    "lightning.fabric",
+    "lightning.pytorch.overrides",
+    "lightning.pytorch.strategies",
+    "pytorch_lightning.overrides",
+    "deepspeed",
+    "timm.task",
+)
+
+
+@dataclass(slots=True)
+class Found:
+    """What a script trains.
+
+    Attributes:
+        roots: innermost user models, the one with the most trained parameters first.
+        optimizers: those that own parameters of the roots; the first is primary: its steps are counted.
+        parameters: the trainable parameters of all roots, in order.
+        notes: what a person should know about it.
+    """
+
+    roots: list[nn.Module]
+    optimizers: list[Optimizer]
+    parameters: list[torch.Tensor]
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def root(self) -> nn.Module:
+        """The primary model."""
+        return self.roots[0]
+
+    @property
+    def backward_only(self) -> bool:
+        """True when there is no optimizer: each backward counts as one step."""
+        return not self.optimizers
+
+
+def _living_modules() -> list[nn.Module]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # some lazily deprecated objects warn when their class is asked for
+        return [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
+
+
+def _owned_numel(module: nn.Module, owned: set[int]) -> int:
+    return sum(p.numel() for p in module.parameters() if id(p) in owned)
+
+
+def _innermost(module: nn.Module, owned: set[int]) -> nn.Module:
+    total = _owned_numel(module, owned)
+    while type(module).__module__.startswith(_WRAPPERS):
+        inner = [child for child in module.children() if _owned_numel(child, owned) == total]
+        if len(inner) != 1:
+            break
+        module = inner[0]
+    return module
+
+
+def _group_parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _tops(owned: set[int]) -> list[nn.Module]:
+    """Return the outermost modules that own trained parameters, largest share first, wrappers removed."""
+    modules = _living_modules()
+    children = {id(child) for module in modules for child in module.children()}
+    candidates = [m for m in modules if id(m) not in children]
+    sized = [(m, size) for m in candidates if (size := _owned_numel(m, owned))]
+    if not sized:  # a module that contains itself through a child hides every top
+        sized = [(m, size) for m in modules if (size := _owned_numel(m, owned))]
+    sized.sort(key=lambda pair: (-pair[1], -len(list(pair[0].modules()))))
+    out: list[nn.Module] = []
+    covered: set[int] = set()
+    for module, _ in sized:
+        fresh = {id(p) for p in module.parameters() if id(p) in owned} - covered
+        if not fresh:
+            continue
+        covered |= fresh
+        inner = _innermost(module, owned)
+        if all(inner is not other for other in out):
+            out.append(inner)
+    return out
+
+
+def discover(optimizers: Sequence[Optimizer], *, loss_leaves: Iterable[torch.Tensor] = ()) -> Found | None:
+    """Find the trained models now; None when no living module owns a trained parameter.
+
+    Args:
+        optimizers: every living optimizer, or none in a script that updates its weights itself.
+        loss_leaves: without an optimizer, the parameters a loss reaches (:func:`loss_parameters`).
+    """
+    trained: dict[int, torch.Tensor] = {}
+    for optimizer in optimizers:
+        trained |= {id(p): p for p in _group_parameters(optimizer) if p.requires_grad}
+    if not optimizers:
+        trained = {id(p): p for p in loss_leaves}
+    owned = set(trained)
+    roots = _tops(owned)
+    if not roots:
+        return None
+    mine = {id(p) for p in roots[0].parameters()}
+    share = [(sum(p.numel() for p in _group_parameters(o) if id(p) in mine), o) for o in optimizers]
+    ordered = [o for size, o in sorted(share, key=lambda pair: -pair[0])]
+    in_roots = {id(p) for root in roots for p in root.parameters()}
+    ordered = [o for o in ordered if any(id(p) in in_roots for p in _group_parameters(o))]
+    parameters = _ordered_parameters(roots, owned)
+    notes = _notes(roots, optimizers, trained, in_roots)
+    return Found(roots, ordered, parameters, notes)
+
+
+def _ordered_parameters(roots: Sequence[nn.Module], owned: set[int]) -> list[torch.Tensor]:
+    seen: dict[int, torch.Tensor] = {}
+    for root in roots:
+        for parameter in root.parameters():
+            if id(parameter) in owned:
+                seen.setdefault(id(parameter), parameter)
+    return list(seen.values())
+
+
+def _notes(
+    roots: Sequence[nn.Module], optimizers: Sequence[Optimizer], trained: dict[int, torch.Tensor], in_roots: set[int]
+) -> list[str]:
+    notes = []
+    if not optimizers:
+        notes.append("no torch Optimizer: each backward counts as one step")
+    if len(roots) > 1:
+        names = ", ".join(type(root).__name__ for root in roots)
+        notes.append(f"several models are trained ({names}); the policy is for {type(roots[0]).__name__}")
+    loose = len(set(trained) - in_roots)
+    if loose:
+        notes.append(f"{loose} trained tensors belong to no module")
+    return notes
+
+
+def loss_parameters(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves a loss reaches, walking its autograd graph to the AccumulateGrad nodes."""
+    seen: set[Any] = set()
+    leaves: dict[int, torch.Tensor] = {}
+    stack: list[Any] = [t.grad_fn for t in tensors if t.grad_fn is not None]
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            leaves[id(leaf)] = leaf
+        stack.extend(following for following, _ in node.next_functions if following is not None)
+    return list(leaves.values())
+
+
+def batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
+    """Return ``(samples, tokens)`` of one call's inputs; tokens is 0 unless an integer ``[batch, length]`` is seen."""
+    flat: list[torch.Tensor] = []
+    stack: list[Any] = [*reversed(list(kwargs.values())), *reversed(list(args))]
+    while stack and len(flat) < 32:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            flat.append(value)
+        elif isinstance(value, (list, tuple)):
+            stack.extend(reversed(value))
+        elif isinstance(value, dict):
+            stack.extend(reversed(list(value.values())))
+    shaped = [t for t in flat if t.dim() >= 1]
+    if not shaped:
+        return 0, 0
+    for tensor in shaped:
+        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
+            return tensor.shape[0], tensor.shape[0] * tensor.shape[1]
+    return shaped[0].shape[0], 0

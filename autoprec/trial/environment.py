@@ -1,0 +1,59 @@
+"""The environment a trial runs in: our hooks on the Python path, quiet threads, and no uploads."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+__all__ = ["CONFIG_VARIABLE", "MARK_VARIABLE", "run_environment", "trial_environment"]
+
+#: Names the JSON file that tells the hooks what to do; its absence makes the injected code inert.
+CONFIG_VARIABLE = "AUTOPREC_TRIAL"
+#: Carries the runner's mark into every descendant, so that all of them can be found and ended.
+MARK_VARIABLE = "AUTOPREC_TRIAL_MARK"
+INJECT = Path(__file__).parent / "_inject"
+
+_QUIET = {
+    # One spin-waiting OpenMP thread per core of a shared machine made steps 30 times slower.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "PYTHONUNBUFFERED": "1",  # the tail of a process that dies is worth reading
+    "PYTHONDONTWRITEBYTECODE": "1",  # no __pycache__ beside the user's modules
+    "PYTHONFAULTHANDLER": "1",
+    "TOKENIZERS_PARALLELISM": "false",  # its thread pool does not survive a fork
+    "WANDB_MODE": "disabled",
+    "WANDB_SILENT": "true",
+    "NEPTUNE_MODE": "debug",
+    "COMET_MODE": "disabled",
+    "CLEARML_OFFLINE_MODE": "1",
+    "SWANLAB_MODE": "disabled",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DISABLE_MLFLOW_INTEGRATION": "TRUE",
+}
+
+
+def run_environment(config: Path, mark: str, base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return the environment of ``autoprec run``: the user's own, plus the hooks."""
+    env = dict(os.environ if base is None else base)
+    paths = [str(INJECT)] + [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(INJECT)]
+    env["PYTHONPATH"] = os.pathsep.join(paths)
+    env[CONFIG_VARIABLE] = str(config)
+    env[MARK_VARIABLE] = mark
+    return env
+
+
+def trial_environment(
+    config: Path, mark: str, private: Path, *, threads: int = 1, base: Mapping[str, str] | None = None
+) -> dict[str, str]:
+    """Return the environment of a trial: hooks, ``threads`` OpenMP threads, nothing uploaded, nothing cached beside us.
+
+    A host that will be forked must be given one thread: a child of a process that has run a parallel region with
+    more hangs in its own first one.
+    """
+    env = run_environment(config, mark, base)
+    env |= _QUIET
+    env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(threads)
+    env["MLFLOW_TRACKING_URI"] = (private / "mlruns").as_uri()
+    for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID", "OPTUNA_STORAGE"):
+        env.pop(name, None)
+    return env

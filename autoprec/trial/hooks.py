@@ -1,0 +1,237 @@
+"""The few global points where a training loop can be watched without the script knowing.
+
+Patched: ``Optimizer.__init__`` and the global optimizer step hooks, ``torch.autograd.backward``, ``GradScaler.scale``
+and ``step``, ``clip_grad_norm_``, and, only until the first training forward, ``nn.Module.__call__``. Nothing is a
+module hook, so Dynamo sees an ordinary model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+__all__ = ["Events", "Hooks", "raw_loss"]
+
+
+class Events:
+    """What a watcher may react to; every method does nothing unless overridden."""
+
+    def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """A top-level backward starts from these tensors."""
+
+    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """A top-level backward has ended."""
+
+    def before_closure(self, optimizer: Optimizer, call: int) -> None:
+        """An optimizer evaluates its closure for the ``call``-th time (from 1) in one step."""
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        """All gradients of this optimizer's step are there and nothing has been updated yet."""
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """An optimizer has updated its parameters."""
+
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        """A GradScaler found non-finite gradients and did not step the optimizer."""
+
+    def clipped(self, parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+        """Gradients were clipped; ``norm`` is their norm before."""
+
+
+def raw_loss(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the loss a GradScaler scaled, or the tensor itself."""
+    return getattr(tensor, "_autoprec_raw", tensor)
+
+
+class Hooks:
+    """Owns the patches of one process. ``events`` may be exchanged at any time; :meth:`remove` takes all of it off."""
+
+    def __init__(self) -> None:
+        self.events = Events()
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._undo: list[Callable[[], None]] = []
+        self._depth = 0
+        self._steps = 0
+        self._watch_undo: Callable[[], None] | None = None
+        self.backwards = 0
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The living optimizers, oldest first, without those that only wrap another."""
+        alive = [optimizer for ref in self._optimizers if (optimizer := ref()) is not None]
+        return [o for o in alive if isinstance(getattr(o, "param_groups", None), list)]
+
+    def install(self) -> None:
+        """Patch everything except ``nn.Module.__call__``."""
+        self._patch_optimizers()
+        self._patch_backward()
+        self._patch_scaler()
+        self._patch_clip()
+
+    def remove(self) -> None:
+        """Take every patch off again."""
+        self.unwatch()
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        original = getattr(owner, name)
+        replacement = make(original)
+        with contextlib.suppress(AttributeError):
+            functools.update_wrapper(replacement, original)
+        setattr(owner, name, replacement)
+        self._undo.append(lambda: setattr(owner, name, original))
+
+    # ---------------------------------------------------------------- optimizers
+    def _patch_optimizers(self) -> None:
+        def make_init(original: Any) -> Any:
+            def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+                original(optimizer, *args, **kwargs)
+                self._optimizers.append(weakref.ref(optimizer))
+
+            return __init__
+
+        self._replace(Optimizer, "__init__", make_init)
+        before = register_optimizer_step_pre_hook(self._before_step)
+        after = register_optimizer_step_post_hook(self._after_step)
+        self._undo += [before.remove, after.remove]
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            self.events.gradients_ready(optimizer)
+            return None
+        calls = 0
+
+        @functools.wraps(closure)
+        def counted(*inner: Any, **named: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            self.events.before_closure(optimizer, calls)
+            out = closure(*inner, **named)
+            if calls == 1:
+                self.events.gradients_ready(optimizer)
+            return out
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": counted}
+        return (args[0], counted, *args[2:]), kwargs
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._steps += 1
+        self.events.after_step(optimizer)
+
+    # ---------------------------------------------------------------- backward
+    def _patch_backward(self) -> None:
+        def make(original: Any) -> Any:
+            def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+                if self._depth:  # reentrant checkpointing calls backward inside backward
+                    return original(tensors, *args, **kwargs)
+                roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+                self.backwards += 1
+                self.events.before_backward(roots)
+                self._depth += 1
+                try:
+                    out = original(tensors, *args, **kwargs)
+                finally:
+                    self._depth -= 1
+                self.events.after_backward(roots)
+                return out
+
+            return backward
+
+        self._replace(torch.autograd, "backward", make)
+
+    # ---------------------------------------------------------------- GradScaler and clipping
+    def _patch_scaler(self) -> None:
+        def make_scale(original: Any) -> Any:
+            def scale(scaler: Any, outputs: Any) -> Any:
+                scaled = original(scaler, outputs)
+                if isinstance(outputs, torch.Tensor) and scaled is not outputs:
+                    scaled._autoprec_raw = outputs.detach()
+                return scaled
+
+            return scale
+
+        def make_step(original: Any) -> Any:
+            def step(scaler: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+                before = self._steps
+                out = original(scaler, optimizer, *args, **kwargs)
+                if self._steps == before:
+                    self.events.skipped_step(optimizer)
+                return out
+
+            return step
+
+        self._replace(torch.amp.GradScaler, "scale", make_scale)
+        self._replace(torch.amp.GradScaler, "step", make_step)
+
+    def _patch_clip(self) -> None:
+        def make(original: Any) -> Any:
+            def clip_grad_norm_(parameters: Any, max_norm: Any, *args: Any, **kwargs: Any) -> Any:
+                if isinstance(parameters, torch.Tensor):
+                    parameters = [parameters]
+                parameters = list(parameters)
+                norm = original(parameters, max_norm, *args, **kwargs)
+                self.events.clipped(parameters, norm, float(max_norm))
+                return norm
+
+            return clip_grad_norm_
+
+        self._replace(nn.utils, "clip_grad_norm_", make)
+        nn.utils.clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_
+
+    # ---------------------------------------------------------------- the first training forward
+    def watch(self, on_training_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
+        """Call back at every grad-enabled call of a module in training mode, until :meth:`unwatch`.
+
+        The callback runs inside ``nn.Module.__call__``, before any hook of the module.
+        """
+        self.unwatch()
+        original = nn.Module.__call__
+
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if module.training and torch.is_grad_enabled() and not self._depth:
+                on_training_call(module, args, kwargs)
+            return original(module, *args, **kwargs)
+
+        def undo() -> None:
+            nn.Module.__call__ = original  # type: ignore[method-assign]
+            _tell_dynamo(original)
+
+        nn.Module.__call__ = __call__  # type: ignore[method-assign]
+        _tell_dynamo(__call__)
+        self._watch_undo = undo
+
+    def unwatch(self) -> None:
+        """Restore ``nn.Module.__call__``: from here on a module call costs what it always did."""
+        if self._watch_undo is not None:
+            self._watch_undo()
+            self._watch_undo = None
+
+
+def _tell_dynamo(call: Any) -> None:
+    """Dynamo keeps ``nn.Module.__call__`` to recognise a patched one; keep it pointing at the current one."""
+    for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+        module = sys.modules.get(name)
+        if module is not None and hasattr(module, "unpatched_nn_module_call"):
+            module.unpatched_nn_module_call = call
+
+
+@contextlib.contextmanager
+def exchanged(hooks: Hooks, events: Events) -> Iterator[None]:
+    """Let ``events`` watch for a while."""
+    before, hooks.events = hooks.events, events
+    try:
+        yield
+    finally:
+        hooks.events = before

@@ -1,0 +1,200 @@
+"""Count the steps of a script's own loop: losses, times, gradient norms, and when to stop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from autoprec.trial.discovery import Found
+from autoprec.trial.hooks import Events, raw_loss
+from autoprec.trial.measure import StepClock
+from autoprec.trial.memory import SavedBytes, memory_of
+
+__all__ = ["Loop", "annealed", "early_stop", "gradient_norm"]
+
+#: The learning rate of an annealed trial ends at this share of what the script set.
+ANNEAL_END = 0.1
+
+
+def annealed(step: int, total: int) -> float:
+    """The factor on the learning rate at ``step`` (from 0) of ``total``: a cosine from 1 to :data:`ANNEAL_END`."""
+    if total < 2:
+        return 1.0
+    return ANNEAL_END + (1 - ANNEAL_END) * 0.5 * (1 + math.cos(math.pi * min(step, total - 1) / (total - 1)))
+
+
+def early_stop(losses: Sequence[float], reference: Sequence[float], limit: float, total: int) -> bool:
+    """True when the mean absolute relative gap over the last quarter of the steps seen exceeds ``limit``."""
+    seen = min(len(losses), len(reference))
+    if seen < max(4, total // 4):
+        return False
+    window = range(seen - max(seen // 4, 2), seen)
+    gaps = [abs(losses[i] - reference[i]) / max(abs(reference[i]), 1e-12) for i in window]
+    return sum(gaps) / len(gaps) > limit
+
+
+def gradient_norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm over all gradients as one scalar tensor; local shards only under FSDP2."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
+    dense = [g for g in local if g.layout is torch.strided]
+    if not dense:
+        return torch.tensor(float("nan"))
+    return torch.linalg.vector_norm(torch.stack([n.float() for n in torch._foreach_norm(dense)]))
+
+
+class Loop(Events):
+    """Watches ``total`` steps of the primary optimizer, then calls ``then(self)``; every step may also be ``seen``.
+
+    Args:
+        found: the trained models and their optimizers.
+        total: how many steps to watch.
+        clock: measures the steps; paused while this class does its own work.
+        then: called inside the last step's post hook, after it was counted.
+        check: called after each step; may end the process (early stop, non-finite loss).
+        anneal: multiply the learning rates by a cosine over ``total``.
+        count_memory: count the bytes saved for backward in the first step.
+    """
+
+    def __init__(
+        self,
+        found: Found,
+        *,
+        total: int,
+        clock: StepClock,
+        then: Callable[[Loop], None],
+        check: Callable[[Loop], None] | None = None,
+        anneal: bool = False,
+        count_memory: bool = False,
+    ) -> None:
+        self.found, self.total, self.clock = found, total, clock
+        self._then, self._check, self._anneal = then, check, anneal
+        self._primary = found.optimizers[0] if found.optimizers else None
+        self._other_steps = 0
+        self._losses: list[torch.Tensor] = []
+        self._norms: list[torch.Tensor] = []
+        self._pending: list[torch.Tensor] = []
+        self._clip: torch.Tensor | None = None
+        self._closure_call = 0
+        self._rates: list[tuple[dict[str, Any], Any]] = []
+        self._saved = SavedBytes(found.parameters) if count_memory else None
+        self.saved_peak = 0
+        self.memory: dict[str, int] = {}
+        self.skipped = 0
+        self.backwards = 0
+        self.non_scalar = 0
+        self.steps = 0
+
+    def start(self) -> None:
+        """Begin the first step now (inside the first training forward)."""
+        if self._saved is not None:
+            self._saved.__enter__()
+        self.clock.resume()
+
+    @property
+    def losses(self) -> list[float]:
+        """The objective of every step: the sum of the scalars that backward was called on."""
+        return [float(x) for x in self._losses]
+
+    @property
+    def grad_norms(self) -> list[float]:
+        """The gradient norm of every step, before clipping where the script clips."""
+        return [float(x) for x in self._norms]
+
+    @property
+    def last_loss(self) -> float:
+        """The newest loss (waits for the device)."""
+        return float(self._losses[-1])
+
+    # ---------------------------------------------------------------- events
+    def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if self._closure_call > 1:
+            return
+        for tensor in tensors:
+            if tensor.numel() != 1:
+                self.non_scalar += 1
+                continue
+            value = raw_loss(tensor).detach()
+            value = value.to_local() if hasattr(value, "to_local") else value
+            self._pending.append(value.float().reshape(()).clone())
+
+    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self.backwards += 1
+        if self.found.backward_only:
+            self.ready()
+            self._commit(self.found.parameters)
+
+    def before_closure(self, optimizer: Optimizer, call: int) -> None:
+        if self._is_primary(optimizer):
+            self._closure_call = call
+
+    def clipped(self, parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+        if isinstance(norm, torch.Tensor):
+            self._clip = norm.full_tensor() if hasattr(norm, "full_tensor") else norm.detach()
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        if self._is_primary(optimizer):
+            self.ready()
+        if self._anneal:
+            factor = annealed(self.steps, self.total)
+            for group in optimizer.param_groups:
+                self._rates.append((group, group["lr"]))
+                group["lr"] = group["lr"] * factor
+
+    def ready(self) -> None:
+        """Gradients of the step are complete: what was saved for backward is gone."""
+        if self._saved is not None:
+            self._saved.__exit__(None, None, None)
+            self.saved_peak, self._saved = self._saved.peak, None
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        for group, rate in self._rates:
+            group["lr"] = rate
+        self._rates.clear()
+        if self._is_primary(optimizer):
+            self._other_steps = 0
+            self._commit([p for group in optimizer.param_groups for p in group["params"]])
+        elif self._owns_root(optimizer):
+            self._other_steps += 1
+            if self._other_steps > 2 and self.steps == 0:  # the one we took for primary is never stepped
+                self._primary = optimizer
+
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        if self._is_primary(optimizer):
+            self.skipped += 1
+            self.ready()
+            self._commit([p for group in optimizer.param_groups for p in group["params"]])
+
+    def _is_primary(self, optimizer: Optimizer) -> bool:
+        return self._primary is None or optimizer is self._primary
+
+    def _owns_root(self, optimizer: Optimizer) -> bool:
+        mine = {id(p) for p in self.found.root.parameters()}
+        return any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+
+    # ---------------------------------------------------------------- one step done
+    def _commit(self, parameters: Sequence[torch.Tensor]) -> None:
+        self.clock.pause()
+        device = parameters[0].device if parameters else torch.device("cpu")
+        loss = torch.stack([p.to(device) for p in self._pending]).sum() if self._pending else torch.tensor(float("nan"))
+        norm = self._clip if self._clip is not None else gradient_norm(parameters)
+        self._losses.append(loss)
+        self._norms.append(norm)
+        self._pending, self._clip, self._closure_call = [], None, 0
+        self.steps += 1
+        if self.steps == 1:
+            self.memory = memory_of(
+                list(self.found.root.parameters()),
+                list(self.found.root.buffers()),
+                self.found.optimizers,
+                self.saved_peak,
+            )
+        if self._check is not None:
+            self._check(self)
+        if self.steps >= self.total:
+            self._then(self)
+        self.clock.resume()

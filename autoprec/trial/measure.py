@@ -1,0 +1,85 @@
+"""Clocks of a training step: process CPU time on the CPU, CUDA events (read once, at the end) on a GPU."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Protocol
+
+import torch
+
+__all__ = ["CpuClock", "CudaClock", "StepClock", "clock_for"]
+
+
+class StepClock(Protocol):
+    """Measures intervals between :meth:`resume` and :meth:`pause`; one ``pause`` ends one step."""
+
+    name: str
+
+    def resume(self) -> None:
+        """Start (or go on with) measuring."""
+
+    def pause(self) -> None:
+        """End one interval."""
+
+    def credit(self, seconds: float) -> None:
+        """Take this much off the running interval: work that would not have been done by this process."""
+
+    def milliseconds(self) -> list[float]:
+        """The intervals so far, in order, in ms."""
+
+
+class CpuClock:
+    """Process CPU time: other processes on a shared machine do not count."""
+
+    name = "cpu_time"
+
+    def __init__(self) -> None:
+        self._start = time.process_time()
+        self._spans: list[float] = []
+
+    def resume(self) -> None:
+        self._start = time.process_time()
+
+    def pause(self) -> None:
+        self._spans.append(max(time.process_time() - self._start, 0.0))
+
+    def credit(self, seconds: float) -> None:
+        self._start += seconds
+
+    def milliseconds(self) -> list[float]:
+        return [span * 1e3 for span in self._spans]
+
+
+class CudaClock:
+    """CUDA events around each step; nothing is synchronised until the figures are read."""
+
+    name = "cuda_events"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pairs: list[tuple[Any, Any]] = []
+        self._begin: Any = None
+
+    def _event(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def resume(self) -> None:
+        self._begin = self._event()
+
+    def pause(self) -> None:
+        self._pairs.append((self._begin, self._event()))
+
+    def credit(self, seconds: float) -> None:
+        """Host-side work does not appear between events unless the device waits for it: nothing to take off."""
+
+    def milliseconds(self) -> list[float]:
+        if self._pairs:
+            self._pairs[-1][1].synchronize()
+        return [float(begin.elapsed_time(end)) for begin, end in self._pairs]
+
+
+def clock_for(device: torch.device) -> StepClock:
+    """Return the clock of the device the model trains on."""
+    return CudaClock(device) if device.type == "cuda" else CpuClock()

@@ -1,0 +1,68 @@
+"""Process trees: find every descendant of a trial and end it; tie children to the life of their parent."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterable
+
+__all__ = ["die_with_parent", "end_group", "marked_processes", "sweep"]
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that started it ends (Linux; elsewhere nothing happens)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def end_group(leader: int, sig: int = signal.SIGKILL) -> None:
+    """Signal a whole process group; a group that is gone is fine."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(leader, sig)
+
+
+def _read(path: str) -> bytes:
+    try:
+        with open(path, "rb") as stream:
+            return stream.read()
+    except OSError:
+        return b""
+
+
+def marked_processes(mark: str, sessions: Iterable[int] = ()) -> list[int]:
+    """Return living processes that carry ``mark`` in their environment or belong to one of the sessions."""
+    wanted = mark.encode()
+    chosen = {int(s) for s in sessions}
+    found = []
+    try:
+        entries = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    except OSError:
+        return []
+    for pid in entries:
+        if pid == os.getpid():
+            continue
+        fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+        if len(fields) < 4 or fields[0] in (b"Z", b"X"):
+            continue
+        if int(fields[3]) in chosen or (wanted and wanted in _read(f"/proc/{pid}/environ")):
+            found.append(pid)
+    return found
+
+
+def sweep(mark: str, sessions: Iterable[int] = (), *, patience_s: float = 5.0) -> list[int]:
+    """Kill every marked process and wait until none is left; returns what could not be ended."""
+    chosen = list(sessions)
+    end = time.monotonic() + patience_s
+    left = marked_processes(mark, chosen)
+    while left and time.monotonic() < end:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+        left = marked_processes(mark, chosen)
+    return left

@@ -1,0 +1,360 @@
+"""The driver's side of trials: start a host once, ask it for trials, and clean up whatever they do.
+
+No torch here: everything that touches the user's model lives in the processes this module starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from autoprec.errors import ScriptError
+from autoprec.trial.classify import classify, describe_exit, exit_code, last_lines
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.environment import trial_environment
+from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.started import Started
+
+__all__ = ["TrialRunner"]
+
+_MAX_RESTARTS = 2
+
+
+class TrialRunner:
+    """Runs trials of one command, for one seed.
+
+    Args:
+        command: what to run.
+        run_dir: where logs go; results and sockets live in a private temporary directory that :meth:`close` removes.
+        seed_offset: added to every seed the script sets: a further paired seed is a further runner.
+        launch: ``auto`` takes the cheapest rung that is safe; ``fork``, ``zygote`` or ``process`` asks for one.
+        threads: OpenMP threads of plain processes (a host that is forked always has one).
+        setup_timeout_s: how long the script may take to reach its first training forward.
+        log: the host's output; default ``run_dir/host-<seed_offset>.log``.
+    """
+
+    def __init__(
+        self,
+        command: ScriptCommand,
+        *,
+        run_dir: Path,
+        seed_offset: int = 0,
+        launch: str = "auto",
+        threads: int = 1,
+        setup_timeout_s: float = 600,
+        log: Path | None = None,
+    ) -> None:
+        self.command, self.run_dir = command, Path(run_dir)
+        self._seed_offset, self._launch, self._threads = seed_offset, launch, threads
+        self._setup_timeout = setup_timeout_s
+        self._log = log or self.run_dir / f"host-{seed_offset}.log"
+        self._mark = f"autoprec-{uuid.uuid4().hex}"
+        self._private: Path | None = None
+        self._host: Started | None = None
+        self._control: socket.socket | None = None
+        self._info: HostInfo | None = None
+        self._lock = threading.RLock()
+        self._waiting: dict[int, Future[dict[str, Any]]] = {}
+        self._next = 0
+        self._restarts = 0
+        self._running: set[Started] = set()
+        self._closed = False
+
+    def __enter__(self) -> TrialRunner:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- start
+    def start(self) -> HostInfo:
+        """Start the host and wait for the script's first training forward.
+
+        Raises:
+            ScriptError: the script failed, ended, or took too long before its first training step, trains nothing
+                AutoPrec can see, or has no layer a policy could decide about.
+        """
+        with self._lock:
+            if self._info is None:
+                self._info = self._start_host()
+            return self._info
+
+    def _start_host(self) -> HostInfo:
+        if self._private is None:
+            self._private = Path(tempfile.mkdtemp(prefix="autoprec-"))
+        address = self._private / f"control-{self._restarts}"
+        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
+            listener.bind(str(address))
+            listener.listen(16)
+            listener.settimeout(0.05)
+            config = self._config(mode="host", socket=str(address), launch=self._launch)
+            env = trial_environment(config, self._mark, self._private, threads=1)
+            self._host = Started(self.command.argv(), env, self.command.cwd, self._mark, self._log)
+            try:
+                control, message = self._accept(listener, self._host)
+            except BaseException:
+                self._host.end()
+                raise
+        if message["op"] == "ended":
+            self._host.wait(10.0)
+            self._host.end()
+            raise self._nothing_trained(message["seen"], self._host)
+        info = HostInfo.from_json(message["info"])
+        if not info.layers:
+            control.close()
+            self._host.end()
+            raise ScriptError(
+                f"the model {info.model.get('class', '')} has no trainable GEMM a policy could decide about",
+                where=self.command.label,
+                fix="AutoPrec decides about Linear, Conv and Conv1D layers whose weights are trained",
+            )
+        if info.launch == "fork":
+            self._control = control
+            threading.Thread(target=self._listen, args=(control,), name="autoprec-host", daemon=True).start()
+        else:
+            control.close()
+            self._host.wait(5.0)
+            self._host.end()
+        return info
+
+    def _config(self, **values: Any) -> Path:
+        if self._private is None:
+            raise ScriptError("this runner is closed", fix="make a new TrialRunner")
+        values |= {
+            "mark": self._mark,
+            "private": str(self._private),
+            "run_dir": str(self.run_dir.absolute()),
+            "cwd": str(self.command.cwd.absolute()),
+            "script": self.command.target if self.command.kind == "script" else "",
+            "seed_offset": self._seed_offset,
+            "started": time.monotonic(),
+        }
+        path = self._private / f"{values['mode']}-{uuid.uuid4().hex[:12]}.json"
+        path.write_text(json.dumps(values), encoding="utf-8")
+        return path
+
+    def _accept(self, listener: socket.socket, host: Started) -> tuple[socket.socket, dict[str, Any]]:
+        deadline = time.monotonic() + self._setup_timeout
+        while True:
+            with contextlib.suppress(TimeoutError):
+                control, _ = listener.accept()
+                control.settimeout(None)
+                return control, _read_line(control)
+            code = host.poll()
+            if code is not None:
+                host.settle()
+                raise self._script_failed(code, host.tail)
+            if time.monotonic() > deadline:
+                raise ScriptError(
+                    f"no training step began within {self._setup_timeout:g} s\n{last_lines(host.tail)}",
+                    where=self.command.label,
+                    fix="give the script less to prepare, or a longer set-up time",
+                )
+
+    def _script_failed(self, code: int, tail: str) -> ScriptError:
+        if code == 0:
+            return ScriptError(
+                "the script ended without a training step that AutoPrec could see"
+                + (f"\n{last_lines(tail)}" if tail.strip() else ""),
+                where=self.command.label,
+                fix="does it train a torch model in this Python environment? Loops that hooks cannot see can use "
+                "autoprec.Session",
+            )
+        return ScriptError(
+            f"the script {describe_exit(code)} before its first training step (not an AutoPrec failure)\n"
+            + last_lines(tail),
+            where=self.command.label,
+            fix="run it without AutoPrec first; the output above is its own",
+        )
+
+    def _nothing_trained(self, seen: dict[str, Any], host: Started) -> ScriptError:
+        code = host.poll()
+        if code:
+            return self._script_failed(code, host.tail)
+        if not seen["backwards"]:
+            what = "the script ended and never called backward()"
+            fix = "AutoPrec needs a script that trains: loss.backward() and a step; for torch.autograd.grad use Session"
+        else:
+            what = "the script called backward() but no model in training mode was found"
+            fix = "is the model in train() mode? Loops that hooks cannot see can use autoprec.register(model)"
+        return ScriptError(what, where=self.command.label, fix=fix)
+
+    # ---------------------------------------------------------------- trials
+    def run(self, spec: TrialSpec) -> TrialResult:
+        """Run one trial and return how it ended, whatever it does. Safe to call from several threads at once."""
+        try:
+            info = self.start()
+            if info.launch == "fork":
+                return self._run_fork(spec)
+            return self._run_process(spec)
+        except ScriptError as error:
+            return TrialResult("crashed", str(error))
+        except OSError as error:
+            return TrialResult("crashed", f"the trial could not be started: {error}")
+
+    def _run_fork(self, spec: TrialSpec) -> TrialResult:
+        began = time.monotonic()
+        future: Future[dict[str, Any]] = Future()
+        with self._lock:
+            if self._control is None:
+                self._restart()
+            self._next += 1
+            number = self._next
+            self._waiting[number] = future
+            control, private = self._control, self._private
+        if control is None or private is None:
+            return TrialResult("crashed", "the host process is gone")
+        path = private / f"result-{number}.json"
+        request = {
+            "op": "run",
+            "id": number,
+            "spec": spec.to_json(),
+            "result": str(path),
+            "asked": began,
+            "timeout_s": spec.timeout_s,
+        }
+        try:
+            with self._lock:
+                control.sendall(json.dumps(request).encode() + b"\n")
+            answer = future.result(timeout=spec.timeout_s + 30.0)
+        except (OSError, TimeoutError):
+            answer = {"wait_status": 9, "timed_out": True, "tail": ""}
+        finally:
+            self._waiting.pop(number, None)
+        result = classify(
+            _load_result(path),
+            exit_code(int(answer["wait_status"])),
+            timed_out=bool(answer["timed_out"]),
+            timeout_s=spec.timeout_s,
+            tail=str(answer["tail"]),
+        )
+        return _with_wall(result, began)
+
+    def _restart(self) -> None:
+        """The host has died (for instance killed for memory): start another, a few times."""
+        if self._closed or self._restarts >= _MAX_RESTARTS:
+            raise ScriptError("the host process has died too often", where=self.command.label, fix=str(self._log))
+        self._restarts += 1
+        if self._host is not None:
+            self._host.end()
+        self._info = None
+        self._info = self._start_host()
+
+    def _listen(self, control: socket.socket) -> None:
+        buffer = b""
+        while True:
+            try:
+                chunk = control.recv(1 << 20)
+            except OSError:
+                chunk = b""
+            if not chunk:
+                break
+            buffer += chunk
+            while b"\n" in buffer:
+                line, _, buffer = buffer.partition(b"\n")
+                answer = json.loads(line)
+                future = self._waiting.get(int(answer["id"]))
+                if future is not None and not future.done():
+                    future.set_result(answer)
+        with self._lock:
+            if self._control is control:
+                self._control = None
+            lost = [f for f in self._waiting.values() if not f.done()]
+        for future in lost:
+            future.set_result({"wait_status": 9, "timed_out": False, "tail": "the host process ended"})
+
+    def _run_process(self, spec: TrialSpec) -> TrialResult:
+        began = time.monotonic()
+        private = self._private
+        if private is None:
+            return TrialResult("crashed", "this runner is closed")
+        path = private / f"result-{uuid.uuid4().hex[:12]}.json"
+        config = self._config(mode="trial", spec=spec.to_json(), result=str(path), asked=began)
+        mark = f"{self._mark}.{path.stem}"
+        env = trial_environment(config, mark, private, threads=max(spec.threads, self._threads))
+        started = Started(self.command.argv(), env, self.command.cwd, mark, None)
+        self._running.add(started)
+        try:
+            timed_out = False
+            deadline = began + spec.timeout_s + self._setup_allowance()
+            while started.poll() is None:
+                if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
+                    started.wait(5.0)
+                    break
+                if time.monotonic() > deadline or self._closed:
+                    timed_out = True
+                    break
+                started.wait(0.02)
+            code = started.poll()
+            started.end(grace_s=2.0 if timed_out else 0.0)
+        finally:
+            self._running.discard(started)
+        result = classify(
+            _load_result(path),
+            code if code is not None else -9,
+            timed_out=timed_out,
+            timeout_s=spec.timeout_s,
+            tail=started.tail,
+        )
+        return _with_wall(result, began)
+
+    def _setup_allowance(self) -> float:
+        """A plain process pays the script's set-up again; the deadline of the trial itself starts after it."""
+        return 30.0 + 3.0 * (self._info.setup_s if self._info else 0.0)
+
+    # ---------------------------------------------------------------- end
+    def close(self) -> None:
+        """End every process this runner started and remove its private files."""
+        self._closed = True
+        with self._lock:
+            control, self._control = self._control, None
+        if control is not None:
+            with contextlib.suppress(OSError):
+                control.sendall(b'{"op": "exit"}\n')
+                control.shutdown(socket.SHUT_WR)
+        if self._host is not None:
+            self._host.wait(1.0)
+            self._host.end()
+        for started in list(self._running):
+            started.end()
+        if control is not None:
+            control.close()
+        if self._private is not None:
+            shutil.rmtree(self._private, ignore_errors=True)
+            self._private = None
+
+
+def _read_line(control: socket.socket) -> dict[str, Any]:
+    data = b""
+    while not data.endswith(b"\n"):
+        chunk = control.recv(1 << 20)
+        if not chunk:
+            raise ScriptError("the host process ended while saying hello", fix="see the host log")
+        data += chunk
+    return dict(json.loads(data))
+
+
+def _load_result(path: Path) -> TrialResult | None:
+    try:
+        return TrialResult.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError):
+        return None
+    finally:
+        with contextlib.suppress(OSError):
+            os.unlink(path)
+
+
+def _with_wall(result: TrialResult, began: float) -> TrialResult:
+    from dataclasses import replace
+
+    return replace(result, wall_s=time.monotonic() - began)

@@ -1,0 +1,280 @@
+"""Gradient errors of many policies on the same weights and batch: one fork per policy inside a trial.
+
+The process stops at a training forward and forks once per probe. Each fork applies its policy, lets the script run
+its own forward and backward (with accumulation, scaling, whatever it does), and compares the gradients with those of
+the reference, which lie in memory shared by all forks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import mmap
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from autoprec.errors import AutoPrecError
+from autoprec.trial.child import apply_document
+from autoprec.trial.discovery import Found
+from autoprec.trial.hooks import Events, Hooks, raw_loss
+from autoprec.trial.processes import die_with_parent
+from autoprec.trial.protocol import Probe, TrialSpec
+
+__all__ = ["Gradients", "Scan", "relative_error"]
+
+#: Mini-batch gradients are compared over this many batches when the caller asks for fewer.
+NOISE_BATCHES = 4
+
+
+class Gradients:
+    """Flat float32 copies of all gradients in anonymous memory that forked children share: ``slots`` of them."""
+
+    def __init__(self, parameters: list[torch.Tensor], slots: int) -> None:
+        self._parameters = parameters
+        self._sizes = [p.numel() for p in parameters]
+        self.length = sum(self._sizes)
+        self._memory = mmap.mmap(-1, max(self.length * slots * 4, 4))
+        flat = torch.frombuffer(self._memory, dtype=torch.float32, count=max(self.length * slots, 1))
+        self._slots = [flat[i * self.length : (i + 1) * self.length] for i in range(slots)]
+
+    def _pieces(self, unclip: dict[int, float]) -> list[tuple[torch.Tensor | None, float]]:
+        pieces: list[tuple[torch.Tensor | None, float]] = []
+        for parameter in self._parameters:
+            grad = parameter.grad
+            if grad is not None:
+                grad = grad.to_dense() if grad.layout is not torch.strided else grad
+                grad = grad.detach().reshape(-1)
+            pieces.append((grad, unclip.get(id(parameter), 1.0)))
+        return pieces
+
+    def store(self, slot: int, unclip: dict[int, float]) -> None:
+        """Copy the gradients of now into a slot; a parameter without one counts as zero."""
+        for (grad, factor), target in zip(self._pieces(unclip), self._slots[slot].split(self._sizes), strict=True):
+            if grad is None:
+                target.zero_()
+            else:
+                target.copy_(grad)
+                if factor != 1.0:
+                    target.mul_(factor)
+
+    def compare(self, slot: int, unclip: dict[int, float]) -> tuple[float, float]:
+        """Return ``(||g - g_ref||^2, ||g_ref||^2)`` in float64, g being the gradients of now."""
+        error = norm = 0.0
+        for (grad, factor), target in zip(self._pieces(unclip), self._slots[slot].split(self._sizes), strict=True):
+            size = float(torch.dot(target, target))
+            norm += size
+            if grad is None:
+                error += size
+            else:
+                difference = grad.float().mul(factor).sub_(target)
+                error += float(torch.dot(difference, difference))
+        return error, norm
+
+    def spread(self, slots: int) -> float:
+        """Return the relative standard deviation of the first ``slots`` gradients around their mean."""
+        stacked = self._slots[:slots]
+        mean = torch.stack(stacked).mean(0)
+        variance = sum(float(torch.dot(g - mean, g - mean)) for g in stacked) / (slots - 1)
+        size = float(torch.dot(stacked[0], stacked[0]))
+        return math.sqrt(variance / size) if size > 0 else float("nan")
+
+
+def relative_error(error2: float, norm2: float) -> float:
+    """``||g - g_ref|| / ||g_ref||`` from the two squares; NaN when the reference is zero."""
+    return math.sqrt(error2 / norm2) if norm2 > 0 else float("nan")
+
+
+class _Watch(Events):
+    """Waits for the gradients of one step, remembering its loss and how it was clipped."""
+
+    def __init__(self, found: Found, done: Callable[[_Watch], None], after: Callable[[], None] | None = None) -> None:
+        self._found, self._done, self._after = found, done, after
+        self._mine = {id(p) for p in found.root.parameters()}
+        self._ready = False
+        self.loss = 0.0
+        self.unclip: dict[int, float] = {}
+
+    def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if not self._ready:
+            self.loss += sum(float(raw_loss(t).detach()) for t in tensors if t.numel() == 1)
+
+    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if self._found.backward_only:
+            self._finish()
+
+    def clipped(self, parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+        size = float(norm)
+        if math.isfinite(size) and size > max_norm > 0:
+            self.unclip |= {id(p): (size + 1e-6) / max_norm for p in parameters}
+
+    def gradients_ready(self, optimizer: Optimizer) -> None:
+        if any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"]):
+            self._finish()
+
+    def skipped_step(self, optimizer: Optimizer) -> None:
+        self._finish()
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self._after is not None:
+            self._after()
+
+    def _finish(self) -> None:
+        if not self._ready:
+            self._ready = True
+            self._done(self)
+
+
+class Scan:
+    """Answers the probes of one ``sensitivity`` trial; create it inside a training forward and call :meth:`run`."""
+
+    def __init__(
+        self, spec: TrialSpec, found: Found, hooks: Hooks, on_exit: Callable[[Callable[[], None]], None]
+    ) -> None:
+        self._spec, self._found, self._hooks, self._on_exit = spec, found, hooks, on_exit
+        self._batches = max(NOISE_BATCHES, spec.batches)
+        self._gradients = Gradients(found.parameters, self._batches)
+        self._deadline = time.monotonic() + spec.timeout_s
+
+    def run(self) -> dict[str, Any] | None:
+        """Return the payload in the process that scans, and None in a probe, which goes on into its forward."""
+        reference = self._fork(None)
+        if reference is None:
+            return None
+        answer = self._wait(*reference)
+        if answer.get("failed") or answer.get("batches", 0) < 1:
+            return {"failed": f"the reference step of the scan failed: {answer.get('failed', 'no gradients')}"}
+        rows = []
+        for probe in self._spec.probes:
+            child = self._fork(probe)
+            if child is None:
+                return None
+            rows.append({"id": probe.id, **self._wait(*child)})
+        seen = int(answer["batches"])
+        return {
+            "probes": rows,
+            "gradient_noise": self._gradients.spread(seen) if seen > 1 else float("nan"),
+            "noise_batches": seen,
+            "reference_loss": answer["loss"],
+        }
+
+    # ---------------------------------------------------------------- processes
+    def _fork(self, probe: Probe | None) -> tuple[int, int] | None:
+        reader, writer = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if pid:
+            os.close(writer)
+            return pid, reader
+        die_with_parent()
+        os.close(reader)
+        self._become(probe, writer)
+        return None
+
+    def _wait(self, pid: int, reader: int) -> dict[str, Any]:
+        data = b""
+        timed_out = False
+        while True:
+            left = self._deadline - time.monotonic()
+            ready, _, _ = select.select([reader], [], [], max(left, 0.0))
+            if not ready:
+                os.kill(pid, signal.SIGKILL)
+                timed_out = True
+                break
+            chunk = os.read(reader, 65536)
+            if not chunk:
+                break
+            data += chunk
+        os.close(reader)
+        _, status = os.waitpid(pid, 0)
+        if data.endswith(b"\n"):
+            return dict(json.loads(data))
+        why = "no gradients before the deadline" if timed_out else f"it ended with status {status}"
+        return {"gradient_error": None, "loss": None, "nonfinite": False, "failed": why}
+
+    # ---------------------------------------------------------------- in a probe
+    def _become(self, probe: Probe | None, writer: int) -> None:
+        empty = {"gradient_error": None, "loss": None, "nonfinite": False}
+        sys.excepthook = lambda kind, error, trace: self._answer(
+            writer, {**empty, "failed": _describe(kind, error, trace)}
+        )
+        self._on_exit(lambda: self._answer(writer, {**empty, "failed": "the script ended before the next step"}))
+        if probe is None:
+            self._reference(writer, 0)
+            return
+        try:
+            apply_document(probe.policy, self._found, self._spec.backend)
+        except AutoPrecError as error:
+            self._answer(writer, {**empty, "failed": str(error)})
+        self._hooks.events = _Watch(self._found, lambda watch: self._compared(writer, watch))
+
+    def _compared(self, writer: int, watch: _Watch) -> None:
+        error2, norm2 = self._gradients.compare(0, watch.unclip)
+        value = relative_error(error2, norm2)
+        finite = math.isfinite(value) and math.isfinite(watch.loss)
+        self._answer(
+            writer,
+            {
+                "gradient_error": value if finite else None,
+                "loss": watch.loss if math.isfinite(watch.loss) else None,
+                "nonfinite": not finite,
+            },
+        )
+
+    def _reference(self, writer: int, batch: int, first_loss: float = 0.0) -> None:
+        """Store this batch's gradients; go on without updating until enough batches have been seen."""
+
+        def done(watch: _Watch) -> None:
+            self._gradients.store(batch, watch.unclip)
+            loss = watch.loss if batch == 0 else first_loss
+            answer = {"batches": batch + 1, "loss": loss}
+            if batch + 1 >= self._batches or not self._found.optimizers:
+                self._answer(writer, answer)
+            weights = [p.detach().clone() for p in self._found.parameters]
+
+            def after() -> None:
+                with torch.no_grad():
+                    for parameter, value in zip(self._found.parameters, weights, strict=True):
+                        parameter.copy_(value)
+
+            watch._after = after
+            self._hooks.events = _Between(self._hooks, after, lambda: self._reference(writer, batch + 1, loss))
+            sys.excepthook = lambda *_: self._answer(writer, answer)  # fewer batches than asked: still an answer
+            self._on_exit(lambda: self._answer(writer, answer))
+
+        self._hooks.events = _Watch(self._found, done)
+
+    @staticmethod
+    def _answer(writer: int, answer: dict[str, Any]) -> NoReturn:
+        with contextlib.suppress(OSError):
+            os.write(writer, json.dumps(answer).encode() + b"\n")
+        os._exit(0)
+
+
+class _Between(Events):
+    """From complete gradients to the next step: undoes every update, then hands over at the next backward."""
+
+    def __init__(self, hooks: Hooks, undo: Callable[[], None], proceed: Callable[[], None]) -> None:
+        self._hooks, self._undo, self._proceed = hooks, undo, proceed
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._undo()
+
+    def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        self._proceed()
+        self._hooks.events.before_backward(tensors)
+
+
+def _describe(kind: type[BaseException], error: BaseException, trace: Any) -> str:
+    traceback.print_exception(kind, error, trace)
+    return f"{kind.__name__}: {error}"[:300]

@@ -1,0 +1,198 @@
+"""The fork server: a training process stopped at its first training forward, forked once per trial.
+
+It talks to the driver over one stream socket, a JSON document per line. Requests: ``{"op": "run", "id", "spec",
+"result", "asked", "timeout_s"}`` and ``{"op": "exit"}``. Answers: ``{"op": "done", "id", "wait_status", "timed_out",
+"tail"}``. The output of every child goes through a pipe of which only the tail is kept, so endless output is harmless.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoprec.trial.processes import die_with_parent, end_group, sweep
+
+__all__ = ["TAIL_BYTES", "Request", "serve", "settle"]
+
+TAIL_BYTES = 16_384
+_GRACE_S = 2.0
+
+
+@dataclass(slots=True)
+class Request:
+    """What a forked child was asked to do."""
+
+    id: int
+    spec: dict[str, Any]
+    result: str
+    asked: float
+    timeout_s: float
+
+
+@dataclass(slots=True)
+class _Child:
+    request: Request
+    pid: int
+    output: int
+    deadline: float
+    tail: bytearray = field(default_factory=bytearray)
+    timed_out: bool = False
+    killed: bool = False
+    open: bool = True
+
+
+def settle() -> None:
+    """Prepare for being forked: collect once, and keep the collector off the pages that children share."""
+    gc.collect()
+    gc.freeze()
+    flush_streams()
+
+
+def serve(control: socket.socket, mark: str) -> Request:
+    """Fork a child per request until the driver says exit or goes away.
+
+    Returns only in a child, with its request; in the server itself the process ends here.
+    """
+    server = _Server(control, mark)
+    while True:
+        request = server.turn()
+        if request is not None:
+            return request
+
+
+class _Server:
+    def __init__(self, control: socket.socket, mark: str) -> None:
+        self._control, self._mark = control, mark
+        self._buffer = b""
+        self._children: dict[int, _Child] = {}
+
+    def turn(self) -> Request | None:
+        """Handle what has happened; returns a request only in a child made for it."""
+        watched: list[Any] = [self._control, *(c.output for c in self._children.values() if c.open)]
+        ready, _, _ = select.select(watched, [], [], self._patience())
+        for source in ready:
+            if source is self._control:
+                continue
+            self._drain(source)
+        self._enforce()
+        self._reap()
+        if self._control in ready:
+            chunk = self._receive()
+            self._buffer += chunk
+            while b"\n" in self._buffer:
+                line, _, self._buffer = self._buffer.partition(b"\n")
+                message = json.loads(line)
+                if message.pop("op") == "exit":
+                    self._end()
+                request = Request(**message)
+                if self._fork(request):
+                    return request
+        return None
+
+    def _patience(self) -> float | None:
+        if not self._children:
+            return None
+        return 0.02 if all(child.open for child in self._children.values()) else 0.001
+
+    def _receive(self) -> bytes:
+        try:
+            chunk = self._control.recv(1 << 20)
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self._end()
+        return chunk
+
+    def _end(self) -> None:
+        for child in self._children.values():
+            end_group(child.pid)
+        sweep(self._mark, [c.pid for c in self._children.values()], patience_s=1.0)
+        os._exit(0)
+
+    # ---------------------------------------------------------------- children
+    def _fork(self, request: Request) -> bool:
+        """Fork; True in the child."""
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid:
+            os.close(writer)
+            os.set_blocking(reader, False)
+            self._children[pid] = _Child(request, pid, reader, time.monotonic() + request.timeout_s)
+            return False
+        os.setsid()
+        die_with_parent()
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+        for descriptor in (reader, writer, *(c.output for c in self._children.values())):
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        self._control.close()
+        self._children.clear()
+        with open(os.devnull, "rb") as nothing:
+            os.dup2(nothing.fileno(), 0)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            with contextlib.suppress(ValueError):
+                signal.signal(number, signal.SIG_DFL)
+        return True
+
+    def _drain(self, descriptor: int) -> None:
+        child = next(c for c in self._children.values() if c.output == descriptor)
+        for _ in range(64):  # a child that never stops printing must not keep us here
+            try:
+                chunk = os.read(descriptor, 65536)
+            except BlockingIOError:
+                return
+            if not chunk:
+                child.open = False
+                return
+            child.tail += chunk[-TAIL_BYTES:]
+            del child.tail[:-TAIL_BYTES]
+
+    def _enforce(self) -> None:
+        now = time.monotonic()
+        for child in self._children.values():
+            if now < child.deadline:
+                continue
+            if not child.timed_out:
+                child.timed_out = True
+                child.deadline = now + _GRACE_S
+                end_group(child.pid, signal.SIGTERM)
+            elif not child.killed:
+                child.killed = True
+                end_group(child.pid)
+
+    def _reap(self) -> None:
+        for pid, child in list(self._children.items()):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if not done:
+                continue
+            if child.open:
+                self._drain(child.output)
+            os.close(child.output)
+            del self._children[pid]
+            end_group(pid)  # what it started and left behind
+            answer = {
+                "op": "done",
+                "id": child.request.id,
+                "wait_status": status,
+                "timed_out": child.timed_out,
+                "tail": child.tail.decode("utf-8", "replace"),
+            }
+            with contextlib.suppress(OSError):
+                self._control.sendall(json.dumps(answer).encode() + b"\n")
+
+
+def flush_streams() -> None:
+    """Write out what the script printed before the fork, so that no child prints it again."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
