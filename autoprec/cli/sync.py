@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +12,7 @@ from autoprec.errors import FileError
 if TYPE_CHECKING:
     from autoprec.tracking.sync import SyncReport
 
-__all__ = ["command"]
+__all__ = ["sync"]
 
 
 def _print(done: SyncReport) -> None:
@@ -29,17 +28,16 @@ def _print(done: SyncReport) -> None:
 @click.argument("runs", type=click.Path(path_type=Path), default=Path("autoprec-runs"))
 @click.option("--tracking-uri", metavar="URI", help="Store to send to; default: MLFLOW_TRACKING_URI, or the study's.")
 @click.option("--experiment", metavar="NAME", help="Experiment to send to; default: the study's.")
-def command(runs: Path, tracking_uri: str | None, experiment: str | None) -> None:
+def sync(runs: Path, tracking_uri: str | None, experiment: str | None) -> int:
     """Replay the trials of every study under RUNS that MLflow has not seen.
 
     Sending twice changes nothing: trials are recognised, not duplicated. Exit code 1 when a store cannot be reached.
     """
-    from autoprec.tracking.sync import sync
+    from autoprec.tracking.sync import sync as replay
 
     if not runs.is_dir():
         raise FileError("no studies here", where=str(runs), fix="name the autoprec-runs directory of a search")
-    reports = sync(runs, tracking_uri=tracking_uri, experiment=experiment, report=_print)
+    reports = replay(runs, tracking_uri=tracking_uri, experiment=experiment, report=_print)
     if not reports:
         raise FileError("no tracked study here", where=str(runs), fix="name the autoprec-runs directory of a search")
-    if not all(report.ok for report in reports):
-        sys.exit(1)
+    return 0 if all(report.ok for report in reports) else 1

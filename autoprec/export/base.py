@@ -1,0 +1,140 @@
+"""What every exporter takes and gives back: a policy with layer names in, files and a list of losses out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from autoprec.policy import LayerPlan, Policy, glob_matches, resolve
+from autoprec.recipes import GEMMS, Recipe
+
+__all__ = ["Export", "Exporter", "Loss", "Request", "RulePlan", "describe_plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Something the target cannot express.
+
+    ``match`` is the glob of the layers concerned (empty: the whole policy), ``what`` the part of the policy, and
+    ``instead`` what the exported files do.
+    """
+
+    what: str
+    instead: str
+    match: str = ""
+
+    def __str__(self) -> str:
+        where = f"layers '{self.match}': " if self.match else ""
+        return f"{where}{self.what}; instead: {self.instead}"
+
+
+@dataclass(frozen=True, slots=True)
+class RulePlan:
+    """One rule of the policy with its recipes looked up; the default is the last rule, with the glob ``*``."""
+
+    match: str
+    plan: LayerPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be exported.
+
+    Attributes:
+        policy: the policy.
+        layers: names of the model's tunable layers; empty when no model is at hand. Targets that need names rather
+            than globs say so as a loss.
+        name: what the policy is called in comments.
+    """
+
+    policy: Policy
+    layers: tuple[str, ...] = ()
+    name: str = "policy.yaml"
+
+    def rules(self) -> tuple[RulePlan, ...]:
+        """Return the ordered rules, the default last; rules that match none of the known layers are left out."""
+        rules = [RulePlan(rule.match, self.policy.plan_of_rule(rule)) for rule in self.policy.layers]
+        if self.layers:
+            rules = [rule for rule in rules if any(glob_matches(rule.match, name) for name in self.layers)]
+        return (*rules, RulePlan("*", self.policy.plan_of_rule(None)))
+
+    def plans(self) -> dict[str, LayerPlan]:
+        """Return what each known layer runs."""
+        return resolve(self.policy, self.layers, strict=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """The result: file name -> text, what was lost, and hints for a person (how to use the files)."""
+
+    target: str
+    files: dict[str, str]
+    losses: tuple[Loss, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def lossy(self) -> list[str]:
+        """What the target cannot express, one sentence each; empty when the export is exact."""
+        return [str(loss) for loss in self.losses]
+
+    def loses(self, layer: str) -> bool:
+        """Say whether the loss list speaks of this layer."""
+        return any(loss.match and glob_matches(loss.match, layer) for loss in self.losses)
+
+
+class Exporter(Protocol):
+    """One target; its conformance suite is :mod:`autoprec.testing.exporters`."""
+
+    name: str
+    summary: str
+
+    def export(self, request: Request) -> Export:
+        """Return the files; never refuse because of a loss, but list it."""
+
+
+@dataclass
+class Losses:
+    """Collects losses without repeating them."""
+
+    found: list[Loss] = field(default_factory=list)
+
+    def add(self, what: str, instead: str, match: str = "") -> None:
+        """Add one, unless it is there."""
+        loss = Loss(what, instead, match)
+        if loss not in self.found:
+            self.found.append(loss)
+
+    def done(self) -> tuple[Loss, ...]:
+        """Return what was found."""
+        return tuple(self.found)
+
+
+def describe_plan(plan: LayerPlan) -> str:
+    """Return a plan as a person would say it."""
+    recipes = [plan.recipe(gemm) for gemm in GEMMS]
+    words = ["as written" if recipe is None else recipe.describe() for recipe in recipes]
+    if len(set(words)) == 1:
+        return words[0]
+    return ", ".join(f"{gemm} {word}" for gemm, word in zip(GEMMS, words, strict=True))
+
+
+def state_losses(request: Request, losses: Losses, *, optimizer: bool = True, communication: bool = True) -> None:
+    """List optimizer state and communication precision that a target does not carry."""
+    policy = request.policy
+    if optimizer:
+        for name, value in policy.optimizer.model_dump().items():
+            if value != "fp32":
+                losses.add(f"optimizer.{name}: {value}", "kept in the optimizer's own precision (fp32)")
+    if communication and policy.communication.gradients != "fp32":
+        losses.add(f"communication.gradients: {policy.communication.gradients}", "gradients travel as they are")
+
+
+def scaled_plans(rules: Iterable[RulePlan]) -> list[LayerPlan]:
+    """Return the distinct plans with at least one GEMM in 8 bits or fewer, in order of appearance."""
+    return list(dict.fromkeys(rule.plan for rule in rules if any(r and r.scaled for r in recipes_of(rule.plan))))
+
+
+def recipes_of(plan: LayerPlan) -> Sequence[Recipe | None]:
+    """Return the three recipes of a plan, in GEMM order."""
+    return [plan.recipe(gemm) for gemm in GEMMS]
