@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,15 +15,15 @@ import optuna
 
 from autoprec.errors import NothingAcceptableError
 from autoprec.search.context import Context
+from autoprec.search.peers import make_sampler
 from autoprec.search.presets import presets
 from autoprec.search.problem import GroupVariable
 from autoprec.search.records import TrialRecord
-from autoprec.search.sampler import make_sampler
+from autoprec.search.sampler import Prior
 from autoprec.search.score import score
-from autoprec.search.tables import FloatTable
 from autoprec.space import Choice
 
-__all__ = ["prior_times", "run_trials", "trial_record"]
+__all__ = ["make_prior", "run_trials", "trial_record"]
 
 #: So many failures in a row end the search: the cause is then not the policy.
 FAILURES_IN_A_ROW = 5
@@ -29,9 +31,15 @@ FAILURES_IN_A_ROW = 5
 ASKS_PER_TRIAL = 20
 
 
-def prior_times(context: Context) -> tuple[FloatTable, float]:
-    """Return (modelled milliseconds per group and choice ``[G, C]``, the rest of the step in milliseconds)."""
-    problem, cost = context.problem, context.cost
+def make_prior(context: Context) -> Prior:
+    """Return what the cost model and the sensitivity table say before the first trial.
+
+    Raises:
+        NothingAcceptableError: the sensitivity table was not measured.
+    """
+    problem, cost, table = context.problem, context.cost, context.table
+    if table is None:
+        raise NothingAcceptableError("the sensitivity table is missing", fix="measure it before the trials")
     baseline = problem.params_of(problem.baseline)
     activations = str(problem.value(baseline, "activations"))
     recipes = problem.space.recipes_with(baseline)
@@ -40,9 +48,23 @@ def prior_times(context: Context) -> tuple[FloatTable, float]:
         plan = Choice.parse(choice).plan(recipes)
         return sum(cost.layer_time_ms(layer, plan, activations=activations) for layer in group.layers)
 
+    def against_default(name: str, value: Any) -> float:
+        return context.estimate(problem.params_of(problem.baseline, **{name: value})).time_ms - whole
+
     times = problem.table(milliseconds)
+    whole = context.estimate(baseline).time_ms
     chosen = times[np.arange(len(problem.groups)), problem.indices(baseline)]
-    return times, max(context.estimate(baseline).time_ms - float(chosen.sum()), 0.0)
+    return Prior(
+        time_ms=times,
+        error2=table.error2,
+        base_time_ms=max(whole - float(chosen.sum()), 0.0),
+        parameter_error2=partial(table.parameter_error2, problem),
+        parameter_time_ms={
+            (n, v): against_default(n, v) for n, values in problem.parameters.items() for v in values[1:]
+        },
+        time_noise=0.03 if context.measured else 1e-4,
+        time_trust=0.3 if context.measured else 0.02,
+    )
 
 
 def trial_record(
@@ -137,20 +159,16 @@ def run_trials(context: Context) -> None:
         NothingAcceptableError: five trials in a row failed.
     """
     options, problem, store = context.options, context.problem, context.store
-    times, base = prior_times(context)
-    if context.table is None:
-        raise NothingAcceptableError("the sensitivity table is missing", fix="run the scan first")
+    limit = context.gradient_limit()
     sampler = make_sampler(
         options.sampler,
         problem,
-        prior_time=times,
-        prior_error2=context.table.error2,
-        base_time=base,
+        make_prior(context),
         max_divergence=context.limits.divergence,
-        max_gradient_error=context.gradient_limit(),
+        max_gradient=limit if math.isfinite(limit) else None,
         max_memory=context.limits.memory,
+        noise_floor=context.references[0].noise_floor,
         seed=options.seed,
-        trials=options.trials,
     )
     store.start(sampler, problem.distributions(), presets(problem))
     loop = _Loop(context, options.trials, done=len(store.learned()))

@@ -1,0 +1,183 @@
+"""A simulated script: answers trials from a formula instead of training, so that the search itself can be tested.
+
+The gradient error of a policy is the root of summed squares of per-layer errors; the loss curve is a decaying
+exponential shifted by an amount that follows the gradient error; time is the sum of per-layer times. Everything is
+a pure function of the policy and the seed, so that an interrupted and a plain search must agree exactly.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoprec.graph.report import GemmCall, GraphReport, Layer
+from autoprec.policy import LayerPlan, policy_from_dict, resolve
+from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+
+__all__ = ["SimulatedRunner", "SimulatedScript", "simulated_graph"]
+
+#: Relative gradient error and relative GEMM time of each format, of the order measured on small GPTs.
+ERROR = {
+    "keep": 0.0,
+    "fp32": 0.0,
+    "bf16": 0.003,
+    "fp16": 0.001,
+    "fp8": 0.02,
+    "mxfp8": 0.02,
+    "nvfp4": 0.09,
+    "int8": 0.004,
+}
+TIME = {"keep": 1.0, "fp32": 1.0, "bf16": 0.3, "fp16": 0.3, "fp8": 0.2, "mxfp8": 0.2, "nvfp4": 0.15, "int8": 0.2}
+_ROLES = (("qkv", 3, 1), ("proj", 1, 1), ("fc", 4, 1), ("down", 1, 4))
+
+
+def simulated_graph(blocks: int = 2, width: int = 64, tokens: int = 256) -> GraphReport:
+    """Return the report of a GPT-like model: ``4 * blocks`` layers and a head, each a group of its own."""
+    layers = []
+
+    def add(name: str, k: int, n: int, flags: tuple[str, ...] = ()) -> None:
+        gemms = (
+            GemmCall("fprop", tokens, k, n),
+            GemmCall("dgrad", tokens, n, k),
+            GemmCall("wgrad", n, tokens, k),
+        )
+        layers.append(
+            Layer(
+                name=name,
+                type="Linear",
+                kind="linear",
+                weight=f"{name}.weight",
+                group=name,
+                gemms=gemms,
+                parameters=k * n,
+                tunable=True,
+                reason="weighted GEMM",
+                flags=flags,
+                flops={gemm.role: gemm.flops for gemm in gemms},
+                dtype="float32",
+            )
+        )
+
+    for block in range(blocks):
+        for role, n, k in _ROLES:
+            add(f"blocks.{block}.{role}", k * width, n * width, ("first",) if not layers else ())
+    add("head", width, 256, ("head",))
+    parameters = sum(layer.parameters for layer in layers)
+    total = sum(layer.total_flops for layer in layers)
+    size = 4 * parameters
+    return GraphReport(
+        model={"class": "Simulated", "parameters": parameters, "fingerprint": f"sha256:{blocks}-{width}"},
+        layers=tuple(layers),
+        operators=(),
+        groups={layer.name: (layer.name,) for layer in layers},
+        total_flops=total,
+        tunable_flops_share=1.0,
+        batch={"samples": 8, "tokens": tokens},
+        memory={"parameters": size, "gradients": size, "optimizer": 2 * size, "saved_for_backward": 4 * tokens * width},
+        source="real",
+    )
+
+
+@dataclass(slots=True)
+class SimulatedScript:
+    """What the simulated script is like.
+
+    ``fail`` may return (status, reason) for a policy document and so fail that trial; ``delay_s`` is slept per trial;
+    ``calls`` lists every spec that ran, by seed.
+    """
+
+    graph: GraphReport = field(default_factory=simulated_graph)
+    head_factor: float = 6.0
+    step_ms: float = 100.0
+    fail: Callable[[Mapping[str, Any] | None], tuple[str, str] | None] | None = None
+    delay_s: float = 0.0
+    device: str = "cpu"
+    calls: list[tuple[int, TrialSpec]] = field(default_factory=list)
+
+    def error(self, document: Mapping[str, Any] | None) -> float:
+        """Return the relative gradient error of a policy."""
+        total = 0.0
+        for name, plan in self.plans(document).items():
+            factor = self.head_factor if name == "head" else 1.0
+            shares = [ERROR[recipe.format] ** 2 if recipe else 0.0 for recipe in (plan.fprop, plan.dgrad, plan.wgrad)]
+            total += factor**2 * sum(shares) / 3
+        return math.sqrt(total)
+
+    def plans(self, document: Mapping[str, Any] | None) -> dict[str, LayerPlan]:
+        """Return what every layer runs under a policy document."""
+        names = [layer.name for layer in self.graph.tunable]
+        if document is None:
+            return dict.fromkeys(names, LayerPlan())
+        policy = policy_from_dict(dict(document))
+        plans = resolve(policy, names)
+        if policy.activations == "keep":
+            return plans
+        cast = LayerPlan.uniform(BUILTIN_RECIPES[policy.activations])
+        return {name: cast if plan.keeps else plan for name, plan in plans.items()}
+
+    def milliseconds(self, document: Mapping[str, Any] | None) -> float:
+        """Return the step time of a policy."""
+        plans = self.plans(document)
+        work = {layer.name: layer.total_flops for layer in self.graph.tunable}
+        used = 0.0
+        for name, plan in plans.items():
+            rates = [TIME[recipe.format] if recipe else 1.0 for recipe in (plan.fprop, plan.dgrad, plan.wgrad)]
+            used += work[name] * sum(rates) / 3
+        return self.step_ms * (0.2 + 0.8 * used / sum(work.values()))
+
+
+class SimulatedRunner:
+    """A runner of :class:`SimulatedScript` for one paired seed; see :class:`autoprec.trial.runner.TrialRunner`."""
+
+    def __init__(self, script: SimulatedScript, seed: int = 0) -> None:
+        self.script, self.seed = script, seed
+
+    def start(self) -> HostInfo:
+        """Return what a host would have found."""
+        graph = self.script.graph
+        names = tuple(layer.name for layer in graph.tunable)
+        return HostInfo("fork", dict(graph.model), names, ("AdamW",), self.script.device)
+
+    def run(self, spec: TrialSpec) -> TrialResult:
+        """Answer one spec."""
+        script = self.script
+        script.calls.append((self.seed, spec))
+        if script.delay_s:
+            time.sleep(script.delay_s)
+        failure = script.fail(spec.policy) if script.fail else None
+        if failure is not None:
+            return TrialResult(failure[0], failure[1], tail="the last line of its output")
+        if spec.kind == "record":
+            return TrialResult("ok", payload={"graph": script.graph.to_json()})
+        if spec.kind == "sensitivity":
+            rows = [{"id": p.id, "gradient_error": script.error(p.policy), "nonfinite": False} for p in spec.probes]
+            return TrialResult("ok", payload={"probes": rows, "gradient_noise": 0.5})
+        return self._train(spec)
+
+    def _train(self, spec: TrialSpec) -> TrialResult:
+        script, steps = self.script, spec.steps + spec.warmup
+        error = script.error(spec.policy) + (1e-4 if spec.perturb else 0.0)
+        key = repr((self.seed, sorted((spec.policy or {}).get("layers", []), key=repr))).encode()
+        sign = 1 if hashlib.sha256(key).digest()[0] % 2 else -1
+        losses = tuple((1.0 + sign * 0.01 * error * i / steps) * (1.0 + 2.0 * math.exp(-i / 20)) for i in range(steps))
+        milliseconds = script.milliseconds(spec.policy)
+        return TrialResult(
+            "ok",
+            losses=losses,
+            step_ms=(milliseconds,) * steps,
+            warmup=spec.warmup,
+            memory_bytes=sum(script.graph.memory.values()),
+            samples=8,
+            tokens=256,
+            start_s=0.01,
+            wall_s=milliseconds * steps / 1000,
+            training_s=milliseconds * steps / 1000,
+        )
+
+    def close(self) -> None:
+        """Nothing to end."""
