@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from autoprec.errors import FileError, SpaceError, UnknownNameError, nearest
 from autoprec.files import read_document
-from autoprec.policy import LayerPlan, OperatorPolicy, explain, glob_matches
+from autoprec.policy import CommunicationPolicy, LayerPlan, OperatorPolicy, OptimizerPolicy, explain, glob_matches
 from autoprec.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
@@ -95,6 +95,7 @@ class OptimizerSpace(_Frozen):
     weights: tuple[str, ...] = ("fp32",)
     exp_avg: tuple[str, ...] = ("fp32",)
     exp_avg_sq: tuple[str, ...] = ("fp32",)
+    gradients: tuple[str, ...] = ("fp32",)
 
 
 class CommunicationSpace(_Frozen):
@@ -170,9 +171,7 @@ class SearchSpace(_Frozen):
         return self
 
     def _state_is_valid(self) -> None:
-        from autoprec.policy import CommunicationPolicy, OptimizerPolicy
-
-        for name in ("weights", "exp_avg", "exp_avg_sq"):
+        for name in OptimizerSpace.model_fields:
             for value in getattr(self.optimizer, name):
                 OptimizerPolicy.model_validate({name: value})
         for value in self.communication.gradients:
@@ -193,7 +192,7 @@ class SearchSpace(_Frozen):
     def parameter_values(self) -> dict[str, tuple[Any, ...]]:
         """Return every parameter beside the layers' choices with its values, the default first."""
         out: dict[str, tuple[Any, ...]] = {"activations": self.activations, "attention": self.attention}
-        for name in ("weights", "exp_avg", "exp_avg_sq"):
+        for name in OptimizerSpace.model_fields:
             out[f"optimizer.{name}"] = getattr(self.optimizer, name)
         out["communication.gradients"] = self.communication.gradients
         return out | {path: tuple(values) for path, values in self.parameters.items()}
@@ -219,7 +218,8 @@ def with_value(recipes: Mapping[str, Recipe], path: str, value: Any) -> dict[str
     document = recipes[name].model_dump()
     inner = document
     for field in fields[:-1]:
-        inner = inner.get(field) if isinstance(inner.get(field), dict) else {}
+        deeper = inner.get(field)
+        inner = deeper if isinstance(deeper, dict) else {}
     if fields[-1] not in inner:
         raise ValueError(f"parameters.{path}: recipe '{name}' has no field '{'.'.join(fields)}'")
     inner[fields[-1]] = value

@@ -1,13 +1,13 @@
 """What the sampler believes: Bayesian models of divergence and of time (or memory) per group and choice.
 
-Both start from the tables (sensitivity scan, cost model) as prior means and are refitted to every finished trial. They
-are linear-Gaussian in their parameters (divergence after linearisation, by Gauss-Newton), and solved in the dual, so the
-cost is set by the number of trials (tens) and not of table entries (thousands).
+Both start from the tables (sensitivity scan, cost model) as prior means and are refitted to every finished trial.
+They are linear-Gaussian in their parameters (divergence after linearisation, by Gauss-Newton), and solved in the dual,
+so the cost is set by the number of trials (tens) and not of table entries (thousands).
 
 Divergence follows the gradient error: ``D**2 = floor**2 + exp(c + q.z) * S**a`` with
-``S = base + sum_g error2[g, i_g] * exp(h_family + u_g + w_choice + v_gc)``. Over 27 mixed assignments of a small GPT the
-logarithms of D and of the predicted gradient error correlate at 0.95, hence prior ``a ~ 1``; what the one-pass error
-misses is learned per family, choice, group and entry, in that order of prior width.
+``S = base + sum_g error2[g, i_g] * exp(h_family + u_g + w_choice + v_gc)``. Over 27 mixed assignments of a small GPT
+the logarithms of D and of the predicted gradient error correlate at 0.95, hence prior ``a ~ 1``; what the one-pass
+error misses is learned per family, choice, group and entry, in that order of prior width.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class DivergenceModel:
             inner = np.linalg.solve(gram, target - predicted + jacobian @ theta)
             step = scaled.T @ inner - theta
             largest = float(np.max(np.abs(step) / self._sd)) if len(step) else 0.0
-            theta = theta + step * min(1.0, 3.0 / max(largest, 1e-9))
+            theta = theta + step * float(min(1.0, 3.0 / max(largest, 1e-9)))
             if largest < 1e-3:
                 break
         predicted, jacobian = self._linearise(theta, observations)
@@ -221,6 +221,11 @@ class LinearModel:
         self._x = np.zeros((0, len(self._sd)))
         self._noise = max(noise, 1e-4) * total
         self._solve: npt.NDArray[np.float64] = np.zeros((0, 0))
+
+    @property
+    def scale(self) -> float:
+        """The size of the whole quantity: its prior at the most expensive choices."""
+        return self._unit
 
     def _rows(self, observations: Sequence[Observation]) -> tuple[npt.NDArray[np.float64], Vector]:
         g, c = self._difference.shape

@@ -21,12 +21,12 @@ _ATTENTION = re.compile(
 )
 
 
-def presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
+def presets(problem: Problem, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, params) of the presets that this problem can express, each numerically different from the others.
 
     The script as written, all bf16, each uniform choice, each of them with the first and last block in the baseline,
     with attention in the baseline, in the MLPs only, with the head out, and where torchao's filter would put it; and
-    the presets of the space. Names are unique.
+    the presets of the space. Names are unique. ``limit`` keeps the first so many: uniform ones come first.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     seen: set[tuple[Any, ...]] = set()
@@ -35,7 +35,7 @@ def presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
         if key not in seen and name not in {n for n, _ in found}:
             seen.add(key)
             found.append((name, params))
-    return found
+    return found[:limit]
 
 
 def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -272,7 +272,7 @@ class Problem:
                 "layers": tuple(rules),
                 "activations": activations,
                 "operators": {**self.space.operators.model_dump(), "attention": params["attention"]},
-                "optimizer": {name: params[f"optimizer.{name}"] for name in ("weights", "exp_avg", "exp_avg_sq")},
+                "optimizer": {n.split(".")[1]: v for n, v in params.items() if n.startswith("optimizer.")},
                 "communication": {"gradients": params["communication.gradients"]},
                 "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",
                 "model": info if info is None or isinstance(info, ModelInfo) else ModelInfo.model_validate(dict(info)),

@@ -112,7 +112,7 @@ def _improve(
         room = bounds - costs[:, rows, choice].sum(axis=1)
         fits = (spent <= room[:, None, None] + 1e-15).all(axis=0) & np.isfinite(time)
         saved = np.where(fits, saved, -np.inf)
-        g, c = np.unravel_index(int(np.argmax(saved)), saved.shape)
+        g, c = divmod(int(np.argmax(saved)), saved.shape[1])
         if saved[g, c] <= 1e-12:
             break
         choice[g] = c

@@ -1,8 +1,9 @@
 """The sensitivity table: how much gradient error each group adds under each choice, on the same weights and batch.
 
 The relative gradient error is ``||g - g_ref|| / ||g_ref||`` over all trainable parameters, from one forward and
-backward pass with only the probed groups changed. Errors of different groups are close to orthogonal, so their **squares** add
-over a mixed assignment; the table holds squares, and a few mixed probes check the addition on every model.
+backward pass with only the probed groups changed. Errors of different groups are close to orthogonal, so their
+**squares** add over a mixed assignment; the table holds squares, and a few mixed probes check the addition on every
+model.
 
 Probes are named by what they ask: ``3,4,5|mxfp8`` (groups 3, 4 and 5 under mxfp8, the rest as written),
 ``parameter|activations=bf16``, ``mixed|2`` (the third random assignment). A probe over several groups gives the sum of
@@ -149,16 +150,16 @@ class SensitivityTable:
         mixed: dict[int, float] = {}
         for row in payload.get("probes", ()):
             head, _, tail = str(row["id"]).partition("|")
-            error2 = _square(row)
+            square = _square(row)
             if head == "parameter":
-                parameters[tail] = error2
+                parameters[tail] = square
             elif head == "mixed":
-                mixed[int(tail)] = error2
+                mixed[int(tail)] = square
             else:
                 indices = tuple(int(i) for i in head.split(","))
                 if max(indices) >= len(problem.groups) or tail not in problem.choice_names:
                     raise UsageError(f"probe '{row['id']}' is not of this model", fix="repeat the sensitivity scan")
-                sums[indices, tail] = error2
+                sums[indices, tail] = square
         error2, measured = _share_out(problem, sums)
         noise = payload.get("gradient_noise")
         table = cls(
