@@ -2,7 +2,7 @@
 
 from autoprec.policy.diff import diff_policies
 from autoprec.policy.document import dump_yaml, explain, load_policy, parse_policy, policy_from_dict, save_policy
-from autoprec.policy.matching import escape, first_match, glob_matches, resolve, unmatched_rules
+from autoprec.policy.matching import escape, first_match, glob_matches, glob_regex, resolve, unmatched_rules
 from autoprec.policy.schema import (
     SCHEMA,
     CommunicationPolicy,
@@ -31,6 +31,7 @@ __all__ = [
     "explain",
     "first_match",
     "glob_matches",
+    "glob_regex",
     "load_policy",
     "parse_policy",
     "policy_from_dict",

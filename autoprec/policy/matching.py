@@ -9,7 +9,7 @@ from functools import lru_cache
 from autoprec.errors import PolicyMismatchError, nearest
 from autoprec.policy.schema import LayerPlan, LayerRule, Policy
 
-__all__ = ["escape", "first_match", "glob_matches", "resolve", "unmatched_rules"]
+__all__ = ["escape", "first_match", "glob_matches", "glob_regex", "resolve", "unmatched_rules"]
 
 
 @lru_cache(maxsize=4096)
@@ -38,6 +38,11 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 def glob_matches(pattern: str, name: str) -> bool:
     """Say whether a glob matches a whole module name; ``*`` also crosses dots, and case counts."""
     return _compiled(re.sub(r"\*+", "*", pattern)).fullmatch(name) is not None
+
+
+def glob_regex(pattern: str) -> str:
+    """Return the regular expression whose ``fullmatch`` is :func:`glob_matches` (for exported files)."""
+    return _compiled(re.sub(r"\*+", "*", pattern)).pattern
 
 
 def escape(name: str) -> str:
