@@ -85,13 +85,13 @@ def _extra_repr(self: Any) -> str:
 
 
 def _new_module(base: type[nn.Module]) -> nn.Module:
-    made: nn.Module = object.__new__(base)  # type: ignore[call-overload]
+    made: nn.Module = object.__new__(base)
     return made
 
 
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """Copy with the policy in place, so that an EMA or evaluation copy computes what the original computes."""
-    new = type(self).__new__(type(self))
+    new = object.__new__(type(self))
     memo[id(self)] = new
     for key, value in self.__dict__.items():
         new.__dict__[key] = copy.deepcopy(value, memo)

@@ -6,7 +6,7 @@ from torch import nn
 
 from autoprec.backends.base import Capability
 from autoprec.numerics.linear import LinearExecution
-from autoprec.numerics.quantize import QuantizerState
+from autoprec.numerics.operand import QuantizerState
 from autoprec.policy import LayerPlan
 from autoprec.recipes import Gemm, Recipe
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from autoprec.backends.base import Capability
 from autoprec.numerics.gemm import emulated_multiply
 from autoprec.numerics.linear import LinearExecution
-from autoprec.numerics.quantize import QuantizedOperand, QuantizerState
+from autoprec.numerics.operand import QuantizedOperand, QuantizerState
 from autoprec.policy import LayerPlan
 from autoprec.recipes import GEMMS, Gemm, Recipe
 

@@ -13,7 +13,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from autoprec.numerics.quantize import QuantizedOperand
+from autoprec.numerics.operand import QuantizedOperand
+from autoprec.numerics.quantize import operand_values
 
 __all__ = ["contract", "emulated_multiply", "fast_bf16_gemm"]
 
@@ -62,7 +63,7 @@ def emulated_multiply(
         out = torch._int_mm(a.codes if axes[0] == 1 else a.codes.t(), b.codes if axes[1] == 0 else b.codes.t())
     else:
         wide = _wide(a, b, a.codes.device.type)
-        out = contract(a.values(wide), axes[0], b.values(wide), axes[1])
+        out = contract(operand_values(a, wide), axes[0], operand_values(b, wide), axes[1])
     if "fp16" in (a.spec.format, b.spec.format):
         out = out.to(torch.float16)  # overflow becomes infinity, as it does on the GPU
     scales = [s if axis == kept else s.t() for s, axis, kept in _folded_scales(a, b, axes)]
@@ -80,8 +81,8 @@ def emulated_multiply(
 def _folded_scales(a: QuantizedOperand, b: QuantizedOperand, axes: tuple[int, int]) -> list[tuple[Tensor, int, int]]:
     """Return (scale, contraction axis, axis at which it needs no transpose) of the operands that have one."""
     found = []
-    if a.folded and a.scale is not None:
+    if a.scale is not None:
         found.append((a.scale, axes[0], 1))
-    if b.folded and b.scale is not None:
+    if b.scale is not None:
         found.append((b.scale, axes[1], 0))
     return found

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoprec.numerics.gemm import emulated_multiply
-from autoprec.numerics.quantize import CONTRACTION, QuantizedOperand, QuantizerState, Spec, quantize, spec_of
+from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, QuantizerState, Spec
+from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.policy import LayerPlan
 from autoprec.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Recipe
 
@@ -277,7 +278,7 @@ def _save(ctx: Any, *parts: QuantizedOperand | Tensor | None) -> None:
     ctx.parts = []
     for part in parts:
         if isinstance(part, QuantizedOperand):
-            tensors += [part.codes, part.scale, part.second]
+            tensors += [part.codes, part.scale, part.groups]
             ctx.parts.append((part.spec, part.rows, part.columns))
         else:
             tensors += [part, None, None]
@@ -289,9 +290,9 @@ def _restore(ctx: Any) -> list[QuantizedOperand | Tensor | None]:
     tensors = ctx.saved_tensors
     found: list[QuantizedOperand | Tensor | None] = []
     for index, meta in enumerate(ctx.parts):
-        codes, scale, second = tensors[3 * index : 3 * index + 3]
+        codes, scale, groups = tensors[3 * index : 3 * index + 3]
         if meta is None:
             found.append(codes)
         else:
-            found.append(QuantizedOperand(codes, scale, meta[0], meta[1], meta[2], second))
+            found.append(QuantizedOperand(codes, scale, meta[0], meta[1], meta[2], groups))
     return found

@@ -7,41 +7,25 @@ multiply the values. What is kept for the backward pass is the codes and the sca
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from autoprec.formats import FORMATS
-from autoprec.numerics.rounding import STORAGE, decode, encode, round_tf32
-from autoprec.numerics.scaling import DelayedScale, amax_of, inverse_of, scale_of
+from autoprec.numerics.grouped import grouped_values, quantize_grouped
+from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, QuantizerState, Spec
+from autoprec.numerics.rounding import decode, encode, round_tf32
+from autoprec.numerics.scaling import amax_of, inverse_of, scale_of
 from autoprec.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe, Scaling
 
-__all__ = ["QuantizedOperand", "QuantizerState", "Spec", "quantize", "quantize_dequantize", "spec_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Spec:
-    """How one operand is quantised for one GEMM; equal specs give equal results, so they are computed once.
-
-    ``axis`` is the contraction axis (0 or 1), or -1 where the result does not depend on it (casts, tensor scales,
-    square blocks). ``scheme`` is cast, tensor, row, block, mx, nvfp4.
-    """
-
-    scheme: str
-    format: str
-    axis: int = -1
-    scaling: Scaling | None = None
-    square: bool = False
-    hadamard: bool = False
-    stochastic: bool = False
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The torch dtype that stores the codes."""
-        return STORAGE[self.format]
+__all__ = [
+    "dequantize",
+    "operand_values",
+    "quantize",
+    "quantize_dequantize",
+    "spec_of",
+]
 
 
 def spec_of(recipe: Recipe, gemm: Gemm, operand: Operand) -> Spec:
@@ -66,92 +50,6 @@ def spec_of(recipe: Recipe, gemm: Gemm, operand: Operand) -> Spec:
             stochastic=recipe.stochastic_rounding and operand == "grad_output",
         )
     return Spec("cast", name)
-
-
-#: Contraction axis of (first, second) operand of each GEMM, as 2-D tensors input [M, K], weight [N, K],
-#: grad_output [M, N].
-CONTRACTION: dict[Gemm, tuple[int, int]] = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
-
-
-@dataclass(slots=True)
-class QuantizedOperand:
-    """Codes and scales of one operand.
-
-    Attributes:
-        codes: the stored values, in the format's dtype, of the operand's shape (padded for MX and NVFP4).
-        scale: what the GEMM's result (``folded``) or the values are multiplied by; None for casts.
-        spec: how it was made.
-        rows, columns: shape of the operand.
-    """
-
-    codes: Tensor
-    scale: Tensor | None
-    spec: Spec
-    rows: int
-    columns: int
-    second: Tensor | None = None
-
-    @property
-    def folded(self) -> bool:
-        """True when the scale is constant along the contraction axis and multiplies the GEMM's result."""
-        return self.spec.scheme in ("tensor", "row")
-
-    def values(self, dtype: torch.dtype) -> Tensor:
-        """Return the values the GEMM multiplies, folded scales not applied, as ``dtype``."""
-        if self.spec.scheme in ("cast", "tensor", "row"):
-            return self.codes.to(dtype) if self.spec.scheme == "cast" else decode(self.codes, dtype)
-        return _GROUPED_VALUES[self.spec.scheme](self, dtype)
-
-    def dequantize(self) -> Tensor:
-        """Return the operand's values in float32, scales applied."""
-        if self.folded and self.scale is not None:
-            return decode(self.codes, torch.float32) * self.scale
-        return self.values(torch.float32)
-
-
-class QuantizerState:
-    """What quantisation of one layer remembers between calls: delayed scales and private random streams.
-
-    Nothing here touches torch's global random streams, so that paired runs stay paired.
-    """
-
-    __slots__ = ("delayed", "generators", "last", "seed")
-
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
-        self.delayed: dict[tuple[str, Spec], DelayedScale] = {}
-        self.last: dict[tuple[str, Spec], Tensor] = {}
-        self.generators: dict[torch.device, torch.Generator] = {}
-
-    def __deepcopy__(self, _memo: Any) -> QuantizerState:
-        """A copied layer starts with its own histories and its own stream from the same seed."""
-        return QuantizerState(self.seed)
-
-    def generator(self, device: torch.device) -> torch.Generator:
-        """Return this layer's private random stream on ``device``."""
-        if device not in self.generators:
-            made = torch.Generator(device=device)
-            made.manual_seed(self.seed)
-            self.generators[device] = made
-        return self.generators[device]
-
-    def delayed_scale(self, operand: str, spec: Spec, amax: Tensor, *, update: bool, recompute: bool) -> Tensor:
-        """Return the delayed scale of an operand; a recomputed forward reuses the scale of the forward it repeats."""
-        key = (operand, spec)
-        if recompute and key in self.last:
-            return self.last[key]
-        scaling = spec.scaling or Scaling()
-        found = self.delayed.get(key)
-        if found is None:
-            found = self.delayed[key] = DelayedScale(
-                FORMATS[spec.format].max,
-                length=scaling.amax_history_len,
-                algorithm=scaling.amax_compute_algo,
-                margin=scaling.margin,
-                power_of_2=scaling.power_of_2,
-            )
-        scale = self.last[key] = found.step(amax, update=update)
-        return scale
 
 
 def _cast(x: Tensor, spec: Spec) -> QuantizedOperand:
@@ -190,8 +88,21 @@ def _row(x: Tensor, spec: Spec) -> QuantizedOperand:
     return QuantizedOperand(codes, inverse_of(scale, amax), spec, x.shape[0], x.shape[1])
 
 
-_GROUPED_VALUES: dict[str, Callable[[QuantizedOperand, torch.dtype], Tensor]] = {}
-_GROUPED: dict[str, Callable[[Tensor, Spec, QuantizerState], QuantizedOperand]] = {}
+def operand_values(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
+    """Return the 2-D values the GEMM multiplies as ``dtype``; ``operand.scale`` is not applied, group scales are."""
+    if operand.groups is not None:
+        return grouped_values(operand, dtype)
+    return operand.codes.to(dtype) if operand.spec.scheme == "cast" else decode(operand.codes, dtype)
+
+
+def dequantize(operand: QuantizedOperand) -> Tensor:
+    """Return what is left of the operand after quantisation, as float32 (a Hadamard transform is not undone)."""
+    if operand.groups is not None and operand.scale is not None:
+        # group and tensor scale are combined first, as torchao's NVFP4 tensors do
+        combined = replace(operand, scale=None, groups=operand.groups.float() * operand.scale.reshape(()))
+        return grouped_values(combined, torch.float32)
+    values = operand_values(operand, torch.float32)
+    return values if operand.scale is None else values * operand.scale
 
 
 def quantize(
@@ -222,9 +133,9 @@ def quantize(
         return _tensor(x, spec, state, operand, update, recompute)
     if spec.scheme == "row":
         return _row(x, spec)
-    return _GROUPED[spec.scheme](x, spec, state)
+    return quantize_grouped(x, spec, state)
 
 
 def quantize_dequantize(x: Tensor, recipe: Recipe, operand: Operand = "input", gemm: Gemm = "fprop") -> Tensor:
     """Return what is left of ``x`` (2-D) after quantisation by ``recipe`` for one GEMM, as float32."""
-    return quantize(x, spec_of(recipe, gemm, operand), operand=operand).dequantize()
+    return dequantize(quantize(x, spec_of(recipe, gemm, operand), operand=operand))

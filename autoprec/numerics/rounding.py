@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autoprec.formats import FORMATS
 
-__all__ = ["E2M1_VALUES", "STORAGE", "decode", "encode", "round_e2m1", "round_tf32", "to_grid"]
+__all__ = ["E2M1_VALUES", "STORAGE", "decode", "encode", "round_e2m1", "round_e2m1_stochastic", "round_tf32", "to_grid"]
 
 #: torch dtype in which codes of a format are stored (E2M1 codes are kept as E4M3, which holds every E2M1 value).
 STORAGE: dict[str, torch.dtype] = {
@@ -71,6 +71,14 @@ def to_grid(x: Tensor, mantissa: int, min_exponent: int, limit: float) -> Tensor
 def round_e2m1(x: Tensor) -> Tensor:
     """Round float32 values to E2M1 (0, 0.5, 1, 1.5, 2, 3, 4, 6), ties to even, saturating at 6."""
     return to_grid(x, 1, 0, 6.0)
+
+
+def round_e2m1_stochastic(x: Tensor, generator: torch.Generator) -> Tensor:
+    """Round float32 values to one of their two E2M1 neighbours, so that the expected value is ``x``; saturates at 6."""
+    magnitude = x.abs()
+    spacing = torch.where(magnitude < 2.0, 0.5, torch.where(magnitude < 4.0, 1.0, 2.0))
+    noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
+    return ((magnitude / spacing + noise).floor_() * spacing).clamp_(max=6.0).copysign(x)
 
 
 def round_tf32(x: Tensor) -> Tensor:

@@ -1,0 +1,158 @@
+"""Scales that lie inside the sum of a GEMM: FP8 blocks, MXFP8 and NVFP4.
+
+========  ==================================================  =====================================================
+scheme    groups                                              scale
+========  ==================================================  =====================================================
+block     128 values along the contraction axis; 128 x 128    float32, or a power of two (DeepSeek-V3, arXiv
+          for the weight                                      2412.19437 section 3.3; Transformer Engine's default)
+mx        32 along the contraction axis                       E8M0, rounded up so that nothing saturates (OCP MX 1.0;
+                                                              the ``cvt.rp.satfinite.ue8m0x2`` rule of Blackwell)
+nvfp4     16 along the contraction axis; optionally 16 x 16   E4M3 per group times one float32 per tensor (NVIDIA
+          for the weight                                      NVFP4 pretraining, arXiv 2509.25149)
+========  ==================================================  =====================================================
+
+Sizes that are no multiple of the group are padded with zeros, which change neither a scale nor a sum.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoprec.formats import FORMATS
+from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
+from autoprec.numerics.rounding import decode, encode, round_e2m1, round_e2m1_stochastic
+from autoprec.numerics.scaling import inverse_of, scale_of
+from autoprec.recipes import Scaling
+
+__all__ = ["GROUP_SIZES", "decode_e8m0", "encode_e8m0", "grouped_values", "hadamard", "quantize_grouped"]
+
+#: Values per scale along the contraction axis (and across it, for square groups).
+GROUP_SIZES = {"block": 128, "mx": 32, "nvfp4": 16}
+_E4M3_TINY = 2.0**-6  # smallest normal E4M3 value: the lower bound of NVFP4 group scales, as in torchao
+#: The random signs of Transformer Engine's 16 x 16 Hadamard transform: fixed, so that both operands use the same.
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+
+
+def _grouped(x: Tensor, spec: Spec) -> tuple[Tensor, tuple[int, ...]]:
+    """Return ``x`` padded and viewed so that every group lies along the returned dimensions."""
+    size = GROUP_SIZES[spec.scheme]
+    rows, columns = x.shape
+    pad_rows = -rows % size if spec.square or spec.axis == 0 else 0
+    pad_columns = -columns % size if spec.square or spec.axis == 1 else 0
+    if pad_rows or pad_columns:
+        x = F.pad(x, (0, pad_columns, 0, pad_rows))
+    rows, columns = x.shape
+    if spec.square:
+        return x.reshape(rows // size, size, columns // size, size), (1, 3)
+    if spec.axis == 0:
+        return x.reshape(rows // size, size, columns), (1,)
+    return x.reshape(rows, columns // size, size), (2,)
+
+
+def _group_amax(x: Tensor, dims: tuple[int, ...]) -> Tensor:
+    if x.numel() == 0:
+        return x.new_zeros([1 if d in dims else n for d, n in enumerate(x.shape)], dtype=torch.float32)
+    return x.abs().amax(dims, keepdim=True).float()
+
+
+def encode_e8m0(amax: Tensor, limit: float) -> Tensor:
+    """Return the E8M0 code (uint8) of the smallest power of two that keeps ``amax`` within ``limit``; 255 is NaN.
+
+    Zero and everything below ``2**-127`` get code 0, infinity gets 254.
+    """
+    ratio = amax / limit
+    bits = ratio.view(torch.int32)
+    exponent, fraction = bits >> 23, bits & 0x7FFFFF
+    above = torch.where(exponent == 0, fraction > 0x400000, fraction > 0)
+    code = (exponent + above).clamp_(max=254)
+    return torch.where(ratio.isnan(), 255, code).to(torch.uint8)
+
+
+def decode_e8m0(code: Tensor) -> Tensor:
+    """Return the float32 value of E8M0 codes: ``2**(code - 127)``, NaN for 255."""
+    wide = code.to(torch.int32)
+    value = torch.where(wide == 0, 0x400000, wide << 23).view(torch.float32)
+    return torch.where(wide == 255, torch.nan, value)
+
+
+def _reciprocal_e8m0(code: Tensor) -> Tensor:
+    """Return what values are multiplied by; code 0 multiplies by 1, so that what lies below it becomes zero."""
+    wide = code.to(torch.int32)
+    value = torch.where(wide == 254, 0x400000, (254 - wide) << 23).view(torch.float32)
+    value = torch.where(wide == 0, 1.0, value)
+    return torch.where(wide == 255, torch.nan, value)
+
+
+def _block(x: Tensor, dims: tuple[int, ...], spec: Spec) -> tuple[Tensor, Tensor]:
+    scaling, limit = spec.scaling or Scaling(), FORMATS[spec.format].max
+    amax = _group_amax(x, dims)
+    scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.amax_epsilon)
+    return encode(x * scale, spec.format, bounded=True), inverse_of(scale, amax)
+
+
+def _mx(x: Tensor, dims: tuple[int, ...], spec: Spec) -> tuple[Tensor, Tensor]:
+    code = encode_e8m0(_group_amax(x, dims), FORMATS[spec.format].max)
+    return encode(x * _reciprocal_e8m0(code), spec.format), code
+
+
+def _nvfp4(x: Tensor, dims: tuple[int, ...], spec: Spec, state: QuantizerState) -> tuple[Tensor, Tensor, Tensor]:
+    """Return E2M1 values (stored as E4M3), E4M3 group scales and the float32 tensor scale; see torchao's NVFP4."""
+    group = _group_amax(x, dims)
+    amax = group.amax() if group.numel() else group.new_zeros(())
+    tensor = amax / (FORMATS["e4m3"].max * FORMATS["e2m1"].max)
+    # where the quotient underflows the tensor scale would divide by zero
+    tensor = torch.where((tensor > 0) & tensor.isfinite(), tensor, 1.0)
+    wanted = (group / FORMATS["e2m1"].max / tensor).clamp(_E4M3_TINY, FORMATS["e4m3"].max)
+    scale = wanted.nan_to_num(nan=1.0).to(torch.float8_e4m3fn)
+    scaled = x * ((1.0 / tensor) / scale.float())
+    rounded = round_e2m1_stochastic(scaled, state.generator(x.device)) if spec.stochastic else round_e2m1(scaled)
+    return rounded.to(torch.float8_e4m3fn), scale, torch.where(amax.isfinite(), tensor, torch.nan).reshape(1, 1)
+
+
+def hadamard(x: Tensor) -> Tensor:
+    """Multiply groups of 16 rows of a 2-D tensor (rows a multiple of 16) by the signed 16 x 16 Hadamard matrix.
+
+    The matrix is orthogonal, so transforming both operands of a GEMM along its contraction axis leaves the exact
+    product unchanged while spreading outliers over the group.
+    """
+    matrix = torch.ones(1, 1, device=x.device)
+    for _ in range(4):
+        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
+    matrix = matrix * torch.tensor(_SIGNS, dtype=torch.float32, device=x.device) / 4.0
+    rows, columns = x.shape
+    return torch.einsum("ij,gjc->gic", matrix, x.float().reshape(rows // 16, 16, columns)).reshape(rows, columns)
+
+
+def quantize_grouped(x: Tensor, spec: Spec, state: QuantizerState) -> QuantizedOperand:
+    """Quantise a 2-D tensor in groups; see the module's table."""
+    rows, columns = x.shape
+    if spec.hadamard:
+        x = hadamard(F.pad(x, (0, 0, 0, -rows % 16)))
+    view, dims = _grouped(x, spec)
+    tensor_scale: Tensor | None = None
+    if spec.scheme == "block":
+        codes, scale = _block(view, dims, spec)
+    elif spec.scheme == "mx":
+        codes, scale = _mx(view, dims, spec)
+    else:
+        codes, scale, tensor_scale = _nvfp4(view, dims, spec, state)
+    return QuantizedOperand(codes, tensor_scale, spec, rows, columns, scale)
+
+
+def grouped_values(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
+    """Return the values the GEMM multiplies, tensor scale not applied; padding cropped where it is not part of the sum.
+
+    After a Hadamard transform padded rows hold values, and both operands keep them.
+    """
+    codes, scale, spec = operand.codes, operand.groups, operand.spec
+    if scale is None:
+        raise ValueError("a grouped operand has group scales")
+    wide = decode_e8m0(scale) if spec.scheme == "mx" else scale
+    values = decode(codes, dtype) * wide.to(dtype)
+    size = GROUP_SIZES[spec.scheme]
+    rows = codes.shape[0] * size if spec.square or spec.axis == 0 else codes.shape[0]
+    values = values.reshape(rows, -1)
+    keep = rows if spec.hadamard else operand.rows
+    return values[:keep, : operand.columns]

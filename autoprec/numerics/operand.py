@@ -1,0 +1,108 @@
+"""The operand of a GEMM as data: how it is quantised, its codes and scales, and what a layer remembers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoprec.formats import FORMATS
+from autoprec.numerics.rounding import STORAGE
+from autoprec.numerics.scaling import DelayedScale
+from autoprec.recipes import Gemm, Scaling
+
+__all__ = ["CONTRACTION", "QuantizedOperand", "QuantizerState", "Spec"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spec:
+    """How one operand is quantised for one GEMM; equal specs give equal results, so they are computed once.
+
+    ``axis`` is the contraction axis (0 or 1), or -1 where the result does not depend on it (casts, tensor scales,
+    square blocks). ``scheme`` is cast, tensor, row, block, mx, nvfp4.
+    """
+
+    scheme: str
+    format: str
+    axis: int = -1
+    scaling: Scaling | None = None
+    square: bool = False
+    hadamard: bool = False
+    stochastic: bool = False
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The torch dtype that stores the codes."""
+        return STORAGE[self.format]
+
+
+#: Contraction axis of (first, second) operand of each GEMM, as 2-D tensors input [M, K], weight [N, K],
+#: grad_output [M, N].
+CONTRACTION: dict[Gemm, tuple[int, int]] = {"fprop": (1, 1), "dgrad": (1, 0), "wgrad": (0, 0)}
+
+
+@dataclass(slots=True)
+class QuantizedOperand:
+    """Codes and scales of one operand.
+
+    Attributes:
+        codes: the stored values, in the format's dtype; in groups for block, MX and NVFP4.
+        scale: float32, constant along the contraction axis, multiplies the GEMM's result; None where there is none.
+        spec: how it was made.
+        rows, columns: shape of the operand.
+        groups: scales that lie inside the sum (float32, E8M0 as uint8, or E4M3); None where there are none.
+    """
+
+    codes: Tensor
+    scale: Tensor | None
+    spec: Spec
+    rows: int
+    columns: int
+    groups: Tensor | None = None
+
+
+class QuantizerState:
+    """What quantisation of one layer remembers between calls: delayed scales and private random streams.
+
+    Nothing here touches torch's global random streams, so that paired runs stay paired.
+    """
+
+    __slots__ = ("delayed", "generators", "last", "seed")
+
+    def __init__(self, seed: int = 0) -> None:
+        self.seed = seed
+        self.delayed: dict[tuple[str, Spec], DelayedScale] = {}
+        self.last: dict[tuple[str, Spec], Tensor] = {}
+        self.generators: dict[torch.device, torch.Generator] = {}
+
+    def __deepcopy__(self, _memo: Any) -> QuantizerState:
+        """A copied layer starts with its own histories and its own stream from the same seed."""
+        return QuantizerState(self.seed)
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Return this layer's private random stream on ``device``."""
+        if device not in self.generators:
+            made = torch.Generator(device=device)
+            made.manual_seed(self.seed)
+            self.generators[device] = made
+        return self.generators[device]
+
+    def delayed_scale(self, operand: str, spec: Spec, amax: Tensor, *, update: bool, recompute: bool) -> Tensor:
+        """Return the delayed scale of an operand; a recomputed forward reuses the scale of the forward it repeats."""
+        key = (operand, spec)
+        if recompute and key in self.last:
+            return self.last[key]
+        scaling = spec.scaling or Scaling()
+        found = self.delayed.get(key)
+        if found is None:
+            found = self.delayed[key] = DelayedScale(
+                FORMATS[spec.format].max,
+                length=scaling.amax_history_len,
+                algorithm=scaling.amax_compute_algo,
+                margin=scaling.margin,
+                power_of_2=scaling.power_of_2,
+            )
+        scale = self.last[key] = found.step(amax, update=update)
+        return scale

@@ -1,0 +1,215 @@
+"""Applying a policy in place: what it changes, what it must not change, and taking it off again."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoprec.apply import Policy, apply_policy, load, remove_policy, tunable_layers, unwrap
+from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError
+from autoprec.recipes import BUILTIN_RECIPES
+
+ALL = sorted(BUILTIN_RECIPES)
+
+
+def uniform(name: str, **more: object) -> Policy:
+    return Policy.model_validate({"recipes": {name: BUILTIN_RECIPES[name]}, "default": name, **more})
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.proj, self.up, self.down = (
+            nn.Linear(width, width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(2 * width, width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        x = x + self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int = 32, vocabulary: int = 48) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList([Block(width) for _ in range(2)])
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.embedding.weight
+        nn.init.normal_(self.embedding.weight, std=0.2)
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
+        x = self.embedding(ids)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return logits if targets is None else F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def step(model: nn.Module, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    model.zero_grad()
+    loss = model(ids, ids)
+    loss.backward()
+    return loss.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+@pytest.fixture
+def ids() -> torch.Tensor:
+    return torch.randint(0, 48, (4, 32), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("activations", ["keep", "bf16"])
+def test_every_recipe_trains_is_audited_and_comes_off_bit_identically(
+    model: Model, ids: torch.Tensor, name: str, activations: str
+) -> None:
+    before, gradient = step(model, ids)
+    policy = uniform(name, activations=activations)
+    policy.apply(model)
+    loss, changed = step(model, ids)
+    error = ((changed - gradient).norm() / gradient.norm()).item()
+    assert loss.isfinite()
+    assert error < 0.6
+    assert error > 0 or (name == "fp32" and activations == "keep")
+    report = policy.audit(model)
+    assert report.ok, report.to_json()
+    assert all(row.executed == row.requested for row in report.layers)
+    policy.remove(model)
+    after, restored = step(model, ids)
+    assert torch.equal(before, after)
+    assert torch.equal(gradient, restored)
+    assert type(model) is Model
+    assert type(model.head) is nn.Linear
+
+
+def test_the_better_recipe_has_the_smaller_gradient_error(model: Model, ids: torch.Tensor) -> None:
+    _, reference = step(model, ids)
+    errors = []
+    for name in ("tf32", "bf16", "fp8_rowwise", "nvfp4_plain"):
+        uniform(name).apply(model)
+        _, found = step(model, ids)
+        errors.append(((found - reference).norm() / reference.norm()).item())
+    assert errors == sorted(errors)
+    assert errors[-1] > 5 * errors[1]
+
+
+def test_an_empty_policy_leaves_no_trace(model: Model, ids: torch.Tensor) -> None:
+    before = step(model, ids)
+    Policy().apply(model)
+    assert type(model) is Model
+    assert all(type(m).__module__ != "autoprec.swap" and "_autoprec" not in m.__dict__ for m in model.modules())
+    after = step(model, ids)
+    assert torch.equal(before[0], after[0])
+    assert torch.equal(before[1], after[1])
+
+
+def test_identity_is_kept(model: Model) -> None:
+    names = dict(model.named_parameters())
+    keys = list(model.state_dict())
+    calls = []
+    model.blocks[0].up.register_forward_hook(lambda *_: calls.append(1))
+    uniform("fp8_rowwise", activations="bf16").apply(model)
+    assert list(model.state_dict()) == keys
+    assert all(model.get_parameter(key) is value for key, value in names.items())
+    assert model.head.weight is model.embedding.weight
+    assert isinstance(model.blocks[0].up, nn.Linear)
+    assert isinstance(model, Model)
+    model(torch.zeros(1, 4, dtype=torch.long))
+    assert calls == [1]
+    assert "fp8 row" in repr(model)
+
+
+def test_a_second_policy_replaces_the_first(model: Model, ids: torch.Tensor) -> None:
+    uniform("bf16").apply(model)
+    once = step(model, ids)
+    uniform("nvfp4", activations="bf16").apply(model)
+    uniform("bf16").apply(model)
+    again = step(model, ids)
+    assert torch.equal(once[0], again[0])
+    assert torch.equal(once[1], again[1])
+    remove_policy(model)
+    assert type(model) is Model
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "fp8_delayed"])
+def test_the_global_random_stream_is_not_touched(model: Model, ids: torch.Tensor, name: str) -> None:
+    uniform(name).apply(model)
+    torch.manual_seed(3)
+    state = torch.get_rng_state()
+    step(model, ids)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_plans_per_gemm(model: Model, ids: torch.Tensor) -> None:
+    policy = Policy.model_validate(
+        {
+            "recipes": {"f": BUILTIN_RECIPES["fp8_rowwise"], "b": BUILTIN_RECIPES["bf16"]},
+            "layers": [{"match": "blocks.*.up", "recipe": "f", "gemms": {"wgrad": "b", "dgrad": "keep"}}],
+        }
+    )
+    policy.apply(model)
+    step(model, ids)
+    report = policy.audit(model)
+    assert report.ok
+    rows = {row.name: row.executed for row in report.layers}
+    fp8 = BUILTIN_RECIPES["fp8_rowwise"].describe()
+    assert rows["blocks.0.up"] == {"fprop": fp8, "dgrad": "keep", "wgrad": "bf16"}
+    assert rows["blocks.0.down"] == dict.fromkeys(("fprop", "dgrad", "wgrad"), "keep")
+
+
+def test_rules_and_backends_that_do_not_fit_are_refused_before_anything_changes(model: Model) -> None:
+    policy = Policy.model_validate(
+        {"recipes": {"b": BUILTIN_RECIPES["bf16"]}, "layers": [{"match": "block.*", "recipe": "b"}]}
+    )
+    with pytest.raises(PolicyMismatchError):
+        policy.apply(model)
+    apply_policy(policy, model, strict=False)
+    with pytest.raises(UnknownNameError, match="did you mean 'emulated'"):
+        uniform("bf16").apply(model, backend="emulate")
+    with pytest.raises(UnsupportedError, match=r"blocks\.0\.qkv"):
+        uniform("mxfp8").apply(model, backend="native")
+    assert type(model) is Model
+
+
+def test_a_copy_keeps_the_policy_and_a_pickle_does_not(model: Model, ids: torch.Tensor) -> None:
+    policy = uniform("fp8_rowwise", activations="bf16")
+    policy.apply(model)
+    loss, _ = step(model, ids)
+    twin = copy.deepcopy(model)
+    assert torch.equal(step(twin, ids)[0], loss)
+    assert policy.audit(twin).ok
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded) is Model
+    assert type(loaded.head) is nn.Linear
+    assert not policy.audit(loaded).ok
+
+
+def test_wrappers_do_not_show_in_names(model: Model) -> None:
+    compiled = torch.compile(model, backend="eager")
+    assert unwrap(compiled) is model
+    assert list(tunable_layers(compiled)) == list(tunable_layers(model))
+    assert list(tunable_layers(model))[:4] == ["blocks.0.qkv", "blocks.0.proj", "blocks.0.up", "blocks.0.down"]
+
+
+def test_round_trip_through_a_file(tmp_path, model: Model, ids: torch.Tensor) -> None:
+    policy = uniform("fp8_delayed", activations="bf16")
+    path = policy.save(tmp_path / "policy.yaml")
+    again = load(path)
+    assert again == policy
+    again.apply(model)
+    step(model, ids)
+    assert again.audit(model).ok
