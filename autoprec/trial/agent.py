@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import socket
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoprec.errors import AutoPrecError
 from autoprec.trial.child import Trial, apply_document
 from autoprec.trial.discovery import Found, discover, loss_parameters
 from autoprec.trial.hooks import Events, Hooks
@@ -120,7 +122,10 @@ class Agent:
 
     def _run(self, found: Found) -> None:
         """``autoprec run``: apply the policy and leave nothing else behind."""
-        policy = apply_document(self.config.get("policy"), found, self.config.get("backend", "auto"))
+        try:
+            policy = apply_document(self.config.get("policy"), found, self.config.get("backend", "auto"))
+        except AutoPrecError as error:
+            sys.exit(f"autoprec: {error}")  # nobody may think that it trains under the policy
         self.hooks.remove()
         audit = self.config.get("audit")
         if policy is not None and audit and _rank() == 0:
@@ -133,6 +138,7 @@ class Agent:
         obstacle = fork_obstacle(found) if self.config.get("launch", "auto") in ("auto", "fork") else "not asked for"
         info = host_info(found, "process" if obstacle else "fork", time.monotonic() - self._started, obstacle)
         control = self._connect()
+        _preload()
         settle()
         control.sendall(json.dumps({"op": "hello", "info": info.to_json()}).encode() + b"\n")
         if obstacle:
@@ -224,11 +230,17 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     )
 
 
+def _preload() -> None:
+    """Import in the host what every child would otherwise import for itself."""
+    for name in ("autoprec.apply", "autoprec.audit", "autoprec.graph.recorder", "autoprec.trial.sensitivity"):
+        importlib.import_module(name)
+
+
 def model_info(root: nn.Module) -> dict[str, Any]:
     """Return ``{"class", "parameters", "fingerprint"}`` of a model."""
     from autoprec.graph.modules import ModelNames
 
-    return dict(ModelNames(root).describe())
+    return dict(ModelNames(root).identity())
 
 
 def _world_size() -> int:

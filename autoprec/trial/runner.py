@@ -85,9 +85,26 @@ class TrialRunner:
                 AutoPrec can see, or has no layer a policy could decide about.
         """
         with self._lock:
-            if self._info is None:
-                self._info = self._start_host()
+            if self._info is not None:
+                return self._info
+            self._info = self._start_host()
+            if self._info.launch == "fork":
+                self._try_one_step()
             return self._info
+
+    def _try_one_step(self) -> None:
+        """Find out at once, in one fork, whether the script ever takes a step; it costs as long as one step."""
+        result = self._run_fork(TrialSpec(steps=1, warmup=0, timeout_s=self._setup_timeout))
+        if result.status in ("ok", "diverged"):
+            return
+        self._info = None
+        if self._host is not None:
+            self._host.end()
+        fix = "run it without AutoPrec first"
+        if result.status == "too_short":
+            fix = "AutoPrec needs a script that trains: loss.backward() and a step; for other loops see autoprec.Session"
+        tail = f"\n{result.tail}" if result.tail else ""
+        raise ScriptError(f"its first training step failed: {result.reason}{tail}", where=self.command.label, fix=fix)
 
     def _start_host(self) -> HostInfo:
         if self._private is None:
@@ -154,6 +171,8 @@ class TrialRunner:
             if code is not None:
                 host.settle()
                 raise self._script_failed(code, host.tail)
+            if self._closed:
+                raise ScriptError("this runner was closed", where=self.command.label)
             if time.monotonic() > deadline:
                 raise ScriptError(
                     f"no training step began within {self._setup_timeout:g} s\n{last_lines(host.tail)}",
