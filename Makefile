@@ -1,0 +1,54 @@
+# make demo   install into .venv and search examples/train_gpt.py on this machine
+# make test   the whole test suite           make lint   ruff and mypy
+# make gpu    the tests that need a GPU      make docs   check that every documented command works
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+INDEX  := https://download.pytorch.org/whl/cpu
+# A working nvidia-smi means a GPU that this user can train on; TORCH=cpu or TORCH=cuda overrides.
+TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+
+.PHONY: demo test lint gpu docs clean install
+.DEFAULT_GOAL := demo
+
+install: $(STAMP)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	  || { echo "AutoPrec needs Python 3.11 or newer: make PYTHON=/path/to/python3.11"; exit 1; }
+	@echo "creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+# PyTorch first and alone: where the configured index has the pinned build it is taken from there, else from PyTorch's.
+$(STAMP): $(BIN)/python
+	@echo "installing PyTorch ($(TORCH)) and AutoPrec into $(VENV), once"
+	@if [ "$(TORCH)" = cpu ]; then cp constraints.txt $(VENV)/constraints.txt; \
+	 else sed 's/^torch==.*/torch==2.13.0/' constraints.txt | uniq > $(VENV)/constraints.txt; fi
+	@$(PIP) install -c $(VENV)/constraints.txt torch 2>/dev/null \
+	  || $(PIP) install -c $(VENV)/constraints.txt --extra-index-url $(INDEX) torch
+	@$(PIP) install -c $(VENV)/constraints.txt -e '.[dev]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@
+
+demo: $(STAMP)
+	$(BIN)/autoprec search examples/train_gpt.py
+
+test: $(STAMP)
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+gpu: $(STAMP)
+	$(BIN)/python -m pytest -m gpu -rs
+
+docs: $(STAMP)
+	$(BIN)/python -m pytest tests/test_readme.py tests/test_docs.py tests/test_examples.py
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
