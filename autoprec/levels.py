@@ -1,0 +1,211 @@
+"""Precision levels by name: the rows of MS-AMP's chart and what came after them, as parts of a policy.
+
+A level decides everything around the GEMMs (weights, their gradients, optimizer state, communication, loss scaling)
+and names a GEMM recipe of its own; ``Level.onto`` puts it on a policy that keeps its own layers, so that "MS-AMP
+state with Transformer Engine GEMMs" is one policy. Rows: Azure/MS-AMP, docs/user-tutorial/optimization-level.md;
+FP8-LM, arXiv 2310.18313.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autoprec.errors import UnknownNameError
+from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
+from autoprec.recipes import BUILTIN_RECIPES, Recipe
+
+__all__ = ["LEVELS", "Level", "bytes_per_weight", "level"]
+
+#: MS-AMP's linear layer: delayed power-of-two scales over 16 steps, E5M2 output gradients (msamp/nn/linear.py).
+_MSAMP_GEMM = Recipe.model_validate(
+    {
+        "format": "fp8",
+        "scaling": {"granularity": "tensor", "scale": "delayed", "power_of_2": True, "amax_history_len": 16},
+        "operands": {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"},
+    }
+)
+
+#: Bytes per value, scales left out (they add 4 bytes per 128 or 256 values, or per tensor).
+_BYTES: dict[str, float] = {
+    "fp32": 4,
+    "bf16": 2,
+    "e4m3": 1,
+    "fp16_scaled": 2,
+    "e4m3_block": 1,
+    "int8_block": 1,
+    "bf16_stochastic": 2,
+    "bf16_kahan": 2,
+    "e4m3_master": 1,
+}
+_MASTER_BYTES = {"bf16_kahan": 2.0, "e4m3_master": 2.0}
+
+
+@dataclass(frozen=True)
+class Level:
+    """One named level.
+
+    ``recipe`` runs the GEMMs when the policy names none of its own; ``recipe_name`` is what a policy file calls it.
+    """
+
+    name: str
+    summary: str
+    recipe_name: str
+    recipe: Recipe
+    activations: Literal["keep", "bf16", "fp16"] = "bf16"
+    optimizer: OptimizerPolicy = field(default_factory=OptimizerPolicy)
+    communication: CommunicationPolicy = field(default_factory=CommunicationPolicy)
+    loss_scaling: Literal["none", "dynamic"] = "none"
+
+    def fragment(self) -> dict[str, Any]:
+        """Return the sections this level decides, as plain data (everything but layers and recipes)."""
+        return {
+            "activations": self.activations,
+            "optimizer": self.optimizer.model_dump(),
+            "communication": self.communication.model_dump(),
+            "loss_scaling": self.loss_scaling,
+        }
+
+    def policy(self) -> Policy:
+        """Return the whole level: its own recipe on every tunable layer."""
+        return Policy(
+            recipes={self.recipe_name: self.recipe},
+            default=self.recipe_name,
+            activations=self.activations,
+            optimizer=self.optimizer,
+            communication=self.communication,
+            loss_scaling=self.loss_scaling,
+        )
+
+    def onto(self, policy: Policy) -> Policy:
+        """Return ``policy`` with this level's state, communication and loss scaling; its layers stay.
+
+        Raises:
+            ValueError: the level scales the loss (fp16) and the policy's own layers use no fp16.
+        """
+        document = {**policy.to_dict(), **self.fragment()}
+        if policy.activations != "keep" and self.loss_scaling == "none":
+            document["activations"] = policy.activations
+        return type(policy).model_validate(document)
+
+    def chart_row(self) -> dict[str, str]:
+        """Return this level as a row of MS-AMP's chart: one word per column."""
+        masters = {"bf16_kahan": "bf16 compensation", "e4m3_master": "fp16 scaled"}
+        weights = {"e4m3_master": "e4m3", "bf16_kahan": "bf16", "bf16_stochastic": "bf16 stochastic"}
+        state = self.optimizer
+        return {
+            "level": self.name,
+            "gemm": self.recipe.describe(),
+            "communication": self.communication.gradients,
+            "weight": weights.get(state.weights, state.weights.replace("_", " ")),
+            "master weight": masters.get(state.weights, "-"),
+            "weight gradient": state.gradients,
+            "optimizer states": f"{state.exp_avg}+{state.exp_avg_sq}".replace("_", " "),
+            "loss scaling": self.loss_scaling,
+        }
+
+
+def bytes_per_weight(optimizer: OptimizerPolicy) -> dict[str, float]:
+    """Return bytes per value of a stored matrix between two steps, by part; ``total`` sums them.
+
+    Scales are left out, as in MS-AMP's chart; ``benchmarks/state.py`` counts live tensors with scales included.
+    """
+    parts = {
+        "weight": _BYTES[optimizer.weights],
+        "master": _MASTER_BYTES.get(optimizer.weights, 0.0),
+        "gradient": _BYTES[optimizer.gradients],
+        "exp_avg": _BYTES[optimizer.exp_avg],
+        "exp_avg_sq": _BYTES[optimizer.exp_avg_sq],
+    }
+    return {**{name: float(value) for name, value in parts.items()}, "total": float(sum(parts.values()))}
+
+
+_FP8_COMMUNICATION = CommunicationPolicy(gradients="fp8")
+
+#: Every level, by the name search spaces and presets use.
+LEVELS: dict[str, Level] = {
+    made.name: made
+    for made in (
+        Level(
+            "amp-fp16",
+            "autocast to FP16 with dynamic loss scaling; weights and state FP32",
+            "fp16",
+            BUILTIN_RECIPES["fp16"],
+            activations="fp16",
+            loss_scaling="dynamic",
+        ),
+        Level("amp-bf16", "autocast to BF16; weights and state FP32", "bf16", BUILTIN_RECIPES["bf16"]),
+        Level(
+            "te",
+            "Transformer Engine: FP8 GEMMs with delayed scaling; weights and state FP32",
+            "fp8_delayed",
+            BUILTIN_RECIPES["fp8_delayed"],
+        ),
+        Level(
+            "msamp-o1",
+            "MS-AMP O1: FP8 GEMMs, FP8 weight gradients and communication, scaled FP16 weights",
+            "fp8_msamp",
+            _MSAMP_GEMM,
+            optimizer=OptimizerPolicy(weights="fp16_scaled", gradients="e4m3"),
+            communication=_FP8_COMMUNICATION,
+        ),
+        Level(
+            "msamp-o2",
+            "MS-AMP O2: O1 with a first moment in FP8 and a second moment in scaled FP16",
+            "fp8_msamp",
+            _MSAMP_GEMM,
+            optimizer=OptimizerPolicy(
+                weights="fp16_scaled", gradients="e4m3", exp_avg="e4m3", exp_avg_sq="fp16_scaled"
+            ),
+            communication=_FP8_COMMUNICATION,
+        ),
+        Level(
+            "msamp-o3",
+            "MS-AMP O3: O2 with FP8 weights and scaled FP16 masters",
+            "fp8_msamp",
+            _MSAMP_GEMM,
+            optimizer=OptimizerPolicy(
+                weights="e4m3_master", gradients="e4m3", exp_avg="e4m3", exp_avg_sq="fp16_scaled"
+            ),
+            communication=_FP8_COMMUNICATION,
+        ),
+        Level(
+            "bf16-kahan",
+            "BF16 weights with Kahan compensation instead of FP32 masters; BF16 gradients, FP32 state",
+            "bf16",
+            BUILTIN_RECIPES["bf16"],
+            optimizer=OptimizerPolicy(weights="bf16_kahan", gradients="bf16"),
+            communication=CommunicationPolicy(gradients="bf16"),
+        ),
+        Level(
+            "bf16-sr",
+            "BF16 weights rounded stochastically, no master; BF16 gradients, FP32 state",
+            "bf16",
+            BUILTIN_RECIPES["bf16"],
+            optimizer=OptimizerPolicy(weights="bf16_stochastic", gradients="bf16"),
+            communication=CommunicationPolicy(gradients="bf16"),
+        ),
+        Level(
+            "bf16-sr-fp8",
+            "BF16 weights rounded stochastically with O2's state and FP8 gradients: O2's bytes without FP8 GEMMs",
+            "bf16",
+            BUILTIN_RECIPES["bf16"],
+            optimizer=OptimizerPolicy(
+                weights="bf16_stochastic", gradients="e4m3", exp_avg="e4m3", exp_avg_sq="fp16_scaled"
+            ),
+            communication=_FP8_COMMUNICATION,
+        ),
+    )
+}
+
+
+def level(name: str) -> Level:
+    """Return a level by name.
+
+    Raises:
+        UnknownNameError: with the nearest valid name.
+    """
+    try:
+        return LEVELS[name]
+    except KeyError:
+        raise UnknownNameError("level", name, LEVELS) from None

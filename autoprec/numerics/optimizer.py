@@ -1,0 +1,295 @@
+"""Low-precision weights and optimizer state inside the user's own optimizer object.
+
+``wrap_optimizer`` patches the optimizer in place: its class, ``param_groups``, schedulers, step hooks, ``GradScaler``
+and ``state_dict`` keep working. The seam is ``_init_group``, which every ``torch.optim`` optimizer calls at the start
+of ``step`` to collect what it will update: parameters that a policy stores in low precision are updated there, by
+:mod:`autoprec.numerics.optimizer_update`, and left out of what the optimizer itself goes on to update. Matrices
+(two dimensions or more) are stored low; biases and norms stay FP32. Stored weights exclude embeddings.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
+from autoprec.numerics.loss_scaling import LossScaler
+from autoprec.numerics.optimizer_guard import StepGuard
+from autoprec.numerics.optimizer_tensor import StoredTensor, decoded
+from autoprec.numerics.optimizer_update import adam_update, sgd_update
+from autoprec.numerics.optimizer_weights import StoredWeights
+from autoprec.numerics.state_formats import Codec, codec
+from autoprec.policy import OptimizerPolicy, Policy
+
+__all__ = ["OptimizerRuntime", "loss_scaler_of", "runtime_of", "skipped_steps", "unwrap_optimizer", "wrap_optimizer"]
+
+_ATTRIBUTE, _SCALER = "_autoprec_runtime", "_autoprec_loss_scaler"
+_ADAM, _SGD = "adam", "sgd"
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    """Return which update rule applies.
+
+    Raises:
+        UnsupportedError: the optimizer is not Adam, AdamW or SGD, or overrides their ``step``.
+    """
+    for base, kind in ((torch.optim.Adam, _ADAM), (torch.optim.SGD, _SGD)):
+        if isinstance(optimizer, base):
+            step = type(optimizer).step  # torch wraps it per class and keeps its names
+            if (step.__module__, step.__qualname__) == (base.__module__, f"{base.__name__}.step"):
+                return kind
+    raise UnsupportedError(
+        f"low-precision state is implemented for Adam, AdamW and SGD, not for {type(optimizer).__name__}",
+        where="policy.optimizer",
+        fix="use torch.optim.AdamW, or set weights, exp_avg, exp_avg_sq and gradients to fp32",
+    )
+
+
+def _check(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, kind: str) -> None:
+    """Refuse combinations that cannot work, with the reason."""
+    for group in optimizer.param_groups:
+        for option in ("amsgrad", "differentiable"):
+            if group.get(option):
+                raise UnsupportedError(
+                    f"{option}=True needs its state in FP32",
+                    where="policy.optimizer",
+                    fix=f"set {option}=False, or keep the optimizer section at fp32",
+                )
+        if kind == _SGD and choice.exp_avg_sq != "fp32":
+            raise PolicyMismatchError(
+                f"exp_avg_sq: {choice.exp_avg_sq} asks for a second moment, and SGD has none",
+                where="policy.optimizer",
+                fix="set exp_avg_sq: fp32",
+            )
+        if kind == _SGD and choice.exp_avg != "fp32" and not group["momentum"]:
+            raise PolicyMismatchError(
+                f"exp_avg: {choice.exp_avg} asks for a first moment, and SGD without momentum has none",
+                where="policy.optimizer",
+                fix="set exp_avg: fp32",
+            )
+
+
+@dataclass
+class OptimizerRuntime:
+    """What a wrapped optimizer carries: formats, stored weights, guard and counters."""
+
+    choice: OptimizerPolicy
+    kind: str
+    weights: StoredWeights
+    guard: StepGuard
+    steps: int = 0
+    codecs: dict[str, Codec | None] = field(default_factory=dict)
+    handles: list[Any] = field(default_factory=list)
+    observers: list[Any] = field(default_factory=list)
+    generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
+    order: dict[int, int] = field(default_factory=dict)
+    skip: bool = False
+
+    def __post_init__(self) -> None:
+        first = codec("exp_avg", self.choice.exp_avg)
+        self.codecs = {
+            "exp_avg": first,
+            "momentum_buffer": first,
+            "exp_avg_sq": codec("exp_avg_sq", self.choice.exp_avg_sq),
+        }
+
+    def manages(self, parameter: Tensor) -> bool:
+        """Say whether this parameter is updated here: a matrix with any part in low precision."""
+        if not parameter.is_floating_point():
+            return False
+        if parameter in self.weights or isinstance(parameter.grad, StoredTensor):
+            return True
+        return parameter.dim() >= 2 and (self.choice.exp_avg, self.choice.exp_avg_sq) != ("fp32", "fp32")
+
+    def generator(self, parameter: Tensor, step: int) -> torch.Generator:
+        """Return the private noise stream of one parameter at one step: resuming a run resumes its noise."""
+        device = parameter.device
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device)
+        index = self.order[id(parameter)]
+        return self.generators[device].manual_seed((step * 1_000_003 + index) * 2_654_435_761 % (1 << 62))
+
+    def update_group(self, optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> list[Tensor]:
+        """Update this group's managed parameters; return those left to the optimizer itself."""
+        if group is optimizer.param_groups[0]:
+            self.steps += 1
+            self.skip = not self.guard.admits(optimizer)
+        if self.skip:
+            return []
+        left: list[Tensor] = []
+        for parameter in group["params"]:
+            index = self.order.setdefault(id(parameter), len(self.order))
+            if parameter.grad is None or parameter.grad.is_sparse or not self.manages(parameter):
+                left.append(parameter)
+            else:
+                self._update(optimizer, group, parameter, index)
+        return left
+
+    def _update(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, index: int) -> None:
+        state = optimizer.state[parameter]
+        gradient = decoded(parameter.grad).float()
+        scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when the optimizer is fused
+        if scale is not None:
+            gradient = gradient / scale.to(gradient.device)
+        before = self.weights.read(parameter)
+        weight = before.clone() if self.observers else before
+        if self.kind == _ADAM:
+            number = self._step_number(state, group)
+            moments = {name: self._read(state, name, parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam_update(weight, gradient, moments["exp_avg"], moments["exp_avg_sq"], number, group)
+        else:
+            number = float(self.steps)
+            old = state.get("momentum_buffer")
+            new = sgd_update(
+                weight, gradient, None if old is None else self._read(state, "momentum_buffer", parameter), group
+            )
+            moments = {} if new is None else {"momentum_buffer": new}
+        noise = self.generator(parameter, int(number))
+        for name, values in moments.items():
+            self._write(state, name, values, parameter, noise)
+        self.weights.write(parameter, weight, noise)
+        for observer in self.observers:
+            observer(index, parameter, before, weight, self.weights.read(parameter), state)
+
+    def _step_number(self, state: dict[str, Any], group: dict[str, Any]) -> float:
+        if "step" not in state:
+            on_device = group.get("capturable") or group.get("fused")
+            device = group["params"][0].device if on_device else torch.device("cpu")
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+        state["step"] += 1
+        return float(state["step"].item())
+
+    def _read(self, state: dict[str, Any], name: str, parameter: Tensor) -> Tensor:
+        held = state.get(name)
+        if held is None:
+            return torch.zeros(parameter.shape, dtype=torch.float32, device=parameter.device)
+        return held.decode() if isinstance(held, StoredTensor) else held.float()
+
+    def _write(
+        self, state: dict[str, Any], name: str, values: Tensor, parameter: Tensor, noise: torch.Generator
+    ) -> None:
+        held, how = state.get(name), self.codecs[name]
+        if how is None:
+            if held is not values:
+                state[name] = values.to(parameter.dtype)
+        elif isinstance(held, StoredTensor):
+            held.assign(values, noise)
+        else:
+            state[name] = StoredTensor.store(values, how, noise)
+
+
+def runtime_of(optimizer: torch.optim.Optimizer) -> OptimizerRuntime | None:
+    """Return what ``wrap_optimizer`` put on this optimizer, or None."""
+    return getattr(optimizer, _ATTRIBUTE, None)
+
+
+def loss_scaler_of(optimizer: torch.optim.Optimizer) -> LossScaler | None:
+    """Return the loss scaler that ``wrap_optimizer`` put on this optimizer, or None."""
+    return getattr(optimizer, _SCALER, None)
+
+
+def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
+    """Return how many steps the guard or our loss scaler left out (a script's own GradScaler not included)."""
+    runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
+    return (runtime.guard.skipped if runtime else 0) + (scaler.skipped_steps if scaler else 0)
+
+
+def _plain_state(optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:
+    """Post-hook of ``state_dict``: the state of a plain FP32 optimizer."""
+    runtime = runtime_of(optimizer)
+    numbers = dict(enumerate(_parameters(optimizer)))
+    state = {}
+    for key, held in document["state"].items():
+        state[key] = {name: decoded(value) for name, value in held.items()} if isinstance(held, dict) else held
+        if runtime is not None and key in numbers:
+            state[key].update(runtime.weights.checkpoint(numbers[key]))
+    return {**document, "state": state}
+
+
+def _encode_state(optimizer: torch.optim.Optimizer) -> None:
+    """Post-hook of ``load_state_dict``: store what was loaded in the policy's formats."""
+    runtime = runtime_of(optimizer)
+    if runtime is None:
+        return
+    for parameter in _parameters(optimizer):
+        state = optimizer.state.get(parameter)
+        if state is None:
+            continue
+        runtime.weights.restore(parameter, state)
+        for name, how in runtime.codecs.items():
+            value = state.get(name)
+            if how is not None and isinstance(value, Tensor) and runtime.manages(parameter):
+                state[name] = StoredTensor.store(value.float(), how)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def wrap_optimizer(
+    optimizer: torch.optim.Optimizer, policy: Policy | OptimizerPolicy, model: nn.Module | None = None
+) -> torch.optim.Optimizer:
+    """Store weights, gradients and state as the policy's optimizer section says; return the same object.
+
+    Args:
+        optimizer: ``torch.optim`` AdamW, Adam or SGD, before or after its first step.
+        policy: a policy, or its optimizer section alone. All FP32 leaves the optimizer untouched.
+        model: what it trains; needed to leave embeddings out of stored weights (without it every matrix is stored).
+
+    Raises:
+        UnsupportedError: another optimizer, or an option that needs FP32 state.
+        PolicyMismatchError: the policy stores something this optimizer does not have.
+    """
+    unwrap_optimizer(optimizer)
+    choice = policy.optimizer if isinstance(policy, Policy) else policy
+    if isinstance(policy, Policy) and policy.loss_scaling == "dynamic":
+        if model is None:
+            raise UsageError(
+                "loss scaling enters at the model's outputs", fix="pass the model: wrap_optimizer(o, policy, model)"
+            )
+        setattr(optimizer, _SCALER, LossScaler.install(model, [optimizer]))
+    if choice == OptimizerPolicy():
+        return optimizer
+    kind = _kind(optimizer)
+    _check(optimizer, choice, kind)
+    weights = StoredWeights.install(list(_parameters(optimizer)), choice, model)
+    runtime = OptimizerRuntime(choice, kind, weights, StepGuard())
+    original = optimizer._init_group  # type: ignore[attr-defined]
+
+    def init_group(self: torch.optim.Optimizer, group: dict[str, Any], *lists: Any, **named: Any) -> Any:
+        return original({**group, "params": runtime.update_group(self, group)}, *lists, **named)
+
+    optimizer._init_group = types.MethodType(init_group, optimizer)  # type: ignore[attr-defined]
+    setattr(optimizer, _ATTRIBUTE, runtime)
+    runtime.handles += [
+        optimizer.register_state_dict_post_hook(_plain_state),
+        optimizer.register_load_state_dict_post_hook(_encode_state),
+    ]
+    _encode_state(optimizer)
+    return optimizer
+
+
+def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Take the wrapping off again: plain FP32 state and weights with the values that were stored."""
+    scaler = loss_scaler_of(optimizer)
+    if scaler is not None:
+        scaler.remove()
+        delattr(optimizer, _SCALER)
+    runtime = runtime_of(optimizer)
+    if runtime is None:
+        return optimizer
+    for handle in runtime.handles:
+        handle.remove()
+    del optimizer._init_group  # type: ignore[attr-defined]
+    delattr(optimizer, _ATTRIBUTE)
+    for state in optimizer.state.values():
+        for name, value in list(state.items()):
+            state[name] = decoded(value)
+    runtime.weights.remove()
+    return optimizer

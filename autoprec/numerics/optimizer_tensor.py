@@ -1,0 +1,158 @@
+"""A tensor that looks like FP32 and is stored in fewer bits.
+
+``StoredTensor`` is a wrapper subclass: shape, dtype, autograd, ``state_dict`` keys and ``isinstance(nn.Parameter)``
+are those of the tensor it replaces; its bytes are the codec's parts. Any operation decodes it first; an in-place
+operation decodes, runs, and encodes back (rounding to nearest). A *view* of it is a decoded copy: writing through
+``weight.data[0]`` does not reach the stored values. Pickling writes a plain tensor, so checkpoints stay readable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from autoprec.numerics.state_formats import CastCodec, Codec, PairCodec, StochasticCodec
+
+__all__ = ["StoredTensor", "decoded", "stored_bytes"]
+
+aten = torch.ops.aten
+
+
+class StoredTensor(torch.Tensor):
+    """A floating-point tensor held as ``codec`` parts.
+
+    Build it with :meth:`store`. ``parts`` are the live storage; :meth:`decode` returns a fresh FP32 copy,
+    :meth:`assign` overwrites the stored values in place.
+    """
+
+    codec: Codec
+    parts: tuple[Tensor, ...]
+
+    @staticmethod
+    def __new__(
+        cls, parts: tuple[Tensor, ...], codec: Codec, shape: torch.Size, dtype: torch.dtype = torch.float32
+    ) -> StoredTensor:
+        made: StoredTensor = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
+        made.parts, made.codec = parts, codec
+        return made
+
+    @classmethod
+    def store(cls, values: Tensor, codec: Codec, generator: torch.Generator | None = None) -> StoredTensor:
+        """Encode ``values`` (plain tensor); the result keeps their shape and dtype."""
+        return cls(codec.encode(values.detach(), generator), codec, values.shape, values.dtype)
+
+    def decode(self) -> Tensor:
+        """Return the values as a fresh FP32 tensor of the same shape."""
+        return self.codec.decode(self.parts, self.shape)
+
+    def exact(self) -> Tensor:
+        """Return what the optimizer updates and a checkpoint holds: :meth:`decode` plus what is remembered."""
+        return self.codec.exact(self.parts, self.shape) if isinstance(self.codec, PairCodec) else self.decode()
+
+    def assign(self, values: Tensor, generator: torch.Generator | None = None) -> None:
+        """Overwrite the stored values in place with ``values`` (FP32, same shape)."""
+        for part, fresh in zip(self.parts, self.codec.encode(values, generator), strict=True):
+            part.copy_(fresh.view(part.shape))
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        return f"StoredTensor({self.codec.name}, shape={tuple(self.shape)}, values={self.decode()})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        plain = self.exact().to(self.dtype)
+        kept: Tensor = torch.nn.Parameter(plain, self.requires_grad) if getattr(self, "_is_param", False) else plain
+        return kept.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __tensor_flatten__(self) -> tuple[list[str], dict[str, Any]]:
+        for index, part in enumerate(self.parts):
+            setattr(self, f"_part{index}", part)
+        context = {"codec": self.codec, "dtype": self.dtype, "count": len(self.parts)}
+        return [f"_part{index}" for index in range(len(self.parts))], context
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: dict[str, Any], outer_size: torch.Size, _stride: Any
+    ) -> StoredTensor:
+        parts = tuple(inner[f"_part{index}"] for index in range(context["count"]))
+        return cls(parts, context["codec"], outer_size, context["dtype"])
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = _SPECIAL.get(func)
+        if special is not None and isinstance(args[0], StoredTensor):
+            found = special(args[0], kwargs)
+            if found is not None:
+                return found
+        return _run_decoded(func, args, kwargs)
+
+
+def _alias(tensor: StoredTensor, _kwargs: dict[str, Any]) -> StoredTensor:
+    return StoredTensor(tensor.parts, tensor.codec, tensor.shape, tensor.dtype)
+
+
+def _clone(tensor: StoredTensor, _kwargs: dict[str, Any]) -> StoredTensor:
+    return StoredTensor(tuple(part.clone() for part in tensor.parts), tensor.codec, tensor.shape, tensor.dtype)
+
+
+def _to_copy(tensor: StoredTensor, kwargs: dict[str, Any]) -> Tensor | None:
+    """Casting a BF16-stored weight to BF16 (what autocast and a BF16 GEMM do) is free: the storage itself."""
+    part, codec = tensor.parts[0], tensor.codec
+    same_place = kwargs.get("device") in (None, part.device)
+    unscaled = isinstance(codec.compute if isinstance(codec, PairCodec) else codec, CastCodec | StochasticCodec)
+    if unscaled and kwargs.get("dtype") == part.dtype and same_place:
+        return part.view(tensor.shape)
+    return None
+
+
+_SPECIAL: dict[Any, Callable[[StoredTensor, dict[str, Any]], Tensor | None]] = {
+    aten.detach.default: _alias,
+    aten.alias.default: _alias,
+    aten.clone.default: _clone,
+    aten._to_copy.default: _to_copy,
+}
+
+
+def decoded(value: Any) -> Any:
+    """Return ``value`` with a StoredTensor replaced by its plain values (dtype kept); anything else as it is."""
+    return value.decode().to(value.dtype) if isinstance(value, StoredTensor) else value
+
+
+def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run ``func`` on plain values; encode back what it wrote to and return the original in its place."""
+    plain: dict[int, tuple[StoredTensor, Tensor]] = {}
+
+    def open_(value: Any) -> Any:
+        if not isinstance(value, StoredTensor):
+            return value
+        if id(value) not in plain:
+            plain[id(value)] = (value, decoded(value))
+        return plain[id(value)][1]
+
+    result = func(*tree_map(open_, args), **tree_map(open_, kwargs))
+    if not func._schema.is_mutable:
+        return result
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for target in value if isinstance(value, list | tuple) else (value,):
+                if id(target) in plain:
+                    target.assign(plain[id(target)][1].float())
+    back = {id(values): stored for stored, values in plain.values()}
+    return tree_map(lambda value: back.get(id(value), value), result)
+
+
+def stored_bytes(tensor: Tensor | None) -> int:
+    """Return the bytes a live tensor holds: of its parts when it is a StoredTensor, 0 for None."""
+    if tensor is None:
+        return 0
+    parts = tensor.parts if isinstance(tensor, StoredTensor) else (tensor,)
+    return sum(part.numel() * part.element_size() for part in parts)

@@ -1,0 +1,64 @@
+"""The update rules of AdamW, Adam and SGD with momentum, on FP32 values of one parameter.
+
+They follow ``torch.optim``'s single-tensor functions operation for operation, so that with lossless storage the
+result is bit-identical to the optimizer that was wrapped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["adam_update", "sgd_update"]
+
+
+def _number(value: Any) -> float:
+    return float(value.item()) if isinstance(value, Tensor) else float(value)
+
+
+def adam_update(
+    weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, step: float, group: Mapping[str, Any]
+) -> None:
+    """Update ``weight``, ``exp_avg`` and ``exp_avg_sq`` in place (all FP32, one shape).
+
+    ``step`` counts from 1 and includes this step; ``group`` holds lr, betas, eps, weight_decay, maximize and
+    decoupled_weight_decay (AdamW) as ``torch.optim.Adam`` names them. ``gradient`` is not changed.
+    """
+    beta1, beta2 = (_number(beta) for beta in group["betas"])
+    lr, decay = _number(group["lr"]), _number(group["weight_decay"])
+    if group.get("maximize"):
+        gradient = -gradient
+    if decay != 0:
+        if group.get("decoupled_weight_decay"):
+            weight.mul_(1 - lr * decay)
+        else:
+            gradient = gradient.add(weight, alpha=decay)
+    exp_avg.lerp_(gradient, 1 - beta1)
+    exp_avg_sq.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+    correction2 = (1 - beta2**step) ** 0.5
+    denominator = exp_avg_sq.sqrt().div_(correction2).add_(_number(group["eps"]))
+    weight.addcdiv_(exp_avg, denominator, value=-(lr / (1 - beta1**step)))
+
+
+def sgd_update(weight: Tensor, gradient: Tensor, momentum: Tensor | None, group: Mapping[str, Any]) -> Tensor | None:
+    """Update ``weight`` (FP32) in place and return the new momentum buffer (None without momentum).
+
+    ``momentum`` is the buffer so far, changed in place, or None before the first step; ``group`` as in
+    ``torch.optim.SGD``.
+    """
+    lr, decay, factor = _number(group["lr"]), _number(group["weight_decay"]), _number(group["momentum"])
+    if group.get("maximize"):
+        gradient = -gradient
+    if decay != 0:
+        gradient = gradient.add(weight, alpha=decay)
+    if factor != 0:
+        if momentum is None:
+            momentum = torch.clone(gradient).detach()
+        else:
+            momentum.mul_(factor).add_(gradient, alpha=1 - _number(group["dampening"]))
+        gradient = gradient.add(momentum, alpha=factor) if group["nesterov"] else momentum
+    weight.add_(gradient, alpha=-lr)
+    return momentum

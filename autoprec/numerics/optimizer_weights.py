@@ -1,0 +1,154 @@
+"""Weights and weight gradients stored in low precision, behind the parameters the model already has.
+
+A stored weight is the same ``nn.Parameter`` object with its content exchanged for a ``StoredTensor`` (the model, the
+optimizer and ``state_dict`` keys see no difference). Where the exchange is not possible (the parameter has hooks,
+another holder such as DDP, or is a DTensor) the parameter keeps its dtype and holds the rounded values, while the
+stored form lives beside it: the numerics are the same, the bytes are not saved, and :attr:`StoredWeights.emulated`
+says why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.numerics.optimizer_tensor import StoredTensor
+from autoprec.numerics.state_formats import Codec, codec
+from autoprec.policy import OptimizerPolicy
+
+__all__ = ["StoredWeights"]
+
+_EXACT = "weight_exact"
+
+
+def _embeddings(model: nn.Module | None) -> set[int]:
+    """Return the ids of embedding tables (also of tied ones): their rows are looked up, not multiplied."""
+    modules = [] if model is None else model.modules()
+    return {id(p) for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) for p in m.parameters(False)}
+
+
+def _obstacle(parameter: Tensor) -> str:
+    """Return why a parameter's content cannot be exchanged, or an empty string."""
+    if type(parameter) is not nn.Parameter:
+        return f"it is a {type(parameter).__name__}"
+    if parameter.dtype != torch.float32:
+        return f"the script already keeps it in {parameter.dtype}"
+    if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return "gradient hooks are registered on it"
+    if parameter._use_count() > 1:  # type: ignore[attr-defined]
+        return "a gradient accumulator holds it (DistributedDataParallel, or a graph that is still alive)"
+    return ""
+
+
+def _exchange(parameter: Tensor, content: Tensor) -> None:
+    """Give ``parameter`` the content of ``content``; identity, gradient flag and attributes stay."""
+    fresh = nn.Parameter(content, requires_grad=parameter.requires_grad)
+    fresh.__dict__.update({k: v for k, v in parameter.__dict__.items() if k not in ("parts", "codec", "_is_param")})
+    gradient, parameter.grad = parameter.grad, None
+    torch.utils.swap_tensors(parameter, fresh)  # type: ignore[no-untyped-call]
+    parameter.grad = gradient
+
+
+class StoredWeights:
+    """The weights one optimizer keeps in low precision."""
+
+    def __init__(self, how: Codec | None) -> None:
+        self.codec = how
+        self.real: list[Tensor] = []
+        self.beside: dict[
+            int, tuple[Tensor, StoredTensor]
+        ] = {}  # by id: torch will not exchange what is weakly referenced
+        self.emulated: dict[str, int] = {}
+        self._handles: list[Any] = []
+
+    @classmethod
+    def install(cls, parameters: Sequence[Tensor], choice: OptimizerPolicy, model: nn.Module | None) -> StoredWeights:
+        """Exchange every matrix among ``parameters`` that is no embedding, and hook its gradient storage."""
+        made = cls(codec("weights", choice.weights))
+        gradients, embeddings = codec("gradients", choice.gradients), _embeddings(model)
+        for parameter in parameters:
+            if parameter.dim() < 2 or not parameter.is_floating_point() or id(parameter) in embeddings:
+                continue
+            obstacle = _obstacle(parameter)
+            if made.codec is not None:
+                made._add(parameter, obstacle)
+            if gradients is not None and not (obstacle and "holds it" in obstacle):
+                hook = parameter.register_post_accumulate_grad_hook(_gradient_hook(gradients))  # type: ignore[no-untyped-call]
+                made._handles.append(hook)
+        return made
+
+    def _add(self, parameter: Tensor, obstacle: str) -> None:
+        assert self.codec is not None
+        stored = StoredTensor.store(parameter.detach().float(), self.codec)
+        if not obstacle:
+            try:
+                _exchange(parameter, stored)
+            except RuntimeError as error:  # a weak reference or another holder: torch refuses the exchange
+                obstacle = str(error).splitlines()[0]
+        if not obstacle:
+            self.real.append(parameter)
+            return
+        self.emulated[obstacle] = self.emulated.get(obstacle, 0) + 1
+        self.beside[id(parameter)] = (parameter, stored)
+        with torch.no_grad():
+            parameter.copy_(stored.decode())
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return isinstance(parameter, StoredTensor) or id(parameter) in self.beside
+
+    def read(self, parameter: Tensor) -> Tensor:
+        """Return the FP32 value the optimizer updates: the parameter itself when it is plain FP32, else a copy."""
+        stored = self._stored(parameter)
+        return parameter.detach().float() if stored is None else stored.exact()
+
+    def write(self, parameter: Tensor, values: Tensor, generator: torch.Generator) -> None:
+        """Store updated FP32 ``values``."""
+        stored = self._stored(parameter)
+        if stored is None:
+            if values.data_ptr() != parameter.data_ptr():
+                parameter.detach().copy_(values)
+            return
+        stored.assign(values, generator)
+        if stored is not parameter:
+            parameter.detach().copy_(stored.decode())
+
+    def _stored(self, parameter: Tensor) -> StoredTensor | None:
+        if isinstance(parameter, StoredTensor):
+            return parameter
+        found = self.beside.get(id(parameter))
+        return None if found is None else found[1]
+
+    def checkpoint(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Return what an optimizer checkpoint must add: the exact value of a weight that is stored beside."""
+        found = self.beside.get(id(parameter))
+        return {} if found is None else {_EXACT: found[1].exact()}
+
+    def restore(self, parameter: Tensor, state: dict[str, Any]) -> None:
+        """Take the exact value out of loaded state; without one, the parameter's own value is stored."""
+        values = state.pop(_EXACT, None)
+        found = self.beside.get(id(parameter))
+        if found is not None:
+            found[1].assign(parameter.detach().float() if values is None else values.float())
+
+    def remove(self) -> None:
+        """Give every parameter its plain FP32 content back (the exact stored value)."""
+        for handle in self._handles:
+            handle.remove()
+        for parameter in self.real:
+            if isinstance(parameter, StoredTensor):
+                _exchange(parameter, parameter.exact())
+        for parameter, stored in self.beside.values():
+            with torch.no_grad():
+                parameter.copy_(stored.exact())
+        self.real, self.beside = [], {}
+
+
+def _gradient_hook(how: Codec) -> Any:
+    def hook(parameter: Tensor) -> None:
+        if parameter.grad is not None and not isinstance(parameter.grad, StoredTensor):
+            parameter.grad = StoredTensor.store(parameter.grad, how)
+
+    return hook

@@ -1,0 +1,305 @@
+"""Storage formats of weights, gradients and optimizer state: encode an FP32 tensor into parts, decode it back.
+
+A codec turns FP32 values into a tuple of tensors (codes first, then inverse scales) and back. Conventions:
+
+* inverse scales are FP32 and multiply on decoding, so an all-zero block decodes to zero whatever its codes are, and
+  a block that holds a non-finite value decodes to non-finite values (an overflow is never silently clamped);
+* optimizer state uses *exact* scales ``max / amax``: with round-to-nearest on a power-of-two grid an exponential
+  moving average stalls, because a 0.1 % step is below half a unit in the last place; an exact scale moves the grid a
+  little at every step and dithers it. Weights use power-of-two scales, as MS-AMP does (arXiv 2310.18313);
+* codecs of second moments lift non-zero values to the smallest code instead of flushing them to zero: a flushed
+  second moment divides by epsilon, a lifted one only makes that element's update smaller.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from autoprec.errors import UnknownNameError
+from autoprec.numerics.rounding import decode as decode_eight_bits
+
+__all__ = [
+    "CODECS",
+    "BlockCodec",
+    "CastCodec",
+    "Codec",
+    "MapCodec",
+    "PairCodec",
+    "StochasticCodec",
+    "TensorCodec",
+    "codec",
+]
+
+_SMALLEST_AMAX = 1e-32  # below it max / amax overflows FP32; such a block is stored as zeros
+_FLOAT_LIMITS = {torch.float8_e4m3fn: (448.0, 2.0**-9), torch.float16: (65504.0, 2.0**-24)}
+
+
+class Codec(Protocol):
+    """How FP32 values are stored. ``bits`` counts codes and scales, per value, on a large tensor."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def bits(self) -> float: ...
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        """Return the parts that store ``values`` (any shape, floating point, finite)."""
+        ...
+
+    def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        """Return a fresh FP32 tensor of ``shape``."""
+        ...
+
+
+@dataclass(frozen=True)
+class CastCodec:
+    """Round to nearest even in a dtype that needs no scale (FP32, BF16)."""
+
+    name: str
+    dtype: torch.dtype
+
+    @property
+    def bits(self) -> float:
+        return 8.0 * self.dtype.itemsize
+
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        return (values.to(self.dtype, copy=True, memory_format=torch.contiguous_format),)
+
+    def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        return parts[0].to(torch.float32, copy=True).view(shape)
+
+
+@dataclass(frozen=True)
+class StochasticCodec:
+    """BF16 with stochastic rounding: the expected value is exact, so small updates survive on average.
+
+    Without a generator it rounds to nearest (values that are on the BF16 grid already stay what they are).
+    """
+
+    name: str = "bf16_stochastic"
+    bits: float = 16.0
+
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        values = values.float().contiguous()
+        if generator is None:
+            return (values.to(torch.bfloat16, copy=True),)
+        # Adding uniform noise below the BF16 mantissa and truncating rounds up with probability = distance.
+        noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
+        bits = values.view(torch.int32).add(noise, alpha=1).bitwise_and_(-65536)
+        return (bits.view(torch.float32).to(torch.bfloat16),)
+
+    def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        return parts[0].to(torch.float32).view(shape)
+
+
+@dataclass(frozen=True)
+class TensorCodec:
+    """One scale per tensor: FP16 or FP8 codes; ``power_of_2`` scales rescale exactly."""
+
+    name: str
+    dtype: torch.dtype
+    power_of_2: bool
+    lift: bool = False
+
+    @property
+    def bits(self) -> float:
+        return 8.0 * self.dtype.itemsize
+
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        values = values.float().contiguous()
+        largest, smallest = _FLOAT_LIMITS[self.dtype]
+        amax = torch.linalg.vector_norm(values, torch.inf)
+        if self.power_of_2:
+            inverse = torch.exp2(torch.ceil(torch.log2(amax.clamp_min(_SMALLEST_AMAX) / largest)))
+        else:  # 12 bits, so that largest * inverse is exact and encoding what was decoded changes nothing
+            inverse = _round_mantissa(amax.clamp_min(_SMALLEST_AMAX) / largest, 12)
+        scaled = values / inverse
+        inverse = inverse.masked_fill(amax < _SMALLEST_AMAX, 0.0)
+        if self.lift:
+            scaled.clamp_min_(smallest)
+        return scaled.clamp_max_(largest).to(self.dtype), inverse
+
+    def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        return parts[0].to(torch.float32).mul_(parts[1]).view(shape)
+
+
+def _round_mantissa(values: Tensor, keep: int) -> Tensor:
+    """Round positive FP32 values to ``keep`` stored mantissa bits (infinities and NaN stay what they are)."""
+    drop = 23 - keep
+    bits = values.contiguous().view(torch.int32).add(1 << (drop - 1)).bitwise_and_(-(1 << drop))
+    return torch.where(torch.isfinite(values), bits.view(torch.float32), values)
+
+
+def _blocks(values: Tensor, size: int) -> Tensor:
+    """Return ``values`` flattened to (blocks, size), zero-padded at the end."""
+    flat = values.float().reshape(-1)
+    short = -flat.numel() % size
+    return (torch.nn.functional.pad(flat, (0, short)) if short else flat).view(-1, size)
+
+
+def _stochastic_e4m3(values: Tensor, generator: torch.Generator) -> Tensor:
+    """Round non-negative values up to 448 to one of their two E4M3 neighbours; the expected value is exact."""
+    power = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
+    spacing = power.clamp_(min=2.0**-6).mul_(2.0**-3)
+    noise = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float32)
+    return noise.addcdiv_(values, spacing).floor_().mul_(spacing)
+
+
+def _unblock(blocks: Tensor, shape: torch.Size) -> Tensor:
+    return blocks.reshape(-1)[: shape.numel()].view(shape)
+
+
+@dataclass(frozen=True)
+class BlockCodec:
+    """E4M3 codes with one exact FP32 scale per ``size`` consecutive values.
+
+    ``lift`` is for second moments (non-negative values): nothing non-zero is stored as zero, and with a generator
+    rounding is stochastic, because at ``beta2 = 0.999`` rounding to nearest biases the average upwards (1.2x to 1.4x).
+    """
+
+    name: str
+    size: int = 128
+    lift: bool = False
+
+    @property
+    def bits(self) -> float:
+        return 8.0 + 32.0 / self.size
+
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        blocks = _blocks(values, self.size)
+        amax = torch.linalg.vector_norm(blocks, torch.inf, dim=1, keepdim=True)
+        # 20 mantissa bits make 448 * inverse exact: encoding what was decoded changes nothing (exact resume).
+        inverse = _round_mantissa(amax.clamp_min(_SMALLEST_AMAX) / 448.0, 20)
+        scaled = blocks * inverse.reciprocal()
+        inverse.masked_fill_(amax < _SMALLEST_AMAX, 0.0)
+        if self.lift:
+            scaled = _stochastic_e4m3(scaled, generator) if generator is not None else scaled
+            scaled.clamp_min_(2.0**-9)
+        # The scale brings the largest value to 448 up to a rounding, which the cast rounds back to 448.
+        codes = scaled.to(torch.float8_e4m3fn).view(-1)
+        count = values.numel()
+        return (codes if codes.numel() == count else codes[:count].clone()), inverse.view(-1)
+
+    def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        blocks = _blocks(decode_eight_bits(parts[0]), self.size)
+        return _unblock(blocks.mul_(parts[1].view(-1, 1)), shape)
+
+
+@functools.cache
+def _dynamic_map() -> tuple[Tensor, Tensor]:
+    """Return 256 unsigned values in [0, 1] and their midpoints: dynamic tree quantisation (arXiv 2110.02861)."""
+    values = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1.0, 2 ** (exponent + 1) + 1, dtype=torch.float64)
+        values += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)).tolist()
+    table = torch.tensor(sorted(values), dtype=torch.float32)
+    return table, (table[:-1] + table[1:]) / 2
+
+
+@dataclass(frozen=True)
+class MapCodec:
+    """Eight-bit dynamic map with one exact FP32 scale per ``size`` values; for non-negative values (second moments).
+
+    The map spaces values logarithmically from 5.5e-7 to 1 of the block's largest (bitsandbytes, torchao AdamW8bit).
+    """
+
+    name: str = "int8_block"
+    size: int = 256
+
+    @property
+    def bits(self) -> float:
+        return 8.0 + 32.0 / self.size
+
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
+        _, middles = _dynamic_map()
+        blocks = _blocks(values, self.size)
+        amax = torch.linalg.vector_norm(blocks, torch.inf, dim=1, keepdim=True)
+        inverse = amax.masked_fill(amax < _SMALLEST_AMAX, 0.0)
+        found = torch.bucketize(blocks / amax.clamp_min(_SMALLEST_AMAX), middles.to(values.device), out_int32=True)
+        codes = found.clamp_min_(1).to(torch.uint8).view(-1)  # code 0 is zero: lifted
+        count = values.numel()
+        return (codes if codes.numel() == count else codes[:count].clone()), inverse.view(-1)
+
+    def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        table = _dynamic_map()[0].to(parts[0].device)
+        blocks = _blocks(table[parts[0].int()], self.size)
+        return _unblock(blocks.mul_(parts[1].view(-1, 1)), shape)
+
+
+@dataclass(frozen=True)
+class PairCodec:
+    """A weight that is computed with in low precision and remembered in higher: compute value and what it lacks.
+
+    With ``residual`` the second half stores ``values - compute`` (Kahan compensation in BF16: 16 bits of mantissa in
+    two BF16 numbers); without, the second half is a whole master copy (MS-AMP O3).
+    """
+
+    name: str
+    compute: Codec
+    memory: Codec
+    residual: bool
+
+    @property
+    def bits(self) -> float:
+        return self.compute.bits + self.memory.bits
+
+    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
+        if not self.residual:
+            memory = self.memory.encode(values)
+            return (*self.compute.encode(self.memory.decode(memory, values.shape), generator), *memory)
+        low = self.compute.encode(values, generator)
+        rest = self.memory.encode(values.float() - self.compute.decode(low, values.shape))
+        # The rounded rest may reach exactly half a step: splitting the sum again makes encoding idempotent.
+        exact = self.exact((*low, *rest), values.shape)
+        low = self.compute.encode(exact)
+        return (*low, *self.memory.encode(exact - self.compute.decode(low, values.shape)))
+
+    def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        return self.compute.decode(parts[: self._split(parts)], shape)
+
+    def exact(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
+        """Return what the optimizer updates: the FP32 value with everything that is remembered of it."""
+        at = self._split(parts)
+        memory = self.memory.decode(parts[at:], shape)
+        return memory.add_(self.compute.decode(parts[:at], shape)) if self.residual else memory
+
+    @staticmethod
+    def _split(parts: tuple[Tensor, ...]) -> int:
+        return len(parts) // 2
+
+
+_BF16, _FP16 = CastCodec("bf16", torch.bfloat16), TensorCodec("fp16_scaled", torch.float16, power_of_2=True)
+_E4M3 = TensorCodec("e4m3", torch.float8_e4m3fn, power_of_2=True)
+
+#: (what is stored, the policy's word for it) -> codec. FP32 needs none.
+CODECS: dict[tuple[str, str], Codec] = {
+    ("weights", "fp16_scaled"): _FP16,
+    ("weights", "bf16_stochastic"): StochasticCodec(),
+    ("weights", "bf16_kahan"): PairCodec("bf16_kahan", _BF16, _BF16, residual=True),
+    ("weights", "e4m3_master"): PairCodec("e4m3_master", _E4M3, _FP16, residual=False),
+    ("exp_avg", "bf16"): CastCodec("bf16", torch.bfloat16),
+    ("exp_avg", "e4m3"): BlockCodec("e4m3"),
+    ("exp_avg_sq", "fp16_scaled"): TensorCodec("fp16_scaled", torch.float16, power_of_2=False, lift=True),
+    ("exp_avg_sq", "e4m3_block"): BlockCodec("e4m3_block", lift=True),
+    ("exp_avg_sq", "int8_block"): MapCodec(),
+    ("gradients", "bf16"): CastCodec("bf16", torch.bfloat16),
+    ("gradients", "e4m3"): BlockCodec("e4m3"),
+}
+
+
+def codec(what: str, name: str) -> Codec | None:
+    """Return the codec that stores ``what`` under the policy's ``name``; None for plain FP32.
+
+    Raises:
+        UnknownNameError: with the nearest valid name.
+    """
+    if name == "fp32":
+        return None
+    found = CODECS.get((what, name))
+    if found is None:
+        raise UnknownNameError(f"storage format of {what}", name, ["fp32", *(n for w, n in CODECS if w == what)])
+    return found

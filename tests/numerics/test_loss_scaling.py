@@ -1,0 +1,102 @@
+import pytest
+import torch
+from torch import nn
+
+from autoprec.numerics.loss_scaling import LossScaler, script_has_scaler
+
+
+class Half(nn.Module):
+    """A layer whose gradient passes through FP16, as under autocast, and underflows there without a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.linear(x).half().float()
+
+
+def gradient(model, factor):
+    model.zero_grad()
+    x = torch.linspace(-1, 1, 32).view(8, 4)
+    (model(x).sum() * factor).backward()
+    return model.linear.weight.grad.clone()
+
+
+def test_gradients_that_underflow_fp16_survive_and_arrive_unscaled():
+    torch.manual_seed(0)
+    model, factor = Half(), 2.0**-26
+    assert gradient(model, factor).abs().max() == 0  # flushed
+    scaler = LossScaler.install(model, [torch.optim.SGD(model.parameters(), 0.1)])
+    expected = torch.linspace(-1, 1, 32).view(8, 4).sum(0).expand(4, 4) * factor
+    torch.testing.assert_close(gradient(model, factor), expected, rtol=1e-3, atol=0)
+    scaler.remove()
+    assert gradient(model, factor).abs().max() == 0
+
+
+def test_scaling_changes_no_bit_of_a_gradient_in_range():
+    model = Half()
+    plain = gradient(model, 1.0)
+    LossScaler.install(model, [], initial_scale=2.0**10)
+    assert torch.equal(gradient(model, 1.0), plain)
+
+
+def test_overflow_skips_counts_and_halves_then_growth_doubles():
+    model = Half()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    scaler = LossScaler.install(model, [optimizer], initial_scale=2.0**20, growth_interval=3)
+    before = model.linear.weight.detach().clone()
+    skipped = []
+    for _ in range(12):
+        gradient(model, 1.0)
+        optimizer.step()
+        skipped.append(scaler.skipped_steps)
+        if scaler.skipped_steps == skipped[0] and len(skipped) == 1:
+            assert torch.equal(before, model.linear.weight)
+            assert model.linear.weight.grad is not None  # put back after the skipped step
+            assert not optimizer.state
+    assert skipped[0] == 1
+    assert skipped[4] == 5  # 2**20 .. 2**16 overflow FP16, 2**15 does not
+    assert scaler.skipped_steps == 6  # three good steps, doubled to 2**16, refused, three good steps, doubled
+    assert scaler.scale == 2.0**16
+    assert not torch.equal(before, model.linear.weight)
+
+
+@pytest.mark.parametrize("wrap", [lambda y: (y, None), lambda y: {"a": y}, lambda y: [y]])
+def test_outputs_in_containers_are_scaled(wrap):
+    class Model(Half):
+        def forward(self, x):
+            return wrap(super().forward(x))
+
+    model = Model()
+    LossScaler.install(model, [])
+    output = model(torch.ones(1, 4))
+    (next(iter(output.values() if isinstance(output, dict) else output)).sum() * 2.0**-26).backward()
+    assert model.linear.weight.grad.abs().min() > 0
+
+
+def test_gradient_accumulation_and_evaluation_work():
+    model = Half()
+    plain = gradient(model, 1.0)
+    LossScaler.install(model, [], initial_scale=8.0)
+    x = torch.linspace(-1, 1, 32).view(8, 4)
+    model.zero_grad()
+    for _ in range(2):
+        model(x).sum().backward()
+    assert torch.equal(model.linear.weight.grad, 2 * plain)
+    with torch.no_grad():
+        model(x)
+
+
+def test_a_script_with_its_own_scaler_is_left_alone():
+    model = Half()
+    scaler = torch.amp.GradScaler("cpu")
+    assert script_has_scaler()
+    ours = LossScaler.install(model, [torch.optim.SGD(model.parameters(), 0.1)])
+    assert not ours.active
+    assert "GradScaler" in ours.inactive_reason
+    del scaler
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    assert not script_has_scaler()
+    assert LossScaler.install(model, []).active
+    del disabled

@@ -1,0 +1,305 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.errors import PolicyMismatchError, UnsupportedError
+from autoprec.numerics.optimizer import loss_scaler_of, runtime_of, skipped_steps, unwrap_optimizer, wrap_optimizer
+from autoprec.numerics.optimizer_tensor import StoredTensor
+from autoprec.policy import OptimizerPolicy, Policy
+
+LOW = [
+    {"exp_avg": "bf16"},
+    {"exp_avg": "e4m3"},
+    {"exp_avg_sq": "fp16_scaled"},
+    {"exp_avg_sq": "e4m3_block"},
+    {"exp_avg_sq": "int8_block"},
+    {"weights": "fp16_scaled"},
+    {"weights": "bf16_stochastic"},
+    {"weights": "bf16_kahan"},
+    {"weights": "e4m3_master"},
+    {"gradients": "e4m3"},
+    {"weights": "fp16_scaled", "exp_avg": "e4m3", "exp_avg_sq": "fp16_scaled", "gradients": "e4m3"},
+    {"weights": "e4m3_master", "exp_avg": "e4m3", "exp_avg_sq": "fp16_scaled", "gradients": "e4m3"},
+]
+
+
+def network() -> nn.Sequential:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(64, 16, generator=generator)
+    return x, torch.tanh(x[:, :4] * 2 + x[:, 4:8])
+
+
+def train(model, optimizer, steps, start=0, scheduler=None):
+    losses = []
+    for step in range(start, start + steps):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+        if scheduler is not None:
+            scheduler.step()
+        losses.append(loss.item())
+    return losses
+
+
+def adamw(model, **options):
+    return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, **options)
+
+
+@pytest.mark.parametrize("choice", LOW, ids=str)
+def test_training_follows_fp32(choice):
+    reference_model, model = network(), network()
+    reference = train(reference_model, adamw(reference_model), 120)
+    losses = train(model, wrap_optimizer(adamw(model), OptimizerPolicy(**choice), model), 120)
+    assert losses[-1] < 0.5 * losses[0]
+    assert sum(losses[-20:]) == pytest.approx(sum(reference[-20:]), rel=0.05)
+    assert losses != reference
+
+
+def test_an_all_fp32_policy_changes_nothing():
+    model = network()
+    optimizer = adamw(model)
+    before = set(vars(optimizer))
+    assert wrap_optimizer(optimizer, Policy()) is optimizer
+    assert set(vars(optimizer)) == before
+    assert runtime_of(optimizer) is None
+
+
+@pytest.mark.parametrize("make", [adamw, lambda m: torch.optim.Adam(m.parameters(), 3e-3, weight_decay=0.01)])
+def test_lossless_storage_is_bit_identical_to_torch(make, monkeypatch):
+    """With storage that loses nothing, our update is torch's: only rounding tells the two apart."""
+    from autoprec.numerics.state_formats import CODECS, CastCodec
+
+    monkeypatch.setitem(CODECS, ("exp_avg", "bf16"), CastCodec("fp32", torch.float32))
+    plain, wrapped = network(), network()
+    expected = train(plain, make(plain), 20)
+    assert train(wrapped, wrap_optimizer(make(wrapped), OptimizerPolicy(exp_avg="bf16"), wrapped), 20) == expected
+
+
+@pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"dampening": 0.1}, {"maximize": True}])
+def test_sgd_momentum_is_bit_identical_with_lossless_storage(options, monkeypatch):
+    from autoprec.numerics.state_formats import CODECS, CastCodec
+
+    def make(model):
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, **options)
+
+    monkeypatch.setitem(CODECS, ("exp_avg", "bf16"), CastCodec("fp32", torch.float32))
+    plain, wrapped = network(), network()
+    expected = train(plain, make(plain), 5)
+    assert train(wrapped, wrap_optimizer(make(wrapped), OptimizerPolicy(exp_avg="bf16"), wrapped), 5) == expected
+
+
+@pytest.mark.parametrize("first", ["scheduler", "wrap"])
+def test_schedulers_hooks_and_param_groups_keep_working(first):
+    model = network()
+    groups = [{"params": list(model[0].parameters())}, {"params": list(model[3].parameters()), "lr": 1e-3}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    seen = []
+    optimizer.register_step_post_hook(lambda *a: seen.append("post"))
+    choice = OptimizerPolicy(weights="bf16_kahan", exp_avg="e4m3")
+    if first == "wrap":
+        assert wrap_optimizer(optimizer, choice, model) is optimizer
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    if first == "scheduler":
+        wrap_optimizer(optimizer, choice, model)
+    train(model, optimizer, 3, scheduler=scheduler)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2 / 8, 1e-3 / 8]
+    assert seen == ["post"] * 3
+    assert type(optimizer) is torch.optim.AdamW
+    assert type(model[0].weight) is StoredTensor
+    assert isinstance(model[0].weight, nn.Parameter)
+
+
+def test_a_closure_runs_once_per_step():
+    model = network()
+    optimizer = wrap_optimizer(adamw(model), OptimizerPolicy(exp_avg="e4m3"), model)
+    calls = []
+
+    def closure():
+        optimizer.zero_grad()
+        x, y = batch(0)
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        calls.append(loss)
+        return loss
+
+    assert optimizer.step(closure) is calls[0]
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("choice", LOW, ids=str)
+def test_resume_through_files_continues_bit_identically(choice):
+    choice = OptimizerPolicy(**choice)
+    model = network()
+    optimizer = wrap_optimizer(adamw(model), choice, model)
+    train(model, optimizer, 8)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = train(model, optimizer, 8, start=8)
+
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    assert {type(v) for v in saved["model"].values()} == {torch.Tensor}
+    resumed = network()
+    again = wrap_optimizer(adamw(resumed), choice, resumed)
+    resumed.load_state_dict(saved["model"])
+    again.load_state_dict(saved["optimizer"])
+    assert train(resumed, again, 8, start=8) == expected
+
+
+@pytest.mark.parametrize("choice", LOW, ids=str)
+def test_checkpoints_go_to_plain_adamw_and_back(choice):
+    choice, model = OptimizerPolicy(**choice), network()
+    optimizer = wrap_optimizer(adamw(model), choice, model)
+    train(model, optimizer, 5)
+    document = copy.deepcopy(optimizer.state_dict())
+    plain_model = network()
+    plain = adamw(plain_model)
+    plain_model.load_state_dict(model.state_dict())
+    plain.load_state_dict(document)
+    for state in plain.state.values():
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        assert all(type(v) is torch.Tensor and v.dtype == torch.float32 for v in state.values())
+    losses = train(plain_model, plain, 5, start=5)
+    assert losses == pytest.approx(train(model, optimizer, 5, start=5), rel=0.02)
+    # and back: what a plain run saved loads into a wrapped optimizer
+    optimizer.load_state_dict(plain.state_dict())
+    assert train(model, optimizer, 3, start=10)[-1] < 1.0
+
+
+@pytest.mark.parametrize("choice", LOW, ids=str)
+def test_unwrap_restores_a_plain_optimizer(choice):
+    model = network()
+    optimizer = wrap_optimizer(adamw(model), OptimizerPolicy(**choice), model)
+    train(model, optimizer, 3)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    unwrap_optimizer(optimizer)
+    assert runtime_of(optimizer) is None
+    assert not any(isinstance(v, StoredTensor) for s in optimizer.state.values() for v in s.values())
+    for name, parameter in model.named_parameters():
+        assert type(parameter) is nn.Parameter
+        torch.testing.assert_close(parameter.detach(), values[name] + 0.0, rtol=0.07, atol=1e-2)
+    train(model, optimizer, 3, start=3)
+
+
+def test_wrapping_mid_run_keeps_the_state_so_far():
+    model = network()
+    optimizer = adamw(model)
+    train(model, optimizer, 5)
+    expected = copy.deepcopy(optimizer.state[model[0].weight]["exp_avg"])
+    wrap_optimizer(optimizer, OptimizerPolicy(exp_avg="e4m3"), model)
+    held = optimizer.state[model[0].weight]["exp_avg"]
+    assert isinstance(held, StoredTensor)
+    torch.testing.assert_close(held.decode(), expected, rtol=0.07, atol=float(expected.abs().max()) / 400)
+    assert float(optimizer.state[model[0].weight]["step"]) == 5
+
+
+def test_runs_are_paired_the_global_generator_is_not_touched():
+    model = network()
+    before = torch.get_rng_state()
+    train(model, wrap_optimizer(adamw(model), OptimizerPolicy(weights="bf16_stochastic"), model), 3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_embeddings_keep_their_dtype_when_the_model_is_known():
+    embedding, head = nn.Embedding(10, 8), nn.Linear(8, 10)
+    model = nn.ModuleDict({"embedding": embedding, "head": head})
+    optimizer = torch.optim.AdamW(model.parameters())
+    wrap_optimizer(optimizer, OptimizerPolicy(weights="fp16_scaled"), model)
+    assert type(embedding.weight) is nn.Parameter
+    assert type(head.weight) is StoredTensor
+    unwrap_optimizer(optimizer)
+    assert type(head.weight) is nn.Parameter
+
+
+def test_a_parameter_with_hooks_is_emulated_with_the_same_numerics():
+    model, hooked = network(), network()
+    choice = OptimizerPolicy(weights="bf16_kahan")
+    expected = train(model, wrap_optimizer(adamw(model), choice, model), 10)
+    for parameter in hooked.parameters():
+        parameter.register_hook(lambda gradient: gradient)
+    optimizer = wrap_optimizer(adamw(hooked), choice, hooked)
+    assert train(hooked, optimizer, 10) == expected
+    assert type(hooked[0].weight) is nn.Parameter
+    assert runtime_of(optimizer).weights.emulated == {"gradient hooks are registered on it": 2}
+
+
+def test_a_non_finite_gradient_skips_the_step_and_is_counted():
+    model = network()
+    optimizer = wrap_optimizer(adamw(model), OptimizerPolicy(exp_avg="e4m3"), model)
+    train(model, optimizer, 2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    model[3].bias.grad[0] = float("inf")
+    optimizer.step()
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    assert skipped_steps(optimizer) == 1
+    train(model, optimizer, 2)
+    assert skipped_steps(optimizer) == 1
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "choice", "error", "message"),
+    [
+        (lambda p: torch.optim.RMSprop(p), {"exp_avg": "bf16"}, UnsupportedError, "RMSprop"),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), {"exp_avg": "bf16"}, UnsupportedError, "amsgrad"),
+        (lambda p: torch.optim.SGD(p, 0.1, 0.9), {"exp_avg_sq": "int8_block"}, PolicyMismatchError, "SGD has none"),
+        (lambda p: torch.optim.SGD(p, 0.1), {"exp_avg": "bf16"}, PolicyMismatchError, "without momentum"),
+    ],
+)
+def test_combinations_that_cannot_work_are_refused(optimizer, choice, error, message):
+    model = network()
+    made = optimizer(model.parameters())
+    with pytest.raises(error, match=message) as caught:
+        wrap_optimizer(made, OptimizerPolicy(**choice), model)
+    assert caught.value.fix
+    assert type(model[0].weight) is nn.Parameter
+
+
+def test_the_script_may_use_its_own_grad_scaler_and_clipping():
+    model = network()
+    optimizer = wrap_optimizer(adamw(model), OptimizerPolicy(weights="fp16_scaled", gradients="e4m3"), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    losses = []
+    for step in range(60):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(loss.item())
+    assert float(norm) < 10
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_gradient_accumulation_adds_stored_gradients():
+    model, plain = network(), network()
+    wrap_optimizer(adamw(model), OptimizerPolicy(gradients="e4m3"), model)
+    for net in (model, plain):
+        for step in range(2):
+            x, y = batch(step)
+            (net(x) - y).square().mean().backward()
+    assert isinstance(model[0].weight.grad, StoredTensor)
+    expected = plain[0].weight.grad
+    assert float((model[0].weight.grad.decode() - expected).norm() / expected.norm()) < 0.05
+
+
+def test_loss_scaling_is_installed_from_the_policy():
+    policy = Policy(recipes={"fp16": {"format": "fp16"}}, default="fp16", loss_scaling="dynamic")
+    model = network()
+    optimizer = wrap_optimizer(adamw(model), policy, model)
+    assert loss_scaler_of(optimizer).active
+    unwrap_optimizer(optimizer)
+    assert loss_scaler_of(optimizer) is None

@@ -1,0 +1,120 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoprec.errors import UnknownNameError
+from autoprec.numerics.state_formats import CODECS, PairCodec, StochasticCodec, codec
+
+LOSSY = {"bf16": 2**-8, "e4m3": 2**-4, "fp16_scaled": 2**-11, "e4m3_block": 2**-4, "int8_block": 0.05}
+
+
+def values(seed: int, shape: tuple[int, ...], exponent: int, positive: bool) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    made = torch.randn(shape, generator=generator) * 2.0**exponent
+    return made.square() if positive else made
+
+
+@pytest.mark.parametrize("key", list(CODECS), ids="/".join)
+@settings(max_examples=25, deadline=None)
+@given(
+    seed=st.integers(0, 2**16),
+    shape=st.sampled_from([(1,), (3, 5), (128,), (257,), (16, 33), (2, 3, 4)]),
+    exponent=st.integers(-40, 20),
+)
+def test_encoding_what_was_decoded_changes_nothing(key, seed, shape, exponent):
+    how = CODECS[key]
+    x = values(seed, shape, exponent, key[0] == "exp_avg_sq")
+    once = how.decode(how.encode(x), x.shape)
+    assert once.dtype == torch.float32
+    assert once.shape == x.shape
+    kept = how.exact(how.encode(x), x.shape) if isinstance(how, PairCodec) else once
+    again = how.encode(kept)
+    assert torch.equal(how.decode(again, x.shape), once)
+
+
+@pytest.mark.parametrize("key", list(CODECS), ids="/".join)
+def test_large_values_keep_the_relative_precision_of_the_format(key):
+    how = CODECS[key]
+    x = torch.linspace(0.5, 1.0, 500)
+    error = (how.decode(how.encode(x), x.shape) / x - 1).abs().max()
+    assert error <= LOSSY.get(how.name, 2**-4)
+
+
+@pytest.mark.parametrize("key", list(CODECS), ids="/".join)
+def test_zeros_stay_zeros(key):
+    how = CODECS[key]
+    x = torch.zeros(3, 100)
+    assert torch.equal(how.decode(how.encode(x), x.shape), x)
+
+
+@pytest.mark.parametrize("key", [k for k in CODECS if k[0] == "exp_avg_sq"], ids="/".join)
+def test_a_second_moment_is_never_flushed_to_zero(key):
+    how = CODECS[key]
+    x = torch.cat([torch.logspace(-30, 0, 512), torch.logspace(-12, -2, 256)])
+    kept = how.decode(how.encode(x), x.shape)
+    blocks = x.view(-1, 128).amax(1, keepdim=True).expand(-1, 128).reshape(-1)
+    assert (kept[blocks > 1e-30] > 0).all()
+    assert (kept >= x * 0.9)[x < blocks * 1e-7].all()  # lifted, never lowered
+
+
+@pytest.mark.parametrize("key", [k for k in CODECS if k[0] == "gradients"], ids="/".join)
+@pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
+def test_a_non_finite_gradient_stays_non_finite(key, bad):
+    how = CODECS[key]
+    x = torch.randn(300)
+    x[77] = bad
+    assert not torch.isfinite(how.decode(how.encode(x), x.shape)).all()
+
+
+def test_stochastic_rounding_is_unbiased_and_reproducible():
+    how, x = StochasticCodec(), torch.full((200_000,), 1.0 + 2**-9)  # a quarter of a bf16 step above 1
+    rounded = how.encode(x, torch.Generator().manual_seed(3))[0].float()
+    assert set(rounded.tolist()) == {1.0, 1.0 + 2**-7}
+    assert abs(float((rounded > 1).float().mean()) - 0.25) < 0.005
+    again = how.encode(x, torch.Generator().manual_seed(3))[0].float()
+    assert torch.equal(rounded, again)
+
+
+def test_stochastic_rounding_leaves_the_global_generator_alone():
+    before = torch.get_rng_state()
+    StochasticCodec().encode(torch.randn(50, generator=torch.Generator()), torch.Generator().manual_seed(1))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_kahan_pair_remembers_sixteen_bits():
+    how = CODECS["weights", "bf16_kahan"]
+    x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    parts = how.encode(x)
+    assert ((how.decode(parts, x.shape) - x).abs() <= x.abs() * 2**-8).all()
+    assert parts[0].dtype == parts[1].dtype == torch.bfloat16
+    assert ((how.exact(parts, x.shape) - x).abs() <= x.abs() * 2**-16).all()
+
+
+@pytest.mark.parametrize("beta", [0.999, 0.95])
+@pytest.mark.parametrize(("what", "name"), [k for k in CODECS if k[0] == "exp_avg_sq"])
+def test_a_moving_average_does_not_stall(what, name, beta):
+    """The reason power-of-two scales are refused for state: after warm-up the stored average follows the true one."""
+    how, generator = CODECS[what, name], torch.Generator().manual_seed(0)
+    stored = exact = torch.zeros(1024)
+    for _ in range(int(4 / (1 - beta))):
+        square = torch.randn(1024, generator=generator).square()
+        exact = exact * beta + square * (1 - beta)
+        stored = how.decode(how.encode(stored * beta + square * (1 - beta), generator), stored.shape)
+    assert 0.9 < float(stored.mean() / exact.mean()) < 1.1
+
+
+@pytest.mark.parametrize("key", list(CODECS), ids="/".join)
+def test_bits_are_what_the_parts_hold(key):
+    how, x = CODECS[key], torch.rand(1 << 16)
+    held = sum(part.numel() * part.element_size() for part in how.encode(x))
+    assert held * 8 / x.numel() == pytest.approx(how.bits, rel=1e-3)
+
+
+def test_codec_by_name():
+    assert codec("exp_avg", "fp32") is None
+    assert codec("exp_avg", "e4m3") is CODECS["exp_avg", "e4m3"]
+    with pytest.raises(UnknownNameError, match="exp_avg_sq"):
+        codec("exp_avg_sq", "e4m3_blok")
