@@ -160,7 +160,7 @@ class Context:
 
     def gradient_error(self, params: Mapping[str, Any]) -> float:
         """Return the relative gradient error the sensitivity table predicts."""
-        return math.sqrt(self.table.predict(self.problem, params)) if self.table is not None else 0.0
+        return self.table.predict(self.problem, params) if self.table is not None else 0.0
 
     def gradient_limit(self) -> float:
         """Return the largest acceptable relative gradient error; infinity when the noise is unknown."""
