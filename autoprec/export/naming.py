@@ -1,0 +1,64 @@
+"""Names of plans, and rules as exported Python sees them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autoprec.export.base import Request, RulePlan
+from autoprec.policy import LayerPlan, Policy, glob_regex
+from autoprec.recipes import GEMMS, KEEP, Recipe
+
+__all__ = ["header", "literal", "name_plans", "recipe_name", "rule_table"]
+
+
+def recipe_name(policy: Policy, recipe: Recipe | None) -> str:
+    """Return the policy's own name of a recipe."""
+    if recipe is None:
+        return KEEP
+    return next((name for name, known in policy.recipes.items() if known == recipe), recipe.format)
+
+
+def name_plans(policy: Policy, rules: Iterable[RulePlan]) -> dict[LayerPlan, str]:
+    """Return a short unique name, usable as a Python name, for every distinct plan of the rules."""
+    names: dict[LayerPlan, str] = {}
+    for rule in rules:
+        if rule.plan in names:
+            continue
+        used = [recipe_name(policy, rule.plan.recipe(gemm)) for gemm in GEMMS]
+        name = used[0] if len(set(used)) == 1 else "_".join(f"{g}_{n}" for g, n in zip(GEMMS, used, strict=True))
+        name = re.sub(r"\W", "_", name)
+        name = name if name[:1].isalpha() else f"plan_{name}"
+        while name in names.values():
+            name += "_"
+        names[rule.plan] = name
+    return names
+
+
+def rule_table(rules: Iterable[RulePlan], names: Mapping[LayerPlan, str]) -> str:
+    """Return the Python list of (regular expression, plan name), one per line, first match wins."""
+    lines = [f"    ({json.dumps(glob_regex(rule.match))}, {json.dumps(names[rule.plan])})," for rule in rules]
+    return "[\n" + "\n".join(lines) + "\n]"
+
+
+def literal(value: Any, indent: int = 0) -> str:
+    """Return plain data as Python source with double quotes, dictionaries of dictionaries one key per line."""
+    pad = " " * (indent + 4)
+    if isinstance(value, dict) and any(isinstance(item, (dict, list)) for item in value.values()):
+        rows = [f"{pad}{literal(key)}: {literal(item, indent + 4)},\n" for key, item in value.items()]
+        return "{\n" + "".join(rows) + " " * indent + "}"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(literal(item) for item in value) + "]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+def header(request: Request, target: str, comment: str = "#") -> str:
+    """Return the comment that says where a file comes from."""
+    policy = request.policy
+    model = f" for {policy.model.class_name}" if policy.model else ""
+    what = f"{request.name}{model}".replace("\n", " ")
+    return f"{comment} {target} form of the AutoPrec policy {what}; written by `autoprec export`\n"

@@ -1,0 +1,82 @@
+"""``--to python``: one module that needs only PyTorch."""
+
+from __future__ import annotations
+
+from importlib import resources
+from typing import Any
+
+from autoprec.export.base import Export, Losses, Request, recipes_of, state_losses
+from autoprec.export.naming import header, literal, name_plans, rule_table
+from autoprec.policy import LayerPlan
+from autoprec.recipes import GEMMS, Recipe
+
+__all__ = ["PythonExporter", "standalone_source"]
+
+_START = "# --- the policy ---"
+_END = "# --- the mechanics ---"
+_PLAIN = {"fp32", "bf16", "fp16"}
+
+
+def _recipe(recipe: Recipe | None, losses: Losses, match: str) -> dict[str, Any] | None:
+    if recipe is None:
+        return None
+    if recipe.format in _PLAIN:
+        return {"format": recipe.format}
+    if recipe.format == "fp8" and recipe.scaling is not None and recipe.operands is not None:
+        out: dict[str, Any] = {"format": "fp8", **recipe.operands.model_dump()}
+        out |= {k: v for k, v in recipe.scaling.model_dump().items() if k in recipe.to_dict()["scaling"]}
+        return out | ({"accumulation": "fast"} if recipe.accumulation == "fast" else {})
+    instead = "fp32" if recipe.format == "tf32" else "bf16"
+    losses.add(f"recipe {recipe.describe()}", f"{instead} (the module knows fp32, bf16, fp16 and fp8)", match)
+    return {"format": instead}
+
+
+def standalone_source(request: Request, losses: Losses) -> str:
+    """Return the module's text: the mechanics of :mod:`.standalone` with this policy's tables."""
+    rules = request.rules()
+    names = name_plans(request.policy, rules)
+    plans: dict[str, Any] = {}
+    for rule in rules:
+        if not rule.plan.keeps:
+            plans[names[rule.plan]] = _plan(rule.plan, losses, rule.match)
+    own = resources.files("autoprec.export").joinpath("standalone.py").read_text(encoding="utf-8")
+    before, rest = own.split(_START, 1)
+    ruler, after = rest.split(_END, 1)[0].split("\n", 1)[0], rest.split(_END, 1)[1]
+    table = (
+        f"{_START}{ruler}\n"
+        "# plan -> recipe of each product; None leaves it as the script wrote it\n"
+        f"PLANS: dict[str, dict[str, Any]] = {literal(plans)}\n"
+        "# (regular expression on module names, plan); the first match wins\n"
+        f"RULES: list[tuple[str, str]] = {rule_table(rules, names)}\n"
+        f'ACTIVATIONS = "{request.policy.activations}"  # autocast dtype around the model: keep, bf16 or fp16\n'
+    )
+    return header(request, "Plain PyTorch") + before + table + _END + after
+
+
+def _plan(plan: LayerPlan, losses: Losses, match: str) -> dict[str, Any]:
+    return {gemm: _recipe(recipe, losses, match) for gemm, recipe in zip(GEMMS, recipes_of(plan), strict=True)}
+
+
+class PythonExporter:
+    """A dependency-free module with ``apply(model)`` and ``remove(model)``."""
+
+    name = "python"
+    summary = "one module that needs only PyTorch: apply(model), remove(model)"
+
+    def export(self, request: Request) -> Export:
+        """Return ``precision_policy.py``."""
+        losses = Losses()
+        source = standalone_source(request, losses)
+        operator_losses(request, losses)
+        state_losses(request, losses)
+        use = "import precision_policy; precision_policy.apply(model)"
+        return Export(self.name, {"precision_policy.py": source}, losses.done(), (use,))
+
+
+def operator_losses(request: Request, losses: Losses) -> None:
+    """List what plain autocast does not do: a dtype for attention of its own, and loss scaling."""
+    policy = request.policy
+    if policy.operators.attention not in ("keep", policy.activations):
+        losses.add(f"operators.attention: {policy.operators.attention}", "attention in the dtype of the activations")
+    if policy.loss_scaling == "dynamic":
+        losses.add("loss_scaling: dynamic", "none: use torch.amp.GradScaler in the training loop")

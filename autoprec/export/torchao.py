@@ -1,0 +1,217 @@
+"""``--to torchao``: repeated ``convert_to_float8_training``, one call per distinct FP8 plan.
+
+torchao's constraints (``Float8LinearConfig.__post_init__``): both operands of a GEMM are FP8 or neither is; one dtype
+per operand; scales are computed from the tensor at hand, per tensor or per row. A ``CastConfig`` must never be shared:
+torchao fills in its dtype in place, so every one is written out with an explicit dtype.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
+from autoprec.export.naming import header, name_plans, rule_table
+from autoprec.export.python import operator_losses
+from autoprec.export.snippets import CONTEXT, PLAN_OF, RUN_IN, fill
+from autoprec.policy import LayerPlan
+from autoprec.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
+
+__all__ = ["TorchaoExporter", "float8_config", "float8_configs", "nearest_float8", "torchao_source"]
+
+_GEMM_FIELDS: dict[Gemm, str] = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
+#: operand -> (field, GEMM it is first used in), (field, GEMM it is used in again)
+_CASTS: dict[Operand, tuple[tuple[str, Gemm], tuple[str, Gemm]]] = {
+    "input": (("input", "fprop"), ("input_for_grad_weight", "wgrad")),
+    "weight": (("weight", "fprop"), ("weight_for_grad_input", "dgrad")),
+    "grad_output": (("grad_output", "dgrad"), ("grad_output_for_grad_weight", "wgrad")),
+}
+_TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What torchao can run of a plan: the plan, and what had to change."""
+
+    plan: LayerPlan
+    changes: tuple[str, ...] = ()
+
+
+def _nearest_recipe(recipe: Recipe | None) -> tuple[Recipe | None, str]:
+    if recipe is None or not recipe.scaled:
+        return recipe, ""
+    if recipe.format != "fp8" or recipe.scaling is None:
+        return BUILTIN_RECIPES["bf16"], "bf16"
+    if recipe.scaling.granularity == "block":
+        near = recipe.model_copy(update={"scaling": recipe.scaling.model_copy(update={"granularity": "row"})})
+        return near, near.describe()
+    if recipe.scaling.scale == "delayed":
+        plain = {"scale": "current", "margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
+        near = recipe.model_copy(update={"scaling": recipe.scaling.model_copy(update=plain)})
+        return near, f"{near.describe()} with current scaling"
+    return recipe, ""
+
+
+def nearest_float8(plan: LayerPlan) -> Fit:
+    """Return the nearest plan that torchao runs."""
+    recipes, changes = [], []
+    for gemm, recipe in zip(GEMMS, recipes_of(plan), strict=True):
+        near, change = _nearest_recipe(recipe)
+        recipes.append(near)
+        if change:
+            changes.append(f"{gemm} in {change}")
+    if len(changes) == len(GEMMS) and len(set(recipes)) == 1:
+        changes = [changes[0].removeprefix("fprop in ")]
+    scaled = [r for r in recipes if r is not None and r.scaled]
+    if not scaled:
+        if len({r.format if r else "" for r in recipes}) > 1:
+            changes.append("the whole layer in the precision of its fprop")
+            recipes = [recipes[0]] * 3
+        return Fit(LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(changes))
+    high = [r for r in recipes if r is not None and not r.scaled]
+    if any(r.format not in ("bf16", "fp16") for r in high):
+        changes.append("products in high precision run in the dtype of the activations")
+    first = scaled[0]
+    for index, recipe in enumerate(recipes):
+        if recipe in scaled and recipe is not None and not _agrees(recipe, first):
+            recipes[index] = recipe.model_copy(update={"operands": first.operands, "scaling": first.scaling})
+            changes.append(f"{GEMMS[index]} in {first.describe()}")
+    return Fit(LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(changes))
+
+
+def _agrees(a: Recipe, b: Recipe) -> bool:
+    """Say whether torchao can hold both in one layer: the same dtype per operand, one rounding of scales."""
+    same_power = (a.scaling and a.scaling.power_of_2) == (b.scaling and b.scaling.power_of_2)
+    return a.operands == b.operands and bool(same_power)
+
+
+def _cast(recipe: Recipe | None, operand: Operand, fallback: Recipe) -> str:
+    source = recipe if recipe is not None and recipe.scaled else fallback
+    dtype = f"torch.float8_{source.operand_format(operand)}" + (
+        "fn" if source.operand_format(operand) == "e4m3" else ""
+    )
+    if recipe is None or not recipe.scaled or recipe.scaling is None:
+        return f"CastConfig(scaling_type=ScalingType.DISABLED, target_dtype={dtype})"
+    granularity = "AXISWISE" if recipe.scaling.granularity == "row" else "TENSORWISE"
+    return f"CastConfig(scaling_granularity=ScalingGranularity.{granularity}, target_dtype={dtype})"
+
+
+def float8_config(plan: LayerPlan) -> str:
+    """Return the source of a ``Float8LinearConfig`` for a plan that fits."""
+    scaled = next(r for r in recipes_of(plan) if r is not None and r.scaled)
+    lines = []
+    for operand, uses in _CASTS.items():
+        for field, gemm in uses:
+            lines.append(f"cast_config_{field}={_cast(plan.recipe(gemm), operand, scaled)}")
+    for gemm, field in _GEMM_FIELDS.items():
+        recipe = plan.recipe(gemm)
+        fast = recipe is not None and recipe.scaled and recipe.accumulation == "fast"
+        lines.append(f"gemm_config_{field}=Float8GemmConfig(use_fast_accum={fast})")
+    power = scaled.scaling is not None and scaled.scaling.power_of_2
+    lines.append(f"round_scales_to_power_of_2={power}")
+    lines += ["pad_inner_dim=True", "emulate=emulate"]
+    return "Float8LinearConfig(\n" + "".join(f"            {line},\n" for line in lines) + "        )"
+
+
+def float8_configs(request: Request, losses: Losses) -> tuple[dict[str, str], dict[str, str], str]:
+    """Return (FP8 plan name -> config source, plain plan name -> torch dtype, rule table); fill in the losses."""
+    rules = request.rules()
+    names = name_plans(request.policy, rules)
+    eight: dict[str, str] = {}
+    plain: dict[str, str] = {}
+    for rule in rules:
+        fit = nearest_float8(rule.plan)
+        for change in fit.changes:
+            losses.add(describe_plan(rule.plan), change, rule.match)
+        for recipe in recipes_of(fit.plan):
+            if recipe is not None and recipe.scaling is not None and recipe.scaling.amax_epsilon:
+                losses.add("amax_epsilon", "torchao's own 1e-12", rule.match)
+        if any(r is not None and r.scaled for r in recipes_of(fit.plan)):
+            eight[names[rule.plan]] = float8_config(fit.plan)
+        elif fit.plan.fprop is not None:
+            form = fit.plan.fprop.format
+            if form == "tf32":
+                losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
+            plain[names[rule.plan]] = _TORCH.get(form, "torch.float32")
+    return eight, plain, rule_table(rules, names)
+
+
+_BODY = '''import re
+
+import torch
+from torch import nn
+from torchao.float8 import (
+    CastConfig,
+    Float8GemmConfig,
+    Float8LinearConfig,
+    ScalingGranularity,
+    ScalingType,
+    convert_to_float8_training,
+)
+
+# (regular expression on module names, plan); the first match wins
+RULES = @RULES@
+# plans in a plain floating-point format
+DTYPES = @DTYPES@
+ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
+
+
+def configs(emulate=False):
+    """A fresh torchao config per FP8 plan; torchao changes the objects it is given, so they are never shared."""
+    return @CONFIGS@
+
+@PLAN_OF@
+
+def apply(model, emulate=False):
+    """Convert the model in place and return it; emulate=True runs the same rounding without FP8 hardware.
+
+    Build the optimizer afterwards, or keep it: torchao keeps the Parameters.
+    """
+    for plan, config in configs(emulate).items():
+
+        def chosen(module, name, plan=plan):
+            return isinstance(module, nn.Linear) and plan_of(name) == plan
+
+        convert_to_float8_training(model, module_filter_fn=chosen, config=config)
+    for name, module in model.named_modules():
+        dtype = DTYPES.get(plan_of(name))
+        if isinstance(module, nn.Linear) and dtype is not None and not hasattr(module, "precision_dtype"):
+            run_in(module, dtype)
+    return model
+
+@RUN_IN@
+@CONTEXT@'''
+
+
+def torchao_source(request: Request, losses: Losses) -> str:
+    """Return the module that converts a model with torchao."""
+    eight, plain, rules = float8_configs(request, losses)
+    configs = "{\n" + "".join(f'        "{name}": {source},\n' for name, source in eight.items()) + "    }"
+    dtypes = "{" + ", ".join(f'"{name}": {dtype}' for name, dtype in plain.items()) + "}"
+    activations = _TORCH.get(request.policy.activations, "None")
+    body = fill(
+        _BODY,
+        RULES=rules,
+        DTYPES=dtypes,
+        ACTIVATIONS=activations,
+        CONFIGS=configs,
+        PLAN_OF=PLAN_OF,
+        RUN_IN=RUN_IN,
+        CONTEXT=CONTEXT,
+    )
+    return header(request, "torchao") + body
+
+
+class TorchaoExporter:
+    """torchao's FP8 training, layer by layer."""
+
+    name = "torchao"
+    summary = "torchao.float8: one convert_to_float8_training per distinct recipe"
+
+    def export(self, request: Request) -> Export:
+        """Return ``precision_torchao.py`` with ``apply(model)`` and ``autocast()``."""
+        losses = Losses()
+        source = torchao_source(request, losses)
+        operator_losses(request, losses)
+        state_losses(request, losses)
+        notes = ("import precision_torchao; precision_torchao.apply(model); with precision_torchao.autocast(): ...",)
+        return Export(self.name, {"precision_torchao.py": source}, losses.done(), notes)

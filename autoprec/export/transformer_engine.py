@@ -1,0 +1,362 @@
+"""``--to transformer-engine``: a CustomRecipe factory (TE >= 2.19) and the nested-autocast form (TE >= 2.9).
+
+The factory answers, for every slot of every layer, how it is quantised: per layer and per GEMM, under one autocast
+around the model. Nested autocasts give each layer a built-in recipe as a whole.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
+from autoprec.export.naming import header, literal, name_plans, rule_table
+from autoprec.export.python import operator_losses
+from autoprec.export.snippets import CONTEXT, PLAN_OF, RUN_IN, fill
+from autoprec.policy import LayerPlan
+from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
+
+__all__ = ["TransformerEngineExporter", "nearest_te", "nested_recipe", "slot_specs"]
+
+_TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
+
+
+def _nearest_recipe(recipe: Recipe | None, mixed: bool) -> tuple[Recipe | None, str]:
+    """Return what TE runs instead of a recipe, and in words what changed."""
+    if recipe is None or not recipe.scaled:
+        return recipe, ""
+    if recipe.format == "int8":
+        return BUILTIN_RECIPES["bf16"], "bf16"
+    if recipe.format != "fp8" or recipe.scaling is None or recipe.operands is None:
+        return recipe, ""
+    scaling, changes = recipe.scaling, []
+    if scaling.granularity == "row":
+        scaling = scaling.model_copy(update={"granularity": "tensor"})
+        changes.append("one scale per tensor (Transformer Engine has none per row)")
+    if scaling.scale == "delayed":
+        pair = (recipe.operands.input, recipe.operands.weight, recipe.operands.grad_output)
+        if mixed or pair not in (("e4m3", "e4m3", "e4m3"), ("e4m3", "e4m3", "e5m2")):
+            why = "inside a layer of mixed precision" if mixed else "for this mix of formats"
+            plain = {"scale": "current", "margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
+            scaling = scaling.model_copy(update=plain)
+            changes.append(f"current scaling ({why} there is no delayed one)")
+        elif scaling.power_of_2:
+            scaling = scaling.model_copy(update={"power_of_2": False})
+            changes.append("scales that are no powers of two")
+        if scaling.scale == "delayed" and scaling.amax_epsilon:
+            scaling = scaling.model_copy(update={"amax_epsilon": 0.0})
+            changes.append("no amax_epsilon")
+    return recipe.model_copy(update={"scaling": scaling}), " and ".join(changes)
+
+
+def nearest_te(plan: LayerPlan) -> tuple[LayerPlan, tuple[str, ...]]:
+    """Return the nearest plan that the factory expresses, and what changed."""
+    mixed = len(set(recipes_of(plan))) > 1
+    recipes, changes = [], []
+    for recipe in recipes_of(plan):
+        near, change = _nearest_recipe(recipe, mixed)
+        recipes.append(near)
+        if change:
+            changes.append(change)
+    if any(r is not None and r.scaled for r in recipes):
+        if any(r is not None and not r.scaled and r.format not in ("bf16", "fp16") for r in recipes):
+            changes.append("products in high precision run in the dtype of the activations")
+    elif len(set(recipes)) > 1:
+        recipes = [recipes[0]] * 3
+        changes.append("the whole layer in the precision of its fprop")
+    return LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(dict.fromkeys(changes))
+
+
+def _slot(recipe: Recipe | None, gemm: Gemm, operand: str) -> dict[str, Any] | None:
+    """Return how one operand of one GEMM is quantised, as the exported factory reads it; None is high precision."""
+    if recipe is None or not recipe.scaled:
+        return None
+    if recipe.format == "nvfp4":
+        return {
+            "kind": "nvfp4",
+            "hadamard": recipe.hadamard and gemm == "wgrad",
+            "stochastic": recipe.stochastic_rounding and operand == "grad_output",
+            "square": recipe.weight_2d and operand == "weight",
+        }
+    form = recipe.operand_format(operand)  # type: ignore[arg-type]
+    if recipe.format == "mxfp8" or recipe.scaling is None:
+        return {"kind": "mxfp8", "format": form}
+    out: dict[str, Any] = {"kind": recipe.scaling.granularity, "format": form}
+    if recipe.scaling.scale == "delayed":
+        hybrid = recipe.operand_format("grad_output") == "e5m2"
+        return {
+            "kind": "delayed",
+            "hybrid": hybrid,
+            "margin": recipe.scaling.margin,
+            "amax_history_len": recipe.scaling.amax_history_len,
+            "amax_compute_algo": recipe.scaling.amax_compute_algo,
+        }
+    out |= {"power_of_2": recipe.scaling.power_of_2, "amax_epsilon": recipe.scaling.amax_epsilon}
+    return out | ({"square": operand == "weight"} if recipe.scaling.granularity == "block" else {})
+
+
+def slot_specs(plan: LayerPlan) -> dict[str, list[dict[str, Any] | None]]:
+    """Return operand -> [how for its first GEMM, how for its second]: row and column of TE's HybridQuantizer."""
+    out: dict[str, list[dict[str, Any] | None]] = {}
+    for gemm in GEMMS:
+        for operand in GEMM_OPERANDS[gemm]:
+            out.setdefault(operand, []).append(_slot(plan.recipe(gemm), gemm, operand))
+    return {operand: out[operand] for operand in ("input", "weight", "grad_output")}
+
+
+def nested_recipe(plan: LayerPlan) -> tuple[str, str]:
+    """Return (source of a built-in recipe for the whole layer, what it cannot say); empty source: high precision."""
+    recipes = recipes_of(plan)
+    scaled = [recipe for recipe in recipes if recipe is not None and recipe.scaled]
+    if not scaled:
+        return "", ""
+    backward = recipes[1:] if recipes[0] is not None and recipes[0].scaled else ()
+    override = bool(backward) and not any(r is not None and r.scaled for r in backward)
+    only_forward = override and (scaled[0].scaling is None or scaled[0].scaling.scale != "delayed")
+    lost = "" if len(set(recipes)) == 1 or only_forward else "one precision for all three products"
+    tail = ', backward_override="high_precision"' if only_forward else ""
+    source, more = _builtin(scaled[0], tail)
+    return source, "; ".join(filter(None, (lost, more)))
+
+
+def _builtin(recipe: Recipe, tail: str) -> tuple[str, str]:
+    if recipe.format == "mxfp8":
+        return f"recipe.MXFP8BlockScaling(fp8_format=recipe.Format.E4M3{tail})", _format_loss(recipe, False)
+    if recipe.format == "nvfp4" or recipe.scaling is None:
+        off = [f"disable_rht={not recipe.hadamard}", f"disable_stochastic_rounding={not recipe.stochastic_rounding}"]
+        off.append(f"disable_2d_quantization={not recipe.weight_2d}")
+        return f"recipe.NVFP4BlockScaling({', '.join(off)}{tail})", ""
+    hybrid = recipe.operand_format("grad_output") == "e5m2"
+    form = f"fp8_format=recipe.Format.{'HYBRID' if hybrid else 'E4M3'}"
+    lost = _format_loss(recipe, hybrid)
+    scaling = recipe.scaling
+    if scaling.scale == "delayed":
+        rest = f"margin={scaling.margin}, amax_history_len={scaling.amax_history_len}"
+        return f'recipe.DelayedScaling({form}, {rest}, amax_compute_algo="{scaling.amax_compute_algo}")', lost
+    if scaling.granularity == "block":
+        if not scaling.power_of_2:
+            lost = "; ".join(
+                filter(None, (lost, "power-of-two scales (NVTE_FP8_BLOCK_SCALING_FP32_SCALES=1 lifts it)"))
+            )
+        return f"recipe.Float8BlockScaling({form}{tail})", lost
+    if scaling.power_of_2:
+        fix = "scales that are no powers of two (NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1 makes them)"
+        lost = "; ".join(filter(None, (lost, fix)))
+    return f"recipe.Float8CurrentScaling({form}{tail})", lost
+
+
+def _format_loss(recipe: Recipe, hybrid: bool) -> str:
+    same = recipe.operand_format("input") == recipe.operand_format("weight") == "e4m3"
+    grad = recipe.operand_format("grad_output") == ("e5m2" if hybrid else "e4m3")
+    return "" if same and grad else "e4m3 input and weight"
+
+
+_SWAP = '''
+def swap(model):
+    """Replace, in place, every nn.Linear that has an FP8 or FP4 product by te.Linear around the same Parameters.
+
+    An optimizer built before keeps working. In and out features and tokens per call must be multiples of 16
+    (32 for MXFP8, 128 for block scaling).
+    """
+    for parent_name, parent in list(model.named_modules()):
+        for child_name, child in list(parent.named_children()):
+            name = f"{parent_name}.{child_name}" if parent_name else child_name
+            plan = plan_of(name)
+            if not isinstance(child, nn.Linear):
+                continue
+            if plan in QUANTIZED:
+                new = te.Linear(
+                    child.in_features,
+                    child.out_features,
+                    bias=child.bias is not None,
+                    params_dtype=child.weight.dtype,
+                    device="meta",
+                    name=name,
+                )
+                new.weight = child.weight
+                if child.bias is not None:
+                    new.bias = child.bias
+                setattr(parent, child_name, new.train(child.training))
+            elif plan in DTYPES and not hasattr(child, "precision_dtype"):
+                run_in(child, DTYPES[plan])
+    return model
+'''
+
+_FACTORY = '''import re
+
+import torch
+import transformer_engine.pytorch as te
+from torch import nn
+from transformer_engine.common.recipe import CustomRecipe, Format
+from transformer_engine.pytorch.constants import DType
+from transformer_engine.pytorch.quantization import DelayedScalingRequest
+from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
+from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer
+from transformer_engine.pytorch.tensor.hybrid_tensor import HybridQuantizer
+from transformer_engine.pytorch.tensor.identity_tensor import IdentityQuantizer
+from transformer_engine.pytorch.tensor.mxfp8_tensor import MXFP8Quantizer
+from transformer_engine.pytorch.tensor.nvfp4_tensor import NVFP4Quantizer
+
+# (regular expression on module names, plan); the first match wins
+RULES = @RULES@
+# plan -> operand -> how it is quantised for its two products (None: high precision):
+#   input: fprop, wgrad; weight: fprop, dgrad; grad_output: dgrad, wgrad
+QUANTIZED = @QUANTIZED@
+# plans in a plain floating-point format
+DTYPES = @DTYPES@
+ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
+FORMATS = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
+
+@PLAN_OF@
+
+def quantizer(spec):
+    """The quantizer of one operand of one product."""
+    if spec is None:
+        return IdentityQuantizer()
+    kind = spec["kind"]
+    if kind == "delayed":
+        return DelayedScalingRequest(
+            fp8_format=Format.HYBRID if spec["hybrid"] else Format.E4M3,
+            margin=spec["margin"],
+            amax_history_len=spec["amax_history_len"],
+            amax_compute_algo=spec["amax_compute_algo"],
+        )
+    if kind == "tensor":
+        return Float8CurrentScalingQuantizer(
+            fp8_dtype=FORMATS[spec["format"]],
+            device=torch.device("cuda"),
+            force_pow_2_scales=spec["power_of_2"],
+            amax_epsilon=spec["amax_epsilon"],
+        )
+    if kind == "block":
+        return Float8BlockQuantizer(
+            fp8_dtype=FORMATS[spec["format"]],
+            rowwise=True,
+            columnwise=True,
+            amax_epsilon=spec["amax_epsilon"],
+            force_pow_2_scales=spec["power_of_2"],
+            block_scaling_dim=2 if spec["square"] else 1,
+        )
+    if kind == "mxfp8":
+        return MXFP8Quantizer(fp8_dtype=FORMATS[spec["format"]])
+    return NVFP4Quantizer(
+        fp4_dtype=DType.kFloat4E2M1,
+        with_rht=spec["hadamard"],
+        with_post_rht_amax=spec["hadamard"],
+        with_2d_quantization=spec["square"],
+        stochastic_rounding=spec["stochastic"],
+        with_random_sign_mask=True,
+    )
+
+
+def recipe():
+    """A fresh recipe. Keep the object for the whole run: Transformer Engine compares recipes by their factory."""
+
+    def factory(role):
+        specs = QUANTIZED.get(plan_of(role.name)) if role is not None and role.name else None
+        if specs is None or role.tensor_type not in specs:
+            return IdentityQuantizer()
+        row, column = specs[role.tensor_type]
+        if row == column:
+            return quantizer(row)
+        return HybridQuantizer(rowwise_quantizer=quantizer(row), columnwise_quantizer=quantizer(column))
+
+    return CustomRecipe(qfactory=factory)
+
+@SWAP@
+@RUN_IN@
+@CONTEXT@
+
+def context(fixed):
+    """Run the forward pass inside; call backward outside. ``fixed`` is what recipe() returned, once."""
+    return te.autocast(enabled=True, recipe=fixed)
+'''
+
+_NESTED = '''import functools
+import re
+
+import torch
+import transformer_engine.pytorch as te
+from torch import nn
+from transformer_engine.common import recipe
+
+# (regular expression on module names, plan); the first match wins
+RULES = @RULES@
+# plans that run in FP8 or FP4, as Transformer Engine's built-in recipes; made once, kept for the whole run
+QUANTIZED = @RECIPES@
+# plans in a plain floating-point format
+DTYPES = @DTYPES@
+ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
+MAIN = QUANTIZED[@MAIN@]  # what the outer context runs; other layers override it
+
+@PLAN_OF@
+@SWAP@
+
+def nest(model):
+    """Give every te.Linear whose plan is not the main one its own context; call after swap(model)."""
+    for name, module in model.named_modules():
+        own = QUANTIZED.get(plan_of(name))
+        if isinstance(module, te.Linear) and own is not None and own is not MAIN:
+            module.forward = functools.partial(_under, module.forward, own)
+    return model
+
+
+def _under(forward, own, *args, **kwargs):
+    with te.autocast(enabled=True, recipe=own):
+        return forward(*args, **kwargs)
+
+@RUN_IN@
+@CONTEXT@
+
+def context():
+    """Run the forward pass inside; call backward outside. The outermost context must stay enabled."""
+    return te.autocast(enabled=True, recipe=MAIN)
+'''
+
+
+class TransformerEngineExporter:
+    """Transformer Engine, per layer and per GEMM."""
+
+    name = "transformer-engine"
+    summary = "Transformer Engine: CustomRecipe factory (>= 2.19) and nested autocasts (>= 2.9)"
+
+    def export(self, request: Request) -> Export:
+        """Return ``precision_te.py`` and, where some layer is quantised, ``precision_te_nested.py``."""
+        losses = Losses()
+        rules = request.rules()
+        names = name_plans(request.policy, rules)
+        specs: dict[str, Any] = {}
+        plain: dict[str, str] = {}
+        builtin: dict[str, str] = {}
+        notes = ["precision_te.swap(model); fixed = precision_te.recipe(); with precision_te.context(fixed): ..."]
+        for rule in rules:
+            plan, changes = nearest_te(rule.plan)
+            for change in changes:
+                losses.add(describe_plan(rule.plan), change, rule.match)
+            name = names[rule.plan]
+            if any(r is not None and r.scaled for r in recipes_of(plan)):
+                specs[name] = slot_specs(plan)
+                builtin[name], coarser = nested_recipe(plan)
+                if coarser:
+                    notes.append(f"precision_te_nested.py runs layers '{rule.match}' with {coarser}")
+            elif plan.fprop is not None:
+                plain[name] = _TORCH.get(plan.fprop.format, "torch.float32")
+                if plan.fprop.format == "tf32":
+                    losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
+        operator_losses(request, losses)
+        state_losses(request, losses)
+        shared = {
+            "RULES": rule_table(rules, names),
+            "DTYPES": "{" + ", ".join(f'"{name}": {dtype}' for name, dtype in plain.items()) + "}",
+            "ACTIVATIONS": _TORCH.get(request.policy.activations, "None"),
+            "PLAN_OF": PLAN_OF,
+            "SWAP": _SWAP,
+            "RUN_IN": RUN_IN,
+            "CONTEXT": CONTEXT,
+        }
+        top = header(request, "Transformer Engine")
+        files = {"precision_te.py": top + fill(_FACTORY, QUANTIZED=literal(specs), **shared)}
+        if builtin:
+            recipes = "{\n" + "".join(f'    "{name}": {source},\n' for name, source in builtin.items()) + "}"
+            main = f'"{next(iter(builtin))}"'
+            files["precision_te_nested.py"] = top + fill(_NESTED, RECIPES=recipes, MAIN=main, **shared)
+        return Export(self.name, files, losses.done(), tuple(notes))
