@@ -22,14 +22,14 @@ def split_script(args: list[str], takes_value: dict[str, bool]) -> tuple[list[st
         args: the tokens after the command's name.
         takes_value: every option string of the command (dashed), and whether a value follows it.
 
-    The script begins at ``--`` (dropped), at ``-m``, or at the first token that is neither an option nor the value
-    of one. What begins there is passed on untouched, whatever it looks like.
+    The script begins at ``--``, at ``-m``, or at the first token that is neither an option nor the value of one.
+    What begins there is passed on untouched, whatever it looks like; a leading ``--`` stays, for it says "launcher".
     """
     index = 0
     while index < len(args):
         token = args[index]
         if token == "--":
-            return args[:index], args[index + 1 :]
+            return args[:index], args[index:] if len(args) > index + 1 else []
         if token == "-m" or not token.startswith("-") or token == "-":
             return args[:index], args[index:]
         name, equals, _ = token.partition("=")

@@ -1,0 +1,103 @@
+"""``autoprec check``: run a few steps under a policy and compare what was asked with what was executed."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autoprec.cli.script import script_command
+from autoprec.errors import AuditError, AutoPrecError, PolicyMismatchError, ScriptError, UnsupportedError
+
+__all__ = ["check"]
+
+_REFUSALS: dict[str, type[AutoPrecError]] = {"mismatch": PolicyMismatchError, "unsupported": UnsupportedError}
+
+
+def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, steps: int, timeout_s: float) -> Any:
+    """Run ``steps`` steps under a policy; return its audit document.
+
+    Raises:
+        PolicyMismatchError, UnsupportedError: the policy could not be applied; the message says why.
+        ScriptError: the script failed before or within these steps.
+    """
+    from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.protocol import TrialSpec
+    from autoprec.trial.runner import TrialRunner
+
+    command = ScriptCommand.parse(script)
+    spec = TrialSpec(policy=document, steps=steps, warmup=0, backend=backend, timeout_s=timeout_s)
+    with (
+        tempfile.TemporaryDirectory(prefix="autoprec-check-") as directory,
+        TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner,
+    ):
+        runner.start()
+        result = runner.run(spec)
+    if result.audit is not None:
+        return result.audit
+    kind = _REFUSALS.get(result.status, ScriptError)
+    raise kind(
+        f"the policy could not be checked: {result.reason or result.status}",
+        where=command.label,
+        fix=result.tail or "run the script under it with `autoprec run` to see more",
+    )
+
+
+def _gemms(values: dict[str, str]) -> str:
+    """Return recipes by GEMM, those that share one together: ``bf16``, or ``fp8 row (fprop, dgrad), bf16 (wgrad)``."""
+    by_recipe: dict[str, list[str]] = {}
+    for gemm in ("fprop", "dgrad", "wgrad"):
+        if gemm in values:
+            by_recipe.setdefault(values[gemm], []).append(gemm)
+    if len(by_recipe) <= 1:
+        return next(iter(by_recipe), "-")
+    return ", ".join(f"{recipe} ({', '.join(gemms)})" for recipe, gemms in by_recipe.items())
+
+
+def _print_table(audit: dict[str, Any], everything: bool) -> None:
+    from autoprec.cli.tables import plain_table, stdout_console
+
+    rows = [
+        (row["name"], _gemms(row["requested"]), _gemms(row["executed"]), "yes" if row["ok"] else "NO", row["reason"])
+        for row in audit["layers"]
+    ]
+    rows += [
+        (name, str(row["requested"]), str(row["executed"]), "yes" if row["ok"] else "NO", row["reason"])
+        for name, row in audit["operators"].items()
+        if everything or not row["ok"] or row["executed"] not in ("keep", "-")
+    ]
+    stdout_console().print(plain_table(("layer or operator", "requested", "executed", "ok", "reason"), rows))
+
+
+@script_command("check")
+@click.option("--policy", required=True, type=click.Path(path_type=Path), help="Policy file to audit.")
+@click.option("--backend", default="auto", show_default=True, metavar="NAME", help="Who runs the GEMMs.")
+@click.option("--steps", default=2, show_default=True, type=click.IntRange(min=1), help="Training steps to run.")
+@click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="For the script's first steps.")
+@click.option("-v", "--verbose", is_flag=True, help="List operators that the policy leaves alone, too.")
+@click.option("--json", "as_json", is_flag=True, help="The audit as JSON on stdout.")
+def check(
+    script: tuple[str, ...], policy: Path, backend: str, steps: int, timeout: float, verbose: bool, as_json: bool
+) -> None:
+    """Audit, layer by layer, what a training script really executes under a policy; exit 1 on a mismatch."""
+    from autoprec.policy import load_policy
+
+    audit = _audited(script, load_policy(policy).to_dict(), backend, steps, timeout)
+    if as_json:
+        click.echo(json.dumps(audit))
+    else:
+        _print_table(audit, verbose)
+    wrong = [row["name"] for row in audit["layers"] if not row["ok"]]
+    wrong += [name for name, row in audit["operators"].items() if not row["ok"]]
+    if wrong:
+        listed = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
+        raise AuditError(
+            f"executed differs from requested in {len(wrong)} places: {listed}",
+            where=str(policy),
+            fix="the reason column says why; `autoprec doctor` lists what this machine can run",
+        )
+    if not as_json:
+        click.echo(f"every one of {len(audit['layers'])} layers executed what was asked")

@@ -1,0 +1,157 @@
+"""``autoprec doctor``: devices, backends, formats, packages: what works on this machine, and why the rest does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from typing import Any
+
+import click
+
+__all__ = ["diagnose", "doctor"]
+
+#: Sizes of the GEMM that recipes are tried on: a multiple of every alignment rule.
+PROBE_SIZE = 1024
+
+
+def _cpu_name() -> str:
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as stream:
+            found = [line.partition(":")[2].strip() for line in stream if line.startswith("model name")]
+    except OSError:
+        found = []
+    return found[0] if found else platform.processor() or platform.machine()
+
+
+def _devices(torch: Any) -> list[dict[str, Any]]:
+    from autoprec.hardware import by_device_name
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    units = [name for name, has in _cpu_units(torch).items() if has]
+    note = f"{cores} cores, bf16 GEMMs {'by ' + ', '.join(units) if units else 'without hardware support (slow)'}"
+    rows = [{"device": "cpu", "name": _cpu_name(), "target": "cpu", "note": note}]
+    if not torch.cuda.is_available():
+        built = f"this PyTorch has CUDA {torch.version.cuda}" if torch.version.cuda else "this PyTorch has no CUDA"
+        return [*rows, {"device": "cuda", "name": "none", "target": "", "note": f"no GPU is usable: {built}"}]
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        known = by_device_name(found.name)
+        memory = f"compute {found.major}.{found.minor}, {found.total_memory / 2**30:.0f} GiB"
+        target = known.name if known is not None else ""
+        note = memory if target else f"{memory}; no such target: `autoprec calibrate` measures it"
+        rows.append({"device": f"cuda:{index}", "name": found.name, "target": target, "note": note})
+    return rows
+
+
+def _cpu_units(torch: Any) -> dict[str, bool]:
+    """Return the CPU's bf16 units and whether they are there (names that this PyTorch cannot ask for are left out)."""
+    asked = {"AMX": "_is_amx_tile_supported", "AVX512_BF16": "_is_avx512_bf16_supported"}
+    return {unit: bool(getattr(torch.cpu, name)()) for unit, name in asked.items() if hasattr(torch.cpu, name)}
+
+
+def _backends(devices: list[str]) -> list[dict[str, Any]]:
+    from autoprec.backends import BACKENDS, get
+    from autoprec.errors import AutoPrecError
+
+    rows = []
+    for name in BACKENDS:
+        for device in devices:
+            try:
+                found = get(name).available(device)
+                ok, reason = found.ok, found.reason
+            except AutoPrecError as error:
+                ok, reason = False, f"{error.what}; {error.fix}"
+            rows.append({"backend": name, "device": device, "ok": ok, "reason": reason})
+    return rows
+
+
+def _recipes(usable: list[tuple[str, str]]) -> list[dict[str, Any]]:
+    """Return, for every built-in recipe and usable (backend, device), whether fprop runs and why not."""
+    from autoprec.backends import get
+    from autoprec.recipes import BUILTIN_RECIPES
+
+    size = PROBE_SIZE
+    rows = []
+    for recipe_name, recipe in BUILTIN_RECIPES.items():
+        for backend, device in usable:
+            found = get(backend).capability(recipe, gemm="fprop", m=size, k=size, n=size, device=device)
+            row = {"recipe": recipe_name, "backend": backend, "device": device, "ok": found.ok, "reason": found.reason}
+            rows.append(row)
+    return rows
+
+
+def _packages() -> list[dict[str, Any]]:
+    from autoprec.optional import EXTRAS, installed_version, is_available
+
+    rows: list[dict[str, Any]] = []
+    for name in ("torch", "numpy", "optuna", "mlflow"):
+        rows.append({"package": name, "version": installed_version(name), "ok": True, "note": "required"})
+    for name, (_, oldest, install) in EXTRAS.items():
+        ok = is_available(name)
+        note = "" if ok else f"optional, {oldest} or newer: pip install '{install}'"
+        rows.append({"package": name, "version": installed_version(name), "ok": ok, "note": note})
+    return rows
+
+
+def diagnose() -> dict[str, Any]:
+    """Return everything ``autoprec doctor --json`` prints."""
+    import torch
+
+    from autoprec._version import __version__
+
+    devices = _devices(torch)
+    usable_devices = [row["device"] for row in devices if row["name"] != "none"]
+    backends = _backends(usable_devices)
+    usable = [(row["backend"], row["device"]) for row in backends if row["ok"]]
+    variables = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "OPTUNA_STORAGE", "OMP_NUM_THREADS", "NO_COLOR")
+    return {
+        "autoprec": __version__,
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "platform": platform.platform(),
+        "devices": devices,
+        "backends": backends,
+        "recipes": _recipes(usable),
+        "packages": _packages(),
+        "environment": {name: os.environ[name] for name in variables if name in os.environ},
+    }
+
+
+def _yes(ok: bool) -> str:
+    return "yes" if ok else "no"
+
+
+def _print(found: dict[str, Any]) -> None:
+    from autoprec.cli.tables import plain_table, stdout_console
+
+    console = stdout_console()
+    console.print(f"autoprec {found['autoprec']}, Python {found['python']}, PyTorch {found['torch']}")
+    console.print(found["platform"], markup=False)
+    rows = [(row["device"], row["name"], row["target"] or "-", row["note"]) for row in found["devices"]]
+    console.print(plain_table(("device", "name", "target", ""), rows))
+    rows = [(row["backend"], row["device"], _yes(row["ok"]), row["reason"]) for row in found["backends"]]
+    console.print(plain_table(("backend", "device", "works", "why"), rows))
+    pairs = list(dict.fromkeys((row["backend"], row["device"]) for row in found["recipes"]))
+    cells: dict[str, list[str]] = {}
+    for row in found["recipes"]:
+        cells.setdefault(row["recipe"], []).append("yes" if row["ok"] else f"no: {row['reason']}")
+    headings = ("recipe", *(f"{backend} on {device}" for backend, device in pairs))
+    console.print(plain_table(headings, [(name, *row) for name, row in cells.items()]))
+    rows = [(r["package"], r["version"] or "-", _yes(r["ok"]), r["note"]) for r in found["packages"]]
+    console.print(plain_table(("package", "version", "works", ""), rows))
+    for name, value in found["environment"].items():
+        console.print(f"{name}={value}", markup=False)
+
+
+@click.command("doctor")
+@click.option("--json", "as_json", is_flag=True, help="Everything as JSON on stdout.")
+def doctor(as_json: bool) -> None:
+    """Print what works on this machine and why the rest does not; the block to paste into a bug report."""
+    found = diagnose()
+    if as_json:
+        click.echo(json.dumps(found))
+    else:
+        _print(found)
+    sys.stdout.flush()

@@ -1,0 +1,33 @@
+"""``autoprec run``: the unmodified script, to its own end, under a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autoprec.cli.script import script_command
+
+__all__ = ["run"]
+
+
+@script_command("run")
+@click.option("--policy", type=click.Path(path_type=Path), help="Policy file; without one the script runs as written.")
+@click.option("--backend", default="auto", show_default=True, metavar="NAME", help="Who runs the GEMMs.")
+@click.option("--audit", type=click.Path(path_type=Path), metavar="FILE", help="Write asked/executed here at the end.")
+def run(script: tuple[str, ...], policy: Path | None, backend: str, audit: Path | None) -> int:
+    """Run a training script, unmodified, under a policy.
+
+    The exit code is the script's own. Its output, files and arguments are untouched.
+    """
+    from autoprec.files import check_writable
+    from autoprec.policy import load_policy
+    from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.script import run_script
+
+    command = ScriptCommand.parse(script)
+    loaded = load_policy(policy) if policy is not None else None
+    if audit is not None:
+        check_writable(audit)
+    code = run_script(command, loaded, backend=backend, audit=audit if audit is not None else False)
+    return code if code >= 0 else 128 - code

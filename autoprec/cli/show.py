@@ -1,0 +1,125 @@
+"""``autoprec show``: a policy as a table a person can read, with its evidence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from autoprec.graph.report import GraphReport
+    from autoprec.policy import LayerPlan, Policy
+
+__all__ = ["show"]
+
+_FRACTIONS = ("divergence", "noise_floor", "interval")
+
+
+def plan_cells(plan: LayerPlan) -> tuple[str, str, str]:
+    """Return what each GEMM of a layer runs, in fprop, dgrad, wgrad order."""
+    cells = ["keep" if recipe is None else recipe.describe() for recipe in (plan.fprop, plan.dgrad, plan.wgrad)]
+    return cells[0], cells[1], cells[2]
+
+
+def _rows_of_rules(policy: Policy) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for rule in policy.layers:
+        name = f"{rule.match} (optional)" if rule.optional else rule.match
+        rows.append((name, rule.recipe, *plan_cells(policy.plan_of_rule(rule))))
+    return [*rows, ("every other layer", policy.default, *plan_cells(policy.plan_of_rule(None)))]
+
+
+def _rows_of_layers(policy: Policy, graph: GraphReport) -> list[tuple[str, ...]]:
+    from autoprec.policy import first_match, resolve
+
+    plans = resolve(policy, [layer.name for layer in graph.tunable])
+    rows: list[tuple[str, ...]] = []
+    for layer in graph.layers:
+        share = f"{layer.total_flops / graph.total_flops:.1%}" if graph.total_flops else ""
+        if layer.name not in plans:
+            rows.append((layer.name, share, "not tunable", layer.reason, "", ""))
+            continue
+        rule = first_match(policy.layers, layer.name)
+        rows.append((layer.name, share, rule.match if rule else "default", *plan_cells(plans[layer.name])))
+    return rows
+
+
+def _value(name: str, value: Any) -> str:
+    if name in _FRACTIONS and isinstance(value, (int, float)):
+        return f"{value:.4%}"
+    if name.endswith("speedup") and isinstance(value, (int, float)):
+        return f"{value:.2f}x"
+    if name == "memory_bytes" and isinstance(value, (int, float)):
+        return f"{value / 1e6:,.0f} MB"
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {item}" for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value))
+    return str(value)
+
+
+def _print_facts(console: Console, title: str, facts: dict[str, Any]) -> None:
+    if not facts:
+        return
+    console.print(f"[bold]{title}[/bold]")
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        console.print(f"  {name.ljust(width)}  ", end="")
+        console.print(_value(name, value), markup=False)
+
+
+def _settings(policy: Policy) -> dict[str, Any]:
+    changed: dict[str, Any] = {"activations": policy.activations}
+    for room in ("operators", "optimizer", "communication"):
+        values = getattr(policy, room).model_dump()
+        changed[room] = ", ".join(f"{name} {value}" for name, value in values.items())
+    changed["loss scaling"] = policy.loss_scaling
+    return changed
+
+
+@click.command("show")
+@click.argument("policy", type=click.Path(path_type=Path))
+@click.option("--graph", type=click.Path(path_type=Path), help="Layer by layer, of a step saved by `inspect --save`.")
+@click.option("--json", "as_json", is_flag=True, help="The policy, and the plan of each layer, as JSON on stdout.")
+def show(policy: Path, graph: Path | None, as_json: bool) -> None:
+    """Print POLICY as a table: what each layer runs, what surrounds the layers, and why."""
+    from autoprec.cli.tables import load_graph
+    from autoprec.policy import load_policy, resolve
+
+    loaded: Policy = load_policy(policy)
+    report = load_graph(graph) if graph else None
+    if as_json:
+        document: dict[str, Any] = {"policy": loaded.to_dict()}
+        if report is not None:
+            plans = resolve(loaded, [layer.name for layer in report.tunable])
+            document["layers"] = {
+                name: dict(zip(("fprop", "dgrad", "wgrad"), plan_cells(plan), strict=True))
+                for name, plan in plans.items()
+            }
+        click.echo(json.dumps(document))
+        return
+    _print(loaded, report, str(policy))
+
+
+def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
+    from autoprec.cli.tables import plain_table, stdout_console
+
+    console = stdout_console()
+    console.print(f"[bold]{label}[/bold]", end="")
+    if policy.model is not None:
+        console.print(f"  for {policy.model.class_name}, {policy.model.parameters:,} parameters", markup=False, end="")
+    console.print()
+    gemms = ("fprop", "dgrad", "wgrad")
+    if report is None:
+        console.print(plain_table(("layers, first match wins", "recipe", *gemms), _rows_of_rules(policy)))
+    else:
+        console.print(plain_table(("layer", "flops", "rule", *gemms), _rows_of_layers(policy, report)))
+    _print_facts(console, "around the layers", _settings(policy))
+    _print_facts(console, "evidence", policy.evidence)
+    if policy.guard is not None:
+        _print_facts(console, "guard: watch in the long run", dict(policy.guard.thresholds))
+        _print_facts(console, "fall back to, in order", {str(i + 1): v for i, v in enumerate(policy.guard.fallback)})
