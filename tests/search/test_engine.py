@@ -1,0 +1,221 @@
+"""The whole search, over a simulated script: what it asks, what it keeps, what it answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoprec.errors import NothingAcceptableError, SearchInterruptedError, StudyError
+from autoprec.files import canonical_json, file_lock
+from autoprec.policy import load_policy
+from autoprec.search.engine import Search
+from autoprec.search.events import Listeners
+from autoprec.search.options import SearchOptions
+from autoprec.search.records import SearchResult
+from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
+from autoprec.trial.command import ScriptCommand
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    return tmp_path
+
+
+def options(**changes: object) -> SearchOptions:
+    """A small timed search on a simulated H100, which needs no measurement of this machine."""
+    base = SearchOptions(command=("train.py",), trials=14, steps=8, seeds=4, space="hopper-fp8", force=True)
+    return replace(base, **changes)  # type: ignore[arg-type]
+
+
+def script(**changes: object) -> SimulatedScript:
+    return replace(SimulatedScript(graph=simulated_graph(2, width=4096, tokens=16384), device=H100), **changes)
+
+
+def engine(simulated: SimulatedScript, asked: SearchOptions) -> Search:
+    return Search(
+        asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: SimulatedRunner(simulated, seed)
+    )
+
+
+def search(simulated: SimulatedScript, asked: SearchOptions) -> tuple[Search, SearchResult]:
+    made = engine(simulated, asked)
+    return made, made.run()
+
+
+def trained(simulated: SimulatedScript) -> list[tuple[int, str, bool]]:
+    """Which policies were trained: (seed, policy, annealed)."""
+    return [
+        (seed, canonical_json(spec.policy or {}), spec.anneal)
+        for seed, spec in simulated.calls
+        if spec.kind == "train" and spec.policy is not None
+    ]
+
+
+def test_adopts_the_fastest_policy_within_every_limit(here: Path) -> None:
+    simulated = script()
+    made, result = search(simulated, options())
+    assert result.verdict == "adopt"
+    policy = load_policy(here / result.policy)
+    assert policy.evidence["source"] == "measured"
+    assert result.best["speedup"] >= max(row["speedup"] for row in result.presets if row["status"] == "ok") * 0.99
+    assert result.best["divergence"] <= 0.0025
+    assert result.best["gradient_error"] <= 0.12 * 0.5
+    assert policy.model is not None
+    assert policy.model.class_name == "Simulated"
+    finalists = [record for record in made.records if record.kind == "finalist"]
+    assert {record.seed for record in finalists} == {0, 1, 2, 3}
+
+
+def test_no_policy_is_trained_twice_under_one_seed(here: Path) -> None:
+    simulated = script()
+    search(simulated, options(trials=25))
+    seen = trained(simulated)
+    assert len(seen) == len(set(seen))
+
+
+def test_metrics_have_the_normative_names_and_say_where_they_come_from(here: Path) -> None:
+    made, _ = search(script(), options(trials=4))
+    names = {"throughput", "samples_per_s", "step_time_ms", "memory_bytes", "divergence", "noise_floor"}
+    names |= {"gradient_error", "speedup", "effective_speedup"}
+    for record in made.records:
+        assert names == set(record.metrics)
+        assert names == set(record.sources)
+        assert set(record.sources.values()) <= {"measured", "modelled"}
+
+
+def test_a_rehearsal_is_labelled_modelled_and_emulated(here: Path) -> None:
+    simulated = script(device="cpu")
+    asked = options(target="h100")
+    _, result = search(simulated, asked)
+    policy = load_policy(here / result.policy)
+    assert policy.evidence["source"] == "modelled"
+    assert policy.evidence["numerics"] == "emulated"
+    assert result.best["sources"]["step_time_ms"] == "modelled"
+    assert result.best["sources"]["divergence"] == "measured"
+
+
+def test_too_small_for_the_target_stays_without_a_single_trial(here: Path) -> None:
+    simulated = script(device="cpu", graph=simulated_graph(2, width=64, tokens=256))
+    _, result = search(simulated, options(target="h100", force=False))
+    assert result.verdict == "stay"
+    assert result.reason
+    assert trained(simulated) == []
+    policy = load_policy(here / result.policy)
+    assert not policy.layers
+    assert policy.default == "keep"
+
+
+def test_a_tight_gradient_limit_forbids_what_the_loss_forgives(here: Path) -> None:
+    _, loose = search(script(), options(study="loose"))
+    _, tight = search(script(), options(study="tight", max_gradient_error=0.03))
+    assert tight.best["gradient_error"] <= 0.03 * 0.5
+    assert tight.best["speedup"] < loose.best["speedup"]
+
+
+def test_failing_policies_fail_their_trial_and_not_the_search(here: Path) -> None:
+    def fp8_crashes(policy: object) -> tuple[str, str] | None:
+        return ("crashed", "signal 11") if "fp8_rowwise" in str(policy) else None
+
+    made, result = search(script(fail=fp8_crashes), options(space="hopper-fp8"))
+    assert result.verdict == "adopt"
+    assert result.trials["failed"] > 0
+    crashed = [record for record in made.records if record.status == "crashed"]
+    assert crashed
+    assert all(record.reason == "signal 11" and record.tail for record in crashed)
+
+
+def test_five_failures_in_a_row_end_the_search_with_the_first_cause(here: Path) -> None:
+    def every_policy(policy: object) -> tuple[str, str] | None:
+        return ("oom", "CUDA out of memory") if policy is not None else None
+
+    with pytest.raises(NothingAcceptableError, match="CUDA out of memory"):
+        search(script(fail=every_policy), options())
+
+
+def test_an_existing_study_is_refused_without_resume(here: Path) -> None:
+    search(script(), options(study="mine", trials=3))
+    with pytest.raises(StudyError, match="exists already"):
+        search(script(), options(study="mine", trials=3))
+
+
+def test_default_names_are_free_names(here: Path) -> None:
+    first, _ = search(script(), options(trials=2))
+    second, _ = search(script(), options(trials=2))
+    assert first.options.study == "train"
+    assert second.options.study == "train-2"
+
+
+def test_resume_refuses_another_setup_and_names_what_changed(here: Path) -> None:
+    search(script(), options(study="mine", trials=3))
+    with pytest.raises(StudyError, match="steps: was 8, is 12"):
+        search(script(), options(study="mine", resume=True, steps=12))
+
+
+def test_a_locked_study_names_its_holder(here: Path) -> None:
+    made = engine(script(), options(study="mine"))
+    with file_lock(made.study_dir / "lock"), pytest.raises(StudyError, match="in use by pid"):
+        made.run()
+
+
+@pytest.mark.parametrize("after", [1, 4, 9])
+def test_an_interrupted_search_resumes_to_the_same_answer_and_repeats_nothing(here: Path, after: int) -> None:
+    _, plain = search(script(), options(study="plain"))
+
+    count = 0
+
+    def interrupt(policy: object) -> None:
+        nonlocal count
+        count += policy is not None
+        if count > after:
+            raise KeyboardInterrupt
+
+    first = script(fail=interrupt)
+    with pytest.raises(SearchInterruptedError) as stopped:
+        search(first, options(study="cut"))
+    assert stopped.value.exit_code == 130
+    assert "--resume" in stopped.value.fix
+    assert "--study cut" in stopped.value.fix
+
+    second = script()
+    _, resumed = search(second, options(study="cut", resume=True))
+    finished = trained(first)[:after]
+    assert not set(finished) & {call for call in trained(second) if not call[2]}
+    best = {k: v for k, v in resumed.best.items() if k != "number"}
+    assert best == {k: v for k, v in plain.best.items() if k != "number"}
+
+
+def test_more_trials_on_resume_go_on_where_it_ended(here: Path) -> None:
+    _, first = search(script(), options(study="mine", trials=5))
+    made, second = search(script(), options(study="mine", trials=9, resume=True))
+    assert first.trials["complete"] == 5
+    assert second.trials["complete"] == 9
+    numbers = [record.number for record in made.records]
+    assert len(numbers) == len(set(numbers))
+
+
+def test_a_time_budget_ends_early_and_still_answers(here: Path) -> None:
+    simulated = script(delay_s=0.05)
+    _, result = search(simulated, options(trials=500, budget_s=4.0, seeds=2, finalists=1))
+    assert result.trials["complete"] < 500
+    assert result.seconds < 10
+
+
+def test_an_unwritable_output_is_found_before_anything_runs(here: Path) -> None:
+    simulated = script()
+    with pytest.raises(Exception, match="directory, not a file"):
+        search(simulated, options(output=str(here)))
+    assert simulated.calls == []
+
+
+def test_parallel_workers_measure_each_policy_once(here: Path) -> None:
+    simulated = script(device="cpu", delay_s=0.01)
+    _, result = search(simulated, options(target="h100", workers=4, trials=20))
+    assert result.trials["complete"] == 20
+    seen = trained(simulated)
+    assert len(seen) == len(set(seen))
