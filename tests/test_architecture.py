@@ -1,0 +1,171 @@
+"""The house: rooms import only from their own room or rooms above, no import cycles, no long file or function."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "autoprec"
+
+#: Rooms from the foundation up, by the first part of a module's name inside the package.
+ROOMS = {
+    "foundation": ("_version", "errors", "files", "optional"),
+    "vocabulary": ("formats", "recipes", "hardware"),
+    "policy": ("policy", "space", "levels"),
+    "numerics": ("numerics",),
+    "backends": ("backends",),
+    "applying": ("layers", "swap", "protect", "apply", "audit", "guard"),
+    "graph": ("graph",),
+    "cost": ("cost",),
+    "trial": ("trial", "session"),
+    "search": ("search",),
+    "outlets": ("tracking", "report", "export"),
+    "testing": ("testing",),
+    "door": ("cli", "__init__", "__main__"),
+}
+ORDER = {part: (index, room) for index, (room, parts) in enumerate(ROOMS.items()) for part in parts}
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 80
+
+
+def modules() -> dict[str, Path]:
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ("autoprec", *path.relative_to(PACKAGE).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+
+
+def room_of(module: str) -> tuple[int, str]:
+    parts = module.split(".")
+    return ORDER[parts[1] if len(parts) > 1 else "__init__"]
+
+
+def type_only(tree: ast.AST) -> set[ast.AST]:
+    """Return the nodes under ``if TYPE_CHECKING``: they never run."""
+    out: set[ast.AST] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for child in node.body:
+                out.update(ast.walk(child))
+    return out
+
+
+def imports(module: str, path: Path, *, typing_too: bool) -> set[str]:
+    """Return the package's own modules that a module imports, at any level of nesting."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    skipped = set() if typing_too else type_only(tree)
+    out: set[str] = set()
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            out.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{module}: relative imports are not used here"
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                out.add(inner if inner in MODULES else str(node.module))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            out.update(arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str))
+    return {name for name in out if name in MODULES and name != module}
+
+
+GRAPH = {name: imports(name, path, typing_too=False) for name, path in MODULES.items()}
+
+
+def test_every_module_has_a_room() -> None:
+    homeless = [name for name in MODULES if name.split(".")[1:2] and name.split(".")[1] not in ORDER]
+    assert homeless == []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_imports_only_from_its_own_room_or_above(module: str) -> None:
+    here, room = room_of(module)
+    wrong = [
+        f"{module} ({room}) imports {other} ({room_of(other)[1]})"
+        for other in sorted(imports(module, MODULES[module], typing_too=True))
+        if other != "autoprec" and room_of(other)[0] > here
+    ]
+    assert wrong == []
+
+
+def test_nothing_but_the_door_imports_the_package_itself() -> None:
+    wrong = [name for name, others in GRAPH.items() if "autoprec" in others and room_of(name)[1] != "door"]
+    assert wrong == []
+
+
+def cycles() -> list[list[str]]:
+    """Return the strongly connected components of more than one module (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in GRAPH[node]:
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for name in GRAPH:
+        if name not in index:
+            visit(name)
+    return found
+
+
+def test_there_are_no_import_cycles() -> None:
+    assert cycles() == []
+
+
+def sources() -> list[Path]:
+    out = []
+    for folder in ("autoprec", "tests", "examples", "benchmarks"):
+        out += sorted((ROOT / folder).rglob("*.py"))
+    return out
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_and_functions_stay_readable(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert text.count("\n") <= MAX_FILE_LINES, "split it: one idea per file"
+    long = [
+        f"{node.name}: {node.end_lineno - node.lineno + 1} lines"
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        and node.end_lineno is not None
+        and node.end_lineno - node.lineno + 1 > MAX_FUNCTION_LINES
+    ]
+    assert long == []
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_a_module_says_what_it_is_in_one_sentence(module: str) -> None:
+    docstring = ast.get_docstring(ast.parse(MODULES[module].read_text(encoding="utf-8")))
+    assert docstring, "the module has no docstring"
+    first = docstring.split("\n\n")[0]
+    assert first.rstrip().endswith((".", ":", "?")), f"no sentence: {first!r}"
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_users_are_never_answered_with_assert_or_a_stub(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    if not module.startswith("autoprec.testing"):
+        asserts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+        assert asserts == [], "raise an error of autoprec.errors instead"
+    raised = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc is not None]
+    stubs = [node.lineno for node in raised if "NotImplementedError" in ast.unparse(node.exc)]
+    assert stubs == []
