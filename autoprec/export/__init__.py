@@ -1,1 +1,68 @@
-"""One policy, many training stacks: exporters, each with a list of what its target cannot express."""
+"""Policies as configuration of other training stacks, and back.
+
+Every exporter lists what its target cannot express; :func:`export` refuses a lossy export unless it is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+
+from autoprec.errors import UnknownNameError, UnsupportedError
+from autoprec.export.base import Export, Exporter, Loss, Request
+from autoprec.policy import Policy
+
+__all__ = ["EXPORTERS", "Export", "Exporter", "Loss", "Request", "export", "exporter"]
+
+#: target -> (module, class); imported when named
+EXPORTERS: dict[str, tuple[str, str]] = {
+    "python": ("python", "PythonExporter"),
+    "torchao": ("torchao", "TorchaoExporter"),
+    "transformer-engine": ("transformer_engine", "TransformerEngineExporter"),
+    "accelerate": ("accelerate", "AccelerateExporter"),
+    "megatron": ("megatron", "MegatronExporter"),
+    "dlfw-inspect": ("dlfw_inspect", "DlfwInspectExporter"),
+    "lightning": ("lightning", "LightningExporter"),
+    "deepspeed": ("deepspeed", "DeepSpeedExporter"),
+    "msamp": ("msamp", "MsAmpExporter"),
+    "axolotl": ("axolotl", "AxolotlExporter"),
+    "torchtitan": ("torchtitan", "TorchtitanExporter"),
+}
+
+
+def exporter(name: str) -> Exporter:
+    """Return an exporter by name.
+
+    Raises:
+        UnknownNameError: with the nearest valid name.
+    """
+    if name not in EXPORTERS:
+        raise UnknownNameError("export target", name, EXPORTERS)
+    module, cls = EXPORTERS[name]
+    found: Exporter = getattr(importlib.import_module(f"autoprec.export.{module}"), cls)()
+    return found
+
+
+def export(
+    policy: Policy, to: str, *, layers: Sequence[str] = (), allow_lossy: bool = False, name: str = "policy.yaml"
+) -> Export:
+    """Write a policy as the configuration of another stack.
+
+    Args:
+        policy: the policy.
+        to: a key of :data:`EXPORTERS`.
+        layers: names of the model's tunable layers, in model order; some targets need them to be exact.
+        allow_lossy: accept what the target cannot express; it is listed in the result.
+        name: what the policy is called in comments.
+
+    Raises:
+        UnknownNameError: no such target.
+        UnsupportedError: the target cannot express all of it and ``allow_lossy`` is off; the message lists what.
+    """
+    done = exporter(to).export(Request(policy, tuple(layers), name))
+    if done.losses and not allow_lossy:
+        listed = "".join(f"\n  - {line}" for line in done.lossy)
+        raise UnsupportedError(
+            f"{to} cannot express all of this policy:{listed}", where=name, fix="accept that with --allow-lossy"
+        )
+    return done

@@ -161,12 +161,15 @@ def configs(emulate=False):
 
 @PLAN_OF@
 
-def apply(model, emulate=False):
+def apply(model, emulate=False, skip=()):
     """Convert the model in place and return it; emulate=True runs the same rounding without FP8 hardware.
 
-    Build the optimizer afterwards, or keep it: torchao keeps the Parameters.
+    Plans named in skip are left alone. Build the optimizer afterwards, or keep it: torchao keeps
+    the Parameters.
     """
     for plan, config in configs(emulate).items():
+        if plan in skip:
+            continue
 
         def chosen(module, name, plan=plan):
             return isinstance(module, nn.Linear) and plan_of(name) == plan

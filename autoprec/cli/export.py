@@ -1,0 +1,64 @@
+"""``autoprec export``: a policy as configuration of another training stack."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autoprec.errors import FileError
+
+__all__ = ["export"]
+
+_TARGETS = (
+    "python, torchao, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, deepspeed, msamp, axolotl, "
+    "torchtitan"
+)
+
+
+def _layer_names(path: Path) -> tuple[str, ...]:
+    """Return the layer names of a file: what ``autoprec inspect --json`` prints, or one name per line."""
+    from autoprec.files import read_document
+
+    try:
+        document = read_document(path)
+    except FileError:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        names = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+        if not names or any(set(name) & set("{}: ") for name in names):
+            raise
+        return names
+    rows = document.get("layers")
+    if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
+        raise FileError("holds no layers", where=str(path), fix="write it with autoprec inspect --json train.py")
+    return tuple(str(row["name"]) for row in rows if row.get("tunable", True))
+
+
+@click.command("export", short_help="Write a policy as configuration of another training stack.")
+@click.argument("policy", type=click.Path(path_type=Path))
+@click.option("--to", "target", required=True, metavar="TARGET", help=f"One of: {_TARGETS}.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("."), help="Directory to write to.")
+@click.option("--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list).")
+@click.option("--allow-lossy", is_flag=True, help="Write it although the target cannot express all of it.")
+@click.option("--force", is_flag=True, help="Overwrite files that exist.")
+def export(policy: Path, target: str, output: Path, layers: Path | None, allow_lossy: bool, force: bool) -> int:
+    """Write POLICY in the form another training stack reads.
+
+    What the target cannot express is listed; without --allow-lossy nothing is written then, and the exit code is 1.
+    """
+    from autoprec.export import export as write
+    from autoprec.files import write_atomic
+    from autoprec.policy import load_policy
+
+    names = _layer_names(layers) if layers else ()
+    done = write(load_policy(policy), target, layers=names, allow_lossy=allow_lossy, name=policy.name)
+    for name in done.files:
+        if (output / name).exists() and not force:
+            raise FileError("this file exists", where=str(output / name), fix="choose another -o, or pass --force")
+    for name, text in done.files.items():
+        click.echo(str(write_atomic(output / name, text)))
+    for line in done.lossy:
+        click.echo(f"lost: {line}", err=True)
+    for note in done.notes:
+        click.echo(f"note: {note}", err=True)
+    return 0

@@ -1,0 +1,129 @@
+"""``--to accelerate``: the YAML that ``accelerate launch`` reads, and the Python kwargs that per-layer rules need.
+
+The YAML has no key for a single layer, so the rules travel in ``AORecipeKwargs`` (and in a conversion before
+``prepare`` for recipes beside the main one). Lists, not tuples: accelerate's own documentation shows tuples, which its
+YAML reader takes for text. A policy that is one delayed recipe for every layer becomes the Transformer Engine backend.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
+from autoprec.export.naming import header, name_plans
+from autoprec.export.python import operator_losses
+from autoprec.export.summary import is_scaled, lose_rule, main_plan
+from autoprec.export.torchao import nearest_float8, torchao_source
+from autoprec.policy import LayerPlan, dump_yaml
+
+__all__ = ["AccelerateExporter"]
+
+_KWARGS = '''
+
+MAIN = @MAIN@  # the plan that accelerate itself converts; the others are converted before
+
+
+def prepare_model(model, emulate=False):
+    """Call before accelerator.prepare(model, ...): converts what AORecipeKwargs cannot say."""
+    return apply(model, emulate=emulate, skip=(MAIN,))
+
+
+def accelerator_kwargs(emulate=False):
+    """Accelerator(**accelerator_kwargs()) runs the policy."""
+    from accelerate.utils import AORecipeKwargs
+
+    def chosen(module, name):
+        return isinstance(module, nn.Linear) and plan_of(name) == MAIN
+
+    recipe = AORecipeKwargs(config=configs(emulate)[MAIN], module_filter_func=chosen)
+    return {"mixed_precision": "fp8", "kwargs_handlers": [recipe]}
+'''
+
+_PLAIN_KWARGS = '''
+
+def prepare_model(model):
+    """Call before accelerator.prepare(model, ...): layers whose precision differs from the activations'."""
+    return apply(model)
+
+
+def accelerator_kwargs():
+    """Accelerator(**accelerator_kwargs()) runs the policy's activations."""
+    return {"mixed_precision": @MIXED@}
+'''
+
+
+def _delayed_everywhere(request: Request, plan: LayerPlan | None) -> bool:
+    if plan is None or any(is_scaled(rule.plan) and rule.plan != plan for rule in request.rules()):
+        return False
+    recipes = [r for r in recipes_of(plan) if r is not None and r.scaled]
+    return all(r.scaling is not None and r.scaling.scale == "delayed" for r in recipes)
+
+
+def _te_config(request: Request, plan: LayerPlan, losses: Losses) -> dict[str, Any]:
+    """Return the fp8_config of the Transformer Engine backend, which converts every linear layer."""
+    recipe = next(r for r in recipes_of(plan) if r is not None and r.scaled)
+    scaling = recipe.scaling
+    hybrid = recipe.operand_format("grad_output") == "e5m2"
+    if scaling is not None and scaling.power_of_2:
+        losses.add("power_of_2 scales", "scales that are no powers of two")
+    if any(r is None or not r.scaled for r in recipes_of(plan)):
+        for rule in request.rules():
+            if rule.plan == plan:
+                lose_rule(losses, rule, "all three products in FP8 (override_linear_precision is dead since TE 2.0)")
+    for rule in request.rules():
+        if not is_scaled(rule.plan) and _decides(request, rule.match):
+            lose_rule(losses, rule, f"{describe_plan(plan)}: this backend converts every linear layer")
+    return {
+        "backend": "TE",
+        "fp8_format": "HYBRID" if hybrid else "E4M3",
+        "margin": scaling.margin if scaling else 0,
+        "amax_history_len": scaling.amax_history_len if scaling else 16,
+        "amax_compute_algo": scaling.amax_compute_algo if scaling else "max",
+        "override_linear_precision": [False, False, False],
+        "use_autocast_during_eval": False,
+    }
+
+
+def _decides(request: Request, match: str) -> bool:
+    """Say whether a rule may decide about a layer; with known layers, whether it does."""
+    if not request.layers:
+        return True
+    plans = request.plans()
+    wanted = next(rule.plan for rule in request.rules() if rule.match == match)
+    return any(plan == wanted for plan in plans.values())
+
+
+class AccelerateExporter:
+    """Hugging Face accelerate: YAML and kwargs."""
+
+    name = "accelerate"
+    summary = "accelerate: config YAML, and Python kwargs for what the YAML cannot say"
+
+    def export(self, request: Request) -> Export:
+        """Return ``accelerate_config.yaml`` and, unless the backend is Transformer Engine, a Python module."""
+        losses = Losses()
+        policy = request.policy
+        main = main_plan(request)
+        operator_losses(request, losses)
+        state_losses(request, losses)
+        files: dict[str, str] = {}
+        if main is not None and policy.activations != "bf16":
+            losses.add(f"activations: {policy.activations}", "bf16: accelerate's FP8 runs under bf16 autocast")
+        if main is not None and _delayed_everywhere(request, main):
+            document: dict[str, Any] = {"mixed_precision": "fp8", "fp8_config": _te_config(request, main, losses)}
+        elif main is not None and is_scaled(nearest_float8(main).plan):
+            name = name_plans(policy, request.rules())[main]
+            source = torchao_source(request, losses)
+            files["precision_accelerate.py"] = source + _KWARGS.replace("@MAIN@", f'"{name}"')
+            settings = {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
+            document = {"mixed_precision": "fp8", "fp8_config": settings}
+        else:
+            mixed = {"keep": "no"}.get(policy.activations, policy.activations)
+            source = torchao_source(request, losses)
+            files["precision_accelerate.py"] = source + _PLAIN_KWARGS.replace("@MIXED@", f'"{mixed}"')
+            document = {"mixed_precision": mixed}
+        files = {"accelerate_config.yaml": header(request, "accelerate") + dump_yaml(document), **files}
+        notes = ["accelerate launch --config_file accelerate_config.yaml train.py"]
+        if "precision_accelerate.py" in files:
+            notes.append("the YAML alone knows no layers: use Accelerator(**precision_accelerate.accelerator_kwargs())")
+        return Export(self.name, files, losses.done(), tuple(notes))

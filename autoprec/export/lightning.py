@@ -1,0 +1,56 @@
+"""``--to lightning``: a ``Precision`` plugin for Fabric and for the Trainer, around the dependency-free module."""
+
+from __future__ import annotations
+
+from autoprec.export.base import Export, Losses, Request, state_losses
+from autoprec.export.naming import header
+from autoprec.export.python import operator_losses, standalone_source
+
+__all__ = ["LightningExporter"]
+
+_PLUGIN = '''import precision_policy
+from lightning.fabric.plugins.precision import Precision as FabricPrecision
+from lightning.pytorch.plugins.precision import Precision as TrainerPrecision
+
+
+class _PolicyMixin:
+    """Applies the policy when Lightning converts the model.
+
+    prefix: where the model sits inside the LightningModule, e.g. "model"; the policy's names are relative to it.
+    """
+
+    def __init__(self, prefix=""):
+        super().__init__()
+        self.prefix = prefix
+
+    def convert_module(self, module):
+        precision_policy.apply(module.get_submodule(self.prefix))
+        return module
+
+
+class PolicyFabricPrecision(_PolicyMixin, FabricPrecision):
+    """Fabric(plugins=[PolicyFabricPrecision()])."""
+
+
+class PolicyTrainerPrecision(_PolicyMixin, TrainerPrecision):
+    """Trainer(plugins=[PolicyTrainerPrecision(prefix="model")])."""
+'''
+
+
+class LightningExporter:
+    """Lightning: Fabric and Trainer."""
+
+    name = "lightning"
+    summary = "Lightning: Precision plugins for Fabric and the Trainer"
+
+    def export(self, request: Request) -> Export:
+        """Return ``precision_policy.py`` and ``precision_lightning.py``."""
+        losses = Losses()
+        source = standalone_source(request, losses)
+        operator_losses(request, losses)
+        state_losses(request, losses)
+        files = {
+            "precision_policy.py": source,
+            "precision_lightning.py": header(request, "Lightning") + _PLUGIN,
+        }
+        return Export(self.name, files, losses.done(), ("Trainer(plugins=[PolicyTrainerPrecision(prefix='model')])",))
