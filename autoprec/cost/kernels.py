@@ -7,7 +7,6 @@ Engine and torchao run them, and a fixed cost per quantised operand, which decid
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoprec.cost.rates import Rates
@@ -16,7 +15,15 @@ from autoprec.hardware import Target, recipe_family
 from autoprec.policy.schema import LayerPlan
 from autoprec.recipes import Gemm, Recipe
 
-__all__ = ["LayerCost", "cast_traffic", "gemm_seconds", "kept_family", "layer_cost", "operand_bytes"]
+__all__ = [
+    "LayerCost",
+    "cast_traffic",
+    "gemm_seconds",
+    "kept_family",
+    "layer_cost",
+    "operand_bytes",
+    "operand_cast_seconds",
+]
 
 _AUTOCAST = {"bf16": Recipe(format="bf16"), "fp16": Recipe(format="fp16"), "fp32": Recipe(format="fp32")}
 _TILE = 128
@@ -102,25 +109,29 @@ def kept_family(activations: str, script: str) -> str:
     return script if activations == "keep" else activations
 
 
-def _operand_cast(
-    target: Target, rates: Rates, elements: float, wanted: Mapping[Recipe, list[int]], source: float
-) -> tuple[float, float]:
-    """Return seconds and kernels that cast one operand for all recipes that use it."""
-    seconds = kernels = 0.0
-    for recipe, uses in wanted.items():
-        family = recipe_family(recipe)
-        if recipe.scaled:
-            moved, count = cast_traffic(family, len(uses), uses == [1], source, target.layouts)
-            fixed = rates.quantise_us.get(family, 5.0) * 1e-6
-            speed = rates.cast.get(family, 0.5)
-        else:
-            size = operand_bytes(family)
-            if size >= source:
-                continue
-            moved, count, fixed, speed = source + size, 1, rates.launch_us * 1e-6, rates.bandwidth
-        seconds += elements * moved / (target.bandwidth * speed) + fixed
-        kernels += count
-    return seconds, kernels
+def operand_cast_seconds(
+    target: Target, rates: Rates, recipe: Recipe, elements: float, uses: tuple[int, ...], source: float
+) -> float:
+    """Return the time to cast one operand to a recipe's format.
+
+    Args:
+        target: the device.
+        rates: what it reaches.
+        recipe: of the GEMMs that use the operand.
+        elements: how many values.
+        uses: which of the operand's two reduction dimensions are used: (0,), (1,) or (0, 1).
+        source: bytes per value in high precision; nothing is cast when the operand has the format already.
+    """
+    family = recipe_family(recipe)
+    if recipe.scaled:
+        moved, _ = cast_traffic(family, len(uses), uses == (1,), source, target.layouts)
+        return elements * moved / (target.bandwidth * rates.cast.get(family, 0.5)) + (
+            rates.quantise_us.get(family, 5.0) * 1e-6
+        )
+    size = operand_bytes(family)
+    if size >= source:
+        return 0.0
+    return elements * (source + size) / (target.bandwidth * rates.bandwidth) + rates.launch_us * 1e-6
 
 
 def layer_cost(
@@ -159,16 +170,19 @@ def layer_cost(
         recipes[gemm] = recipe
     cast = kernels = 0.0
     for operand, gemms in _USES:
-        wanted: dict[Recipe, list[int]] = {}
+        wanted: dict[Recipe, tuple[int, ...]] = {}
         for index, name in enumerate(gemms):
             chosen = recipes.get(name)
             if chosen is not None:
-                wanted.setdefault(chosen, []).append(index)
+                wanted[chosen] = (*wanted.get(chosen, ()), index)
         source = _source_bytes(operand, activations, script)
-        spent, count = _operand_cast(target, rates, work.elements(operand), wanted, source)
         share = 1.0 / weight_reuse if operand == "weight" else 1.0
-        cast += spent * share
-        kernels += count * share
+        for chosen, uses in wanted.items():
+            spent = operand_cast_seconds(target, rates, chosen, work.elements(operand), uses, source)
+            cast += spent * share
+            if spent:
+                family = recipe_family(chosen)
+                kernels += share * max(1, cast_traffic(family, len(uses), uses == (1,), source, target.layouts)[1])
     return LayerCost(
         gemm=gemm_time * work.copies,
         cast=cast * work.copies,

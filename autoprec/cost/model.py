@@ -35,6 +35,8 @@ class CostModel:
         compiled: whether the script's pointwise work is fused by a compiler.
         calibration: measured rates over the defaults, as :func:`autoprec.cost.calibration.load_calibration` reads.
         weight_reuse: calls that share one cast of a weight (gradient accumulation with cached casts).
+        rates: replaces the default rates of the target's architecture.
+        shards: devices that share the optimizer step and its state (ZeRO, FSDP).
 
     ``estimate`` looks up what it has computed before, so that a search may ask thousands of times.
     """
@@ -48,10 +50,12 @@ class CostModel:
         compiled: bool = True,
         calibration: Mapping[str, Any] | None = None,
         weight_reuse: float = 1.0,
+        rates: Rates | None = None,
+        shards: int = 1,
     ) -> None:
         self.report, self.target, self.scale = report, target, scale or CostScale()
-        self.compiled, self.weight_reuse = compiled, weight_reuse
-        self.rates: Rates = default_rates(target)
+        self.compiled, self.weight_reuse, self.shards = compiled, weight_reuse, shards
+        self.rates: Rates = rates or default_rates(target)
         self._cpu: CpuCost | None = None
         if target.is_cpu:
             measured, label = cpu_rates()
@@ -209,7 +213,7 @@ class CostModel:
     def _update_seconds(self, state: OptimizerPolicy) -> float:
         if self._cpu is not None:
             return self._cpu.update_seconds(self.parameters, 3.0 * len(self._layers) * self.scale.depth)
-        moved = self.parameters * optimizer_bytes(state)[1] * (1.0 if self.compiled else 1.6)
+        moved = self.parameters / self.shards * optimizer_bytes(state)[1] * (1.0 if self.compiled else 1.6)
         return moved / (self.target.bandwidth * self.rates.bandwidth)
 
     def _host_seconds(self, kernels: float, rest: RestCost) -> float:

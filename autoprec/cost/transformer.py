@@ -154,13 +154,14 @@ def _block_operators(out: _Operators, prefix: str, c: DecoderConfig, tokens: int
     out.add(prefix, "add", "pointwise", 3 * wide)
 
 
-def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: bool = False) -> GraphReport:
+def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: str = "") -> GraphReport:
     """Return the step of a decoder trained in bf16 on ``batch`` sequences of ``seq`` tokens.
 
     Args:
         config: sizes.
         batch, seq: of one device and step.
-        recompute: activation checkpointing of every block (each forward GEMM runs twice).
+        recompute: activation checkpointing: "" none, "full" (every forward GEMM of a block runs twice), or
+            "selective" (every second one does, as torchtitan's per-operator checkpointing).
     """
     tokens, h = batch * seq, config.hidden
     layers: list[Layer] = []
@@ -177,9 +178,10 @@ def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: bo
             ("mlp.up_proj", "gate_up", h, config.intermediate),
             ("mlp.down_proj", "down", config.intermediate, h),
         ]
-        for name, group, inp, out in shapes:
+        for number, (name, group, inp, out) in enumerate(shapes):
             full = f"{prefix}.{group}"
-            layers.append(_layer(f"{prefix}.{name}", full, tokens, inp, out, (), recompute))
+            again = recompute == "full" or (recompute == "selective" and number % 2 == 1)
+            layers.append(_layer(f"{prefix}.{name}", full, tokens, inp, out, (), again))
             groups[full] = (*groups.get(full, ()), f"{prefix}.{name}")
         _block_operators(operators, prefix, config, tokens, seq)
     operators.add("model.norm", "rms_norm", "norm", 2.0 * tokens * h)
@@ -189,7 +191,9 @@ def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: bo
     weights = sum(layer.parameters for layer in layers) + (0 if config.tied else config.vocab * h)
     weights += (2 * config.layers + 1) * h
     per_token = h * 4 + config.q_size * 2 + 2 * config.kv_size + (3 if config.gated else 2) * config.intermediate
-    saved = tokens * config.layers * (2 * h if recompute else 2 * per_token + 2 * h) + tokens * config.vocab * 4
+    saved = (
+        tokens * config.layers * (2 * h if recompute == "full" else 2 * per_token + 2 * h) + tokens * config.vocab * 4
+    )
     return GraphReport(
         model={"class": "Decoder", "parameters": weights, "fingerprint": ""},
         layers=tuple(layers),

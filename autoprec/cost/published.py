@@ -1,0 +1,175 @@
+"""What others have measured and published, and what the model says to the same question.
+
+``published.yaml`` holds the tables with attribution; rows marked ``fit`` were used to choose the default rates, rows
+marked ``score`` were not. ``benchmarks/cost_model.py`` prints both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from autoprec.cost.kernels import gemm_seconds, layer_cost, operand_cast_seconds
+from autoprec.cost.model import CostModel
+from autoprec.cost.rates import Rates, default_rates
+from autoprec.cost.scale import GemmWork
+from autoprec.cost.transformer import PRESETS, decoder_report
+from autoprec.files import read_document
+from autoprec.graph.report import GraphReport
+from autoprec.hardware import Target, target
+from autoprec.policy.schema import LayerPlan
+from autoprec.recipes import BUILTIN_RECIPES, Recipe
+
+__all__ = ["Row", "evaluate", "family_plan", "published", "published_target"]
+
+_RECIPES: dict[str, Recipe] = {
+    "bf16": BUILTIN_RECIPES["bf16"],
+    "fp8_tensor": BUILTIN_RECIPES["fp8_tensorwise"],
+    "fp8_delayed": BUILTIN_RECIPES["fp8_delayed"],
+    "fp8_row": BUILTIN_RECIPES["fp8_rowwise"],
+    "fp8_block": BUILTIN_RECIPES["fp8_block"],
+    "mxfp8": BUILTIN_RECIPES["mxfp8"],
+    "nvfp4": BUILTIN_RECIPES["nvfp4"],
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One published figure beside the modelled one.
+
+    ``kind`` is ms (a time), speedup (over bf16) or sign; ``use`` is fit or score.
+    """
+
+    target: str
+    what: str
+    family: str
+    kind: str
+    use: str
+    source: str
+    published: float
+    modelled: float
+
+    @property
+    def error(self) -> float:
+        """Relative error of a time; difference of a speed-up; 0 or 1 of a sign."""
+        if self.kind == "ms":
+            return self.modelled / self.published - 1.0
+        if self.kind == "sign":
+            return float((self.modelled > 1.0) != (self.published > 0))
+        return self.modelled - self.published
+
+
+@lru_cache(maxsize=1)
+def published() -> dict[str, Any]:
+    """Return the tables of ``published.yaml``."""
+    return read_document(Path(__file__).with_name("published.yaml"))
+
+
+def published_target(name: str) -> Target:
+    """Return the target of a row; ``h100-ao`` is the H100 of torchao's tables, with 2.4 TB/s of memory."""
+    if name == "h100-ao":
+        return replace(target("h100"), bandwidth=2.4e12)
+    return target(name)
+
+
+def family_plan(name: str) -> LayerPlan:
+    """Return the plan behind a column: a family, or ``fp8_row_gw_hp`` (row-wise with wgrad in bf16)."""
+    if name == "fp8_row_gw_hp":
+        row, bf16 = _RECIPES["fp8_row"], _RECIPES["bf16"]
+        return LayerPlan(fprop=row, dgrad=row, wgrad=bf16)
+    return LayerPlan.uniform(_RECIPES[name])
+
+
+def forward_ms(device: Target, rates: Rates, shape: tuple[int, int, int], family: str, *, quantise: bool) -> float:
+    """Return the time of one forward of a 16-bit linear layer; with its casts as a training forward makes them."""
+    m, k, n = shape
+    seconds = gemm_seconds(device, rates, family, m, k, n)
+    if quantise and family != "bf16":
+        recipe = _RECIPES[family]
+        # the input is written in both layouts (wgrad needs it), the weight in one (the input needs no gradient)
+        seconds += operand_cast_seconds(device, rates, recipe, float(m * k), (0, 1), 2.0)
+        seconds += operand_cast_seconds(device, rates, recipe, float(k * n), (0,), 2.0)
+    return seconds * 1e3
+
+
+def _gemm_rows(document: Mapping[str, Any], override: Mapping[str, Rates]) -> list[Row]:
+    out = []
+    for row in document["rows"]:
+        device = published_target(row["target"])
+        rates = override.get(device.architecture) or default_rates(device)
+        shapes = [tuple(shape) for shape in document["shapes"][row["shapes"]]]
+        for family, measured in row["ms"].items():
+            quantise = row["mode"] == "autocast"
+            modelled = sum(forward_ms(device, rates, shape, family, quantise=quantise) for shape in shapes)
+            what = f"{row['mode']} {row['shapes']}"
+            out.append(Row(row["target"], what, family, "ms", row["use"], row["source"], measured, modelled))
+    return out
+
+
+def _linear_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> list[Row]:
+    out = []
+    for row in rows:
+        device = published_target(row["target"])
+        rates = override.get(device.architecture) or default_rates(device)
+        work = GemmWork(*row["shape"], batch=1, copies=1.0, roles=("fprop", "dgrad", "wgrad"))
+        base = layer_cost(device, rates, work, family_plan("bf16"), script="bf16").seconds
+        for family, measured in row["speedup"].items():
+            other = layer_cost(device, rates, work, family_plan(family), script="bf16").seconds
+            what = "linear " + "x".join(str(size) for size in row["shape"])
+            out.append(Row(row["target"], what, family, "speedup", row["use"], row["source"], measured, base / other))
+    return out
+
+
+@lru_cache(maxsize=8)
+def _report(model: str, batch: int, seq: int, recompute: str) -> GraphReport:
+    return decoder_report(PRESETS[model], batch=batch, seq=seq, recompute=recompute)
+
+
+def _step_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> list[Row]:
+    out = []
+    for row in rows:
+        device = published_target(row["target"])
+        rates = override.get(device.architecture) or default_rates(device)
+        recompute = "selective" if row["selective"] else ""
+        report = _report(row["model"], row["batch"], row["seq"], recompute)
+        model = CostModel(report, device, rates=rates, shards=row["gpus"])
+        # gathering 8-bit weights spares amax and cast; a transposed copy, where needed, is still made (2 of 6 bytes)
+        spared = float(row["gpus"]) if device.layouts == 1 else 3.0
+        gathered = CostModel(report, device, rates=rates, shards=row["gpus"], weight_reuse=spared)
+        kind = "speedup" if "speedup" in row else "sign"
+        names = [layer.name for layer in report.layers if "head" not in layer.flags or row["model"] != "llama3-8b"]
+        base = model.estimate({}).time_ms
+        for family, measured in row[kind].items():
+            plan = family_plan(family)
+            # tensor-wise rows gather weights that each device has quantised for its own shard
+            chosen = gathered if family in row.get("fp8_gather", ()) else model
+            gain = base / chosen.estimate(dict.fromkeys(names, plan)).time_ms
+            out.append(
+                Row(row["target"], f"step {row['model']}", family, kind, row["use"], row["source"], measured, gain)
+            )
+    return out
+
+
+def evaluate(override: Mapping[str, Rates] | None = None, *, use: str = "", architecture: str = "") -> list[Row]:
+    """Return every published figure beside the modelled one.
+
+    Args:
+        override: architecture -> rates to evaluate in place of the defaults (what the fit varies).
+        use: only rows marked ``fit``, or ``score``; all when empty.
+        architecture: only rows of devices of this architecture.
+    """
+    document, rates = published(), override or {}
+
+    def wanted(row: Mapping[str, Any]) -> bool:
+        matches = not architecture or published_target(row["target"]).architecture == architecture
+        return matches and (not use or row["use"] == use)
+
+    gemms = {**document["gemms"], "rows": list(filter(wanted, document["gemms"]["rows"]))}
+    return [
+        *_gemm_rows(gemms, rates),
+        *_linear_rows(list(filter(wanted, document["linears"])), rates),
+        *_step_rows(list(filter(wanted, document["steps"])), rates),
+    ]
