@@ -54,7 +54,8 @@ def _space_errors(path: Path) -> Iterator[None]:
             raise NoSpaceError(
                 "no space left on the device", where=str(path), fix="free some space; what was written before is intact"
             ) from error
-        if isinstance(error, (PermissionError, NotADirectoryError, IsADirectoryError)) or error.errno == errno.EROFS:
+        in_the_way = (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
+        if isinstance(error, in_the_way) or error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
             raise FileError(f"cannot write: {error.strerror}", where=str(path), fix="choose a writable path") from error
         raise
 
@@ -194,16 +195,22 @@ def _check_plain(value: Any, where: str, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
         raise FileError(f"nested deeper than {MAX_DEPTH}", where=where)
     if isinstance(value, dict):
-        for item in value.values():
+        for key, item in value.items():
+            _check_plain(key, where, depth + 1)
             _check_plain(item, where, depth + 1)
     elif isinstance(value, list):
         for item in value:
             _check_plain(item, where, depth + 1)
     elif isinstance(value, float) and not math.isfinite(value):
         raise FileError(f"{value} is not a finite number", where=where, fix="write a finite number")
+    elif isinstance(value, str):
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError:  # a lone surrogate, which JSON can spell and no file can hold
+            raise FileError("holds text that is not Unicode", where=where, fix="correct the escape") from None
     elif isinstance(value, int) and not isinstance(value, bool) and abs(value) >= MAX_INTEGER:
         raise FileError("an integer does not fit into 64 bits", where=where, fix="write a smaller number")
-    elif value is not None and not isinstance(value, (str, bool, int, float)):
+    elif value is not None and not isinstance(value, (bool, int, float)):
         raise FileError(f"a value of type {type(value).__name__} is not plain data", where=where)
 
 

@@ -1,0 +1,257 @@
+"""Files: atomic writes, locks, and reading that neither runs code nor eats memory, whatever the bytes are."""
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from autoprec import files
+from autoprec.errors import FileError, NoSpaceError, StudyError
+from autoprec.files import (
+    MAX_BYTES,
+    MAX_DEPTH,
+    append_line,
+    canonical_json,
+    check_writable,
+    file_lock,
+    parse_document,
+    read_document,
+    write_atomic,
+    write_json,
+)
+
+DATA = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**62), 2**62)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=12),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=12,
+)
+DOCUMENTS = st.dictionaries(st.text(max_size=8), DATA, max_size=5)
+
+
+# ------------------------------------------------------------------ writing
+def test_a_write_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "a.txt"
+    write_atomic(path, "one\n" * 1000)
+    write_atomic(path, "two\n")
+    assert path.read_text() == "two\n"
+    assert [p.name for p in path.parent.iterdir()] == ["a.txt"]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_atomic(tmp_path / "a.txt", "old")
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_its_own_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    path = write_atomic(tmp_path / "a.txt", "old")
+
+    def full(_handle: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(NoSpaceError) as caught:
+        write_atomic(path, "new")
+    assert caught.value.exit_code == 6
+    assert path.read_text() == "old"
+    with pytest.raises(NoSpaceError):
+        append_line(path, "more")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
+def test_a_device_that_is_really_full() -> None:
+    with pytest.raises(NoSpaceError):
+        append_line("/dev/full", "a line")
+
+
+def test_lines_are_appended_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "log"
+    append_line(path, "one\n")
+    append_line(path, "two")
+    assert path.read_text() == "one\ntwo\n"
+
+
+def test_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        write_json(tmp_path / "a.json", {"loss": math.nan})
+    assert not (tmp_path / "a.json").exists()
+
+
+@given(DOCUMENTS)
+def test_canonical_json_does_not_depend_on_the_order_of_keys(document: dict[str, Any]) -> None:
+    shuffled = dict(reversed(document.items()))
+    assert canonical_json(shuffled) == canonical_json(document)
+    assert json.loads(canonical_json(document)) == document
+
+
+def test_writability_is_found_out_without_touching_the_file(tmp_path: Path) -> None:
+    path = write_atomic(tmp_path / "policy.yaml", "old")
+    before = path.stat().st_mtime_ns
+    assert check_writable(path) == path
+    assert path.read_text() == "old"
+    assert path.stat().st_mtime_ns == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(FileError, match="directory, not a file"):
+        check_writable(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileError):
+        check_writable(tmp_path / "file" / "policy.yaml")
+    with pytest.raises(FileError):
+        write_atomic(tmp_path / "file" / "policy.yaml", "text")
+
+
+# ------------------------------------------------------------------ locks
+def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "study.lock"
+    code = f"from autoprec.files import file_lock\nwith file_lock({str(path)!r}): print('held', flush=True); input()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(StudyError, match=f"pid {holder.pid}") as caught, file_lock(path):
+            pass
+        assert caught.value.exit_code == 5
+    finally:
+        holder.kill()
+        holder.communicate()
+    with file_lock(path):  # kill -9 freed it at once
+        pass
+
+
+# ------------------------------------------------------------------ reading
+@given(DOCUMENTS)
+def test_json_and_yaml_say_the_same(document: dict[str, Any]) -> None:
+    assert parse_document(json.dumps(document)) == document
+    clean = json.loads(json.dumps(document))
+    text = yaml.safe_dump(clean, allow_unicode=True)
+    assert parse_document(text) == yaml.safe_load(text)
+
+
+@given(st.text(max_size=300))
+def test_any_text_is_a_mapping_or_a_file_error(text: str) -> None:
+    try:
+        found = parse_document(text)
+    except FileError:
+        return
+    assert isinstance(found, dict)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.binary(max_size=300))
+def test_any_bytes_are_a_mapping_or_a_file_error(tmp_path: Path, raw: bytes) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(raw)
+    try:
+        found = read_document(path)
+    except FileError as error:
+        named = error.where
+    else:
+        assert isinstance(found, dict)
+        named = str(path)
+    assert named == str(path)
+
+
+BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{chr(98 + i)}: &{chr(98 + i)} [{', '.join(['*' + chr(97 + i)] * 9)}]\n" for i in range(9)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (BOMB, "aliases are not accepted"),
+        ("a: " + "[" * 1000 + "]" * 1000, f"deeper than {MAX_DEPTH}"),
+        ('{"a": ' + "[" * 100_000 + "]" * 100_000 + "}", "cannot be read|deeper"),
+        ('{"a": ' + "[" * 40 + "]" * 40 + "}", f"deeper than {MAX_DEPTH}"),
+        ("a: !!python/object/apply:os.system ['echo pwned']", "could not determine a constructor"),
+        ("!!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        ("a: !!binary aGVsbG8=", "not plain data"),
+        ("a: !!set {x, y}", "not plain data|cannot be read"),
+        ("a: 1\na: 2", "'a' appears twice"),
+        ('{"a": 1, "a": 2}', "'a' appears twice"),
+        ("a: {b: 1, b: 2}", "'b' appears twice"),
+        ("1: a", "is not text"),
+        ("a: .nan", "not a finite number"),
+        ("a: [{b: -.inf}]", "not a finite number"),
+        ('{"a": NaN}', "not a finite number"),
+        ('{"a": 1e999}', "not a finite number"),
+        ("a: " + "9" * 30, "64 bits"),
+        ('{"a": "\\ud800"}', "not Unicode"),
+        ("- a\n- b", "holds a list"),
+        ("just text", "holds a str"),
+        ("", "holds a NoneType"),
+        ("a: [1, 2", "cannot be read"),
+        ("a: 'b", "cannot be read"),
+        ("\x00", "cannot be read"),
+    ],
+)
+def test_documents_that_are_refused(text: str, says: str) -> None:
+    with pytest.raises(FileError, match=says):
+        parse_document(text, where="x.yaml")
+
+
+def test_the_code_in_a_yaml_tag_does_not_run(tmp_path: Path) -> None:
+    target = tmp_path / "pwned"
+    with pytest.raises(FileError):
+        parse_document(f"a: !!python/object/apply:pathlib.Path.touch [{target}]")
+    assert not target.exists()
+
+
+def test_a_huge_file_is_refused_without_being_read(tmp_path: Path) -> None:
+    path = tmp_path / "huge.yaml"
+    with path.open("wb") as stream:
+        stream.truncate(50 * 2**30)  # sparse: reading it whole would not fit into memory
+    with pytest.raises(FileError, match="larger than"):
+        read_document(path)
+    with pytest.raises(FileError, match="larger than"):
+        parse_document("#" * (MAX_BYTES + 1))
+
+
+def test_dates_stay_text() -> None:
+    assert parse_document("date: 2026-11-21") == {"date": "2026-11-21"}
+
+
+@pytest.mark.parametrize(("make", "says"), [(lambda p: None, "no such file"), (lambda p: p.mkdir(), "cannot be read")])
+def test_files_that_cannot_be_opened(tmp_path: Path, make: Any, says: str) -> None:
+    path = tmp_path / "a.yaml"
+    make(path)
+    with pytest.raises(FileError, match=says):
+        read_document(path)
+
+
+def test_a_file_that_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_bytes(b"a: \xff\xfe")
+    with pytest.raises(FileError, match="not UTF-8"):
+        read_document(path)
+
+
+def test_nothing_but_json_and_yaml_is_ever_loaded() -> None:
+    """The promise of the module: no pickle, no eval, anywhere in the package."""
+    for path in (Path(files.__file__).parent).rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        for name in ("import pickle", "pickle.load", "yaml.unsafe", "yaml.full_load", "marshal.load"):
+            assert name not in text, f"{path.name} uses {name}"
