@@ -1,0 +1,120 @@
+"""Globs on module names: first match wins, hostile names, and a rule that matches nothing is an error."""
+
+import fnmatch
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoprec.errors import PolicyMismatchError
+from autoprec.policy import LayerRule, Policy, escape, first_match, glob_matches, resolve, unmatched_rules
+from autoprec.recipes import Recipe
+
+NAMES = st.text(alphabet="ab.0[]*?!^-\\", max_size=12)
+RECIPES = {"bf16": Recipe(format="bf16"), "fp32": Recipe(format="fp32")}
+
+
+def policy(*rules: tuple[str, str], default: str = "keep", optional: bool = False) -> Policy:
+    layers = tuple(LayerRule(match=match, recipe=recipe, optional=optional) for match, recipe in rules)
+    return Policy(recipes=RECIPES, layers=layers, default=default)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("*", "anything.at.all", True),
+        ("*", "", True),
+        ("blocks.*.fc", "blocks.11.fc", True),
+        ("blocks.*.fc", "blocks.1.mlp.fc", True),  # * crosses dots, as in Megatron's and torchao's filters
+        ("blocks.*.fc", "xblocks.1.fc", False),
+        ("blocks.*.fc", "blocks.1.fc2", False),
+        ("blocks.?.fc", "blocks.1.fc", True),
+        ("blocks.?.fc", "blocks.11.fc", False),
+        ("blocks.[0-3].fc", "blocks.2.fc", True),
+        ("blocks.[0-3].fc", "blocks.4.fc", False),
+        ("blocks.[!0].fc", "blocks.4.fc", True),
+        ("blocks.[!0].fc", "blocks.0.fc", False),
+        ("Head", "head", False),
+        ("a[", "a[", True),
+        ("a[z-a]", "a[z-a]", True),
+        ("a.b", "aXb", False),
+        ("a+", "aa", False),
+        ("a[^b]", "a^", True),
+        ("a\nb", "a\nb", True),
+    ],
+)
+def test_globs(pattern: str, name: str, expected: bool) -> None:
+    assert glob_matches(pattern, name) is expected
+
+
+@given(NAMES)
+def test_an_escaped_name_matches_itself_and_nothing_else(name: str) -> None:
+    assert glob_matches(escape(name), name)
+    assert not glob_matches(escape(name), name + "x")
+
+
+@given(NAMES, NAMES)
+def test_no_pattern_breaks_matching(pattern: str, name: str) -> None:
+    assert glob_matches(pattern, name) in (True, False)
+
+
+@given(st.text(alphabet="ab.*?", max_size=8), st.text(alphabet="ab.", max_size=8))
+def test_without_brackets_globs_mean_what_fnmatch_means(pattern: str, name: str) -> None:
+    assert glob_matches(pattern, name) == fnmatch.fnmatchcase(name, pattern)
+
+
+def test_many_stars_do_not_take_for_ever() -> None:
+    began = time.process_time()
+    assert not glob_matches("*" * 50 + "x", "a" * 200)
+    assert not glob_matches("*a*a*a*a*b", "a" * 60)
+    assert time.process_time() - began < 2.0
+
+
+def test_the_first_match_wins() -> None:
+    rules = policy(("a.*", "bf16"), ("a.b", "fp32"), ("*", "keep")).layers
+    found = first_match(rules, "a.b")
+    assert found is not None
+    assert found.recipe == "bf16"
+    assert first_match(policy(("a", "bf16")).layers, "b") is None
+
+
+def test_resolve_keeps_the_order_of_the_model() -> None:
+    plans = resolve(policy(("b", "bf16"), default="fp32"), ["c", "b", "a"])
+    assert list(plans) == ["c", "b", "a"]
+    assert plans["b"].fprop == RECIPES["bf16"]
+    assert plans["a"].wgrad == RECIPES["fp32"]
+
+
+def test_a_rule_that_matches_nothing_names_the_nearest_layer() -> None:
+    wrong = policy(("transformer.h.*.mlp.c_fcc", "bf16"))
+    with pytest.raises(PolicyMismatchError) as caught:
+        resolve(wrong, ["transformer.h.0.mlp.c_fc", "transformer.h.0.attn.c_attn", "lm_head"])
+    message = str(caught.value)
+    assert "'transformer.h.*.mlp.c_fcc' (nearest layer: 'transformer.h.0.mlp.c_fc')" in message
+    assert "optional: true" in message
+    assert caught.value.exit_code == 1
+
+
+def test_a_shadowed_rule_is_no_mismatch_and_an_optional_one_neither() -> None:
+    names = ["a", "b"]
+    assert unmatched_rules(policy(("*", "bf16"), ("a", "fp32")), names) == []
+    assert resolve(policy(("zzz", "bf16"), optional=True), names)["a"].keeps
+    assert resolve(policy(("zzz", "bf16")), names, strict=False)["a"].keeps
+
+
+def test_a_policy_of_another_model_lists_only_the_first_rules() -> None:
+    wrong = policy(*((f"layer{i}", "bf16") for i in range(30)))
+    with pytest.raises(PolicyMismatchError, match=r"30 of 30 rules match no tunable layer.*and 22 more"):
+        resolve(wrong, ["head"])
+
+
+@given(st.lists(st.sampled_from(["a", "b", "a.b", "a.c", "x.y.z"]), unique=True), st.permutations(["a*", "*.b", "*"]))
+def test_every_layer_gets_exactly_one_plan(names: list[str], globs: list[str]) -> None:
+    rules = policy(*zip(globs, ("bf16", "fp32", "keep"), strict=True))
+    plans = resolve(rules, names, strict=False)
+    assert list(plans) == names
+    for name, plan in plans.items():
+        rule = first_match(rules.layers, name)
+        assert rule is not None  # "*" is among them
+        assert plan == rules.plan_of_rule(rule)

@@ -1,0 +1,110 @@
+"""The policy as data: what is valid, what is refused and with which words, what a rule means."""
+
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from autoprec.errors import PolicyError
+from autoprec.policy import LayerPlan, LayerRule, Policy, parse_policy, policy_from_dict
+from autoprec.recipes import BUILTIN_RECIPES
+
+SMALL: dict[str, Any] = {
+    "schema": "autoprec.policy/1",
+    "recipes": {"bf16": {"format": "bf16"}, "fp8": {"format": "fp8"}},
+    "layers": [
+        {"match": "blocks.*.fc", "recipe": "fp8", "gemms": {"wgrad": "bf16"}},
+        {"match": "head", "recipe": "keep"},
+    ],
+    "default": "bf16",
+}
+
+
+def changed(**values: Any) -> dict[str, Any]:
+    return {**SMALL, **values}
+
+
+def test_a_rule_gives_each_gemm_its_recipe() -> None:
+    policy = policy_from_dict(SMALL)
+    plan = policy.plan_of_rule(policy.layers[0])
+    assert (plan.fprop, plan.dgrad, plan.wgrad) == (
+        policy.recipes["fp8"],
+        policy.recipes["fp8"],
+        policy.recipes["bf16"],
+    )
+    assert policy.plan_of_rule(policy.layers[1]).keeps
+    assert policy.plan_of_rule(None) == LayerPlan.uniform(policy.recipes["bf16"])
+    assert plan.recipe("wgrad") is policy.recipes["bf16"]
+
+
+def test_an_empty_policy_keeps_everything() -> None:
+    policy = Policy()
+    assert policy.plan_of_rule(None).keeps
+    assert policy.activations == "keep"
+    assert policy.optimizer.model_dump(exclude_defaults=True) == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"layer": []}, "unknown key 'layer'.*did you mean 'layers'"),
+        ({"optimizer": {"exp_avgsq": "fp32"}}, "unknown key 'exp_avgsq'.*did you mean 'exp_avg_sq'"),
+        ({"layers": [{"match": "a", "recipie": "bf16"}]}, "unknown key 'recipie'.*did you mean 'recipe'"),
+        ({"layers": [{"match": "a", "recipe": "fp9"}]}, r"layers\[0\].recipe: recipe 'fp9'.*did you mean 'fp8'"),
+        ({"layers": [{"match": "", "recipe": "fp8"}]}, r"layers\[0\].match"),
+        ({"layers": [{"match": "a", "recipe": "fp8", "gemms": {"grad": "bf16"}}]}, "'grad' is not one of fprop"),
+        ({"layers": [{"match": "a", "recipe": "fp8", "gemms": {"wgrad": "bf61"}}]}, "gemms.wgrad: recipe 'bf61'"),
+        ({"default": "bf61"}, "default: recipe 'bf61'.*did you mean 'bf16'"),
+        ({"activations": "bfloat16"}, "'bfloat16' is not one of keep, bf16, fp16.*did you mean 'bf16'"),
+        ({"operators": {"softmax": "bf16"}}, "operators.softmax: 'bf16' is not one of keep, fp32"),
+        ({"recipes": {"keep": {"format": "bf16"}}}, "'keep' is reserved"),
+        ({"recipes": {"fp8": {"format": "fp8", "scale": "current"}}}, "unknown key 'scale'"),
+        ({"recipes": {"fp8": {"format": "bf16", "scaling": {}}}}, "scaling has no effect with format: bf16"),
+        ({"recipes": {"fp8": {"format": "fp8", "scaling": {"margin": 1}}}}, "margin has an effect with scale: delayed"),
+        ({"loss_scaling": "dynamic"}, "loss_scaling: dynamic is for fp16 only"),
+        ({"schema": "autoprec.policy/2"}, "'autoprec.policy/2', not 'autoprec.policy/1'"),
+        ({"evidence": [1]}, "evidence"),
+        ({"model": {"class": "GPT", "parameters": -1}}, "model.parameters"),
+    ],
+)
+def test_what_is_refused_and_how_it_is_said(values: dict[str, Any], says: str) -> None:
+    with pytest.raises(PolicyError) as caught:
+        policy_from_dict(changed(**values), where="p.yaml")
+    message = " ".join(str(caught.value).split())
+    assert message.startswith("p.yaml: ")
+    import re
+
+    assert re.search(says, message), message
+
+
+def test_e5m2_times_e5m2_is_refused_because_no_gpu_runs_it() -> None:
+    both = {"format": "fp8", "operands": {"input": "e5m2", "weight": "e5m2", "grad_output": "e4m3"}}
+    with pytest.raises(PolicyError, match="fprop would multiply e5m2 by e5m2"):
+        policy_from_dict(changed(recipes={"bf16": {"format": "bf16"}, "fp8": both}))
+
+
+def test_dynamic_loss_scaling_goes_with_fp16() -> None:
+    policy = policy_from_dict({"schema": "autoprec.policy/1", "activations": "fp16", "loss_scaling": "dynamic"})
+    assert policy.loss_scaling == "dynamic"
+
+
+def test_a_policy_cannot_be_changed() -> None:
+    policy = policy_from_dict(SMALL)
+    with pytest.raises(ValidationError):
+        policy.default = "keep"
+    with pytest.raises(ValidationError):
+        policy.layers[0].recipe = "keep"
+
+
+@pytest.mark.parametrize("name", BUILTIN_RECIPES)
+def test_every_builtin_recipe_survives_a_file(name: str) -> None:
+    policy = Policy(recipes={name: BUILTIN_RECIPES[name]}, layers=(LayerRule(match="*", recipe=name),))
+    assert policy_from_dict(policy.to_dict()) == policy
+
+
+def test_formats_in_use_are_only_those_that_rules_name() -> None:
+    policy = parse_policy(
+        "schema: autoprec.policy/1\nrecipes: {a: {format: bf16}, b: {format: fp16}}\ndefault: a\n", where="x"
+    )
+    assert policy.uses_format("bf16")
+    assert not policy.uses_format("fp16")
