@@ -1,0 +1,158 @@
+"""The door itself: help, version, suggestions, exit codes, signals, a closed pipe."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+
+from autoprec import __version__
+from autoprec import cli as door
+from autoprec.cli import COMMANDS, cli
+from autoprec.errors import NoSpaceError, ScriptError, StudyError
+from tests.cli.helpers import autoprec
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+FORBIDDEN = ("torch", "optuna", "mlflow", "numpy", "pydantic", "yaml", "rich", "plotly")
+
+
+def in_a_process(*args: str, **settings: object) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "autoprec", *args]
+    return subprocess.run(line, capture_output=True, text=True, cwd=ROOT, check=False, **settings)  # type: ignore[call-overload,no-any-return]
+
+
+def test_help_lists_every_command() -> None:
+    found = autoprec("--help")
+    assert found.code == 0
+    for name, (_, line) in COMMANDS.items():
+        assert f"  {name} " in found.out
+        assert line in " ".join(found.out.split())
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom autoprec.cli import cli\n"
+        "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
+        f"print([name for name in {FORBIDDEN!r} if name in sys.modules], file=sys.stderr)"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stderr.strip() == "[]"
+
+
+def test_help_costs_at_most_150_ms_of_cpu() -> None:
+    def cpu() -> float:
+        before = os.times()
+        subprocess.run([sys.executable, "-m", "autoprec", "--help"], stdout=subprocess.DEVNULL, cwd=ROOT, check=True)
+        after = os.times()
+        return after.children_user + after.children_system - before.children_user - before.children_system
+
+    assert min(cpu() for _ in range(5)) <= 0.150
+
+
+def test_version() -> None:
+    assert autoprec("--version").out == f"autoprec {__version__}\n"
+
+
+@pytest.mark.parametrize(("typed", "meant"), [("serch", "search"), ("validat", "validate"), ("Show", "show")])
+def test_a_mistyped_command_is_answered_with_the_nearest(typed: str, meant: str) -> None:
+    found = autoprec(typed)
+    assert found.code == 2
+    assert f"did you mean '{meant}'?" in found.err
+    assert found.out == ""
+
+
+def test_a_mistyped_option_is_answered_with_the_nearest() -> None:
+    found = autoprec("show", "--jsn", "x.yaml")
+    assert found.code == 2
+    assert "--json" in found.err
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "says"),
+    [
+        (ScriptError("it raised", where="train.py", fix="mend it"), 4, "error: train.py: it raised\n  fix: mend it"),
+        (StudyError("locked"), 5, "error: locked"),
+        (NoSpaceError("full"), 6, "error: full"),
+        (OSError(28, "No space left on device", "/x/study.db"), 6, "/x/study.db: no space left"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+        (SystemExit(7), 7, ""),
+        (click.UsageError("no"), 2, "no"),
+        (ZeroDivisionError("a bug"), 1, "defect of AutoPrec"),
+    ],
+)
+def test_errors_become_exit_codes(monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, says: str) -> None:
+    @click.command("boom")
+    def boom() -> None:
+        raise raised
+
+    monkeypatch.setattr(door.LazyGroup, "get_command", lambda *_: boom)
+    found = autoprec("show")
+    assert found.code == code
+    assert says in found.err
+    assert ("Traceback" in found.err) == isinstance(raised, ZeroDivisionError)
+
+
+def test_debug_adds_the_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("AUTOPREC_DEBUG", "1")
+    found = autoprec("show", tmp_path / "none.yaml")
+    assert found.code == 2
+    assert "Traceback" in found.err
+
+
+def test_a_number_that_a_command_returns_is_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door.LazyGroup, "get_command", lambda *_: click.Command("three", callback=lambda: 3))
+    assert autoprec("show").code == 3
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_unwind_and_give_their_exit_code(tmp_path: Path, number: int, code: int) -> None:
+    left = tmp_path / "left"
+    program = (
+        "import click, time, autoprec.cli as door\n"
+        "def wait():\n"
+        "    try:\n"
+        "        print('ready', flush=True); time.sleep(60)\n"
+        f"    finally: open({str(left)!r}, 'w').close()\n"
+        "door.LazyGroup.get_command = lambda *_: click.Command('wait', callback=wait)\n"
+        "door.cli.main(['show'])\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=ROOT
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    time.sleep(0.1)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    assert process.returncode == code
+    assert left.exists(), "cleaning up was skipped"
+
+
+def test_a_reader_that_leaves_early_is_no_error() -> None:
+    line = f"{sys.executable} -m autoprec schema policy | head -1"
+    found = subprocess.run(
+        ["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True, cwd=ROOT, check=False
+    )
+    assert found.stdout == "{\n"
+    assert found.stderr == ""
+    assert found.returncode == 0
+
+
+def test_running_as_a_module_is_running_the_command() -> None:
+    found = in_a_process("show", "nowhere.yaml")
+    assert found.returncode == 2
+    assert "nowhere.yaml: no such file" in found.stderr
+
+
+def test_snake_case_is_accepted() -> None:
+    seen: list[int] = []
+    group = click.Group("g", context_settings=cli.context_settings)
+    group.add_command(
+        click.Command("c", params=[click.Option(["--max-n"], type=int)], callback=lambda max_n: seen.append(max_n))
+    )
+    group.main(["c", "--max_n", "3"], standalone_mode=False)
+    assert seen == [3]

@@ -1,0 +1,73 @@
+"""Where our options end and the script's begin."""
+
+import click
+import pytest
+from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoprec.cli.script import script_command, split_script
+
+TAKES = {"--trials": True, "--max-divergence": True, "-o": True, "--json": False, "-q": False}
+
+
+@pytest.mark.parametrize(
+    ("line", "own", "script"),
+    [
+        ("train.py", "", "train.py"),
+        ("train.py --trials 3 --json", "", "train.py --trials 3 --json"),
+        ("--trials 3 train.py --lr 1", "--trials 3", "train.py --lr 1"),
+        ("--trials=3 train.py", "--trials=3", "train.py"),
+        ("--max_divergence 0.1 train.py", "--max_divergence 0.1", "train.py"),
+        ("--json -q -o p.yaml train.py -o x", "--json -q -o p.yaml", "train.py -o x"),
+        ("--json -m pkg.mod --lr 3", "--json", "-m pkg.mod --lr 3"),
+        ("train.py -m fast", "", "train.py -m fast"),
+        ("--json -- torchrun --nproc 2 train.py", "--json", "-- torchrun --nproc 2 train.py"),
+        ("train.py -- x", "", "train.py -- x"),
+        ("--trials", "--trials", ""),
+        ("--", "", ""),
+        ("", "", ""),
+    ],
+)
+def test_the_split(line: str, own: str, script: str) -> None:
+    assert split_script(line.split(), TAKES) == (own.split(), script.split())
+
+
+@given(st.lists(st.sampled_from(["--json", "-q", "--x", "-m", "--", "train.py", "a b", "-o"]), max_size=6))
+def test_a_scripts_own_arguments_are_never_touched(arguments: list[str]) -> None:
+    assert split_script(["--json", "train.py", *arguments], TAKES) == (["--json"], ["train.py", *arguments])
+
+
+@script_command("demo")
+@click.option("--max-steps", type=int, default=0)
+@click.option("--json", "as_json", is_flag=True)
+def demo(script: tuple[str, ...], max_steps: int, as_json: bool) -> None:
+    """Print what arrived."""
+    click.echo(repr((list(script), max_steps, as_json)))
+
+
+@pytest.mark.parametrize(
+    ("line", "arrived"),
+    [
+        ("--max-steps 3 train.py --max-steps 9", (["train.py", "--max-steps", "9"], 3, False)),
+        ("--json -m pkg.mod --json", (["-m", "pkg.mod", "--json"], 0, True)),
+        ("-- torchrun train.py", (["--", "torchrun", "train.py"], 0, False)),
+        ("train.py --help", (["train.py", "--help"], 0, False)),
+    ],
+)
+def test_a_command_receives_the_scripts_tokens(line: str, arrived: object) -> None:
+    result = CliRunner().invoke(demo, line.split())
+    assert result.exit_code == 0, result.output
+    assert result.output.strip() == repr(arrived)
+
+
+def test_a_command_without_a_script_says_so() -> None:
+    result = CliRunner().invoke(demo, ["--json"])
+    assert result.exit_code == 2
+    assert "train.py [SCRIPT ARGS]" in result.output
+
+
+def test_an_unknown_option_before_the_script_is_refused_with_the_nearest() -> None:
+    result = CliRunner().invoke(demo, ["--max-step", "3", "train.py"])
+    assert result.exit_code == 2
+    assert "--max-steps" in result.output
