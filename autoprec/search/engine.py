@@ -120,7 +120,9 @@ class Search:
 
     def _open_store(self) -> StudyStore:
         url = self.options.storage or default_storage(self.study_dir)
-        return StudyStore(url, self.options.study, ("step_time_ms", "divergence"), resume=self.options.resume)
+        begun = not self.options.storage and (self.study_dir / "study.db").exists()
+        objectives = ("step_time_ms", "divergence")
+        return StudyStore(url, self.options.study, objectives, resume=self.options.resume, begun=begun)
 
     def _record(self, pool: HostPool) -> GraphReport:
         result = pool.run(TrialSpec(kind="record", steps=1, timeout_s=600))

@@ -43,18 +43,22 @@ class StudyStore:
         name: study name.
         objectives: names of the minimised objectives, in order.
         resume: continue an existing study; without it an existing one is refused.
+        begun: the storage was there before; then a resumed study that is missing was killed before its first
+            transaction, and is begun anew.
 
     Raises:
         StudyError: it exists and ``resume`` is off, does not exist and ``resume`` is on, or the storage is damaged.
     """
 
-    def __init__(self, url: str, name: str, objectives: Sequence[str], *, resume: bool) -> None:
+    def __init__(
+        self, url: str, name: str, objectives: Sequence[str], *, resume: bool, begun: bool = False
+    ) -> None:
         self.url, self.name, self.objectives = url, name, tuple(objectives)
         self._storage = self._guarded(lambda: optuna.storages.RDBStorage(url))
         existing = name in {s.study_name for s in self._guarded(self._storage.get_all_studies)}
         if existing and not resume:
             raise StudyError(f"a study named '{name}' exists already", where=url, fix="add --resume, or --study NEW")
-        if not existing and resume:
+        if not existing and resume and not begun:
             raise StudyError(f"there is no study named '{name}' to resume", where=url, fix="leave out --resume")
         self._rdb = self._guarded(
             lambda: optuna.create_study(

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoprec.errors import ScriptError
+from autoprec.search.hosts import HostPool
+from autoprec.testing.simulated import SimulatedRunner, SimulatedScript
+from autoprec.trial.protocol import HostInfo, TrialSpec
+
+
+class Recorded(SimulatedRunner):
+    closed: list[int]
+
+    def close(self) -> None:
+        self.closed.append(self.seed)
+
+
+def pool(tmp_path: Path, closed: list[int], started: list[int]) -> HostPool:
+    def make(seed: int, _folder: Path) -> Recorded:
+        runner = Recorded(SimulatedScript(), seed)
+        runner.closed = closed
+        started.append(seed)
+        return runner
+
+    return HostPool(make, tmp_path)
+
+
+def test_a_host_is_started_once_when_first_needed_and_ended_with_the_pool(tmp_path: Path) -> None:
+    closed: list[int] = []
+    started: list[int] = []
+    with pool(tmp_path, closed, started) as hosts:
+        hosts.prepare(1)
+        assert hosts.run(TrialSpec(steps=4), 1).ok
+        assert hosts.run(TrialSpec(steps=4), 0).ok
+        assert hosts.run(TrialSpec(steps=4), 1).ok
+        assert started == [1, 0]
+        hosts.release(1)
+        assert closed == [1]
+    assert sorted(closed) == [0, 1]
+
+
+def test_a_script_that_fails_is_reported_where_its_host_is_needed(tmp_path: Path) -> None:
+    class Failing(SimulatedRunner):
+        def start(self) -> HostInfo:
+            raise ScriptError("it raised before its first step")
+
+    with HostPool(lambda seed, _folder: Failing(SimulatedScript(), seed), tmp_path) as hosts:
+        hosts.prepare(0)
+        with pytest.raises(ScriptError, match="first step"):
+            hosts.run(TrialSpec())

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import shlex
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoprec.errors import StudyError, UsageError
+from autoprec.search.options import SearchOptions, check_signature, parse_bytes, parse_duration, parse_share
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("90", 90), ("90s", 90), ("20m", 1200), ("1.5h", 5400), (" 2 m ", 120), ("0.5s", 0.5)]
+)
+def test_durations(text: str, seconds: float) -> None:
+    assert parse_duration(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-3m", "3d", "0s", "1m30s"])
+def test_what_is_no_duration_says_how_to_write_one(text: str) -> None:
+    with pytest.raises(UsageError, match="duration") as error:
+        parse_duration(text)
+    assert "20m" in error.value.fix
+
+
+@pytest.mark.parametrize(("text", "share"), [("0.25%", 0.0025), ("0.0025", 0.0025), ("1 %", 0.01), ("1e-3", 1e-3)])
+def test_shares(text: str, share: float) -> None:
+    assert parse_share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("text", "amount"), [("60GB", 60 * 10**9), ("512MiB", 512 * 2**20), ("1k", 1000), ("7", 7), ("1.5gb", 1_500_000_000)]
+)
+def test_bytes(text: str, amount: int) -> None:
+    assert parse_bytes(text) == amount
+
+
+@given(st.text(max_size=12))
+def test_parsers_accept_or_refuse_and_never_crash(text: str) -> None:
+    for parse in (parse_duration, parse_share, parse_bytes):
+        try:
+            assert parse(text) >= 0
+        except UsageError:
+            pass
+
+
+@pytest.mark.parametrize("field", ["trials", "steps", "warmup", "seeds", "finalists"])
+def test_zero_is_refused_by_the_name_of_its_option(field: str) -> None:
+    with pytest.raises(UsageError, match=f"--{field} 0"):
+        SearchOptions(command=("train.py",), **{field: 0})  # type: ignore[arg-type]
+
+
+def test_the_resume_command_repeats_every_option_that_was_changed() -> None:
+    options = SearchOptions(
+        command=("my train.py", "--lr", "0.1"), study="s 1", trials=50, budget_s=90.0, target="h100", force=True
+    )
+    words = shlex.split(options.resume_command())
+    assert words[:3] == ["autoprec", "search", "--resume"]
+    assert words[-3:] == ["my train.py", "--lr", "0.1"]
+    for pair in (["--study", "s 1"], ["--trials", "50"], ["--budget", "90s"], ["--target", "h100"]):
+        assert pair[1] == words[words.index(pair[0]) + 1]
+    assert "--force" in words
+    assert "--steps" not in words
+
+
+def test_the_signature_covers_what_changes_the_answer_and_nothing_else() -> None:
+    base = SearchOptions(command=("train.py",))
+    sign = base.signature("space", "model")
+    assert SearchOptions(command=("train.py",), trials=99, workers=3, output="x").signature("space", "model") == sign
+    for change in ({"steps": 21}, {"reference": "fp32"}, {"target": "h100"}, {"cost_scale": "width=2"}):
+        assert SearchOptions(command=("train.py",), **change).signature("space", "model") != sign  # type: ignore[arg-type]
+    assert base.signature("other", "model") != sign
+    with pytest.raises(StudyError, match="model: was 'model', is 'new'"):
+        check_signature(sign, base.signature("space", "new"), where="study")

@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autoprec.cost import StepEstimate
+from autoprec.search.score import Reference, score
+from autoprec.trial.protocol import TrialResult
+
+REFERENCE = Reference(losses=(3.0, 2.5, 2.2, 2.0), step_ms=100.0, memory_bytes=1000, samples=8, warmup=1)
+
+
+def result(losses: tuple[float, ...] = (3.0, 2.5, 2.2, 2.0), **changes: object) -> TrialResult:
+    values = {"losses": losses, "step_ms": (400.0, 50.0, 50.0, 50.0), "warmup": 1, "memory_bytes": 700} | changes
+    return TrialResult("ok", **values)  # type: ignore[arg-type]
+
+
+def test_a_timed_trial() -> None:
+    scored = score(result(), REFERENCE, estimate=None, gradient_error=0.01)
+    assert scored.metrics["speedup"] == pytest.approx(2.0)
+    assert scored.metrics["throughput"] == pytest.approx(20.0)
+    assert scored.metrics["samples_per_s"] == pytest.approx(160.0)
+    assert scored.metrics["divergence"] == 0
+    assert scored.sources["step_time_ms"] == "measured"
+    assert scored.sources["gradient_error"] == "modelled"
+
+
+def test_a_rehearsed_trial_takes_time_and_memory_from_the_model_and_the_loss_from_the_run() -> None:
+    estimate = StepEstimate(time_ms=25.0, low_ms=20.0, high_ms=30.0, memory_bytes=5000)
+    scored = score(result((3.0, 2.5, 2.21, 2.0)), REFERENCE, estimate=estimate, gradient_error=0.01)
+    assert scored.metrics["speedup"] == pytest.approx(4.0)
+    assert scored.metrics["memory_bytes"] == 5000
+    assert scored.metrics["divergence"] == pytest.approx((0.01 / 2.2) / 2)
+    assert scored.sources["speedup"] == "modelled"
+    assert scored.sources["divergence"] == "measured"
+
+
+def test_a_loss_that_ends_non_finite_is_diverged_and_has_no_metrics() -> None:
+    scored = score(result((3.0, 2.5, math.nan, 2.0)), REFERENCE, estimate=None, gradient_error=0.0)
+    assert (scored.status, scored.metrics) == ("diverged", {})
+
+
+def test_failures_keep_their_reason() -> None:
+    scored = score(TrialResult("oom", "out of memory"), REFERENCE, estimate=None, gradient_error=0.0)
+    assert (scored.status, scored.reason, scored.metrics) == ("oom", "out of memory", {})

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import optuna
+import pytest
+
+from autoprec.errors import StudyError
+from autoprec.search.records import TrialRecord
+from autoprec.search.study import StudyStore, default_storage
+
+SPACE = {f"layer:{i}": optuna.distributions.CategoricalDistribution(("keep", "bf16")) for i in range(4)}
+OBJECTIVES = ("step_time_ms", "divergence")
+
+
+def store(folder: Path, *, resume: bool = False) -> StudyStore:
+    return StudyStore(default_storage(folder), "study", OBJECTIVES, resume=resume)
+
+
+def record(number: int, params: dict[str, str], status: str = "ok", kind: str = "search") -> TrialRecord:
+    metrics = {"step_time_ms": 10 + number, "divergence": 0.001} if status == "ok" else {}
+    return TrialRecord(number, kind, f"trial {number}", params, {"schema": "x"}, status, metrics=metrics)
+
+
+def run(target: StudyStore, count: int) -> list[dict[str, str]]:
+    asked = []
+    for _ in range(count):
+        trial = target.ask()
+        asked.append(dict(trial.params))
+        target.tell(trial, record(target.next_number(), dict(trial.params)))
+    return asked
+
+
+def test_presets_are_asked_first_and_by_name(tmp_path: Path) -> None:
+    study = store(tmp_path)
+    low = dict.fromkeys(SPACE, "bf16")
+    study.start(optuna.samplers.RandomSampler(seed=0), SPACE, [("all bf16", low)])
+    trial = study.ask()
+    assert trial.params == low
+    assert trial.user_attrs["preset"] == "all bf16"
+
+
+def test_finished_trials_survive_and_are_replayed(tmp_path: Path) -> None:
+    first = store(tmp_path)
+    first.start(optuna.samplers.RandomSampler(seed=0), SPACE, [])
+    asked = run(first, 5)
+    second = store(tmp_path, resume=True)
+    second.start(optuna.samplers.RandomSampler(seed=0), SPACE, [("done before", asked[0])])
+    assert [r.params for r in second.learned()] == asked
+    assert second.next_number() == 5
+    assert "preset" not in second.ask().user_attrs
+
+
+def test_nothing_is_left_running_by_a_driver_that_dies_between_ask_and_tell(tmp_path: Path) -> None:
+    first = store(tmp_path)
+    first.start(optuna.samplers.RandomSampler(seed=0), SPACE, [])
+    run(first, 2)
+    first.ask()
+    study = optuna.load_study(study_name="study", storage=default_storage(tmp_path))
+    assert [t.state for t in study.trials] == [optuna.trial.TrialState.COMPLETE] * 2
+
+
+def test_failures_and_prunings_are_counted_as_such(tmp_path: Path) -> None:
+    study = store(tmp_path)
+    study.start(optuna.samplers.RandomSampler(seed=0), SPACE, [])
+    for status in ("ok", "oom", "pruned", "diverged"):
+        trial = study.ask()
+        study.tell(trial, record(study.next_number(), dict(trial.params), status))
+    study.add(record(study.next_number(), {}, kind="finalist"))
+    assert study.count() == {"complete": 1, "failed": 2, "pruned": 1}
+
+
+def test_a_duplicate_is_answered_without_being_stored(tmp_path: Path) -> None:
+    study = store(tmp_path)
+    study.start(optuna.samplers.RandomSampler(seed=0), SPACE, [])
+    run(study, 1)
+    trial = study.ask()
+    study.forget(trial, study.learned()[0])
+    assert len(store(tmp_path, resume=True).records) == 1
+
+
+def test_integer_metrics_do_not_reach_optuna_as_integers(tmp_path: Path) -> None:
+    study = store(tmp_path)
+    study.start(optuna.samplers.TPESampler(seed=0, n_startup_trials=1), SPACE, [])
+    run(study, 4)
+
+
+def test_the_signature_is_kept(tmp_path: Path) -> None:
+    study = store(tmp_path)
+    assert study.signature is None
+    study.set_signature({"steps": 20})
+    assert store(tmp_path, resume=True).signature == {"steps": 20}
+
+
+def test_existing_and_missing_studies(tmp_path: Path) -> None:
+    with pytest.raises(StudyError, match="no study named"):
+        store(tmp_path, resume=True)
+    store(tmp_path)
+    with pytest.raises(StudyError, match="exists already"):
+        store(tmp_path)
+
+
+@pytest.mark.parametrize("damage", [b"", b"this is not a database, and long enough to be read as one" * 40])
+def test_a_damaged_file_is_a_study_error(tmp_path: Path, damage: bytes) -> None:
+    study = store(tmp_path)
+    study.start(optuna.samplers.RandomSampler(seed=0), SPACE, [])
+    run(study, 1)
+    path = tmp_path / "study.db"
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if not damage else damage)
+    with pytest.raises(StudyError):
+        loaded = store(tmp_path, resume=True)
+        raise StudyError(f"loaded {len(loaded.records)} records from a damaged file")
+
+
+def test_each_trial_is_one_transaction(tmp_path: Path) -> None:
+    study = store(tmp_path)
+    study.start(optuna.samplers.RandomSampler(seed=0), SPACE, [])
+    trial = study.ask()
+    with sqlite3.connect(tmp_path / "study.db") as before:
+        assert before.execute("select count(*) from trials").fetchone() == (0,)
+    study.tell(trial, record(0, dict(trial.params)))
+    with sqlite3.connect(tmp_path / "study.db") as after:
+        assert after.execute("select count(*) from trials").fetchone() == (1,)
+        assert after.execute("select count(*) from trial_params").fetchone() == (len(SPACE),)
+    before.close()
+    after.close()
