@@ -24,10 +24,12 @@ def _recorded(script: tuple[str, ...], timeout_s: float) -> tuple[Any, str]:
     from autoprec.trial.runner import TrialRunner
 
     command = ScriptCommand.parse(list(script))
-    with tempfile.TemporaryDirectory(prefix="autoprec-estimate-") as directory:
-        with TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner:
-            host = runner.start()
-            result = runner.run(TrialSpec(kind="record", warmup=0, steps=1))
+    with (
+        tempfile.TemporaryDirectory(prefix="autoprec-estimate-") as directory,
+        TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner,
+    ):
+        host = runner.start()
+        result = runner.run(TrialSpec(kind="record", warmup=0, steps=1))
     if not result.ok or "graph" not in result.payload:
         raise ScriptError(
             f"the step could not be recorded: {result.reason or result.status}",

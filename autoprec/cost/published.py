@@ -114,7 +114,8 @@ def _linear_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> l
     for row in rows:
         device = published_target(row["target"])
         rates = override.get(device.architecture) or default_rates(device)
-        work = GemmWork(*row["shape"], batch=1, copies=1.0, roles=("fprop", "dgrad", "wgrad"))
+        m, k, n = row["shape"]
+        work = GemmWork(m, k, n, 1, 1.0, ("fprop", "dgrad", "wgrad"))
         base = layer_cost(device, rates, work, family_plan("bf16"), script="bf16").seconds
         for family, measured in row["speedup"].items():
             other = layer_cost(device, rates, work, family_plan(family), script="bf16").seconds

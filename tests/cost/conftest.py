@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import pytest
+
+from autoprec.cost.transformer import PRESETS, DecoderConfig, decoder_report
+from autoprec.graph.report import GraphReport
+from autoprec.policy.schema import LayerPlan
+from autoprec.recipes import BUILTIN_RECIPES
+
+FP8 = ("bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise")
+
+
+Uniform = Callable[..., Mapping[str, Mapping[str, LayerPlan]]]
+
+
+def _uniform(report: GraphReport, names: Iterable[str] = FP8) -> Mapping[str, Mapping[str, LayerPlan]]:
+    return {name: {layer.name: LayerPlan.uniform(BUILTIN_RECIPES[name]) for layer in report.tunable} for name in names}
+
+
+@pytest.fixture(scope="session")
+def uniform() -> Uniform:
+    """A function: report, recipe names -> choice -> layer -> plan."""
+    return _uniform
+
+
+@pytest.fixture(scope="session")
+def tiny() -> GraphReport:
+    """A GPT as small as the examples: width 256, 4 blocks, 2048 tokens."""
+    return decoder_report(DecoderConfig(256, 4, 4, 1024, 256, gated=False), batch=16, seq=128)
+
+
+@pytest.fixture(scope="session")
+def large() -> GraphReport:
+    """Llama3-8B, one sequence of 8192 tokens."""
+    return decoder_report(PRESETS["llama3-8b"], batch=1, seq=8192)
+
+
+@pytest.fixture
+def cpu_rates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU with AMX: bf16 multiplies four times faster than fp32, and nothing is measured."""
+    from autoprec.cost import cpu, model
+
+    rates = {
+        **cpu.FALLBACK,
+        "gemm": {
+            "fp32": {role: [1e-11, 2e-11, 1e-5] for role in ("fprop", "dgrad", "wgrad")},
+            "bf16": {role: [2.5e-12, 2e-11, 1e-5] for role in ("fprop", "dgrad", "wgrad")},
+        },
+    }
+    monkeypatch.setattr(model, "cpu_rates", lambda: (rates, "modelled, test rates"))

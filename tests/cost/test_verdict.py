@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from autoprec.cost import CostModel, CostScale
+from autoprec.graph.report import GraphReport
+from autoprec.hardware import TARGETS
+from autoprec.policy.schema import LayerPlan
+from autoprec.recipes import BUILTIN_RECIPES as R
+
+Uniform = Callable[..., Any]
+
+
+def test_a_tiny_model_stays_in_bf16_and_says_why(tiny: GraphReport, uniform: Uniform) -> None:
+    found = CostModel(tiny, TARGETS["h100"]).verdict(uniform(tiny))
+    assert found.kind == "stay"
+    assert found.baseline == "bf16"
+    assert found.bound_speedup < 1.03
+    assert "too small" in found.reason
+    assert "H100" in found.reason
+    assert sum(share for name, share in found.shares.items() if name != "tunable") == pytest.approx(1.0)
+    assert len(found.rows) == len(tiny.tunable)
+    assert all(row["best"] == "bf16" and "below break-even" in row["reason"] for row in found.rows)
+
+
+def test_the_same_model_scaled_up_is_worth_a_search(tiny: GraphReport, uniform: Uniform) -> None:
+    scale = CostScale.parse("width=16,depth=4,tokens=32")
+    found = CostModel(tiny, TARGETS["h100"], scale=scale).verdict(uniform(tiny))
+    assert found.kind == "search"
+    assert found.bound_speedup > 1.3
+    best = {row["name"]: row["best"] for row in found.rows}
+    assert best["lm_head"] == "bf16"  # 256 words: below break-even at any width
+    assert best["model.layers.0.mlp.up_proj"].startswith("fp8")
+    assert found.bound_speedup >= found.best_uniform[1]
+    assert "width=16" in found.label
+
+
+def test_one_choice_that_reaches_the_bound_is_adopted(large: GraphReport, uniform: Uniform) -> None:
+    found = CostModel(large, TARGETS["h100"]).verdict(uniform(large))
+    assert found.kind == "adopt"
+    assert found.best_uniform[0] == "fp8_delayed"
+    assert found.low < found.bound_speedup < found.high
+
+
+def test_a_gpu_without_fp8_says_so(large: GraphReport, uniform: Uniform) -> None:
+    found = CostModel(large, TARGETS["a100"]).verdict(uniform(large))
+    assert found.kind == "stay"
+    assert "compute capability 8.0 multiplies no FP8" in found.reason
+    assert "compute capability" in found.rows[0]["refused"]["fp8_rowwise"]
+
+
+def test_without_bf16_among_the_choices_the_script_is_the_baseline(large: GraphReport, uniform: Uniform) -> None:
+    found = CostModel(large, TARGETS["h100"]).verdict(uniform(large, ["fp8_tensorwise"]))
+    assert found.baseline == "keep"
+    named = CostModel(large, TARGETS["h100"]).verdict(uniform(large), baseline="fp8_tensorwise")
+    assert named.baseline == "fp8_tensorwise"
+    assert named.bound_speedup < found.bound_speedup
+
+
+def test_on_the_cpu_the_script_is_the_baseline_and_fp8_never_pays(
+    tiny: GraphReport, uniform: Uniform, cpu_rates: None
+) -> None:
+    fp32 = replace(
+        tiny,
+        layers=tuple(replace(layer, dtype="fp32") for layer in tiny.layers),
+        operators=tuple(replace(op, dtypes=("fp32",), bytes=2 * op.bytes) for op in tiny.operators),
+    )
+    found = CostModel(fp32, TARGETS["cpu"]).verdict(uniform(fp32))
+    assert found.baseline == "keep"
+    assert found.kind in ("adopt", "search")
+    assert found.best_uniform[0] == "bf16"
+    assert {row["best"] for row in found.rows} == {"bf16"}
+
+
+def test_threshold_moves_the_line(tiny: GraphReport, uniform: Uniform) -> None:
+    model = CostModel(tiny, TARGETS["h100"], scale=CostScale(width=8))
+    assert model.verdict(uniform(tiny)).kind == "search"
+    assert model.verdict(uniform(tiny), threshold=1.0).kind == "stay"
+
+
+def test_nothing_to_tune(tiny: GraphReport) -> None:
+    frozen = replace(tiny, layers=tuple(replace(layer, tunable=False) for layer in tiny.layers))
+    found = CostModel(frozen, TARGETS["h100"]).verdict({"bf16": {}})
+    assert (found.kind, found.reason) == ("stay", "the model has no tunable layer")
+
+
+def test_the_verdict_is_plain_data(tiny: GraphReport, uniform: Uniform) -> None:
+    import json
+
+    assert json.loads(json.dumps(CostModel(tiny, TARGETS["h100"]).verdict(uniform(tiny)).to_json()))["kind"] == "stay"
+
+
+def test_mixed_gemms_are_judged_too(large: GraphReport) -> None:
+    plan = LayerPlan(fprop=R["fp8_rowwise"], dgrad=R["fp8_rowwise"], wgrad=R["bf16"])
+    choices = {
+        "bf16": {layer.name: LayerPlan.uniform(R["bf16"]) for layer in large.layers},
+        "gw": {layer.name: plan for layer in large.layers},
+    }
+    assert CostModel(large, TARGETS["h100"]).verdict(choices).bound_speedup > 1.0

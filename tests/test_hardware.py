@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from autoprec.errors import FileError, UnknownNameError
+from autoprec.hardware import (
+    FAMILIES,
+    TARGETS,
+    alignment,
+    by_device_name,
+    load_targets,
+    recipe_family,
+    target,
+    target_from_dict,
+)
+from autoprec.recipes import BUILTIN_RECIPES, Recipe
+
+REQUIRED = [
+    "a100",
+    "h100",
+    "h100-pcie",
+    "h100-nvl",
+    "h200",
+    "h200-nvl",
+    "h20",
+    "b200",
+    "b300",
+    "gb200",
+    "l40s",
+    "rtx4090",
+    "rtx5090",
+    "mi300x",
+    "mi325x",
+    "cpu",
+]
+
+
+def test_the_table_has_every_promised_target() -> None:
+    assert set(REQUIRED) <= set(TARGETS)
+
+
+@pytest.mark.parametrize("name", [name for name in REQUIRED if name != "cpu"])
+def test_every_gpu_has_a_source_a_date_and_plausible_figures(name: str) -> None:
+    entry = TARGETS[name]
+    assert len(entry.source) > 20
+    assert re.fullmatch(r"20\d\d-\d\d", entry.date)
+    assert 0.5e12 < entry.bandwidth < 12e12
+    assert 16e9 < entry.memory_bytes < 400e9
+    # dense peaks grow with fewer bits, and never by more than a sparse figure taken for a dense one would
+    assert 1.0 <= entry.peaks["bf16"] / entry.peaks["tf32"] <= 4.0
+    if "fp8" in entry.peaks:
+        assert entry.peaks["fp8"] / entry.peaks["bf16"] == pytest.approx(2.0, rel=0.03)
+    assert {"scale_up", "scale_out"} == set(entry.links)
+    assert set(entry.recipes) == set(FAMILIES) - {"fp32", "tf32", "bf16", "fp16"}
+
+
+def test_known_peaks_are_dense_not_sparse() -> None:
+    assert TARGETS["h100"].peaks["bf16"] == pytest.approx(989, rel=0.01)
+    assert TARGETS["h200-nvl"].peaks["fp8"] == pytest.approx(1671, rel=0.01)
+    assert TARGETS["rtx5090"].bandwidth == pytest.approx(1.792e12)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "family"),
+    [
+        ("bf16", "bf16"),
+        ("fp8_tensorwise", "fp8_tensor"),
+        ("fp8_delayed", "fp8_delayed"),
+        ("fp8_rowwise", "fp8_row"),
+        ("fp8_block", "fp8_block"),
+        ("mxfp8", "mxfp8"),
+        ("nvfp4", "nvfp4"),
+        ("int8", "int8"),
+    ],
+)
+def test_recipes_have_families(recipe: str, family: str) -> None:
+    assert recipe_family(BUILTIN_RECIPES[recipe]) == family
+    assert family in FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "ok"),
+    [
+        ("a100", "fp8_rowwise", False),
+        ("a100", "bf16", True),
+        ("h100", "fp8_block", True),
+        ("h100", "mxfp8", False),
+        ("l40s", "fp8_tensorwise", True),
+        ("l40s", "fp8_block", False),
+        ("b200", "nvfp4", True),
+        ("rtx5090", "mxfp8", False),
+        ("mi300x", "fp8_rowwise", True),
+        ("mi300x", "nvfp4", False),
+        ("cpu", "nvfp4", True),
+    ],
+)
+def test_capability_comes_with_a_reason(name: str, recipe: str, ok: bool) -> None:
+    found = TARGETS[name].can_run(BUILTIN_RECIPES[recipe])
+    assert found.ok is ok
+    assert ok or len(found.reason) > 20
+
+
+def test_keep_always_runs_and_alignment_grows_with_block_size() -> None:
+    assert TARGETS["a100"].can_run(None).ok
+    assert alignment("bf16") == 1
+    assert alignment("fp8_row") == 16
+    assert alignment("mxfp8") == 32
+    assert alignment("fp8_block") == 128
+
+
+@pytest.mark.parametrize(
+    ("device", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA H100 PCIe", "h100-pcie"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA GB200", "gb200"),
+        ("NVIDIA B200", "b200"),
+        ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA GeForce RTX 4090", "rtx4090"),
+        ("AMD Instinct MI300X", "mi300x"),
+    ],
+)
+def test_device_names_are_recognised(device: str, name: str) -> None:
+    found = by_device_name(device)
+    assert found is not None
+    assert found.name == name
+
+
+def test_an_unknown_device_is_not_guessed() -> None:
+    assert by_device_name("Some Accelerator 9000") is None
+
+
+def test_unknown_target_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'h100'"):
+        target("h10")
+    assert target("H200").name == "h200"
+
+
+OWN = """
+schema: autoprec.targets/1
+targets:
+  mycard:
+    {title: My card, vendor: nvidia, architecture: hopper, capability: "9.0", units: 100, memory: 40, bandwidth: 1500,
+     peaks: {fp32: 30, tf32: 200, bf16: 400, fp8: 800}, links: {scale_up: 100, scale_out: 10},
+     source: me, date: "2026-01"}
+"""
+
+
+def test_users_add_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "cards.yaml"
+    path.write_text(OWN)
+    assert load_targets(path)["mycard"].peak("fp8_row") == pytest.approx(800e12)
+    assert target(str(path)).name == "mycard"
+    assert target(f"{path}:mycard").can_run(BUILTIN_RECIPES["fp8_rowwise"]).ok
+    with pytest.raises(UnknownNameError, match="target 'other'"):
+        target(f"{path}:other")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "match"),
+    [
+        ("units: 100", "units: 0", "units"),
+        ("bandwidth: 1500", "bandwidht: 1500", "bandwi"),
+        ("architecture: hopper", "architecture: hoper", "architecture 'hoper'"),
+        ("autoprec.targets/1", "autoprec.targets/9", "schema"),
+    ],
+)
+def test_a_bad_file_says_where(tmp_path: Path, old: str, new: str, match: str) -> None:
+    path = tmp_path / "cards.yaml"
+    path.write_text(OWN.replace(old, new))
+    with pytest.raises((FileError, UnknownNameError), match=match):
+        load_targets(path)
+
+
+def test_a_missing_peak_refuses_the_recipe() -> None:
+    document = {
+        "schema": "autoprec.targets/1",
+        "targets": {
+            "bare": {
+                "title": "Bare",
+                "vendor": "nvidia",
+                "architecture": "hopper",
+                "capability": "9.0",
+                "units": 1,
+                "memory": 1,
+                "bandwidth": 1,
+                "peaks": {"bf16": 1},
+                "links": {},
+                "source": "me",
+                "date": "2026-01",
+            }
+        },
+    }
+    bare = target_from_dict(document)["bare"]
+    assert not bare.can_run(BUILTIN_RECIPES["fp8_rowwise"]).ok
+    assert not bare.can_run(Recipe(format="fp32")).ok
