@@ -8,7 +8,7 @@ import click
 
 from autoprec.errors import FileError
 
-__all__ = ["export"]
+__all__ = ["export", "layer_names"]
 
 _TARGETS = (
     "python, torchao, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, deepspeed, msamp, axolotl, "
@@ -16,7 +16,7 @@ _TARGETS = (
 )
 
 
-def _layer_names(path: Path) -> tuple[str, ...]:
+def layer_names(path: Path) -> tuple[str, ...]:
     """Return the layer names of a file: what ``autoprec inspect --json`` prints, or one name per line."""
     from autoprec.files import read_document
 
@@ -50,7 +50,7 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
     from autoprec.files import write_atomic
     from autoprec.policy import load_policy
 
-    names = _layer_names(layers) if layers else ()
+    names = layer_names(layers) if layers else ()
     done = write(load_policy(policy), target, layers=names, allow_lossy=allow_lossy, name=policy.name)
     for name in done.files:
         if (output / name).exists() and not force:

@@ -12,9 +12,9 @@ from autoprec.export.base import Export, Losses, Request, recipes_of, state_loss
 from autoprec.export.naming import header
 from autoprec.export.python import operator_losses
 from autoprec.export.summary import lose_rule, main_plan
-from autoprec.export.transformer_engine import nested_recipe
+from autoprec.export.transformer_engine import nearest_te, nested_recipe
 from autoprec.policy import LayerPlan, dump_yaml, glob_regex
-from autoprec.recipes import GEMMS
+from autoprec.recipes import GEMMS, Recipe
 
 __all__ = ["DlfwInspectExporter", "section_pattern"]
 
@@ -24,8 +24,12 @@ def section_pattern(match: str, earlier: list[str]) -> str:
 
     ``infer_and_assign_layer_names`` puts ``model.`` before every name, which is allowed for.
     """
-    excluded = "".join(f"(?!(?:{glob_regex(glob)})$)" for glob in earlier)
-    return rf"^(?:model\.)?{excluded}(?:{glob_regex(match)})$"
+    excluded = "".join(rf"(?!(?:model\.)?(?:{glob_regex(glob)})$)" for glob in earlier)
+    return rf"^{excluded}(?:model\.)?(?:{glob_regex(match)})$"
+
+
+def _first_scaled(plan: LayerPlan) -> Recipe:
+    return next(recipe for recipe in recipes_of(plan) if recipe is not None and recipe.scaled)
 
 
 def _features(plan: LayerPlan) -> dict[str, Any]:
@@ -46,7 +50,8 @@ class DlfwInspectExporter:
         losses = Losses()
         rules = request.rules()
         main = main_plan(request)
-        target = next((r for r in recipes_of(main) if r is not None and r.scaled), None) if main else None
+        near = nearest_te(LayerPlan.uniform(_first_scaled(main)))[0] if main else None
+        target = near.fprop if near is not None and near.fprop is not None and near.fprop.scaled else None
         sections: dict[str, Any] = {}
         earlier: list[str] = []
         for index, rule in enumerate(rules):
@@ -72,7 +77,7 @@ class DlfwInspectExporter:
             "then debug_api.infer_and_assign_layer_names(model)",
             "for diagnosis: the debug path of Transformer Engine is slow",
         ]
-        if main is not None:
+        if target is not None:
             source, coarser = nested_recipe(LayerPlan.uniform(target))
             notes.append(f"run the model under te.autocast(recipe={source})" + (f" ({coarser})" if coarser else ""))
         text = dump_yaml(sections) if sections else "{}\n"

@@ -18,6 +18,7 @@ from autoprec.recipes import Recipe
 __all__ = ["MegatronExporter"]
 
 _OPTIMIZER = {
+    "gradients": ("--main-grads-dtype", {"bf16": "bf16"}),
     "weights": ("--main-params-dtype", {"fp16_scaled": "fp16"}),
     "exp_avg": ("--exp-avg-dtype", {"bf16": "bf16", "e4m3": "fp8"}),
     "exp_avg_sq": ("--exp-avg-sq-dtype", {"fp16_scaled": "fp16"}),
@@ -76,7 +77,7 @@ def _delayed_flags(recipe: Recipe, losses: Losses, rule: RulePlan) -> list[str]:
 def _state_flags(request: Request, losses: Losses) -> list[str]:
     flags = []
     for name, (flag, known) in _OPTIMIZER.items():
-        value = getattr(request.policy.optimizer, name)
+        value = getattr(request.policy.optimizer, name, "fp32")
         if value in known:
             flags.append(f"{flag} {known[value]}")
         elif value != "fp32":

@@ -41,11 +41,9 @@ def initialize(model, optimizer):
 
 def nearest_level(policy: Policy) -> tuple[str, OptimizerPolicy, CommunicationPolicy]:
     """Return the MS-AMP level whose state is nearest to a policy's, and what it stores and sends."""
-    name = "O2" if policy.optimizer.exp_avg == "e4m3" or policy.optimizer.exp_avg_sq == "fp16_scaled" else "O1"
-    optimizer = OptimizerPolicy(weights="fp16_scaled")
-    if name == "O2":
-        optimizer = OptimizerPolicy(weights="fp16_scaled", exp_avg="e4m3", exp_avg_sq="fp16_scaled")
-    return name, optimizer, CommunicationPolicy(gradients="fp8")
+    second = policy.optimizer.exp_avg == "e4m3" or policy.optimizer.exp_avg_sq == "fp16_scaled"
+    found = level("msamp-o2" if second else "msamp-o1")
+    return "O2" if second else "O1", found.optimizer, found.communication
 
 
 class MsAmpExporter:
@@ -67,14 +65,14 @@ class MsAmpExporter:
             losses.add(f"communication.gradients: {policy.communication.gradients}", f"fp8 (MS-AMP {name})")
         rules = request.rules()
         names = name_plans(policy, rules)
-        own = LayerPlan.uniform(level("O1").recipe)
+        own = LayerPlan.uniform(level("msamp-o1").recipe)
         eight = []
         for rule in rules:
             if is_scaled(rule.plan):
                 eight.append(names[rule.plan])
                 if rule.plan != own:
                     lose_rule(losses, rule, "MS-AMP's own recipe: fp8 delayed e4m3/e4m3/e5m2, 16 steps")
-            elif high_dtype(request, rule.plan) not in ("keep", "fp32", policy.activations):
+            elif high_dtype(request, rule.plan) not in ("keep", policy.activations):
                 lose_rule(losses, rule, "the layer as the script wrote it")
         operator_losses(request, losses)
         source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(set(eight))), LEVEL=name)

@@ -1,0 +1,36 @@
+"""``autoprec import``: another stack's configuration as a policy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from autoprec.errors import FileError
+
+__all__ = ["import_"]
+
+
+@click.command("import", short_help="Read another stack's configuration as a policy.")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--from", "source", default="auto", show_default=True, help="accelerate, megatron, te, or auto.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("policy.yaml"), show_default=True)
+@click.option("--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list).")
+@click.option("--force", is_flag=True, help="Overwrite the output.")
+def import_(file: Path, source: str, output: Path, layers: Path | None, force: bool) -> int:
+    """Read FILE (accelerate fp8_config, Megatron --te-precision-config-file, or TE recipe keys) as a policy.
+
+    Settings that their library accepts and ignores are translated or refused, and named on stderr.
+    """
+    from autoprec.cli.export import layer_names
+    from autoprec.export.importers import import_policy
+    from autoprec.files import read_document
+    from autoprec.policy import save_policy
+
+    if output.exists() and not force:
+        raise FileError("this file exists", where=str(output), fix="choose another -o, or pass --force")
+    done = import_policy(read_document(file), source, layers=layer_names(layers) if layers else ())
+    click.echo(str(save_policy(done.policy, output)))
+    for note in done.notes:
+        click.echo(f"note: {note}", err=True)
+    return 0

@@ -1,0 +1,222 @@
+"""What people have today, read as policies: accelerate's ``fp8_config``, Megatron's precision YAML, TE's kwargs.
+
+A setting that its library accepts and ignores is translated into what it was meant to do, or refused; it is never
+carried along silently. Every such decision is a note.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoprec.errors import FileError, UnknownNameError
+from autoprec.levels import level
+from autoprec.policy import Policy, escape, policy_from_dict
+from autoprec.recipes import BUILTIN_RECIPES
+
+__all__ = ["SOURCES", "Imported", "detect", "import_policy"]
+
+SOURCES = ("accelerate", "megatron", "te")
+_TE_KEYS = {
+    "margin",
+    "interval",
+    "fp8_format",
+    "amax_history_len",
+    "amax_compute_algo",
+    "override_linear_precision",
+    "use_autocast_during_eval",
+    "use_mxfp8_block_scaling",
+}
+#: What accelerate's own wizard writes and its launcher does not read.
+_MISNAMED = {
+    "amax_history_length": "amax_history_len",
+    "amax_compute_algorithm": "amax_compute_algo",
+    "optimization_level": "opt_level",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """A policy, and what a person should know about how it was read."""
+
+    policy: Policy
+    notes: tuple[str, ...]
+
+
+def detect(document: Mapping[str, Any]) -> str:
+    """Return which of :data:`SOURCES` a document is.
+
+    Raises:
+        FileError: none of them.
+    """
+    if "configs" in document and "matchers" in document:
+        return "megatron"
+    if "fp8_config" in document or "mixed_precision" in document:
+        return "accelerate"
+    if document and set(document) <= _TE_KEYS:
+        return "te"
+    raise FileError(
+        "this is no accelerate, Megatron or Transformer Engine configuration",
+        fix="expected fp8_config or mixed_precision, configs with matchers, or TE recipe keys such as fp8_format",
+    )
+
+
+def import_policy(document: Mapping[str, Any], source: str = "auto", *, layers: Sequence[str] = ()) -> Imported:
+    """Read another stack's configuration as a policy.
+
+    Args:
+        document: the parsed YAML or JSON.
+        source: one of :data:`SOURCES`, or ``auto``.
+        layers: names of the model's linear layers; accelerate keeps the first and last in high precision.
+
+    Raises:
+        FileError: a value that the stack itself would refuse, or that means nothing any more.
+        UnknownNameError: no such source.
+    """
+    found = detect(document) if source == "auto" else source
+    readers = {"accelerate": _accelerate, "megatron": _megatron, "te": _te}
+    if found not in readers:
+        raise UnknownNameError("import source", found, readers)
+    notes: list[str] = []
+    body = readers[found](document, layers, notes)
+    policy = policy_from_dict({"schema": "autoprec.policy/1", **body}, where=f"{found} configuration")
+    return Imported(policy, tuple(notes))
+
+
+def _bool(value: Any, where: str) -> bool:
+    if isinstance(value, bool):
+        return value
+    raise FileError(f"{where} is {value!r}, not true or false", fix="write a YAML list: [false, false, true]")
+
+
+def _int(value: Any, where: str) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise FileError(f"{where} is {value!r}, not an integer")
+
+
+def _te_recipe(keys: Mapping[str, Any], notes: list[str], history: int, algo: str) -> dict[str, Any]:
+    """Return (the body of) a policy from TE's DelayedScaling keys; defaults are the reading library's own."""
+    if keys.get("use_mxfp8_block_scaling"):
+        return {"recipes": {"mxfp8": {"format": "mxfp8"}}, "default": "mxfp8", "activations": "bf16"}
+    form = str(keys.get("fp8_format", "HYBRID")).upper()
+    if form not in ("HYBRID", "E4M3"):
+        raise FileError(f"fp8_format {form} is not trainable", fix="use HYBRID or E4M3")
+    if keys.get("interval", 1) != 1:
+        notes.append(f"interval {keys['interval']}: Transformer Engine ignores it since 1.8; left out")
+    scaling = {
+        "granularity": "tensor",
+        "scale": "delayed",
+        "margin": _int(keys.get("margin", 0), "margin"),
+        "amax_history_len": _int(keys.get("amax_history_len", history), "amax_history_len"),
+        "amax_compute_algo": str(keys.get("amax_compute_algo", algo)).lower(),
+    }
+    operands = {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2" if form == "HYBRID" else "e4m3"}
+    recipe = {"format": "fp8", "scaling": scaling, "operands": operands}
+    body: dict[str, Any] = {"recipes": {"fp8_delayed": recipe}, "default": "fp8_delayed", "activations": "bf16"}
+    override = keys.get("override_linear_precision", [False] * 3)
+    if not isinstance(override, (list, tuple)) or len(override) != 3:
+        raise FileError(f"override_linear_precision is {override!r}", fix="write a YAML list: [false, false, true]")
+    wanted = tuple(_bool(value, "override_linear_precision") for value in override)
+    if wanted == (False, False, True):
+        notes.append("override_linear_precision: Transformer Engine ignores it since 2.0; read as wgrad in bf16")
+        body["recipes"]["bf16"] = {"format": "bf16"}
+        body["layers"] = [{"match": "*", "recipe": "fp8_delayed", "gemms": {"wgrad": "bf16"}}]
+        body["default"] = "keep"
+    elif any(wanted):
+        raise FileError(
+            f"override_linear_precision {list(wanted)} never existed", fix="only [false, false, true] did, before 2.0"
+        )
+    return body
+
+
+def _te(document: Mapping[str, Any], _layers: Sequence[str], notes: list[str]) -> dict[str, Any]:
+    unknown = set(document) - _TE_KEYS
+    if unknown:
+        raise FileError(f"unknown keys: {', '.join(sorted(unknown))}", fix=f"valid: {', '.join(sorted(_TE_KEYS))}")
+    return _te_recipe(document, notes, history=1024, algo="max")
+
+
+def _accelerate(document: Mapping[str, Any], layers: Sequence[str], notes: list[str]) -> dict[str, Any]:
+    mixed = str(document.get("mixed_precision", "fp8" if "fp8_config" in document else "no")).lower()
+    if mixed in ("no", "bf16", "fp16"):
+        activations = {"no": "keep"}.get(mixed, mixed)
+        return {"activations": activations, "loss_scaling": "dynamic" if mixed == "fp16" else "none"}
+    if mixed != "fp8":
+        raise FileError(f"mixed_precision {mixed!r} is none of accelerate's", fix="no, fp16, bf16 or fp8")
+    keys = {str(key).removeprefix("fp8_") if key != "fp8_format" else key: v for key, v in _section(document).items()}
+    for wrong, right in _MISNAMED.items():
+        if wrong in keys:
+            notes.append(f"{wrong}: accelerate reads {right} and ignored yours; left out")
+            del keys[wrong]
+    backend = str(keys.pop("backend", "AO")).upper()
+    if backend == "TE":
+        return _te_recipe(keys, notes, history=1024, algo="most_recent")
+    if backend == "MSAMP":
+        found = level("msamp-o1" if str(keys.get("opt_level", "O2")).upper() == "O1" else "msamp-o2")
+        recipes = {found.recipe_name: found.recipe.to_dict()}
+        return {"recipes": recipes, "default": found.recipe_name, **found.fragment()}
+    if backend != "AO":
+        raise FileError(f"fp8 backend {backend!r} is none of accelerate's", fix="AO, TE or MSAMP")
+    body: dict[str, Any] = {"activations": "bf16", "default": "fp8_tensorwise"}
+    body["recipes"] = {"fp8_tensorwise": BUILTIN_RECIPES["fp8_tensorwise"].to_dict()}
+    if layers:
+        body["layers"] = [{"match": escape(name), "recipe": "keep"} for name in dict.fromkeys((layers[0], layers[-1]))]
+    else:
+        notes.append(
+            "accelerate keeps the first and last linear layer in bf16: pass --layers to have that in the policy"
+        )
+    return body
+
+
+def _section(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    section = document.get("fp8_config") or {}
+    if not isinstance(section, Mapping):
+        raise FileError("fp8_config is no mapping")
+    return section
+
+
+def _megatron(document: Mapping[str, Any], _layers: Sequence[str], notes: list[str]) -> dict[str, Any]:
+    configs, matchers = document.get("configs"), document.get("matchers")
+    if not isinstance(configs, Mapping) or not isinstance(matchers, Mapping):
+        raise FileError("configs and matchers must be mappings")
+    recipes: dict[str, Any] = {"bf16": {"format": "bf16"}}
+    rules = []
+    for key, matcher in matchers.items():
+        if not isinstance(matcher, Mapping) or not matcher.get("enabled", False):
+            continue
+        if matcher.get("type") != "glob" or matcher.get("config") not in configs or not matcher.get("pattern"):
+            raise FileError(f"matcher '{key}' needs type: glob, a pattern, and a config that exists")
+        name, recipe = _megatron_recipe(str(matcher["config"]), configs[matcher["config"]], notes)
+        if recipe:
+            recipes[name] = recipe
+        rules.append({"match": str(matcher["pattern"]), "recipe": name, "optional": True})
+    notes.append("layers that no matcher names inherit Megatron's own flags; here they are 'keep'")
+    return {"recipes": recipes, "layers": rules, "default": "keep", "activations": "bf16"}
+
+
+def _megatron_recipe(key: str, config: Any, notes: list[str]) -> tuple[str, dict[str, Any]]:
+    """Return (recipe name, recipe document); an empty document means a name that exists already."""
+    training = (config or {}).get("training_recipe") or {}
+    if (config or {}).get("evaluation_recipe") not in (None, training):
+        notes.append(f"config '{key}': its evaluation recipe is left out; a policy is about training")
+    if training.get("override_quantized_autocast") is False:
+        notes.append(f"config '{key}' inherits the global FP8 recipe of the command line; read as keep")
+        return "keep", {}
+    if training.get("fp4_quantization_recipe") == "nvfp4":
+        return key, BUILTIN_RECIPES["nvfp4"].to_dict()
+    name = training.get("fp8_quantization_recipe")
+    if name is None:
+        return "bf16", {}
+    if name == "mxfp8":
+        return key, {"format": "mxfp8"}
+    if name not in ("tensorwise", "blockwise"):
+        raise FileError(
+            f"config '{key}': recipe '{name}' cannot be read as a policy", fix="tensorwise, blockwise, mxfp8"
+        )
+    grad = "e5m2" if training.get("fp8_format", "e4m3") == "hybrid" else "e4m3"
+    block = name == "blockwise"
+    scaling = {"granularity": "block" if block else "tensor", "power_of_2": block}
+    operands = {"input": "e4m3", "weight": "e4m3", "grad_output": grad}
+    return key, {"format": "fp8", "scaling": scaling, "operands": operands}
