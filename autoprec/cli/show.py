@@ -108,16 +108,17 @@ def show(policy: Path, graph: Path | None, as_json: bool) -> None:
 def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
     from autoprec.cli.tables import plain_table, stdout_console
 
+    gemms = ("fprop", "dgrad", "wgrad")
+    if report is None:
+        table = plain_table(("layers, first match wins", "recipe", *gemms), _rows_of_rules(policy))
+    else:
+        table = plain_table(("layer", "flops", "rule", *gemms), _rows_of_layers(policy, report))
     console = stdout_console()
     console.print(f"[bold]{label}[/bold]", end="")
     if policy.model is not None:
         console.print(f"  for {policy.model.class_name}, {policy.model.parameters:,} parameters", markup=False, end="")
     console.print()
-    gemms = ("fprop", "dgrad", "wgrad")
-    if report is None:
-        console.print(plain_table(("layers, first match wins", "recipe", *gemms), _rows_of_rules(policy)))
-    else:
-        console.print(plain_table(("layer", "flops", "rule", *gemms), _rows_of_layers(policy, report)))
+    console.print(table)
     _print_facts(console, "around the layers", _settings(policy))
     _print_facts(console, "evidence", policy.evidence)
     if policy.guard is not None:

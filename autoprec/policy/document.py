@@ -62,7 +62,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
             lines.append(f"{where}: '{item['input']}' is not one of {', '.join(valid)}")
             fixes.append(f"did you mean '{close[0]}'?" if close else f"use one of {', '.join(valid)}")
         else:
-            lines.append(f"{where}: {str(item['msg']).removeprefix('Value error, ')}")
+            message = str(item["msg"]).removeprefix("Value error, ")
+            lines.append(f"{where}: {message}" if location else message)
     return "; ".join(lines), " ".join(dict.fromkeys(fixes)) or "correct the value; see docs/policy-format.md"
 
 

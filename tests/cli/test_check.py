@@ -1,0 +1,90 @@
+"""``autoprec check``: asked against executed, of a real script."""
+
+from pathlib import Path
+
+import pytest
+
+from autoprec.cli.check import _gemms
+from tests.cli.helpers import autoprec
+
+SCRIPT = """\
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(5):
+    loss = model(torch.randn(16, 16)).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+POLICY = """\
+schema: autoprec.policy/1
+recipes: {bf16: {format: bf16}, fp8: {format: fp8}}
+layers:
+  - {match: "0", recipe: fp8, gemms: {wgrad: bf16}}
+default: bf16
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def policy(tmp_path: Path) -> Path:
+    path = tmp_path / "policy.yaml"
+    path.write_text(POLICY, encoding="utf-8")
+    return path
+
+
+@pytest.mark.slow
+def test_what_is_asked_is_executed(script: Path, policy: Path) -> None:
+    found = autoprec("check", "--policy", policy, "--json", script)
+    assert found.code == 0, found.err
+    document = found.json()
+    assert document["ok"] is True
+    rows = {row["name"]: row for row in document["layers"]}
+    assert list(rows) == ["0", "2"]
+    assert rows["0"]["requested"]["wgrad"] == rows["0"]["executed"]["wgrad"] == "bf16"
+    assert rows["0"]["executed"]["fprop"].startswith("fp8 tensor")
+    assert set(rows["2"]["executed"].values()) == {"bf16"}
+
+
+@pytest.mark.slow
+def test_a_policy_for_another_model_is_exit_1_and_names_the_nearest_layer(script: Path, policy: Path) -> None:
+    policy.write_text(POLICY.replace('"0"', '"encoder.0"'), encoding="utf-8")
+    found = autoprec("check", "--policy", policy, script)
+    assert found.code == 1
+    assert "'encoder.0'" in found.err
+    assert "match no tunable layer" in found.err
+
+
+def test_a_mismatch_is_exit_1_and_lists_the_layers(monkeypatch: pytest.MonkeyPatch, policy: Path) -> None:
+    asked, ran = (
+        {"fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"},
+        {"fprop": "keep", "dgrad": "bf16", "wgrad": "bf16"},
+    )
+    rows = [{"name": "head", "requested": asked, "executed": ran, "ok": False, "reason": "fprop ran as keep"}]
+    operators = {"softmax": {"requested": "fp32", "executed": "bf16", "ok": False, "reason": "autocast reached it"}}
+    monkeypatch.setattr("autoprec.cli.check._audited", lambda *_: {"ok": False, "layers": rows, "operators": operators})
+    found = autoprec("check", "--policy", policy, "train.py")
+    assert found.code == 1
+    assert "executed differs from requested in 2 places: head, softmax" in found.err
+    text = " ".join(found.out.split())
+    assert "head bf16 keep (fprop), bf16 (dgrad, wgrad) NO fprop ran as keep" in text
+    assert "softmax fp32 bf16 NO autocast reached it" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "text"),
+    [
+        ({"wgrad": "a", "fprop": "a", "dgrad": "a"}, "a"),
+        ({"wgrad": "b", "fprop": "a", "dgrad": "a"}, "a (fprop, dgrad), b (wgrad)"),
+        ({}, "-"),
+    ],
+)
+def test_gemms_that_share_a_recipe_are_printed_together(values: dict[str, str], text: str) -> None:
+    assert _gemms(values) == text

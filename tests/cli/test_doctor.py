@@ -1,0 +1,37 @@
+"""``autoprec doctor``."""
+
+import pytest
+import torch
+
+from autoprec.backends import BACKENDS
+from autoprec.cli.doctor import diagnose
+from autoprec.recipes import BUILTIN_RECIPES
+from tests.cli.helpers import autoprec
+
+
+def test_everything_is_listed_and_every_no_has_a_reason() -> None:
+    found = autoprec("doctor", "--json").json()
+    assert found["torch"] == torch.__version__
+    assert found["devices"][0]["device"] == "cpu"
+    assert {row["backend"] for row in found["backends"]} == set(BACKENDS)
+    assert {row["recipe"] for row in found["recipes"]} == set(BUILTIN_RECIPES)
+    for row in (*found["backends"], *found["recipes"]):
+        assert row["reason"], row
+    for row in found["packages"]:
+        assert row["ok"] or "pip install" in row["note"]
+
+
+def test_emulation_runs_everything_everywhere() -> None:
+    rows = [row for row in diagnose()["recipes"] if row["backend"] == "emulated"]
+    assert rows
+    assert all(row["ok"] for row in rows)
+
+
+def test_settings_from_the_environment_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPTUNA_STORAGE", "sqlite:///x.db")
+    assert "OPTUNA_STORAGE=sqlite:///x.db" in autoprec("doctor").out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_machine_without_a_gpu_is_told_why() -> None:
+    assert "no GPU is usable" in autoprec("doctor").out

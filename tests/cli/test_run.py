@@ -1,0 +1,62 @@
+"""``autoprec run``: the script's output, files and exit code are its own."""
+
+from pathlib import Path
+
+import pytest
+
+from autoprec.trial import script as trial_script
+from tests.cli.helpers import autoprec
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
+    """Record what would be run instead of running it."""
+    calls: list[tuple[object, ...]] = []
+
+    def record(command: object, policy: object, *, backend: str, audit: object) -> int:
+        calls.append((command, policy, backend, audit))
+        return int(getattr(command, "args", ("0",))[0])
+
+    monkeypatch.setattr(trial_script, "run_script", record)
+    return calls
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text("print('hello')\n", encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(("code", "expected"), [("0", 0), ("3", 3), ("-9", 137), ("-15", 143)])
+def test_the_exit_code_is_the_scripts_own(ran: list[object], script: Path, code: str, expected: int) -> None:
+    assert autoprec("run", script, code).code == expected
+    assert len(ran) == 1
+
+
+def test_policy_backend_and_audit_are_passed_on(
+    ran: list[tuple[object, ...]], script: Path, policy_file: Path, tmp_path: Path
+) -> None:
+    audit = tmp_path / "audit.json"
+    autoprec("run", "--policy", policy_file, "--backend", "emulated", "--audit", audit, script, "0")
+    (_, policy, backend, where) = ran[0]
+    assert getattr(policy, "default", "") == "bf16"
+    assert (backend, where) == ("emulated", audit)
+
+
+def test_a_bad_policy_is_found_before_the_script_starts(ran: list[object], script: Path, tmp_path: Path) -> None:
+    assert autoprec("run", "--policy", tmp_path / "none.yaml", script, "0").code == 2
+    assert ran == []
+
+
+def test_an_audit_that_cannot_be_written_is_found_before_the_script_starts(
+    ran: list[object], script: Path, tmp_path: Path
+) -> None:
+    assert autoprec("run", "--audit", tmp_path, script, "0").code == 2
+    assert ran == []
+
+
+def test_a_missing_script_names_the_nearest_file(tmp_path: Path, script: Path) -> None:
+    found = autoprec("run", script.with_name("trian.py"))
+    assert found.code == 2
+    assert "train.py" in found.err

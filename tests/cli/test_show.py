@@ -1,0 +1,95 @@
+"""``autoprec show``."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autoprec.graph.report import GemmCall, GraphReport, Layer
+from autoprec.policy import load_policy
+from tests.cli.helpers import autoprec
+
+
+def squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.fixture
+def graph_file(tmp_path: Path) -> Path:
+    gemms = (GemmCall("fprop", 64, 32, 128), GemmCall("wgrad", 128, 64, 32))
+
+    def layer(name: str, tunable: bool = True) -> Layer:
+        flops = {gemm.role: gemm.flops for gemm in gemms}
+        reason = "a GEMM with a weight" if tunable else "a router"
+        return Layer(name, "Linear", "linear", f"{name}.weight", name, gemms, 4096, tunable, reason, flops=flops)
+
+    layers = (layer("blocks.0.fc"), layer("blocks.1.fc"), layer("blocks.1.router", tunable=False), layer("out"))
+    total = sum(item.total_flops for item in layers)
+    model = {"class": "GPT", "parameters": 1, "fingerprint": ""}
+    report = GraphReport(model, layers, (), {}, total, 0.75)
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(report.to_json()), encoding="utf-8")
+    return path
+
+
+def test_rules_settings_evidence_and_guard_are_shown(policy_file: Path) -> None:
+    found = autoprec("show", policy_file)
+    assert found.code == 0
+    text = squeezed(found.out)
+    assert "for GPT, 3,307,008 parameters" in text
+    assert "blocks.*.fc fp8 fp8 row e4m3/e4m3/e4m3 fp8 row e4m3/e4m3/e4m3 bf16" in text
+    assert "head (optional) keep keep keep keep" in text
+    assert "every other layer bf16 bf16 bf16 bf16" in text
+    assert "speedup 1.91x" in text
+    assert "divergence 0.0710%" in text
+    assert "memory_bytes 52 MB" in text
+    assert "loss_gap 0.01" in text
+    assert "1 all bf16 2 script" in text
+
+
+def test_a_graph_turns_rules_into_layers(policy_file: Path, graph_file: Path) -> None:
+    found = autoprec("show", policy_file, "--graph", graph_file)
+    assert found.code == 0
+    text = squeezed(found.out)
+    assert "blocks.0.fc 25.0% blocks.*.fc fp8 row e4m3/e4m3/e4m3" in text
+    assert "blocks.1.router 25.0% not tunable a router" in text
+    assert "out 25.0% default bf16 bf16 bf16" in text
+
+
+def test_json_holds_the_policy_and_the_plan_of_each_layer(policy_file: Path, graph_file: Path) -> None:
+    document = autoprec("show", policy_file, "--graph", graph_file, "--json").json()
+    assert document["policy"] == load_policy(policy_file).to_dict()
+    assert document["layers"]["blocks.1.fc"] == {
+        "fprop": "fp8 row e4m3/e4m3/e4m3",
+        "dgrad": "fp8 row e4m3/e4m3/e4m3",
+        "wgrad": "bf16",
+    }
+    assert "blocks.1.router" not in document["layers"]
+    assert "layers" not in autoprec("show", policy_file, "--json").json()
+
+
+def test_a_policy_for_another_model_is_a_mismatch(policy_file: Path, graph_file: Path) -> None:
+    policy_file.write_text(policy_file.read_text().replace("blocks.*.fc", "layers.*.fc"), encoding="utf-8")
+    found = autoprec("show", policy_file, "--graph", graph_file)
+    assert found.code == 1
+    assert "'layers.*.fc' (nearest layer: 'blocks." in found.err
+    assert found.out == ""
+
+
+def test_brackets_in_names_are_no_markup(policy_file: Path) -> None:
+    policy_file.write_text(policy_file.read_text().replace("blocks.*.fc", "blocks.[red]x[/red]"), encoding="utf-8")
+    assert "blocks.[red]x[/red]" in autoprec("show", policy_file).out
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"layers": 3}', "not json"])
+def test_a_file_that_is_no_graph_is_refused(policy_file: Path, tmp_path: Path, text: str) -> None:
+    (tmp_path / "step.json").write_text(text, encoding="utf-8")
+    found = autoprec("show", policy_file, "--graph", tmp_path / "step.json")
+    assert found.code == 2
+    assert "is no recorded step" in found.err
+    assert "inspect --save" in found.err
+
+
+def test_no_colour_when_it_is_not_wanted(policy_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[3" not in autoprec("show", policy_file).out
