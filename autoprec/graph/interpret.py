@@ -12,6 +12,7 @@ from autoprec.graph.layers import build_layers, collect, mark_positions
 from autoprec.graph.linking import Links, link
 from autoprec.graph.memory import step_memory
 from autoprec.graph.modules import ModelNames
+from autoprec.graph.patterns import Pattern, find_patterns
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.rules import Rules
 from autoprec.graph.siblings import sibling_pairs, source_of
@@ -26,17 +27,29 @@ def _bytes(trace: Trace, call: Call, cls: str) -> int:
     return sum(trace.values[i].bytes for i in {*call.ins, *call.outs})
 
 
-def _operators(trace: Trace, links: Links, rules: Rules) -> list[Operator]:
+def _roles(links: Links, patterns: list[Pattern]) -> dict[int, tuple[str, str]]:
+    """Return (role, weight) of every product: fprop, dgrad, wgrad, dgrad+wgrad, agrad, scores or values."""
     roles: dict[int, tuple[str, str]] = {}
     for product in links.products:
         role, weight = roles.get(product.call.index, ("", product.weight))
-        roles[product.call.index] = (f"{role}+{product.role}" if role else product.role, weight)
+        own = "" if product.role == "fprop" and not product.weight else product.role
+        roles[product.call.index] = (f"{role}+{own}" if role else own, weight)
+    for pattern in patterns:
+        if pattern.cls == "attention":
+            roles[pattern.calls[0]] = (pattern.kind, "")
+    return roles
+
+
+def _operators(trace: Trace, links: Links, rules: Rules, patterns: list[Pattern]) -> list[Operator]:
+    roles = _roles(links, patterns)
+    part_of = {index: pattern.kind for pattern in reversed(patterns) for index in pattern.calls}
     rows = []
     for call in trace.calls:
         cls = links.classes[call.index]
         about = rules.describe(cls)
         role, weight = roles.get(call.index, ("", ""))
-        counted = cls in ("gemm", "conv", "attention")
+        pattern = part_of.get(call.index, "")
+        written = f" (part of a hand-written {pattern})" if pattern and cls != "attention" else ""
         rows.append(
             Operator(
                 name=f"{call.name}_{call.index}",
@@ -45,13 +58,17 @@ def _operators(trace: Trace, links: Links, rules: Rules) -> list[Operator]:
                 phase=call.phase,
                 cls=cls,
                 precision=about.precision,
-                reason=about.reason,
+                reason=about.reason + written,
                 shapes=tuple(value.shape for value in trace.inputs(call)),
                 dtypes=tuple(value.dtype for value in trace.inputs(call)),
-                flops=call_flops(trace, call, cls) if counted else 0,
+                flops=call_flops(trace, call, cls) if cls in ("gemm", "conv", "attention") else 0,
                 bytes=_bytes(trace, call, cls),
                 weight=weight,
                 role=role,
+                out_shapes=tuple(value.shape for value in trace.outputs(call)),
+                out_dtypes=tuple(value.dtype for value in trace.outputs(call)),
+                inputs=tuple(dict.fromkeys(v.producer for v in trace.inputs(call) if v.producer >= 0)),
+                pattern=pattern,
             )
         )
     return rows
@@ -96,7 +113,8 @@ def interpret(
 ) -> GraphReport:
     """Build the report of a recorded step."""
     links = link(trace, names, rules)
-    operators = _operators(trace, links, rules)
+    patterns = find_patterns(trace, links)
+    operators = _operators(trace, links, rules, patterns)
     records = collect(trace, names, links)
     mark_positions(trace, names, links, records)
     groups = named(merge(list(records), sibling_pairs(trace, names, links, records)))

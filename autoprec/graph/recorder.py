@@ -65,6 +65,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._finished = False
         self._register_parameters()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: otherwise torch wraps the dispatch method and imports its compiler on the first operator (seconds)."""
+        return False
+
     # -- entering and leaving -------------------------------------------------------------------------------------
 
     def _register_parameters(self) -> None:
@@ -121,6 +126,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         chosen = rules if isinstance(rules, Rules) else load_rules(rules)
         return interpret(self.trace, self.names, chosen, self.optimizers)
+
+    def graph(self, rules: Rules | Path | str | None = None) -> torch.fx.Graph:
+        """Return the step as a ``torch.fx.Graph`` (see :mod:`autoprec.graph.fxgraph`)."""
+        from autoprec.graph.fxgraph import to_fx
+
+        return to_fx(self.trace, self.report(rules))
 
     # -- modules --------------------------------------------------------------------------------------------------
 
@@ -179,13 +190,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before = self._before(args, kwargs)
         except Exception as error:  # recording must never end the user's script
             self._note(f"{func}: not recorded ({type(error).__name__}: {error})")
-        out = func(*args, **kwargs)
+        out = self._run(func, args, kwargs)
         if before is not None:
             try:
                 self._after(func, before, out)
             except Exception as error:
                 self._note(f"{func}: not recorded ({type(error).__name__}: {error})")
         return out
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     def _note(self, text: str) -> None:
         if len(self.trace.notes) < 50 and text not in self.trace.notes:

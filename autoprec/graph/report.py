@@ -67,7 +67,12 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class Operator:
-    """One operator of the recorded step; ``cls`` and ``precision`` come from the classifier, with its ``reason``."""
+    """One operator of the recorded step; ``cls`` and ``precision`` come from the classifier, with its ``reason``.
+
+    ``shapes`` and ``dtypes`` are those of its tensor inputs, in argument order; ``inputs`` are the positions, in
+    ``GraphReport.operators``, of the operators that made them. ``pattern`` names the hand-written operator it is part
+    of: rms_norm, layer_norm, softmax, cross_entropy, scores, values, ...
+    """
 
     name: str
     module: str
@@ -82,13 +87,19 @@ class Operator:
     bytes: int
     weight: str = ""
     role: str = ""
+    out_shapes: tuple[tuple[int, ...], ...] = ()
+    out_dtypes: tuple[str, ...] = ()
+    inputs: tuple[int, ...] = ()
+    pattern: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the row that ``autoprec inspect --json`` prints."""
         out = asdict(self)
         out["class"] = out.pop("cls")
         out["shapes"] = [list(shape) for shape in self.shapes]
-        out["dtypes"] = list(self.dtypes)
+        out["out_shapes"] = [list(shape) for shape in self.out_shapes]
+        for name in ("dtypes", "out_dtypes", "inputs"):
+            out[name] = list(out[name])
         return out
 
 
@@ -148,8 +159,11 @@ class GraphReport:
         operators = []
         for row in document["operators"]:
             fields = {key: value for key, value in row.items() if key != "class"}
-            fields |= {"cls": row["class"], "dtypes": tuple(row["dtypes"])}
-            fields["shapes"] = tuple(tuple(shape) for shape in row["shapes"])
+            fields["cls"] = row["class"]
+            for name in ("dtypes", "out_dtypes", "inputs"):
+                fields[name] = tuple(row.get(name, ()))
+            for name in ("shapes", "out_shapes"):
+                fields[name] = tuple(tuple(shape) for shape in row.get(name, ()))
             operators.append(Operator(**fields))
         return cls(
             model=document["model"],

@@ -1,0 +1,76 @@
+"""What really ran: the executed dtype of every operator, read off a recorded step (no torch needed)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from autoprec.graph.report import GraphReport, Operator
+
+__all__ = ["executed_precisions", "protection_rows"]
+
+_FLOATS = ("fp64", "fp32", "bf16", "fp16", "e4m3", "e5m2", "e2m1")
+#: Operator classes a policy protects by name -> the classes of the recorded step that show it.
+_PROTECTED = {"softmax": ("softmax",), "norm": ("norm",), "embedding": ("embedding",), "loss": ("loss",)}
+_QUIET = ("view", "cast", "allocation")
+
+
+def _executed(operator: Operator) -> str:
+    """The narrowest floating dtype an operator computes with: a sum of bf16 values is a bf16 sum."""
+    floats = [dtype for dtype in operator.dtypes if dtype in _FLOATS]
+    return max(floats, key=_FLOATS.index) if floats else ""
+
+
+def executed_precisions(report: GraphReport) -> dict[str, Any]:
+    """Return what a recorded step executed.
+
+    ``{"layers": {name: {role: dtype}}, "operators": {class: {dtype: calls}}, "modules": {class: {dtype: [module]}}}``
+    with roles fprop, dgrad, wgrad and recompute. Under emulation a GEMM multiplies values that were rounded to 8 bits
+    but are stored wider: the dtype here is that of the multiplication; ``policy.audit`` names the recipe.
+    """
+    by_call: dict[str, dict[str, str]] = {}
+    weights = {layer.weight: layer.name for layer in report.layers}
+    names = {layer.name for layer in report.layers}
+    classes: dict[str, Counter[str]] = {}
+    modules: dict[str, dict[str, list[str]]] = {}
+    for operator in report.operators:
+        dtype = _executed(operator)
+        if not dtype or operator.cls in _QUIET or operator.phase == "update":
+            continue
+        classes.setdefault(operator.cls, Counter())[dtype] += 1
+        seen = modules.setdefault(operator.cls, {}).setdefault(dtype, [])
+        if operator.module not in seen and len(seen) < 20:
+            seen.append(operator.module)
+        layer = operator.module if operator.module in names else weights.get(operator.weight, "")
+        if layer and operator.role and operator.weight:
+            for role in operator.role.split("+"):
+                by_call.setdefault(layer, {})[role] = dtype
+    return {
+        "layers": by_call,
+        "operators": {cls: dict(found) for cls, found in classes.items()},
+        "modules": modules,
+    }
+
+
+def protection_rows(report: GraphReport, operators: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Compare protections with what ran: ``{softmax: {"requested", "executed", "ok", "reason"}, ...}``.
+
+    Args:
+        report: a step recorded under the policy.
+        operators: the policy's ``operators`` section as plain data (keep or fp32 per class).
+    """
+    ran = executed_precisions(report)
+    rows: dict[str, dict[str, Any]] = {}
+    for name, classes in _PROTECTED.items():
+        requested = operators.get(name, "keep")
+        found: Counter[str] = Counter()
+        low: list[str] = []
+        for cls in classes:
+            found.update(ran["operators"].get(cls, {}))
+            for dtype, seen in ran["modules"].get(cls, {}).items():
+                low += [module for module in seen if dtype not in ("fp32", "fp64")]
+        ok = requested != "fp32" or not low
+        reason = "" if ok else f"ran in low precision in {', '.join(low[:5])}"
+        rows[name] = {"requested": requested, "executed": dict(found), "ok": ok, "reason": reason}
+    return rows

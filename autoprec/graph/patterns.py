@@ -1,0 +1,279 @@
+"""Norms, softmaxes, cross-entropies and attention written by hand, recognised by who feeds whom.
+
+A norm is a reciprocal square root of a mean of squares that scales the very tensor that was squared; a softmax an
+exponential divided by its own sum. The operators between are elementwise and would run in low precision: once
+recognised they take the class of what they compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from autoprec.graph.linking import Links
+from autoprec.graph.trace import Call, Trace
+
+__all__ = ["Pattern", "find_patterns"]
+
+_MOVES = frozenset({"view", "cast", "allocation"})
+_SQUARES = frozenset({"pow", "mul", "square"})
+_MEANS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean"})
+_SCALES = frozenset({"mul", "div", "reciprocal"})
+_SHIFTS = frozenset({"add", "clamp", "clamp_min", "maximum", "mul", "div"})
+_SELECTS = frozenset({"gather", "index", "take_along_dim", "index_select", "mul"})
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """One hand-written operator: rms_norm, layer_norm, l2_norm, softmax, logsumexp, cross_entropy, scores or
+    values.
+
+    ``cls`` is the class its calls take; ``calls`` are their indices, in order.
+    """
+
+    kind: str
+    cls: str
+    module: str
+    calls: tuple[int, ...]
+
+
+class _Finder:
+    def __init__(self, trace: Trace, links: Links) -> None:
+        self.trace, self.links = trace, links
+        self.consumers = trace.consumers()
+
+    # -- walking --------------------------------------------------------------------------------------------------
+
+    def _moves(self, call: Call) -> bool:
+        return self.links.classes[call.index] in _MOVES
+
+    def source(self, value: int) -> int:
+        """Walk up through views, casts and copies."""
+        for _ in range(16):
+            call = self.trace.producer(value)
+            if call is None or not call.ins or not self._moves(call):
+                return value
+            value = call.ins[0]
+        return value
+
+    def feeding(self, value: int, passes: Callable[[Call], bool], depth: int = 8) -> Iterator[Call]:
+        """Iterate over the calls a value comes from, walking up through those that ``passes``."""
+        frontier, seen = [value], set()
+        for _ in range(depth):
+            following: list[int] = []
+            for item in frontier:
+                call = self.trace.producer(item)
+                if call is None or call.index in seen:
+                    continue
+                seen.add(call.index)
+                yield call
+                if passes(call):
+                    following.extend(call.ins)
+            frontier = following
+
+    def fed(self, value: int, passes: Callable[[Call], bool], depth: int = 6) -> Iterator[tuple[Call, int]]:
+        """Iterate over (call, value it reads) downstream of a value, through those that ``passes``."""
+        frontier, seen = [value], set()
+        for _ in range(depth):
+            following: list[int] = []
+            for item in frontier:
+                for call in self.consumers.get(item, ()):
+                    if call.index in seen or call.phase == "backward":
+                        continue
+                    seen.add(call.index)
+                    yield call, item
+                    if passes(call):
+                        following.extend(call.outs[:1])
+            frontier = following
+
+    # -- norms ----------------------------------------------------------------------------------------------------
+
+    def norms(self, call: Call) -> Iterator[Pattern]:
+        """A norm anchored at its (reciprocal) square root, or at a standard deviation."""
+        exponent = call.args[1] if call.name == "pow" and len(call.args) > 1 else None
+        if call.name == "std":
+            yield from self._norm_of(call, call, call.ins[0], centred=True)
+        if call.name not in ("rsqrt", "sqrt") and exponent not in (-0.5, 0.5):
+            return
+        small = call.outs and self.trace.values[call.outs[0]].shape
+        for mean in self.feeding(call.ins[0], lambda c: self._moves(c) or c.name in _SHIFTS):
+            if mean.name not in _MEANS or not mean.ins or small == ():
+                continue
+            if mean.name.startswith(("var", "std")):
+                yield from self._norm_of(call, mean, mean.ins[0], centred=True)
+                return
+            square = self._square_before(mean)
+            if square is not None:
+                base = square.ins[0]
+                before = self.trace.producer(self.source(base))
+                centred = before is not None and before.name == "sub"
+                yield from self._norm_of(call, mean, base, centred=centred, square=square)
+            return
+
+    def _square_before(self, mean: Call) -> Call | None:
+        call = self.trace.producer(self.source(mean.ins[0]))
+        if call is None or call.name not in _SQUARES:
+            return None
+        if call.name == "mul":
+            same = len(call.ins) == 2 and self.source(call.ins[0]) == self.source(call.ins[1])
+            return call if same else None
+        return call if call.name == "square" or (len(call.args) > 1 and call.args[1] == 2) else None
+
+    def _centre(self, value: int) -> int:
+        """The tensor before its mean was taken off."""
+        value = self.source(value)
+        call = self.trace.producer(value)
+        return self.source(call.ins[0]) if call is not None and call.name == "sub" and call.ins else value
+
+    def _norm_of(
+        self, root: Call, mean: Call, base: int, *, centred: bool, square: Call | None = None
+    ) -> Iterator[Pattern]:
+        base = self._centre(base)
+        for scaled, read in self.fed(
+            root.outs[0], lambda c: self._moves(c) or c.name in ("reciprocal", "add", "clamp", "clamp_min")
+        ):
+            if scaled.name not in ("mul", "div"):
+                continue
+            others = [i for i in scaled.ins if i != read]
+            if any(self._centre(other) == base for other in others):
+                calls = self._between(base, scaled.outs[0])
+                kind = "layer_norm" if centred else ("l2_norm" if mean.name == "sum" else "rms_norm")
+                known = {c.index for c in (root, mean, scaled, *(() if square is None else (square,)))}
+                yield Pattern(kind, "norm", root.module, tuple(sorted(known | calls)))
+                return
+
+    def _between(self, base: int, end: int) -> set[int]:
+        """The calls on the way from ``base`` to ``end`` that are neither products nor fused operators."""
+        kept: set[int] = set()
+        quiet = ("pointwise", "reduction", "transcendental", "cast", "view", "allocation")
+        frontier = [end]
+        for _ in range(14):
+            following: list[int] = []
+            for value in frontier:
+                call = self.trace.producer(value)
+                if value == base or call is None or call.index in kept:
+                    continue
+                if self.links.classes[call.index] in quiet and call.index > self.trace.values[base].producer:
+                    kept.add(call.index)
+                    following.extend(call.ins)
+            frontier = following
+        return kept
+
+    # -- softmax and loss -------------------------------------------------------------------------------------------
+
+    def softmaxes(self, call: Call) -> Iterator[Pattern]:
+        """``exp(x) / exp(x).sum()`` and ``exp(x).sum().log()``, with or without the maximum taken off first."""
+        if call.name != "exp":
+            return
+        for total, _ in self.fed(call.outs[0], self._moves, depth=3):
+            if total.name != "sum":
+                continue
+            for end, read in self.fed(
+                total.outs[0], lambda c: self._moves(c) or c.name in ("add", "clamp", "reciprocal")
+            ):
+                if end.name in ("div", "mul"):
+                    others = [i for i in end.ins if i != read]
+                    if any(self.source(i) == call.outs[0] for i in others):
+                        yield self._softmax("softmax", call, total, end)
+                        return
+                elif end.name == "log":
+                    yield self._softmax("logsumexp", call, total, end)
+                    return
+
+    def _softmax(self, kind: str, exp: Call, total: Call, end: Call) -> Pattern:
+        calls = {exp.index, total.index, end.index} | self._between(exp.outs[0], end.outs[0])
+        shift = self.trace.producer(self.source(exp.ins[0]))
+        if shift is not None and shift.name == "sub" and len(shift.ins) > 1:
+            top = self.trace.producer(self.source(shift.ins[1]))
+            if top is not None and top.name in ("amax", "max"):
+                calls |= {shift.index, top.index}
+        return Pattern(kind, "softmax", exp.module, tuple(sorted(calls)))
+
+    def cross_entropies(self, call: Call, logs: set[int]) -> Iterator[Pattern]:
+        """A scalar mean or sum over entries picked out of log-probabilities."""
+        scalar = call.outs and self.trace.values[call.outs[0]].shape == ()
+        if call.name not in ("mean", "sum", "div") or not scalar:
+            return
+        path, selected = [call.index], False
+        for above in self.feeding(call.ins[0], lambda c: self._moves(c) or c.name in _LOSS_PATH, depth=10):
+            if above.index in logs or above.name in ("_log_softmax", "logsumexp", "log_softmax"):
+                if selected:
+                    yield Pattern("cross_entropy", "loss", call.module, tuple(sorted(path)))
+                return
+            if above.name in _LOSS_PATH or self._moves(above):
+                path.append(above.index)
+                selected = selected or above.name in _SELECTS
+            else:
+                return
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+
+    def products(self, softmax: set[int]) -> Iterator[Pattern]:
+        """Attention's two products: one whose result reaches a softmax, one that a softmax feeds."""
+        passes = {"mul", "div", "where", "masked_fill", "add", "native_dropout", "dropout", "sub", "tanh", "cat"}
+
+        def through(call: Call) -> bool:
+            return self._moves(call) or call.name in passes or call.name.startswith("bernoulli")
+
+        def is_softmax(call: Call) -> bool:
+            return call.index in softmax or call.name in ("_softmax", "_safe_softmax", "softmax")
+
+        for call in self.trace.in_phase("forward", "recompute"):
+            if call.name not in ("bmm", "baddbmm", "mm", "matmul") or self.links.classes[call.index] != "attention":
+                continue
+            if any(is_softmax(c) for c in self.feeding(call.ins[-2 if len(call.ins) > 1 else 0], through, depth=10)):
+                yield Pattern("values", "attention", call.module, (call.index,))
+            elif any(is_softmax(c) for c, _ in self.fed(call.outs[0], through, depth=12)):
+                yield Pattern("scores", "attention", call.module, (call.index,))
+
+
+_LOSS_PATH = frozenset(
+    {
+        "gather",
+        "index",
+        "take_along_dim",
+        "index_select",
+        "mul",
+        "neg",
+        "sub",
+        "add",
+        "where",
+        "masked_fill",
+        "div",
+        "sum",
+        "mean",
+    }
+)
+
+
+def find_patterns(trace: Trace, links: Links) -> list[Pattern]:
+    """Return what is recognised, and give the calls of each norm, softmax and loss its class (backward included)."""
+    finder = _Finder(trace, links)
+    found: list[Pattern] = []
+    for call in trace.in_phase("forward", "recompute"):
+        if links.classes[call.index] in ("transcendental", "reduction"):
+            found.extend(finder.norms(call))
+            found.extend(finder.softmaxes(call))
+    logs = {index for p in found if p.cls == "softmax" for index in p.calls}
+    logs |= {call.index for call in trace.in_phase("forward") if call.name == "log"} & logs
+    for call in trace.in_phase("forward"):
+        found.extend(finder.cross_entropies(call, logs))
+    found.extend(finder.products(logs))
+    _reclassify(links, found)
+    return found
+
+
+def _reclassify(links: Links, found: list[Pattern]) -> None:
+    owner: dict[int, Pattern] = {}
+    for pattern in found:
+        if pattern.cls == "attention":
+            continue
+        for index in pattern.calls:
+            if links.classes[index] in ("pointwise", "reduction", "transcendental"):
+                owner.setdefault(index, pattern)
+    for index, pattern in owner.items():
+        links.classes[index] = pattern.cls
+    for index, forward in links.forward_of.items():
+        pattern_of = owner.get(forward.index)
+        if pattern_of is not None and links.classes[index] in ("pointwise", "reduction", "transcendental"):
+            links.classes[index] = pattern_of.cls
