@@ -10,7 +10,7 @@ of ``step`` to collect what it will update: parameters that a policy stores in l
 from __future__ import annotations
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,7 @@ class OptimizerRuntime:
     steps: int = 0
     codecs: dict[str, Codec | None] = field(default_factory=dict)
     handles: list[Any] = field(default_factory=list)
-    observers: list[Any] = field(default_factory=list)
+    observer: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)
     order: dict[int, int] = field(default_factory=dict)
     skip: bool = False
@@ -123,21 +123,20 @@ class OptimizerRuntime:
             return []
         left: list[Tensor] = []
         for parameter in group["params"]:
-            index = self.order.setdefault(id(parameter), len(self.order))
+            self.order.setdefault(id(parameter), len(self.order))
             if parameter.grad is None or parameter.grad.is_sparse or not self.manages(parameter):
                 left.append(parameter)
             else:
-                self._update(optimizer, group, parameter, index)
+                self._update(optimizer, group, parameter)
         return left
 
-    def _update(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor, index: int) -> None:
+    def _update(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
         state = optimizer.state[parameter]
         gradient = decoded(parameter.grad).float()
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when the optimizer is fused
         if scale is not None:
             gradient = gradient / scale.to(gradient.device)
-        before = self.weights.read(parameter)
-        weight = before.clone() if self.observers else before
+        weight = self.weights.read(parameter)
         if self.kind == _ADAM:
             number = self._step_number(state, group)
             moments = {name: self._read(state, name, parameter) for name in ("exp_avg", "exp_avg_sq")}
@@ -152,9 +151,9 @@ class OptimizerRuntime:
         noise = self.generator(parameter, int(number))
         for name, values in moments.items():
             self._write(state, name, values, parameter, noise)
+        if self.observer is not None:
+            self.observer(parameter, weight, moments.get("exp_avg_sq"))
         self.weights.write(parameter, weight, noise)
-        for observer in self.observers:
-            observer(index, parameter, before, weight, self.weights.read(parameter), state)
 
     def _step_number(self, state: dict[str, Any], group: dict[str, Any]) -> float:
         if "step" not in state:

@@ -1,0 +1,180 @@
+"""Gradient communication in low precision: few bits on the wire, FP32 sums, the same bits on every rank.
+
+Summing in FP8 rounds at every hop and saturates (10 dB at 8 ranks without a pre-scale; docs/state.md). Here only the
+wire is narrow: every rank sends each other rank its share of the gradient (all-to-all), the owner of a share decodes
+all contributions and averages them in FP32, encodes the mean once, and everybody gathers it. Two roundings in all,
+whatever the number of ranks; ``2 (N - 1) / N`` times 1.016 bytes per value (E4M3, one FP32 scale per 256). A value
+that is not finite on one rank is not finite on any rank afterwards.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autoprec.errors import UnknownNameError, UnsupportedError
+from autoprec.numerics.state_formats import BlockCodec, CastCodec, Codec
+
+__all__ = ["WIRE", "GradientHook", "compressed_mean", "find_distributed", "install_gradient_hook", "wire_bytes"]
+
+_BLOCK = 256
+#: What travels, by the policy's word; None leaves torch's own FP32 all-reduce.
+WIRE: dict[str, Codec | None] = {
+    "fp32": None,
+    "bf16": CastCodec("bf16", torch.bfloat16),
+    "fp8": BlockCodec("e4m3", _BLOCK),
+}
+_ATTRIBUTE = "_autoprec_gradient_hook"
+
+
+def wire_codec(name: str) -> Codec | None:
+    """Return the codec behind ``fp32``, ``bf16`` or ``fp8``.
+
+    Raises:
+        UnknownNameError: with the nearest valid name.
+    """
+    if name not in WIRE:
+        raise UnknownNameError("gradient communication", name, WIRE)
+    return WIRE[name]
+
+
+def _shares(flat: Tensor, ranks: int) -> Tensor:
+    """Return ``flat`` as (ranks, values per rank), zero-padded; shares are whole blocks."""
+    length = -(-flat.numel() // (ranks * _BLOCK)) * _BLOCK
+    return nn.functional.pad(flat.float(), (0, ranks * length - flat.numel())).view(ranks, length)
+
+
+def _pack(shares: Tensor, how: Codec) -> Tensor:
+    """Encode (n, length) values into (n, bytes per share): codes first, then scales."""
+    parts = how.encode(shares)
+    return torch.cat([part.contiguous().view(torch.uint8).view(shares.shape[0], -1) for part in parts], dim=1)
+
+
+def _unpack(packed: Tensor, length: int, how: Codec) -> Tensor:
+    """Decode what :func:`_pack` made: (n, bytes) -> (n, length) FP32."""
+    count = packed.shape[0]
+    if isinstance(how, CastCodec):
+        return packed.contiguous().view(-1).view(how.dtype).view(count, length).float()
+    codes = packed[:, :length].contiguous().view(-1).view(torch.float8_e4m3fn)
+    scales = packed[:, length:].contiguous().view(-1).view(torch.float32)
+    return how.decode((codes, scales), torch.Size((count, length)))
+
+
+def compressed_mean(gradients: Sequence[Tensor], how: Codec) -> Tensor:
+    """Return the mean over ranks that the hook computes, for all ranks' flat gradients held in one process.
+
+    Same arithmetic, no process group: for simulation and tests.
+    """
+    ranks = len(gradients)
+    shares = torch.stack([_shares(g.reshape(-1), ranks) for g in gradients])
+    length = shares.shape[2]
+    received = torch.stack([_unpack(_pack(rank, how), length, how) for rank in shares])
+    mean = received.sum(0).div_(ranks)
+    out = torch.cat([_unpack(_pack(share[None], how), length, how) for share in mean], dim=0)
+    return out.view(-1)[: gradients[0].numel()].view(gradients[0].shape)
+
+
+def wire_bytes(values: int, ranks: int, name: str) -> float:
+    """Return the bytes each rank sends to average ``values`` gradients over ``ranks`` (ring all-reduce for FP32)."""
+    how = wire_codec(name)
+    return 2.0 * (ranks - 1) / ranks * values * (32.0 if how is None else how.bits) / 8.0
+
+
+@dataclass
+class GradientHook:
+    """A DDP communication hook whose precision can be changed between steps (DDP accepts one hook, once)."""
+
+    name: str
+    group: Any = None
+    calls: int = 0
+    sent_bytes: int = 0
+
+    def __call__(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        """Average one bucket over the ranks; the result replaces the bucket on every rank, bit for bit the same."""
+        self.calls += 1
+        buffer, how = bucket.buffer(), wire_codec(self.name)
+        ranks = dist.get_world_size(self.group)
+        if how is None:
+            dist.all_reduce(buffer.div_(ranks), group=self.group)
+            self.sent_bytes += int(wire_bytes(buffer.numel(), ranks, "fp32"))
+        else:
+            self._reduce(buffer, how, ranks)
+        done: torch.futures.Future[Tensor] = torch.futures.Future()
+        done.set_result(buffer)
+        return done
+
+    def _reduce(self, buffer: Tensor, how: Codec, ranks: int) -> None:
+        shares = _shares(buffer.view(-1), ranks)
+        length = shares.shape[1]
+        packed = _pack(shares, how)
+        received = torch.empty_like(packed)
+        dist.all_to_all_single(received, packed, group=self.group)
+        mean = _unpack(received, length, how).sum(0, keepdim=True).div_(ranks)
+        share = _pack(mean, how)
+        gathered = torch.empty_like(packed)
+        gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # renamed in torch 2.13
+        gather(gathered, share, group=self.group)
+        buffer.copy_(_unpack(gathered, length, how).view(-1)[: buffer.numel()].view_as(buffer))
+        self.sent_bytes += (ranks - 1) * (packed.shape[1] + share.shape[1])
+
+
+def find_distributed(model: nn.Module) -> DistributedDataParallel | None:
+    """Return the DistributedDataParallel wrapper around ``model`` (or ``model`` itself), None when there is none."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    for found in gc.get_objects():
+        if issubclass(type(found), DistributedDataParallel) and found.module is model:
+            wrapper: DistributedDataParallel = found
+            return wrapper
+    return None
+
+
+def install_gradient_hook(model: nn.Module, gradients: str) -> GradientHook | None:
+    """Let DDP average gradients with ``fp32``, ``bf16`` or ``fp8`` on the wire.
+
+    Args:
+        model: a DistributedDataParallel module, or the module inside one.
+        gradients: the policy's ``communication.gradients``. A second call changes the precision of the first hook.
+
+    Returns:
+        The hook in force; None when the model is not distributed (nothing is communicated).
+
+    Raises:
+        UnsupportedError: the script registered a communication hook of its own, or the model is sharded (FSDP).
+        UnknownNameError: no such wire format.
+    """
+    wire_codec(gradients)
+    wrapper = find_distributed(model)
+    if wrapper is None:
+        if gradients != "fp32" and any(type(p).__name__ == "DTensor" for p in model.parameters()):
+            raise UnsupportedError(
+                "gradients of a sharded model (FSDP2, DTensor) are reduced by FSDP itself",
+                where="policy.communication",
+                fix="set communication.gradients: fp32 and choose reduce_dtype in FSDP's MixedPrecisionPolicy",
+            )
+        return None
+    hook: GradientHook | None = getattr(wrapper, _ATTRIBUTE, None)
+    if hook is not None:
+        hook.name = gradients
+        return hook
+    if gradients == "fp32":
+        return None
+    hook = GradientHook(gradients, wrapper.process_group)
+    try:
+        # DDP compares annotations with objects; a lambda has none to disagree about.
+        wrapper.register_comm_hook(hook, lambda state, bucket: state(bucket))
+    except RuntimeError as error:
+        raise UnsupportedError(
+            f"DistributedDataParallel refused a communication hook: {str(error).splitlines()[0]}",
+            where="policy.communication",
+            fix="remove the script's own register_comm_hook, or set communication.gradients: fp32",
+        ) from error
+    setattr(wrapper, _ATTRIBUTE, hook)
+    return hook

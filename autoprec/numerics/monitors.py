@@ -1,0 +1,254 @@
+"""Watch what low-precision weights and state do to training, because a short loss curve can flatter them.
+
+A second moment that stalls low makes updates too large, which *improves* the loss of a 300-step trial and ruins a long
+run. Gradient errors do not see it either. So a few steps of every trial are watched from the inside:
+
+``lost_updates``        share of the intended weight change that the stored weights did not make (projection on it);
+``lost_state_updates``  the same for the second moment: 1 when it is frozen;
+``flushed_state``       share of second moments that are zero although the gradient is not (they divide by epsilon);
+``saturation``          share of stored codes at the format's largest value beyond the one per scale that is meant;
+``update_ratio``        RMS of the intended weight change over RMS of the weights; compared with the reference run's;
+``skipped_steps``       steps the guard or the loss scaler left out.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoprec.numerics.optimizer import runtime_of, skipped_steps
+from autoprec.numerics.optimizer_tensor import StoredTensor, decoded
+from autoprec.numerics.state_formats import PairCodec
+
+__all__ = ["LIMITS", "StateMonitor", "StateReport"]
+
+#: What a healthy run stays below (measured: docs/state.md); ``update_ratio`` is a factor against the reference.
+LIMITS: dict[str, float] = {
+    "lost_updates": 0.10,
+    "lost_state_updates": 0.25,
+    "flushed_state": 1e-3,
+    "saturation": 1e-2,
+    "update_ratio": 1.10,
+    "skipped_share": 0.05,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StateReport:
+    """Means over the watched steps; NaN where nothing could be measured."""
+
+    lost_updates: float = 0.0
+    lost_state_updates: float = 0.0
+    flushed_state: float = 0.0
+    saturation: float = 0.0
+    update_ratio: float = math.nan
+    skipped_steps: int = 0
+    steps: int = 0
+    watched: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form; NaN becomes null."""
+        return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> StateReport:
+        """Rebuild from :meth:`to_json`."""
+        known = {f.name for f in fields(cls)}
+        values: dict[str, Any] = {k: math.nan if v is None else v for k, v in document.items() if k in known}
+        return cls(**values)
+
+    def update_factor(self, reference: StateReport | None) -> float:
+        """Return by how much updates are larger (or smaller) than the reference's, as a factor of at least 1."""
+        if reference is None or not (self.update_ratio > 0 and reference.update_ratio > 0):
+            return 1.0
+        factor = self.update_ratio / reference.update_ratio
+        return max(factor, 1.0 / factor)
+
+    def problems(self, reference: StateReport | None = None) -> list[str]:
+        """Return what is wrong, each in a sentence; empty for a healthy run."""
+        skipped = self.skipped_steps / max(self.steps, 1)
+        factor = self.update_factor(reference)
+        found = {
+            "lost_updates": (self.lost_updates, "of the weight updates are lost in rounding"),
+            "lost_state_updates": (self.lost_state_updates, "of the second moment's updates are lost: it stalls"),
+            "flushed_state": (self.flushed_state, "of the second moments are flushed to zero"),
+            "saturation": (self.saturation, "of the stored values are saturated"),
+            "skipped_share": (skipped, "of the steps were skipped"),
+        }
+        out = [
+            f"{value:.1%} {text} (limit {LIMITS[name]:.1%})"
+            for name, (value, text) in found.items()
+            if value > LIMITS[name]
+        ]
+        if factor > LIMITS["update_ratio"]:
+            out.append(f"weight updates differ from the reference's by a factor of {factor:.2f}: the loss misleads")
+        return out
+
+    def penalty(self, reference: StateReport | None = None) -> float:
+        """Return what a trial's divergence must be increased by: 0 for a healthy run, else the worst excess.
+
+        It has the unit of divergence (relative), so that a stalled or flushed state cannot win by a lower loss.
+        """
+        skipped = self.skipped_steps / max(self.steps, 1)
+        excess = [
+            self.lost_updates - LIMITS["lost_updates"],
+            self.lost_state_updates - LIMITS["lost_state_updates"],
+            self.flushed_state - LIMITS["flushed_state"],
+            self.saturation - LIMITS["saturation"],
+            self.update_factor(reference) - LIMITS["update_ratio"],
+            skipped - LIMITS["skipped_share"],
+        ]
+        return max(0.0, *excess)
+
+
+@dataclass
+class _Sums:
+    """What was seen so far: per watched step the share of the intended change that was made, and counts."""
+
+    weights: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    flushed: int = 0
+    seen: int = 0
+    saturated: int = 0
+    codes: int = 0
+    ratio: float = 0.0
+    watched: int = 0
+
+
+class StateMonitor:
+    """Watch every ``every``-th step of one optimizer, wrapped or plain, through its step hooks.
+
+    Costs one copy of the weights and moments during a watched step and nothing otherwise. ``report()`` may be called
+    at any time; ``remove()`` takes the hooks off.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, *, every: int = 10) -> None:
+        self.optimizer, self.every = optimizer, max(1, every)
+        self.steps = 0
+        self._sums = _Sums()
+        self._before: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
+        self._skipped = skipped_steps(optimizer)
+        self._handles = [
+            optimizer.register_step_pre_hook(self._pre),
+            optimizer.register_step_post_hook(self._post),
+        ]
+        self._meant: dict[int, tuple[Tensor, Tensor | None]] = {}
+
+    def remove(self) -> None:
+        """Stop watching."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _pre(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        self._before, self._meant = [], {}
+        if self.steps % self.every:
+            return
+        runtime = runtime_of(self.optimizer)
+        if runtime is not None:
+            runtime.observer = self._observe
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.dim() >= 2 and parameter.grad is not None and not parameter.grad.is_sparse:
+                    state = self.optimizer.state.get(parameter, {})
+                    self._before.append(
+                        (parameter, self._exact(parameter), _copy(state.get("exp_avg_sq")), _copy(parameter.grad))
+                    )
+
+    def _observe(self, parameter: Tensor, weight: Tensor, second: Tensor | None) -> None:
+        self._meant[id(parameter)] = (weight.clone(), None if second is None else second.clone())
+
+    def _post(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+        runtime = runtime_of(self.optimizer)
+        if runtime is not None:
+            runtime.observer = None
+        self.steps += 1
+        before, self._before = self._before, []
+        if not before or skipped_steps(self.optimizer) != self._skipped:
+            self._skipped = skipped_steps(self.optimizer)
+            return
+        size = 0.0
+        shares = [0.0, 0.0, 0.0, 0.0]
+        for parameter, weight, second, gradient in before:
+            after = self._exact(parameter)
+            size += float(weight.square().sum(dtype=torch.float64))
+            found = self._compare(parameter, weight, after, second, gradient)
+            shares = [total + more for total, more in zip(shares, found, strict=True)]
+        if shares[1]:
+            self._sums.weights.append(shares[0] / shares[1])
+        if shares[3]:
+            self._sums.seconds.append(shares[2] / shares[3])
+        self._sums.ratio += math.sqrt(shares[1] / size) if size else 0.0
+        self._sums.watched += 1
+
+    def _compare(
+        self, parameter: Tensor, weight: Tensor, after: Tensor, second: Tensor | None, gradient: Tensor | None
+    ) -> tuple[float, float, float, float]:
+        """Count this parameter; return (made, meant) of its weight and of its second moment."""
+        sums, state = self._sums, self.optimizer.state.get(parameter, {})
+        second_share = (0.0, 0.0)
+        meant_weight, meant_second = self._meant.pop(id(parameter), (after, None))
+        weight_share = _projection(after - weight, meant_weight - weight)
+        held = state.get("exp_avg_sq")
+        if held is not None and gradient is not None:
+            now = _copy(held)
+            assert now is not None
+            sums.flushed += int(((now == 0) & (gradient != 0)).sum())
+            sums.seen += now.numel()
+            if meant_second is not None and second is not None:
+                second_share = _projection(now - second, meant_second - second)
+        for value in (parameter, parameter.grad, *state.values()):
+            if isinstance(value, StoredTensor):
+                saturated, codes = _saturated(value)
+                sums.saturated, sums.codes = sums.saturated + saturated, sums.codes + codes
+        return *weight_share, *second_share
+
+    def _exact(self, parameter: Tensor) -> Tensor:
+        """Return a copy of the value the optimizer updates (masters and compensation included), as FP32."""
+        runtime = runtime_of(self.optimizer)
+        return parameter.detach().float().clone() if runtime is None else runtime.weights.read(parameter).clone()
+
+    def report(self) -> StateReport:
+        """Return the means so far."""
+        s = self._sums
+        return StateReport(
+            lost_updates=_lost(s.weights),
+            lost_state_updates=_lost(s.seconds),
+            flushed_state=s.flushed / s.seen if s.seen else 0.0,
+            saturation=s.saturated / s.codes if s.codes else 0.0,
+            update_ratio=s.ratio / s.watched if s.watched else math.nan,
+            skipped_steps=skipped_steps(self.optimizer),
+            steps=self.steps,
+            watched=s.watched,
+        )
+
+
+def _lost(shares: list[float]) -> float:
+    """Return what is missing of the intended change, over the later half: moments grow in large steps at first."""
+    late = shares[len(shares) // 2 :]
+    return max(0.0, 1.0 - sum(late) / len(late)) if late else 0.0
+
+
+def _copy(value: Any) -> Tensor | None:
+    return decoded(value).detach().float().clone() if isinstance(value, Tensor) else None
+
+
+def _projection(made: Tensor, meant: Tensor) -> tuple[float, float]:
+    """Return (made . meant, meant . meant): their ratio is the share of the intended change that happened."""
+    return float((made * meant).sum(dtype=torch.float64)), float(meant.square().sum(dtype=torch.float64))
+
+
+def _saturated(stored: StoredTensor) -> tuple[int, int]:
+    """Return codes at the largest finite value beyond one per scale, and codes in all (0 without scales)."""
+    parts, how = stored.parts, stored.codec
+    if isinstance(how, PairCodec):
+        parts = parts[len(parts) // 2 :]
+    largest = {torch.float8_e4m3fn: 448.0, torch.float16: 65504.0}.get(parts[0].dtype)
+    if largest is None or len(parts) < 2:
+        return 0, 0
+    at_limit = int((parts[0].float().abs() >= largest).sum())
+    return max(0, at_limit - parts[1].numel()), parts[0].numel()

@@ -1,0 +1,144 @@
+import math
+import os
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from autoprec.errors import UnknownNameError, UnsupportedError
+from autoprec.numerics.communication import (
+    WIRE,
+    compressed_mean,
+    find_distributed,
+    install_gradient_hook,
+    wire_bytes,
+)
+
+
+def gradients(ranks: int, count: int = 5000, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.exp(1.5 * torch.randn(count, generator=generator))
+    common = torch.randn(count, generator=generator) * scale
+    return [common + 2 * torch.randn(count, generator=generator) * scale for _ in range(ranks)]
+
+
+def snr(found: torch.Tensor, ranks: list[torch.Tensor]) -> float:
+    true = torch.stack(ranks).double().mean(0)
+    return float(10 * torch.log10(true.square().sum() / (found.double() - true).square().sum()))
+
+
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize(("name", "decibels"), [("fp8", 28.0), ("bf16", 50.0)])
+def test_signal_to_noise_does_not_fall_with_the_number_of_ranks(ranks, name, decibels):
+    made = gradients(ranks)
+    assert snr(compressed_mean(made, WIRE[name]), made) >= decibels
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16"])
+@pytest.mark.parametrize("count", [1, 255, 1024, 1025])
+def test_the_mean_keeps_its_shape_and_small_values(name, count):
+    made = [g.view(1, -1) * 1e-12 for g in gradients(3, count)]
+    found = compressed_mean(made, WIRE[name])
+    assert found.shape == (1, count)
+    assert torch.isfinite(found).all()
+    assert (found != 0).any()
+
+
+@pytest.mark.parametrize("name", ["fp8", "bf16"])
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_an_overflow_on_one_rank_is_seen_by_all(name, bad):
+    made = gradients(4, 600)
+    made[2][300] = bad
+    assert not torch.isfinite(compressed_mean(made, WIRE[name])).all()
+
+
+def test_bytes_on_the_wire():
+    assert wire_bytes(1000, 2, "fp32") == 4000
+    assert wire_bytes(1000, 2, "fp32") / wire_bytes(1000, 2, "fp8") == pytest.approx(4 / 1.016, rel=1e-3)
+    with pytest.raises(UnknownNameError, match="fp8"):
+        wire_bytes(1, 2, "fp9")
+
+
+def test_a_model_that_is_not_distributed_communicates_nothing():
+    model = nn.Linear(2, 2)
+    assert find_distributed(model) is None
+    assert install_gradient_hook(model, "fp8") is None
+
+
+def network() -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(12, 300), nn.Tanh(), nn.Linear(300, 3))
+
+
+def train(model: nn.Module, rank: int, steps: int) -> float:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(rank)
+    for _ in range(steps):
+        x = torch.randn(64, 12, generator=generator)
+        y = torch.stack([x.sum(1) / 3, x[:, 0], x[:, 1] * x[:, 2]], 1)
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def gather(values: torch.Tensor) -> list[torch.Tensor]:
+    out = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(out, values)
+    return out
+
+
+def rank_main(rank: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    found = {}
+    for name in ("fp32", "bf16", "fp8"):
+        model = network()
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        hook = install_gradient_hook(model, name)  # by the inner module: its wrapper is found
+        assert (hook is None) == (name == "fp32")
+        loss = train(wrapped, rank, 25)
+        parameters = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        first, second = gather(parameters)
+        assert torch.equal(first, second), name
+        found[name] = (loss, hook.sent_bytes / hook.calls if hook else 0)
+        if hook is not None:
+            assert install_gradient_hook(wrapped, "fp32") is hook  # changed in place, not registered again
+            before = hook.calls
+            train(wrapped, rank, 1)
+            assert (hook.name, hook.calls) == ("fp32", before + 1)
+    # one bucket, directly: the hook computes what the simulation computes
+    model = network()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    install_gradient_hook(wrapped, "fp8")
+    x = torch.randn(8, 12, generator=torch.Generator().manual_seed(rank))
+    wrapped(x).square().sum().backward()
+    alone = network()
+    alone(x).square().sum().backward()
+    flat = torch.cat([p.grad.reshape(-1) for p in reversed(list(alone.parameters()))])
+    both = torch.cat([p.grad.reshape(-1) for p in reversed(list(model.parameters()))])
+    mean = torch.stack(gather(flat)).double().mean(0)
+    assert float((both - mean).norm() / mean.norm()) < 0.04
+    own = nn.parallel.DistributedDataParallel(network())
+    own.register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(UnsupportedError, match="register_comm_hook"):
+        install_gradient_hook(own, "fp8")
+    if rank == 0:
+        torch.save(found, f"{folder}/found")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_ranks_stay_bit_identical_and_train(tmp_path):
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(rank_main, (str(tmp_path),), nprocs=2)
+    found = torch.load(tmp_path / "found")
+    for name in ("bf16", "fp8"):
+        assert found[name][0] == pytest.approx(found["fp32"][0], rel=0.05)
+    assert found["bf16"][1] / found["fp8"][1] == pytest.approx(2 / 1.016, rel=0.05)
