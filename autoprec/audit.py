@@ -89,7 +89,7 @@ def _audit_layer(name: str, module: nn.Module, plan: LayerPlan) -> LayerAudit:
     if found is None:
         return LayerAudit(name, requested, dict.fromkeys(GEMMS, KEEP), False, "the policy is not applied to this layer")
     ran = dict(found.executed)
-    if not found.calls:
+    if not found.called:
         return LayerAudit(name, requested, ran, False, "never called", found.backend)
     reasons = [found.note] if found.note else []
     ok = True
@@ -145,7 +145,7 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
         if ran is None:
             if name in ("activations", "attention"):
                 reason = "never executed" if active else "the policy is not applied"
-                ok = name == "attention" and found is not None and found.calls > 0
+                ok = name == "attention" and found is not None and found.called
                 reason = "the model calls no scaled_dot_product_attention" if ok else reason
             else:
                 ok, reason = True, "nothing of low precision reached it"

@@ -173,7 +173,7 @@ class RootExecution:
     device: str = "cpu"
     low_precision: bool = False
     executed: dict[str, str] = field(default_factory=dict)
-    calls: int = 0
+    called: bool = False
 
     def needed(self, device: str) -> bool:
         """Say whether anything of low precision can reach the operators at all."""
@@ -187,7 +187,7 @@ class RootExecution:
     @contextlib.contextmanager
     def around(self) -> Iterator[None]:
         """Enter autocast and the operator protections."""
-        self.calls += 1
+        self.called = True
         device = self.device
         if not self.needed(device):
             yield

@@ -30,9 +30,17 @@ class Execution(Protocol):
 
     plan: LayerPlan
     backend: str
-    executed: dict[str, str]
     note: str
-    calls: int
+    called: bool
+
+    @property
+    def executed(self) -> dict[str, str]:
+        """What the last forward and backward ran, by GEMM."""
+        ...
+
+    def describe(self) -> str:
+        """Return what ``print(model)`` shows."""
+        ...
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
         """Return ``input @ weight.T + bias``."""

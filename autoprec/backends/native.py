@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.backends.base import Capability
-from autoprec.numerics.gemm import emulated_multiply
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState
+from autoprec.numerics.plan import GemmStep, multiply_emulated
 from autoprec.policy import LayerPlan
 from autoprec.recipes import GEMMS, Gemm, Recipe
 
@@ -22,22 +22,21 @@ __all__ = ["NativeBackend", "scaled_multiply"]
 _CASTS = ("fp32", "tf32", "bf16", "fp16")
 
 
-def scaled_multiply(
-    a: QuantizedOperand, b: QuantizedOperand, axes: tuple[int, int], out_dtype: torch.dtype, *, fast: bool = False
-) -> Tensor:
+def scaled_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
     """Multiply two FP8 operands through ``torch._scaled_mm``; sizes it cannot take are emulated.
 
     The first operand must be row-major and the second column-major, both contracted over their inner axis.
     """
+    axes = step.axes
     left = a.codes if axes[0] == 1 else a.codes.t()
     right = b.codes.t() if axes[1] == 1 else b.codes
     on_gpu = left.device.type == "cuda"
     if on_gpu and (left.shape[0] % 16 or left.shape[1] % 16 or right.shape[1] % 16):
-        return emulated_multiply(a, b, axes, out_dtype, fast=fast)  # e.g. a ragged last batch in wgrad
+        return multiply_emulated(a, b, step, out_dtype)  # e.g. a ragged last batch in wgrad
     if left.numel() == 0 or right.numel() == 0:
-        return emulated_multiply(a, b, axes, out_dtype, fast=fast)
+        return multiply_emulated(a, b, step, out_dtype)
     if a.scale is None or b.scale is None:
-        return emulated_multiply(a, b, axes, out_dtype, fast=fast)
+        return multiply_emulated(a, b, step, out_dtype)
     scale_a = a.scale if axes[0] == 1 else a.scale.t()
     scale_b = b.scale.t() if axes[1] == 1 else b.scale
     rowwise = "row" in (a.spec.scheme, b.spec.scheme)
@@ -54,7 +53,7 @@ def scaled_multiply(
         scale_a=scale_a,
         scale_b=scale_b,
         out_dtype=produced,
-        use_fast_accum=fast,
+        use_fast_accum=step.fast,
     )
     return out.to(out_dtype)
 

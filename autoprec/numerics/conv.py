@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.numerics.linear import describe_plan
+from autoprec.numerics.plan import describe_plan
 from autoprec.policy import LayerPlan
 from autoprec.recipes import GEMMS
 
@@ -32,7 +32,7 @@ class ConvExecution:
     backend: str = "native"
     executed: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    calls: int = 0
+    called: bool = False
     watched: Any = None
 
     def describe(self) -> str:
@@ -42,7 +42,7 @@ class ConvExecution:
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
         """Return the convolution of ``input`` in the dtype the script would see."""
         del training
-        self.calls += 1
+        self.called = True
         device = input.device.type
         dtype = CONV_FORMATS[self.format]
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None

@@ -8,7 +8,7 @@ through the function its backend supplies.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,82 +16,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoprec.numerics.gemm import emulated_multiply
-from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, QuantizerState, Spec
-from autoprec.numerics.quantize import quantize, spec_of
+from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
+from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, describe_plan, native_dtype
+from autoprec.numerics.quantize import quantize
 from autoprec.policy import LayerPlan
-from autoprec.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Recipe
+from autoprec.recipes import Gemm
 
-__all__ = ["GemmStep", "LinearExecution", "Multiply", "Steps", "compile_plan", "describe_plan", "native_dtype"]
-
-#: Multiplies two quantised operands: (a, b, contraction axes, out dtype, fast=...) -> product.
-Multiply = Callable[..., Tensor]
-
-_NATIVE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-
-
-def native_dtype(plan: LayerPlan, device_type: str) -> torch.dtype | None:
-    """Return the dtype in which autograd can run the whole plan by itself, or None when it cannot.
-
-    FP16 GEMMs on a CPU are 20 to 100 times slower than float32 ones, so there they are emulated.
-    """
-    formats = {None if (r := plan.recipe(gemm)) is None else r.format for gemm in GEMMS}
-    if len(formats) != 1:
-        return None
-    found = _NATIVE.get(formats.pop() or "")
-    return None if found is torch.float16 and device_type == "cpu" else found
-
-
-@dataclass(frozen=True, slots=True)
-class GemmStep:
-    """One GEMM of a compiled plan: how its two operands are quantised, and who multiplies them."""
-
-    first: Spec
-    second: Spec
-    axes: tuple[int, int]
-    fast: bool
-    label: str
-    multiply: Multiply = emulated_multiply
-
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """A plan compiled for one compute dtype of the script (what ``keep`` GEMMs run in)."""
-
-    fprop: GemmStep
-    dgrad: GemmStep
-    wgrad: GemmStep
-    wide_output: bool
-
-
-def _step(recipe: Recipe | None, gemm: Gemm, keep_dtype: torch.dtype, multiply: Multiply) -> GemmStep:
-    axes = CONTRACTION[gemm]
-    if recipe is None:
-        spec = Spec("cast", _NAMES.get(keep_dtype, "fp32"))
-        return GemmStep(spec, spec, axes, False, KEEP)
-    first, second = (spec_of(recipe, gemm, operand) for operand in GEMM_OPERANDS[gemm])
-    return GemmStep(first, second, axes, recipe.accumulation == "fast", recipe.describe(), multiply)
-
-
-def compile_plan(plan: LayerPlan, keep_dtype: torch.dtype, multiply: Mapping[Gemm, Multiply]) -> Steps:
-    """Compile a plan for the dtype in which the script would have run the layer."""
-    steps = {g: _step(plan.recipe(g), g, keep_dtype, multiply.get(g, emulated_multiply)) for g in GEMMS}
-    wide = plan.fprop is not None and plan.fprop.format in ("fp32", "tf32")
-    return Steps(steps["fprop"], steps["dgrad"], steps["wgrad"], wide)
-
-
-def describe_plan(plan: LayerPlan) -> str:
-    """Return a plan in a few words: one recipe, or one per GEMM where they differ."""
-    names = {gemm: KEEP if (r := plan.recipe(gemm)) is None else r.describe() for gemm in GEMMS}
-    if len(set(names.values())) == 1:
-        return names["fprop"]
-    return ", ".join(f"{gemm}: {name}" for gemm, name in names.items())
+__all__ = ["LinearExecution"]
 
 
 def _in_backward() -> bool:
     """True inside the backward pass: a forward that runs there repeats an earlier one (activation checkpointing)."""
-    return torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
 @dataclass(slots=True)
@@ -101,22 +37,34 @@ class LinearExecution:
     Attributes:
         plan: what was asked for.
         multiply: who multiplies, per GEMM; missing means emulated.
-        executed: what the last forward and backward really ran, by GEMM; empty until then.
+        ran: what the last forward and backward really ran, by GEMM; empty until then.
+        traced: what ``torch.compile`` traced (the compiled graph does not report back).
         backend: name of the backend that runs it.
         note: why something else than the plan runs, if so.
-        calls: forwards run.
+        called: a forward has run.
+        native: dtype of a plan autograd runs by itself, by device type.
+        compiled: steps of any other plan, by device type and the script's dtype.
     """
 
     plan: LayerPlan
     backend: str = "emulated"
     multiply: Mapping[Gemm, Multiply] = field(default_factory=dict)
     state: QuantizerState = field(default_factory=QuantizerState)
-    executed: dict[str, str] = field(default_factory=dict)
     note: str = ""
-    calls: int = 0
+    called: bool = False
+    ran: dict[str, str] = field(default_factory=dict)
+    traced: dict[str, str] | None = None
     native: dict[str, torch.dtype | None] = field(default_factory=dict)
-    compiled: dict[torch.dtype, Steps] = field(default_factory=dict)
+    compiled: dict[tuple[str, torch.dtype], Steps] = field(default_factory=dict)
     watched: Any = None
+
+    def __post_init__(self) -> None:
+        self.native = {device: native_dtype(self.plan, device) for device in ("cpu", "cuda")}
+
+    @property
+    def executed(self) -> dict[str, str]:
+        """What the last forward and backward ran, by GEMM; a compiled graph has all it was traced with."""
+        return {**(self.traced or {}), **self.ran}
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
         """Return ``input @ weight.T + bias``.
@@ -131,7 +79,7 @@ class LinearExecution:
             ``[..., out_features]`` in the dtype the script would see: autocast's if it is active, else the input's;
             float32 where an fp32 recipe runs under autocast.
         """
-        self.calls += 1
+        self.called = True
         device = input.device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if device not in self.native:
@@ -140,12 +88,13 @@ class LinearExecution:
         if native is not None:
             return self._native(input, weight, bias, native, autocast)
         keep = autocast or input.dtype
-        steps = self.compiled.get(keep)
+        steps = self.compiled.get((device, keep))
         if steps is None:
-            steps = self.compiled[keep] = compile_plan(self.plan, keep, self.multiply)
+            steps = self.compiled[device, keep] = compile_plan(self.plan, keep, device, self.multiply)
         out_dtype = torch.float32 if steps.wide_output and autocast is not None else keep
         grad = torch.is_grad_enabled()
-        self.executed["fprop"] = steps.fprop.label
+        if torch.compiler.is_compiling():
+            self.traced = steps.labels
         if autocast is None:
             return _run(input, weight, bias, self, steps, out_dtype, training and grad, grad)
         with torch.autocast(device, enabled=False):
@@ -166,10 +115,13 @@ class LinearExecution:
             with torch.autocast(input.device.type, enabled=False):
                 out = _cast_linear(input, weight, bias, dtype)
             out = out if dtype is torch.float32 else out.to(autocast)
-        label = _NAMES[dtype]
+        label = DTYPE_NAMES[dtype]
+        if torch.compiler.is_compiling():
+            self.traced = {"fprop": label, "dgrad": label, "wgrad": label}
+            return out
         key = (dtype, autocast, input.dtype)
-        if self.watched != key and not torch.compiler.is_compiling():
-            self.executed["fprop"] = label
+        if self.watched != key:
+            self.ran["fprop"] = label
             if out.requires_grad:
                 self._watch(out, label, key, input.requires_grad, weight.requires_grad)
         return out
@@ -180,11 +132,16 @@ class LinearExecution:
         def seen(_grad: Tensor) -> None:
             self.watched = key
             if dgrad:
-                self.executed["dgrad"] = label
+                self.ran["dgrad"] = label
             if wgrad:
-                self.executed["wgrad"] = label
+                self.ran["wgrad"] = label
 
         out.register_hook(seen)  # type: ignore[no-untyped-call]
+
+
+def _note(layer: LinearExecution, gemm: Gemm, label: str) -> None:
+    if not torch.compiler.is_compiling():
+        layer.ran[gemm] = label
 
 
 def _run(*args: Any) -> Tensor:
@@ -216,7 +173,8 @@ class _PlannedLinear(torch.autograd.Function):
         x = input.reshape(-1, input.shape[-1])
         a = quantize(x, steps.fprop.first, operand="input", **options)
         b = quantize(weight, steps.fprop.second, operand="weight", **options)
-        out = steps.fprop.multiply(a, b, steps.fprop.axes, out_dtype, fast=steps.fprop.fast)
+        out = steps.fprop.multiply(a, b, steps.fprop, out_dtype)
+        _note(layer, "fprop", steps.fprop.label)
         if bias is not None:
             out += bias
         if keep_for_backward:
@@ -243,16 +201,16 @@ class _PlannedLinear(torch.autograd.Function):
             d = quantize(g, step.first, **options)
             if isinstance(w, Tensor):
                 w = quantize(w, step.second, operand="weight", state=layer.state, update=False)
-            grad_input = step.multiply(d, w, step.axes, x_dtype, fast=step.fast).reshape(shape)
-            layer.executed["dgrad"] = step.label
+            grad_input = step.multiply(d, w, step, x_dtype).reshape(shape)
+            _note(layer, "dgrad", step.label)
         if x is not None:
             step = steps.wgrad
             if d is None or d.spec != step.first or step.first.stochastic:
                 d = quantize(g, step.first, **options)
             if isinstance(x, Tensor):
                 x = quantize(x, step.second, operand="input", state=layer.state, update=False)
-            grad_weight = step.multiply(d, x, step.axes, w_dtype, fast=step.fast)
-            layer.executed["wgrad"] = step.label
+            grad_weight = step.multiply(d, x, step, w_dtype)
+            _note(layer, "wgrad", step.label)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None

@@ -70,8 +70,7 @@ def _tensor(
         scale = state.delayed_scale(operand, spec, amax, update=update, recompute=recompute)
     else:
         scale = scale_of(amax, limit, power_of_2=scaling.power_of_2)
-    # a [1, 1] float32 scale promotes bfloat16 values on the fly; a 0-d one would not
-    codes = encode(x * scale.reshape(1, 1), spec.format, bounded=not delayed)
+    codes = encode(x.to(torch.float32) * scale, spec.format, bounded=not delayed)
     return QuantizedOperand(codes, inverse_of(scale, amax).reshape(1, 1), spec, x.shape[0], x.shape[1])
 
 
@@ -79,7 +78,7 @@ def _row(x: Tensor, spec: Spec) -> QuantizedOperand:
     scaling, limit = spec.scaling or Scaling(), FORMATS[spec.format].max
     amax = amax_of(x, spec.axis)
     scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.amax_epsilon)
-    scaled = x * scale
+    scaled = x.to(torch.float32) * scale
     if spec.format == "int8":
         # NaN has no int8 code: the NaN inverse of its row carries it
         codes = scaled.round_().nan_to_num_(nan=0.0).clamp_(-127, 127).to(torch.int8)

@@ -17,6 +17,7 @@ __all__ = ["E2M1_VALUES", "STORAGE", "decode", "encode", "round_e2m1", "round_e2
 
 #: torch dtype in which codes of a format are stored (E2M1 codes are kept as E4M3, which holds every E2M1 value).
 STORAGE: dict[str, torch.dtype] = {
+    "fp64": torch.float64,
     "fp32": torch.float32,
     "tf32": torch.float32,
     "bf16": torch.bfloat16,

@@ -1,0 +1,120 @@
+"""A layer's plan compiled into steps: per GEMM, how both operands are quantised and who multiplies them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from autoprec.numerics.gemm import emulated_multiply, product_dtype
+from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, Spec
+from autoprec.numerics.quantize import spec_of
+from autoprec.policy import LayerPlan
+from autoprec.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Recipe
+
+__all__ = [
+    "DTYPE_NAMES",
+    "GemmStep",
+    "Multiply",
+    "Steps",
+    "compile_plan",
+    "describe_plan",
+    "multiply_emulated",
+    "native_dtype",
+]
+
+_NATIVE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Names of the dtypes a script can compute in.
+DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
+
+
+@dataclass(frozen=True, slots=True)
+class GemmStep:
+    """One GEMM of a compiled plan.
+
+    Attributes:
+        first, second: how the operands are quantised.
+        axes: their contraction axes.
+        product: dtype in which an emulated product is computed.
+        fast: limited-precision accumulation.
+        label: what the audit says when it has run.
+        multiply: who multiplies.
+    """
+
+    first: Spec
+    second: Spec
+    axes: tuple[int, int]
+    product: torch.dtype
+    fast: bool
+    label: str
+    multiply: Multiply
+
+
+#: Multiplies two quantised operands of a step into a tensor of a dtype.
+Multiply = Callable[[QuantizedOperand, QuantizedOperand, GemmStep, torch.dtype], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A plan compiled for one device type and compute dtype of the script (what ``keep`` GEMMs run in).
+
+    ``wide_output`` is true when fprop is asked to run in float32, whose result autocast would not narrow either.
+    """
+
+    fprop: GemmStep
+    dgrad: GemmStep
+    wgrad: GemmStep
+    wide_output: bool
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What each GEMM runs as."""
+        return {"fprop": self.fprop.label, "dgrad": self.dgrad.label, "wgrad": self.wgrad.label}
+
+
+def multiply_emulated(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
+    """The ``multiply`` of steps that no hardware runs."""
+    return emulated_multiply(a, b, step.axes, out_dtype, product=step.product, fast=step.fast)
+
+
+def _step(recipe: Recipe | None, gemm: Gemm, keep_dtype: torch.dtype, multiply: Multiply, device_type: str) -> GemmStep:
+    axes = CONTRACTION[gemm]
+    if recipe is None:
+        first = second = Spec("cast", DTYPE_NAMES.get(keep_dtype, "fp32"))
+        label, fast = KEEP, False
+    else:
+        first, second = (spec_of(recipe, gemm, operand) for operand in GEMM_OPERANDS[gemm])
+        label, fast = recipe.describe(), recipe.accumulation == "fast"
+    return GemmStep(first, second, axes, product_dtype(first, second, device_type), fast, label, multiply)
+
+
+def compile_plan(
+    plan: LayerPlan, keep_dtype: torch.dtype, device_type: str, multiply: Mapping[Gemm, Multiply] | None = None
+) -> Steps:
+    """Compile a plan for the dtype the script would have run the layer in; GEMMs not in ``multiply`` are emulated."""
+    who = multiply or {}
+    steps = {g: _step(plan.recipe(g), g, keep_dtype, who.get(g, multiply_emulated), device_type) for g in GEMMS}
+    wide = plan.fprop is not None and plan.fprop.format in ("fp32", "tf32")
+    return Steps(steps["fprop"], steps["dgrad"], steps["wgrad"], wide)
+
+
+def native_dtype(plan: LayerPlan, device_type: str) -> torch.dtype | None:
+    """Return the dtype in which autograd can run the whole plan by itself, or None when it cannot.
+
+    FP16 GEMMs on a CPU are 20 to 100 times slower than float32 ones, so there they are emulated.
+    """
+    formats = {None if (r := plan.recipe(gemm)) is None else r.format for gemm in GEMMS}
+    if len(formats) != 1:
+        return None
+    found = _NATIVE.get(formats.pop() or "")
+    return None if found is torch.float16 and device_type == "cpu" else found
+
+
+def describe_plan(plan: LayerPlan) -> str:
+    """Return a plan in a few words: one recipe, or one per GEMM where they differ."""
+    names = {gemm: KEEP if (r := plan.recipe(gemm)) is None else r.describe() for gemm in GEMMS}
+    if len(set(names.values())) == 1:
+        return names["fprop"]
+    return ", ".join(f"{gemm}: {name}" for gemm, name in names.items())
