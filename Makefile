@@ -9,7 +9,7 @@ STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum 
 INDEX  := https://download.pytorch.org/whl/cpu
 # A working nvidia-smi means a GPU that this user can train on; TORCH=cpu or TORCH=cuda overrides.
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-PIP    := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
 .PHONY: demo test lint gpu docs clean install
 .DEFAULT_GOAL := demo

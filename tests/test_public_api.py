@@ -1,0 +1,86 @@
+"""The public surface: exactly these names, loaded lazily, documented, and importable without anything heavy."""
+
+import importlib.metadata
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import autoprec
+from autoprec.errors import ScriptError, UnknownNameError, UsageError
+
+ROOT = Path(__file__).resolve().parent.parent
+FORBIDDEN = ("torch", "optuna", "mlflow", "numpy", "pydantic", "yaml", "click", "rich")
+
+
+def in_a_fresh_interpreter(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+
+
+def test_the_surface_is_sorted_and_complete() -> None:
+    assert autoprec.__all__ == sorted(autoprec.__all__)
+    assert dir(autoprec) == autoprec.__all__
+    for name in autoprec.__all__:
+        assert getattr(autoprec, name) is not None
+
+
+def test_the_surface_is_exactly_this() -> None:
+    assert autoprec.__all__ == ["AutoPrecError", "Policy", "__version__", "load", "search"]
+
+
+@pytest.mark.parametrize("name", [name for name in autoprec.__all__ if not name.startswith("__")])
+def test_every_public_name_is_documented(name: str) -> None:
+    value = getattr(autoprec, name)
+    assert inspect.getdoc(value)
+    pages = "".join(path.read_text(encoding="utf-8") for path in [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"])
+    assert f"autoprec.{name}" in pages
+
+
+def test_importing_the_package_imports_nothing_heavy() -> None:
+    code = f"import autoprec, sys; print([name for name in {FORBIDDEN!r} if name in sys.modules])"
+    assert in_a_fresh_interpreter(code).strip() == "[]"
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'serch'"):
+        autoprec.serch  # noqa: B018
+
+
+def test_the_version_is_the_one_of_the_distribution() -> None:
+    assert autoprec.__version__ == importlib.metadata.version("autoprec")
+
+
+def test_search_is_a_function_to_users_and_a_package_to_code() -> None:
+    code = (
+        "import autoprec.search.options, autoprec\n"
+        "from autoprec.search import records\n"
+        "assert callable(autoprec.search), 'imported as a package first'\n"
+        "assert autoprec.search.options.SearchOptions and records.SearchResult\n"
+        "print('fine')"
+    )
+    assert in_a_fresh_interpreter(code) == "fine\n"
+    assert in_a_fresh_interpreter("import autoprec; print(callable(autoprec.search))") == "True\n"
+    assert isinstance(autoprec.search, ModuleType)
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "error", "says"),
+    [
+        ("train.py", {"trails": 3}, UnknownNameError, "did you mean 'trials'"),
+        ("train.py", {"trials": 0}, UsageError, "--trials 0 is too small"),
+        ("nowhere.py", {}, UsageError, "nowhere.py"),
+        ([], {}, UsageError, "no training script"),
+    ],
+)
+def test_a_search_from_python_refuses_what_the_command_refuses(
+    script: object, options: dict[str, object], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        autoprec.search(script, track=False, **options)  # type: ignore[operator]
+
+
+def test_every_error_can_be_caught_as_one() -> None:
+    assert issubclass(ScriptError, autoprec.AutoPrecError)
