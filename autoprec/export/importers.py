@@ -80,7 +80,7 @@ def import_policy(document: Mapping[str, Any], source: str = "auto", *, layers: 
         raise UnknownNameError("import source", found, readers)
     notes: list[str] = []
     body = readers[found](document, layers, notes)
-    policy = policy_from_dict({"schema": "autoprec.policy/1", **body}, where=f"{found} configuration")
+    policy: Policy = policy_from_dict({"schema": "autoprec.policy/1", **body}, where=f"{found} configuration")
     return Imported(policy, tuple(notes))
 
 

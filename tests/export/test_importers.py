@@ -1,0 +1,95 @@
+"""Importers read what people have, and never carry along a setting that does nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import yaml
+
+from autoprec.errors import FileError, UnknownNameError
+from autoprec.export import export
+from autoprec.export.importers import detect, import_policy
+from autoprec.policy import resolve
+from autoprec.testing.exporters import MODELS, POLICIES, gemm_label
+
+TE = {"fp8_format": "HYBRID", "amax_history_len": 32, "amax_compute_algo": "max", "margin": 0}
+
+
+def test_te_keys_become_delayed_scaling() -> None:
+    done = import_policy(TE)
+    plan = done.policy.plan_of_rule(None)
+    assert plan.fprop is not None
+    assert plan.fprop.scaling is not None
+    assert plan.fprop.scaling.amax_history_len == 32
+    assert gemm_label(plan.dgrad, "dgrad") == "fp8 tensor delayed e5m2*e4m3"
+    assert done.notes == ()
+
+
+def test_a_dead_interval_is_named() -> None:
+    assert "interval 4" in import_policy({**TE, "interval": 4}).notes[0]
+
+
+def test_override_linear_precision_is_translated() -> None:
+    done = import_policy({**TE, "override_linear_precision": [False, False, True]})
+    plan = resolve(done.policy, ["a"])["a"]
+    assert plan.wgrad is not None
+    assert plan.wgrad.format == "bf16"
+    assert plan.fprop is not None
+    assert plan.fprop.format == "fp8"
+    assert "2.0" in done.notes[0]
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"override_linear_precision": [True, False, False]},
+        {"override_linear_precision": "(false, false, false)"},
+        {"fp8_format": "E5M2"},
+        {"margin": 1.5},
+        {"override_linear_precision": [0, 0, 1]},
+    ],
+)
+def test_what_no_library_runs_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(FileError):
+        import_policy({**TE, **bad}, "te")
+
+
+def test_accelerate_backends() -> None:
+    te = import_policy({"mixed_precision": "fp8", "fp8_config": {"backend": "TE", "fp8_format": "E4M3"}})
+    recipe = te.policy.plan_of_rule(None).fprop
+    assert recipe is not None
+    assert recipe.scaling is not None
+    assert (recipe.scaling.amax_history_len, recipe.scaling.amax_compute_algo) == (1024, "most_recent")
+    ao = import_policy({"fp8_config": {"backend": "AO"}}, layers=["a", "b", "c"])
+    assert [p.keeps for p in resolve(ao.policy, ["a", "b", "c"]).values()] == [True, False, True]
+    msamp = import_policy({"fp8_config": {"backend": "MSAMP", "opt_level": "O2"}})
+    assert msamp.policy.optimizer.exp_avg == "e4m3"
+    assert import_policy({"mixed_precision": "bf16"}).policy.activations == "bf16"
+
+
+def test_the_names_that_accelerates_wizard_writes_are_reported() -> None:
+    done = import_policy({"fp8_config": {"backend": "TE", "amax_history_length": 16}})
+    assert "ignored yours" in done.notes[0]
+
+
+def test_accelerate_round_trip() -> None:
+    done = export(POLICIES["delayed"], "accelerate", layers=["a", "b"])
+    assert done.lossy == []
+    again = import_policy(yaml.safe_load(done.files["accelerate_config.yaml"]))
+    assert again.policy.plan_of_rule(None) == POLICIES["delayed"].plan_of_rule(None)
+
+
+@pytest.mark.parametrize("case", ["bf16", "tensorwise everywhere"])
+def test_megatron_round_trip(case: str) -> None:
+    done = export(POLICIES[case], "megatron", layers=MODELS["gpt"])
+    again = import_policy(yaml.safe_load(done.files["te_precision_config.yaml"]))
+    assert resolve(again.policy, MODELS["gpt"]) == resolve(POLICIES[case], MODELS["gpt"])
+
+
+def test_detection_and_unknown_sources() -> None:
+    assert detect(TE) == "te"
+    with pytest.raises(FileError, match="no accelerate"):
+        detect({"foo": 1})
+    with pytest.raises(UnknownNameError):
+        import_policy(TE, "deepspeeed")
