@@ -40,7 +40,7 @@ def _wrap_first(original: Callable[..., Any], offset: int, name: str) -> Callabl
 
 
 def _generator_class(base: type, offset: int) -> type:
-    class Shaped(type):
+    class Shaped(type(base)):  # type: ignore[misc] # torch.Generator has a metaclass of its own
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, base)
 
