@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
+from autoprec.numerics.communication import install_gradient_hook
 from autoprec.numerics.loss_scaling import LossScaler
 from autoprec.numerics.optimizer_guard import StepGuard
 from autoprec.numerics.optimizer_tensor import StoredTensor, decoded
@@ -238,7 +239,8 @@ def wrap_optimizer(
 
     Args:
         optimizer: ``torch.optim`` AdamW, Adam or SGD, before or after its first step.
-        policy: a policy, or its optimizer section alone. All FP32 leaves the optimizer untouched.
+        policy: a policy, or its optimizer section alone. All FP32 leaves the optimizer untouched. A whole policy also
+            brings its loss scaling, and its gradient communication where the model is distributed.
         model: what it trains; needed to leave embeddings out of stored weights (without it every matrix is stored).
 
     Raises:
@@ -253,6 +255,8 @@ def wrap_optimizer(
                 "loss scaling enters at the model's outputs", fix="pass the model: wrap_optimizer(o, policy, model)"
             )
         setattr(optimizer, _SCALER, LossScaler.install(model, [optimizer]))
+    if isinstance(policy, Policy) and model is not None and policy.communication.gradients != "fp32":
+        install_gradient_hook(model, policy.communication.gradients)
     if choice == OptimizerPolicy():
         return optimizer
     kind = _kind(optimizer)

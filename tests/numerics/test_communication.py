@@ -9,6 +9,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from autoprec.errors import UnknownNameError, UnsupportedError
+from autoprec.levels import LEVELS
 from autoprec.numerics.communication import (
     WIRE,
     compressed_mean,
@@ -16,6 +17,7 @@ from autoprec.numerics.communication import (
     install_gradient_hook,
     wire_bytes,
 )
+from autoprec.numerics.optimizer import runtime_of, wrap_optimizer
 
 
 def gradients(ranks: int, count: int = 5000, seed: int = 0) -> list[torch.Tensor]:
@@ -113,6 +115,19 @@ def rank_main(rank: int, folder: str) -> None:
             before = hook.calls
             train(wrapped, rank, 1)
             assert (hook.name, hook.calls) == ("fp32", before + 1)
+    # a whole level: stochastic rounding draws the same noise on every rank, weights are emulated behind DDP's back
+    model = network()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    policy, optimizer = LEVELS["bf16-sr-fp8"].policy(), torch.optim.AdamW(model.parameters(), lr=1e-2)
+    wrap_optimizer(optimizer, policy, model)
+    for step in range(6):
+        optimizer.zero_grad()
+        wrapped(torch.randn(8, 12, generator=torch.Generator().manual_seed(2 * step + rank))).square().sum().backward()
+        optimizer.step()
+    first, second = gather(torch.cat([p.detach().reshape(-1) for p in model.parameters()]))
+    assert torch.equal(first, second)
+    assert torch.equal(model[0].weight, model[0].weight.bfloat16().float())
+    assert list(runtime_of(optimizer).weights.emulated.values()) == [2]
     # one bucket, directly: the hook computes what the simulation computes
     model = network()
     wrapped = nn.parallel.DistributedDataParallel(model)
