@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from autoprec.errors import FileError, UnknownNameError
 from autoprec.files import read_document
+from autoprec.graph.report import GraphReport
 
-__all__ = ["PRECISIONS", "RULES_SCHEMA", "OperatorClass", "Rules", "load_rules"]
+__all__ = ["PRECISIONS", "RULES_SCHEMA", "OperatorClass", "Rules", "load_rules", "reclassify"]
 
 RULES_SCHEMA = "autoprec.rules/1"
 #: What a class may ask for.
@@ -31,10 +32,11 @@ class OperatorClass:
 
 @dataclass(frozen=True)
 class Rules:
-    """Ordered operator globs and the classes they lead to; first match wins."""
+    """Ordered operator globs and the classes they lead to; first match wins, a user's (``own``) before the rest."""
 
     classes: dict[str, OperatorClass]
     patterns: tuple[tuple[str, str], ...]
+    own: tuple[tuple[str, str], ...] = ()
     _found: dict[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     def class_of(self, operator: str) -> str | None:
@@ -48,7 +50,7 @@ class Rules:
     def _search(self, operator: str) -> str:
         namespace, _, name = operator.rpartition("::")
         bare = name[:-1] if name.endswith("_") and not name.endswith("__") else name
-        for pattern, cls in self.patterns:
+        for pattern, cls in (*self.own, *self.patterns):
             wanted_namespace, _, wanted = pattern.rpartition("::")
             if wanted_namespace and wanted_namespace != namespace:
                 continue
@@ -129,11 +131,29 @@ def load_rules(extension: Path | str | None = None) -> Rules:
         UnknownNameError: an entry names a class that exists in neither file, or an unknown precision or key.
     """
     classes, patterns = _builtin()
+    own: tuple[tuple[str, str], ...] = ()
     if extension is not None:
         own_classes, own_patterns = _parse(read_document(extension), str(extension))
-        classes = classes | own_classes
-        patterns = (*own_patterns, *patterns)
-    for _, cls in patterns:
+        classes, own = classes | own_classes, tuple(own_patterns)
+    for _, cls in (*own, *patterns):
         if cls not in classes:
             raise UnknownNameError("operator class", cls, classes, where=str(extension or "built-in rules"))
-    return Rules(classes, patterns)
+    return Rules(classes, patterns, own)
+
+
+def reclassify(report: GraphReport, rules: Rules) -> GraphReport:
+    """Return a report that was classified by the built-in rules as a user's rules would have it.
+
+    Operators that the user's file names change class, unless they are part of a recognised hand-written operator;
+    classes that the file describes anew change precision and reason everywhere. FLOPs and layers stay.
+    """
+    named = Rules(rules.classes, (), rules.own)
+    builtin, _ = _builtin()
+    rows = []
+    for operator in report.operators:
+        cls = operator.cls if operator.pattern else named.class_of(operator.op) or operator.cls
+        about = rules.describe(cls)
+        if cls != operator.cls or about != builtin.get(cls):
+            operator = replace(operator, cls=cls, precision=about.precision, reason=about.reason)
+        rows.append(operator)
+    return replace(report, operators=tuple(rows))

@@ -1,0 +1,122 @@
+"""``autoprec inspect``: the operators of one training step, their classes, the tunable share, and the reasons."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoprec.cli.script import script_command
+from autoprec.errors import ScriptError, UsageError
+
+if TYPE_CHECKING:
+    from autoprec.graph.report import GraphReport, Layer
+
+__all__ = ["inspect"]
+
+
+def _recorded(script: tuple[str, ...], timeout_s: float) -> GraphReport:
+    """Record one step of a script.
+
+    Raises:
+        ScriptError: the script failed before or in its first step.
+    """
+    from autoprec.graph.report import GraphReport
+    from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.protocol import TrialSpec
+    from autoprec.trial.runner import TrialRunner
+
+    command = ScriptCommand.parse(list(script))
+    with (
+        tempfile.TemporaryDirectory(prefix="autoprec-inspect-") as directory,
+        TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner,
+    ):
+        runner.start()
+        result = runner.run(TrialSpec(kind="record", warmup=0, steps=1, timeout_s=timeout_s))
+    if not result.ok or "graph" not in result.payload:
+        raise ScriptError(
+            f"the step could not be recorded: {result.reason or result.status}",
+            where=command.label,
+            fix=result.tail or "run the script by itself first",
+        )
+    return GraphReport.from_json(result.payload["graph"])
+
+
+def _row(layer: Layer, total: int) -> tuple[str, ...]:
+    from autoprec.graph.alignment import alignment
+    from autoprec.graph.summary import shape_text
+
+    why = ("yes: " if layer.tunable else "no: ") + layer.reason
+    return (
+        layer.name or "(root)",
+        layer.type,
+        shape_text(layer),
+        f"{layer.total_flops / total:.1%}" if total else "-",
+        str(alignment(layer)) if layer.gemms else "-",
+        ", ".join(layer.flags),
+        "" if layer.group == layer.name else layer.group,
+        why,
+    )
+
+
+def _print_tables(report: GraphReport) -> None:
+    from autoprec.cli.tables import plain_table, stdout_console
+    from autoprec.graph.summary import class_shares, coverage_line
+
+    console = stdout_console()
+    headings = ("layer", "type", "M x K x N", "FLOPs", "multiple of", "flags", "group", "tunable")
+    console.print(plain_table(headings, [_row(layer, report.total_flops) for layer in report.layers]))
+    total, moved = report.total_flops or 1, sum(operator.bytes for operator in report.operators) or 1
+    rows = [
+        (share.name, share.precision, str(share.calls), f"{share.flops / total:.1%}", f"{share.bytes / moved:.1%}")
+        for share in class_shares(report)
+    ]
+    console.print(plain_table(("class", "precision", "calls", "FLOPs", "bytes"), rows))
+    for note in report.notes:
+        click.echo(f"note: {note}")
+    click.echo(coverage_line(report))
+
+
+@script_command("inspect", required=False)
+@click.option("--graph", type=click.Path(path_type=Path), help="Show a step saved with --save instead of a script.")
+@click.option("--rules", type=click.Path(path_type=Path), help="Operator rules that extend the built-in ones.")
+@click.option("--html", "page", type=click.Path(path_type=Path), help="Write the graph, coloured by class, as HTML.")
+@click.option("--save", type=click.Path(path_type=Path), help="Write the recorded step as JSON.")
+@click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="For the script's first step.")
+@click.option("--json", "as_json", is_flag=True, help="Everything as JSON on stdout.")
+def inspect(
+    script: tuple[str, ...],
+    graph: Path | None,
+    rules: Path | None,
+    page: Path | None,
+    save: Path | None,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Record one training step: every operator, its class and precision, and what share of the step is tunable."""
+    from autoprec.cli.tables import load_graph
+    from autoprec.files import check_writable, write_atomic
+    from autoprec.graph.rules import load_rules, reclassify
+
+    if bool(script) == (graph is not None):
+        raise UsageError("give either a script or --graph FILE", fix="autoprec inspect train.py [script args]")
+    chosen: Any = load_rules(rules) if rules is not None else None  # a bad file is refused before the script starts
+    for path in (page, save):
+        if path is not None:
+            check_writable(path)
+    report = load_graph(graph) if graph is not None else _recorded(script, timeout)
+    if chosen is not None:
+        report = reclassify(report, chosen)
+    if save is not None:
+        write_atomic(save, json.dumps(report.to_json()))
+    if page is not None:
+        from autoprec.graph.page import render_page
+
+        write_atomic(page, render_page(report))
+    if as_json:
+        click.echo(json.dumps(report.to_json()))
+    else:
+        _print_tables(report)

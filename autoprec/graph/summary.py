@@ -1,0 +1,84 @@
+"""Figures of a report that a person asks for first: what share of the step is tunable, and what the rest is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoprec.graph.report import GraphReport, Layer
+
+__all__ = ["ClassShare", "Remainder", "class_shares", "coverage_line", "remainders", "shape_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassShare:
+    """A class of operators: how many calls, and its share of the step's FLOPs and of the bytes it moves."""
+
+    name: str
+    precision: str
+    calls: int
+    flops: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Remainder:
+    """FLOPs that no policy rule can name, and why."""
+
+    reason: str
+    flops: int
+    names: tuple[str, ...]
+
+
+def class_shares(report: GraphReport) -> tuple[ClassShare, ...]:
+    """Return every class of the step, most FLOPs first, then most bytes."""
+    rows: dict[str, list[int]] = {}
+    precisions: dict[str, str] = {}
+    for operator in report.operators:
+        row = rows.setdefault(operator.cls, [0, 0, 0])
+        precisions[operator.cls] = operator.precision
+        for index, value in enumerate((1, operator.flops, operator.bytes)):
+            row[index] += value
+    shares = [ClassShare(name, precisions[name], *row) for name, row in rows.items()]
+    return tuple(sorted(shares, key=lambda share: (-share.flops, -share.bytes)))
+
+
+def remainders(report: GraphReport) -> tuple[Remainder, ...]:
+    """Return what is not tunable, by reason, most FLOPs first."""
+    found: dict[str, tuple[int, list[str]]] = {}
+    for layer in report.layers:
+        if not layer.tunable:
+            flops, names = found.setdefault(layer.reason, (0, []))
+            found[layer.reason] = (flops + layer.total_flops, [*names, layer.name])
+    layered = sum(layer.total_flops for layer in report.layers)
+    rest = report.total_flops - layered
+    if rest > 0:
+        modules = dict.fromkeys(o.module for o in report.operators if o.cls == "attention" and o.flops)
+        found["products of two activations (attention): follow activations"] = (rest, list(modules))
+    rows = [Remainder(reason, flops, tuple(names)) for reason, (flops, names) in found.items()]
+    return tuple(sorted(rows, key=lambda row: -row.flops))
+
+
+def coverage_line(report: GraphReport) -> str:
+    """Return one sentence: what share of the step's FLOPs a policy can decide about, and what the rest is."""
+    total = report.total_flops or 1
+    rest = [f"{row.flops / total:.1%} {row.reason}" for row in remainders(report) if row.flops / total >= 0.0005]
+    tail = f"; not: {'; '.join(rest)}" if rest else ""
+    return f"{report.tunable_flops_share:.1%} of the step's {_human(report.total_flops)}FLOP are tunable{tail}"
+
+
+def _human(count: int) -> str:
+    value = float(count)
+    for unit in ("", "k", "M", "G", "T", "P"):
+        if value < 1000:
+            return f"{value:.3g} {unit}"
+        value /= 1000
+    return f"{value:.3g} E"
+
+
+def shape_text(layer: Layer) -> str:
+    """Return ``M x K x N`` of the forward GEMM, with its count: ``2048x768x3072``, ``4 x 64x16x16``."""
+    for gemm in layer.gemms:
+        if gemm.role in ("fprop", "recompute"):
+            count = gemm.calls * gemm.batch
+            return (f"{count} x " if count > 1 else "") + f"{gemm.m}x{gemm.k}x{gemm.n}"
+    return "-"
