@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 import uuid
+from collections.abc import Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ class TrialRunner:
         threads: OpenMP threads of plain processes (a host that is forked always has one).
         setup_timeout_s: how long the script may take to reach its first training forward.
         log: the host's output; default ``run_dir/host-<seed_offset>.log``.
+        environment: variables set for every process of this runner, such as ``CUDA_VISIBLE_DEVICES``.
     """
 
     def __init__(
@@ -53,8 +55,10 @@ class TrialRunner:
         threads: int = 1,
         setup_timeout_s: float = 600,
         log: Path | None = None,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self.command, self.run_dir = command, Path(run_dir)
+        self._environment = dict(environment or {})
         self._seed_offset, self._launch, self._threads = seed_offset, launch, threads
         self._setup_timeout = setup_timeout_s
         self._log = log or self.run_dir / f"host-{seed_offset}.log"
@@ -115,7 +119,7 @@ class TrialRunner:
             listener.listen(16)
             listener.settimeout(0.05)
             config = self._config(mode="host", socket=str(address), launch=self._launch)
-            env = trial_environment(config, self._mark, self._private, threads=1)
+            env = trial_environment(config, self._mark, self._private, threads=1) | self._environment
             self._host = Started(self.command.argv(), env, self.command.cwd, self._mark, self._log)
             try:
                 control, message = self._accept(listener, self._host)
@@ -300,7 +304,7 @@ class TrialRunner:
         path = private / f"result-{uuid.uuid4().hex[:12]}.json"
         config = self._config(mode="trial", spec=spec.to_json(), result=str(path), asked=began)
         mark = f"{self._mark}.{path.stem}"
-        env = trial_environment(config, mark, private, threads=max(spec.threads, self._threads))
+        env = trial_environment(config, mark, private, threads=max(spec.threads, self._threads)) | self._environment
         started = Started(self.command.argv(), env, self.command.cwd, mark, None)
         self._running.add(started)
         try:
