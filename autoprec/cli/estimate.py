@@ -94,6 +94,73 @@ def _lines(verdict: Any, estimate: Any, limit: int) -> list[str]:
     return lines
 
 
+def _counts(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        counts = [0]
+    if any(count < 1 for count in counts):
+        raise UsageError(f"--gpus {text} is no list of counts", fix="e.g. --gpus 1,8,64,1024")
+    return counts
+
+
+def _more(
+    model: Any, verdict: Any, plans: Any, *, sweep: bool, gpus: list[int], tensor_parallel: int
+) -> dict[str, Any]:
+    """Return payback, and where asked the sweeps and the extrapolation to many GPUs."""
+    from autoprec.cost import planning
+
+    out: dict[str, Any] = {"payback": planning.payback(verdict.step_ms, verdict.bound_speedup)}
+    if sweep:
+        out["batch_sweep"] = planning.sweep(model, plans)
+        out["sequence_sweep"] = planning.sweep(model, plans, sequence=True)
+        out["break_even_tokens"] = planning.break_even_tokens(out["batch_sweep"])
+    if gpus:
+        best, base = plans.get(verdict.best_uniform[0], {}), plans.get(verdict.baseline, {})
+        out["scale_out"] = planning.scale_out(
+            model, best, base, gpus, activations=verdict.activations, tensor_parallel=tensor_parallel
+        )
+    return out
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [entry.to_json() for entry in value]
+    return value.to_json() if hasattr(value, "to_json") else value
+
+
+def _more_lines(more: dict[str, Any]) -> list[str]:
+    """Return the text of :func:`_more`."""
+    paid = more["payback"]
+    lines = [""]
+    if paid.steps == float("inf"):
+        lines.append("payback   never: a search would gain nothing")
+    else:
+        lines.append(
+            f"payback   a search costs about {paid.search_s:.3g} s of training steps and is paid back after "
+            f"{paid.steps:,.0f} steps ({paid.hours:.2g} h)"
+        )
+    for key, what in (("batch_sweep", "tokens per step"), ("sequence_sweep", "tokens, longer sequences")):
+        if key in more:
+            lines += ["", f"{what:>24}  step ms  bound  best single choice"]
+            lines += [
+                f"{p.tokens:>24,}  {p.step_ms:7.4g}  {p.bound_speedup:4.2f}x  "
+                f"{p.best_uniform} {p.best_uniform_speedup:.2f}x"
+                for p in more[key]
+            ]
+    if "break_even_tokens" in more:
+        found = more["break_even_tokens"]
+        lines.append(f"pays from {found:,} tokens per step on" if found else "pays at no batch size looked at")
+    if "scale_out" in more:
+        lines += ["", "extrapolated: GPUs  TP  DP  baseline ms  policy ms  speed-up  waiting  state fits"]
+        lines += [
+            f"{p.gpus:>18}  {p.tensor_parallel:>2}  {p.data_parallel:>4}  {p.baseline_ms:>9.4g}  {p.policy_ms:>9.4g}  "
+            f"{p.speedup:.2f}x  {p.exposed:.0%}  {'yes' if p.fits else 'no'} ({p.state_bytes / 1e9:.0f} GB)"
+            for p in more["scale_out"]
+        ]
+    return lines
+
+
 @script_command("estimate", required=False)
 @click.option("--target", default="auto", metavar="NAME", help="A GPU of `autoprec targets`, cpu, or FILE.yaml:NAME.")
 @click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are compared.")
@@ -106,6 +173,9 @@ def _lines(verdict: Any, estimate: Any, limit: int) -> list[str]:
 @click.option("--calibration", type=click.Path(path_type=Path), help="A file written by `autoprec calibrate`.")
 @click.option("--threshold", default=0.03, show_default=True, metavar="X", help="Smallest bound worth a search.")
 @click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Until the first training step.")
+@click.option("--sweep", is_flag=True, help="Also: from which batch size and sequence length on it pays.")
+@click.option("--gpus", default="", metavar="1,8,64,1024", help="Also: extrapolate to many GPUs.")
+@click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="With --gpus: GPUs per replica.")
 @click.option("--json", "as_json", is_flag=True, help="Everything as JSON on stdout.")
 def estimate(
     script: tuple[str, ...],
@@ -120,6 +190,9 @@ def estimate(
     calibration: Path | None,
     threshold: float,
     timeout: float,
+    sweep: bool,
+    gpus: str,
+    tensor_parallel: int,
     as_json: bool,
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not."""
@@ -145,6 +218,7 @@ def estimate(
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
     verdict = model.verdict(plans, threshold=threshold)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
+    more = _more(model, verdict, plans, sweep=sweep, gpus=_counts(gpus), tensor_parallel=tensor_parallel)
     if as_json:
         document = {
             "target": found.name,
@@ -153,9 +227,10 @@ def estimate(
             "verdict": verdict.to_json(),
             "step": step.to_json(),
             "source": "modelled",
+            **{key: _plain(value) for key, value in more.items()},
         }
         click.echo(json.dumps(document))
     else:
-        click.echo("\n".join(_lines(verdict, step, 12)))
+        click.echo("\n".join([*_lines(verdict, step, 12), *_more_lines(more)]))
     sys.stdout.flush()
     return 0

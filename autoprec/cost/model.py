@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -69,6 +70,7 @@ class CostModel:
         self._script = {layer.name: short_dtype(layer.dtype) for layer in report.layers}
         self._rest_operators = rest_operators(report)
         self.parameters = scaled_parameters(report, self.scale)
+        self._part = 1.0
         self._known: dict[int, tuple[Recipe, int]] = {}
         self._recipes: dict[Recipe, int] = {}
         self._costs: dict[tuple[str, int, int, int, str], LayerCost] = {}
@@ -91,6 +93,34 @@ class CostModel:
         number = self._recipes.setdefault(recipe, len(self._recipes))
         self._known[id(recipe)] = (recipe, number)
         return number
+
+    def at(self, scale: CostScale) -> CostModel:
+        """Return the model of the same step at another scale."""
+        return CostModel(
+            self.report,
+            self.target,
+            scale=scale,
+            compiled=self.compiled,
+            weight_reuse=self.weight_reuse,
+            rates=self.rates,
+            shards=self.shards,
+        )
+
+    def with_shards(self, shards: int) -> CostModel:
+        """Return the same model with its optimizer step shared by ``shards`` devices; computed costs are shared."""
+        out = copy.copy(self)
+        out.shards = shards
+        return out
+
+    def split(self, share: Callable[[GemmWork], GemmWork]) -> CostModel:
+        """Return the model of one device's share of every layer, the rest of the step divided likewise."""
+        out = self.at(self.scale)
+        before = sum(work.flops for works in out._works.values() for work in works)
+        out._works = {name: tuple(share(work) for work in works) for name, works in out._works.items()}
+        after = sum(work.flops for works in out._works.values() for work in works)
+        out._part = after / before if before else 1.0
+        out.parameters *= out._part
+        return out
 
     def works(self, name: str) -> tuple[GemmWork, ...]:
         """Return the GEMMs of a layer at the scaled shapes."""
@@ -152,6 +182,11 @@ class CostModel:
         return found
 
     def _rest(self, activations: str, attention: str) -> RestCost:
+        whole = self._whole_rest(activations, attention)
+        shares = {name: seconds * self._part for name, seconds in whole.seconds.items()}
+        return RestCost(shares, whole.kernels, whole.operators)
+
+    def _whole_rest(self, activations: str, attention: str) -> RestCost:
         if self._cpu is not None:
             return self._cpu.rest_cost(self._rest_operators, self.scale, activations=activations, attention=attention)
         plain = rest_cost(

@@ -1,0 +1,80 @@
+"""``autoprec calibrate``: measure this device for the cost model."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from autoprec.errors import UnknownNameError, UnsupportedError
+
+__all__ = ["calibrate"]
+
+
+def _cpu(as_json: bool) -> int:
+    from autoprec.cost.cpu import cache_file, cpu_rates
+
+    rates, label = cpu_rates(refresh=True)
+    if as_json:
+        click.echo(json.dumps({"device": "cpu", "label": label, "file": str(cache_file()), "rates": rates}))
+        return 0
+    fast, slow = (1e-9 / rates["gemm"][form]["fprop"][0] for form in ("bf16", "fp32"))
+    click.echo(f"{label}; cached in {cache_file()}")
+    click.echo(f"large GEMMs on one thread: fp32 {slow:.0f} GFLOP/s, bf16 {fast:.0f} GFLOP/s ({fast / slow:.1f}x)")
+    return 0
+
+
+def _bench(name: str) -> tuple[Any, Any, str]:
+    """Return the bench, the target and the device's name.
+
+    Raises:
+        UnsupportedError: torch sees no accelerator here.
+        UnknownNameError: the device is not in the hardware table and ``--target`` names none.
+    """
+    import torch
+
+    from autoprec.cost.cuda_bench import CudaBench
+    from autoprec.hardware import TARGETS, by_device_name, target
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError(
+            "torch sees no CUDA or ROCm device here",
+            fix="run it on the GPU machine and pass the file on with --calibration; `--device cpu` measures the CPU",
+        )
+    device = torch.cuda.get_device_name()
+    found = target(name) if name else by_device_name(device)
+    if found is None:
+        raise UnknownNameError("device", device, TARGETS)
+    return CudaBench(), found, device
+
+
+@click.command("calibrate")
+@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@click.option("--target", default="", metavar="NAME", help="The device's entry in the hardware table, if not obvious.")
+@click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: calibration-<target>.json")
+@click.option("--json", "as_json", is_flag=True, help="The document on stdout as well.")
+def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> int:
+    """Measure a few GEMMs and casts of this device and write what the cost model needs."""
+    from autoprec.files import check_writable, write_json
+
+    if device == "cpu":
+        return _cpu(as_json)
+    if output is not None:
+        check_writable(output)
+    bench, found, name = _bench(target)
+    path = check_writable(output or Path(f"calibration-{found.name}.json"))
+    from autoprec.cost.calibration import calibrate as measure
+
+    start = time.monotonic()
+    document = measure(bench, found, name, time.strftime("%Y-%m-%d"), lambda line: click.echo(line, err=True))
+    document["seconds"] = round(time.monotonic() - start, 1)
+    write_json(path, document)
+    if as_json:
+        click.echo(json.dumps(document))
+    else:
+        click.echo(f"{name}: {len(document['points'])} points in {document['seconds']} s, written to {path}")
+        click.echo(f"use it: autoprec estimate --target {found.name} --calibration {path} train.py")
+    return 0

@@ -1,0 +1,252 @@
+"""Questions around a verdict: from which size on does it pay, when is the search paid back, what at 1024 GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from autoprec.cost.model import CostModel
+from autoprec.cost.scale import GemmWork
+from autoprec.errors import UsageError
+from autoprec.policy.schema import LayerPlan
+
+__all__ = [
+    "Payback",
+    "ScalePoint",
+    "SweepPoint",
+    "break_even_tokens",
+    "payback",
+    "scale_out",
+    "search_seconds",
+    "sweep",
+]
+
+Choices = Mapping[str, Mapping[str, LayerPlan]]
+#: Share of the backward pass behind which gradient communication hides (buckets are sent while later ones compute).
+_OVERLAP = 0.8
+_NODE = 8
+_GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
+
+
+@dataclass(frozen=True, slots=True)
+class SweepPoint:
+    """What a step of ``tokens`` tokens (or of a sequence ``seq`` times as long) could gain."""
+
+    factor: float
+    tokens: int
+    step_ms: float
+    bound_speedup: float
+    best_uniform: str
+    best_uniform_speedup: float
+    kind: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self)
+
+
+def sweep(
+    model: CostModel,
+    choices: Choices,
+    factors: Iterable[float] = (0.25, 0.5, 1, 2, 4, 8, 16, 32),
+    *,
+    sequence: bool = False,
+) -> list[SweepPoint]:
+    """Return the verdict at several batch sizes (or sequence lengths).
+
+    Args:
+        model: the cost model of the step as recorded (or scaled).
+        choices: as for :meth:`CostModel.verdict`.
+        factors: tokens per step relative to the model's.
+        sequence: the tokens come from longer sequences, so that attention grows with them.
+    """
+    largest = max((layer.gemms[0].m for layer in model.report.tunable if layer.gemms), default=0)
+    tokens = model.report.batch.get("tokens", 0) or largest
+    out = []
+    for factor in factors:
+        scale = replace(
+            model.scale, tokens=model.scale.tokens * factor, seq=model.scale.seq * (factor if sequence else 1.0)
+        )
+        found = model.at(scale).verdict(choices)
+        out.append(
+            SweepPoint(
+                factor=factor,
+                tokens=round(tokens * scale.tokens),
+                step_ms=found.step_ms,
+                bound_speedup=found.bound_speedup,
+                best_uniform=found.best_uniform[0],
+                best_uniform_speedup=found.best_uniform[1],
+                kind=found.kind,
+            )
+        )
+    return out
+
+
+def break_even_tokens(points: Sequence[SweepPoint], threshold: float = 0.03) -> int | None:
+    """Return the smallest tokens per step from which on every larger point gains more than ``threshold``."""
+    found: int | None = None
+    for point in sorted(points, key=lambda p: p.tokens, reverse=True):
+        if point.bound_speedup < 1.0 + threshold:
+            break
+        found = point.tokens
+    return found
+
+
+def search_seconds(
+    step_ms: float, *, trials: int = 30, steps: int = 23, finalists: int = 3, seeds: int = 4, probes: int = 60
+) -> float:
+    """Return what the training steps of a search cost on the target: trials, paired finalists, sensitivity probes."""
+    long_runs = finalists * seeds * 2 * steps * 2
+    return (trials * steps + long_runs + probes) * step_ms / 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Payback:
+    """After how many training steps a search has paid for itself; infinite when nothing is gained."""
+
+    search_s: float
+    saved_ms_per_step: float
+    steps: float
+    hours: float
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form; never is written as null."""
+        out = asdict(self)
+        return {key: None if value == float("inf") else value for key, value in out.items()}
+
+
+def payback(step_ms: float, speedup: float, search_s: float | None = None) -> Payback:
+    """Return when a search is paid back by steps that are ``speedup`` times faster."""
+    cost = search_seconds(step_ms) if search_s is None else search_s
+    faster = step_ms / max(speedup, 1e-9)
+    saved = step_ms - faster
+    steps = cost * 1e3 / saved if saved > 1e-9 else float("inf")
+    return Payback(cost, max(0.0, saved), steps, steps * faster / 3.6e6)
+
+
+@dataclass(frozen=True, slots=True)
+class ScalePoint:
+    """One step on many GPUs, extrapolated.
+
+    ``exposed`` is the share of the policy's step spent waiting for communication; ``fits`` says whether parameters,
+    gradients and optimizer state of one GPU's share fit into its memory (optimizer state sharded over replicas).
+    """
+
+    gpus: int
+    tensor_parallel: int
+    data_parallel: int
+    baseline_ms: float
+    policy_ms: float
+    speedup: float
+    exposed: float
+    state_bytes: int
+    fits: bool
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self)
+
+
+def _reduce_seconds(size: float, replicas: int, ways: int, links: Mapping[str, float]) -> float:
+    """Return the time of a hierarchical all-reduce of ``size`` bytes: inside the node, then every GPU its share."""
+    inside = min(replicas, max(1, _NODE // ways))
+    across = replicas / inside
+    near = 2.0 * (inside - 1) / inside * size / links["scale_up"]
+    far = 2.0 * (across - 1) / across * size / inside / links["scale_out"] if across > 1 else 0.0
+    return near + far
+
+
+def _split(work: GemmWork, ways: int) -> GemmWork:
+    """Return one GPU's share of a layer: its wider side is cut."""
+    if work.inp > work.out:
+        return replace(work, inp=max(1, work.inp // ways))
+    return replace(work, out=max(1, work.out // ways))
+
+
+def scale_out(
+    model: CostModel,
+    plans: Mapping[str, LayerPlan],
+    baseline: Mapping[str, LayerPlan],
+    gpus: Sequence[int],
+    *,
+    activations: str = "keep",
+    tensor_parallel: int = 1,
+    gradients: str = "fp32",
+    baseline_gradients: str = "fp32",
+) -> list[ScalePoint]:
+    """Extrapolate a step to many GPUs: tensor parallelism inside a node, data parallelism across.
+
+    Args:
+        model: cost model of one replica's step, not split.
+        plans, baseline: the policy, and what it is compared with.
+        gpus: total counts; each is divided into replicas of ``tensor_parallel``.
+        activations: autocast dtype of both.
+        tensor_parallel: GPUs that share one replica; at most 8, at least 1.
+        gradients, baseline_gradients: what travels between replicas: fp32, bf16 or fp8.
+
+    Gradients are reduced inside the node and then across nodes, one link per GPU; they hide behind 80 % of the
+    backward pass, tensor-parallel activations do not hide. Nothing here was measured: it is an extrapolation.
+
+    Raises:
+        UsageError: a count that the replica size does not divide, or a device without links in the table.
+    """
+    links = model.target.links
+    if not links:
+        raise UsageError(f"{model.target.title} has no links in the table", fix="choose a GPU target")
+    ways = tensor_parallel
+    if not 1 <= ways <= _NODE:
+        raise UsageError(f"tensor parallel over {ways} GPUs leaves the node", fix=f"use 1 to {_NODE}")
+    shard = model.split(lambda work: _split(work, ways)) if ways > 1 else model
+    tokens = max((work.tokens for layer in model.report.tunable for work in model.works(layer.name)), default=0)
+    hidden = _hidden(model)
+    blocks = _blocks(model)
+    exchanged = 4.0 * blocks * tokens * hidden * 2.0 * 2.0 * (ways - 1) / ways / links["scale_up"]
+    out = []
+    for count in gpus:
+        if count < ways or count % ways:
+            raise UsageError(f"{count} GPUs are no whole number of replicas of {ways}", fix="choose multiples")
+        replicas = count // ways
+        state = int(model.parameters / ways * (4 + 4 + 8 / replicas))
+        times = []
+        exposed = 0.0
+        for chosen, form in ((baseline, baseline_gradients), (plans, gradients)):
+            compute = shard.with_shards(replicas).estimate(chosen, activations=activations).time_ms / 1e3
+            traffic = _reduce_seconds(model.parameters / ways * _GRADIENT_BYTES[form], replicas, ways, links)
+            waiting = max(0.0, traffic - _OVERLAP * compute * 2 / 3)
+            times.append(compute + exchanged + waiting)
+            exposed = (exchanged + waiting) / times[-1] if times[-1] else 0.0
+        out.append(
+            ScalePoint(
+                gpus=count,
+                tensor_parallel=ways,
+                data_parallel=replicas,
+                baseline_ms=times[0] * 1e3,
+                policy_ms=times[1] * 1e3,
+                speedup=times[0] / times[1],
+                exposed=exposed,
+                state_bytes=state,
+                fits=state < model.target.memory_bytes,
+            )
+        )
+    return out
+
+
+def _hidden(model: CostModel) -> int:
+    """Return the width of the residual stream: the most frequent input size of the layers."""
+    sizes: dict[int, int] = {}
+    for layer in model.report.tunable:
+        for work in model.works(layer.name):
+            sizes[work.inp] = sizes.get(work.inp, 0) + 1
+    return max(sizes, key=lambda size: (sizes[size], -size), default=0)
+
+
+def _blocks(model: CostModel) -> float:
+    """Return how many blocks the (scaled) model has: distinct numbered prefixes, times the depth factor."""
+    prefixes = set()
+    for layer in model.report.tunable:
+        parts = layer.name.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if number is not None:
+            prefixes.add(tuple(parts[: number + 1]))
+    return len(prefixes) * model.scale.depth
