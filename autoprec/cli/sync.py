@@ -10,7 +10,7 @@ import click
 from autoprec.errors import FileError
 
 if TYPE_CHECKING:
-    from autoprec.tracking.sync import SyncReport
+    from autoprec.tracking.replay import SyncReport
 
 __all__ = ["sync"]
 
@@ -33,7 +33,7 @@ def sync(runs: Path, tracking_uri: str | None, experiment: str | None) -> int:
 
     Sending twice changes nothing: trials are recognised, not duplicated. Exit code 1 when a store cannot be reached.
     """
-    from autoprec.tracking.sync import sync as replay
+    from autoprec.tracking.replay import sync as replay
 
     if not runs.is_dir():
         raise FileError("no studies here", where=str(runs), fix="name the autoprec-runs directory of a search")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoprec.tracking.sync import SyncReport, sync
+    from autoprec.tracking.replay import SyncReport, sync
     from autoprec.tracking.tracker import Tracker
 
 __all__ = ["SyncReport", "Tracker", "sync"]
@@ -24,5 +24,5 @@ def __getattr__(name: str) -> Any:
     if name in ("sync", "SyncReport"):
         import importlib
 
-        return getattr(importlib.import_module("autoprec.tracking.sync"), name)
+        return getattr(importlib.import_module("autoprec.tracking.replay"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -140,6 +140,7 @@ def drain(
         for event, offset in spool.read(state.offset):
             writer.apply(event)
             state.offset, state.ended = offset, event["kind"] == "end"
+            state.status = "draining" if offset < spool.size else "drained"
             if writer.store is not None:
                 state.run_id = writer.store.run_id
             spool.save_state(uri, state)
@@ -176,6 +177,8 @@ def drain_until_end(spool: Spool, uri: str, experiment: str, parent: int) -> int
                     state, writer = drain(spool, uri, experiment, writer=writer)
                     if state.status in ("unreachable", "failed"):
                         attempt = time.monotonic() + _RETRY_S
+                        if spool.ended(state.offset):
+                            return 1  # nobody is left to keep trying for: ``autoprec sync`` replays it
                 state = spool.load_state(uri)
                 done = state.offset >= spool.size
                 if done and state.ended:

@@ -127,6 +127,14 @@ class Spool:
         except FileNotFoundError:
             return
 
+    def ended(self, offset: int = 0) -> bool:
+        """Say whether the study's end is spooled after ``offset`` (a resumed study begins anew)."""
+        last = ""
+        for event, _ in self.read(offset):
+            if event["kind"] in ("open", "end"):
+                last = event["kind"]
+        return last == "end"
+
     def target(self) -> dict[str, str]:
         """Return ``{"tracking_uri", "experiment"}`` of the newest opening, logins left out."""
         found: dict[str, str] = {}

@@ -105,7 +105,7 @@ class Tracker:
         paths = [str(Path(path).resolve()) for path in artifacts]
         self._spool.append("finished", result=result.to_json(), artifacts=paths)
         self._start()
-        self._wait(lambda state: bool(state.run_id), self._patience_s / 2)
+        self._wait(lambda state: bool(state.run_id), self._patience_s * (0.5 if self.remote else 0.75))
         return self.reference()
 
     def attach(self, artifacts: Sequence[Path | str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from autoprec.tracking.redact import HIDDEN, redact_uri
 from autoprec.tracking.spool import Spool, default_uri
 
 __all__ = ["SyncReport", "sync"]
+
+_PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,11 +73,16 @@ def _sync_one(spool: Spool, tracking_uri: str | None, experiment: str | None) ->
         nonlocal sent
         sent += 1
 
-    try:
-        with file_lock(spool.directory / "drain.lock", what="study's tracking"):
-            state, _ = drain(spool, uri, name, progress=count)
-    except StudyError as error:
-        return SyncReport(study_dir.name, redact_uri(uri), 0, False, f"still being sent: {error.what}")
+    deadline = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            with file_lock(spool.directory / "drain.lock", what="study's tracking"):
+                state, _ = drain(spool, uri, name, progress=count)
+            break
+        except StudyError as error:  # the search that writes it, or its background process, is still there
+            if time.monotonic() > deadline:
+                return SyncReport(study_dir.name, redact_uri(uri), 0, False, f"still being sent: {error.what}")
+            time.sleep(0.2)
     ok = state.status not in ("unreachable", "failed")
     return SyncReport(
         study_dir.name, redact_uri(uri), sent, ok, "" if ok else state.reason, state.run_id, state.experiment_id

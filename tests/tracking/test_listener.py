@@ -1,0 +1,65 @@
+"""The listener forwards a search's events and never raises."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoprec.search.events import SearchInfo
+from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tracking.listener import TrackingListener
+from autoprec.tracking.spool import Spool
+
+INFO = SearchInfo("demo", "", "sqlite://", "train.py", "cpu", "measured", "fork", "cpu", {}, {}, 3, "autoprec search")
+
+
+def _events(directory: Path) -> list[dict[str, Any]]:
+    return [event for event, _ in Spool.of(directory).read()]
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoprec.tracking.tracker.Tracker._start", lambda self: None)
+
+
+def _started(tmp_path: Path) -> TrackingListener:
+    from dataclasses import replace
+
+    listener = TrackingListener(tmp_path)
+    listener.started(replace(INFO, study_dir=str(tmp_path / "demo")))
+    return listener
+
+
+@pytest.mark.usefixtures("no_process")
+def test_events_are_spooled_and_the_front_is_tagged_at_the_end(
+    tmp_path: Path, records: list[TrialRecord], result: SearchResult
+) -> None:
+    listener = _started(tmp_path)
+    for record in records:
+        listener.trial(record, 1, 3, None, 0.0)
+    (tmp_path / "demo" / "report.html").write_text("x", encoding="utf-8")
+    attached = listener.attach(result, tmp_path / "demo")
+    listener.close(0)
+    assert attached.mlflow["run_id"] is None
+    events = _events(tmp_path / "demo")
+    kinds = [event["kind"] for event in events]
+    assert kinds[:2] == ["open", "study"]
+    assert kinds[-3:] == ["finished", "artifacts", "end"]
+    late = [e["record"] for e in events[2 + len(records) :] if e["kind"] == "trial"]
+    assert {(r["name"], tuple(r["tags"])) for r in late} == {("finalist 6", ("pareto", "best"))}
+    assert events[-1]["status"] == "FINISHED"
+
+
+@pytest.mark.usefixtures("no_process")
+def test_a_search_that_did_not_finish_is_killed(tmp_path: Path) -> None:
+    listener = _started(tmp_path)
+    listener.close(0)
+    assert _events(tmp_path / "demo")[-1]["status"] == "KILLED"
+
+
+def test_a_listener_that_was_never_started_does_nothing(tmp_path: Path, result: SearchResult) -> None:
+    listener = TrackingListener(tmp_path)
+    assert listener.attach(result, tmp_path) is result
+    listener.close()
