@@ -70,6 +70,11 @@ def solve(
     combinations = float(np.exp(min(50.0, np.log(np.maximum(np.isfinite(time).sum(axis=1), 1)).sum())))
     if (limits or pairs) and combinations <= 50_000:
         return _enumerate(time, error2, budget, limits, pairs)
+    if limits and not pairs:  # most limits do not bind: ask the exact solver first
+        free = _knapsack(time, error2, budget)
+        rows = np.arange(len(time))
+        if free is None or all(float(x.cost[rows, free].sum()) <= x.bound for x in limits):
+            return free
     if limits or pairs:
         return solve_relaxed(time, error2, budget, limits=limits, pairs=pairs)
     return _knapsack(time, error2, budget)

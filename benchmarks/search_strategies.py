@@ -1,0 +1,71 @@
+"""The alternatives search_quality.py compares with, beside those that ``--sampler`` offers."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import optuna
+
+from autoprec.search.peers import _Assigning, make_sampler
+from autoprec.search.problem import Problem
+from autoprec.search.sampler import Prior
+from autoprec.search.solver import solve
+from autoprec.search.tables import IntVector
+
+STRATEGIES = ("ours", "ilp", "measured-ilp", "greedy", "tpe", "tpe-mv", "nsga2", "gp", "random")
+#: Strategies without chance: one run says it all.
+DETERMINISTIC = ("ilp", "measured-ilp", "greedy")
+
+
+class MeasuredIlp(_Assigning):
+    """Measure each group under each choice alone, then the knapsack on what was measured, never corrected after."""
+
+    def proposals(self, measured: Callable[[Mapping[str, Any]], float | None]) -> Iterator[IntVector]:
+        """Yield the single changes, largest layers first, then a sweep over the front of what they cost."""
+        time = self.prior.time_ms
+        safest: IntVector = np.argmin(self.prior.error2, axis=1)
+        table = self.prior.error2.copy()
+        base = measured(self.problem.from_indices(safest, {}))
+        if base is None or np.isnan(base):
+            yield safest
+        gain = time[np.arange(len(time)), safest] - np.where(np.isfinite(time), time, np.inf).min(axis=1)
+        scale = []
+        for g in np.argsort(-gain):
+            for c in np.flatnonzero(self.problem.allowed[g]):
+                if c == safest[g]:
+                    continue
+                changed = safest.copy()
+                changed[g] = c
+                yield changed
+                gap = measured(self.problem.from_indices(changed, {}))
+                if gap is not None and np.isfinite(gap):
+                    scale.append(gap**2 / max(table[g, c], 1e-30))
+                    table[g, c] = gap**2
+        if scale:  # what was not reached keeps its one-pass score, in the measured unit
+            table[table == self.prior.error2] *= float(np.median(scale))
+        total = float(np.where(np.isfinite(table), table, 0).max(axis=1).sum())
+        yield from self._sweep(time, table, self.max_divergence**2, total)
+
+    def _sweep(self, time: Any, table: Any, target: float, total: float) -> Iterator[IntVector]:
+        for k in range(400):
+            share = (k * 0.6180339887) % 1.0
+            budget = target * (0.5 + share) if k % 2 else total * 10 ** (-6 * share)
+            found = solve(time, table, budget)
+            if found is not None:
+                yield found
+
+
+def sampler(name: str, problem: Problem, prior: Prior, seed: int, max_divergence: float, trials: int) -> Any:
+    """Return a sampler by name; the search's own are made by ``make_sampler``."""
+    if name == "measured-ilp":
+        return MeasuredIlp(problem, prior, max_divergence=max_divergence, seed=seed)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if name == "tpe-mv":
+            return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=10)
+        if name == "gp":
+            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=10, deterministic_objective=True)
+    return make_sampler(name, problem, prior, seed=seed, max_divergence=max_divergence, trials=trials)

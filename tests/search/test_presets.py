@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+from autoprec.search.presets import presets, torchao_filter
+from autoprec.search.problem import Problem, layer_key
+from autoprec.space import load_space
+from tests.search.models import gpt, linear, report
+
+
+def test_what_people_run_today_is_there() -> None:
+    problem = Problem.build(gpt(), load_space("hopper-fp8"))
+    names = [name for name, _ in presets(problem)]
+    for wanted in (
+        "all bf16",
+        "all fp8_rowwise",
+        "all fp8_tensorwise, wgrad bf16",
+        "fp8_rowwise, head kept",
+        "fp8_rowwise, first and last block kept",
+        "fp8_rowwise, attention kept",
+        "fp8_rowwise, MLP only",
+    ):
+        assert wanted in names
+    assert len(names) == len(set(names))
+
+
+def test_the_cpu_gets_the_script_autocast_and_attention_in_fp32() -> None:
+    found = dict(presets(Problem.build(gpt(), load_space("cpu-bf16"))))
+    assert list(found)[:3] == ["script", "bf16 autocast", "bf16 autocast, attention fp32"]
+    assert found["bf16 autocast, attention fp32"]["attention"] == "fp32"
+
+
+def test_no_two_presets_run_the_same() -> None:
+    for name in ("hopper-fp8", "cpu-bf16", "msamp-levels", "te-delayed"):
+        problem = Problem.build(gpt(), load_space(name))
+        keys = [problem.key(params) for _, params in presets(problem)]
+        assert len(keys) == len(set(keys))
+
+
+def test_uniform_ones_come_first_under_a_limit() -> None:
+    problem = Problem.build(gpt(), load_space("hopper-fp8"))
+    assert [name for name, _ in presets(problem, 2)] == ["all bf16", "all fp8_rowwise"]
+
+
+def test_edge_blocks_and_head_are_left_out_where_the_name_says_so() -> None:
+    problem = Problem.build(gpt(), load_space("hopper-fp8"))
+    found = dict(presets(problem))
+    kept = found["fp8_rowwise, first and last block kept"]
+    assert {kept[layer_key(f"h.{b}.mlp.c_fc")] for b in (0, 3)} == {"bf16"}
+    assert {kept[layer_key(f"h.{b}.mlp.c_fc")] for b in (1, 2)} == {"fp8_rowwise"}
+    assert found["fp8_rowwise, head kept"]["layer:lm_head"] == "bf16"
+    assert found["fp8_rowwise, attention kept"]["layer:h.1.attn.c_attn"] == "bf16"
+    assert found["fp8_rowwise, MLP only"]["layer:h.1.mlp.c_proj"] == "fp8_rowwise"
+
+
+def test_levels_of_the_space_are_presets() -> None:
+    problem = Problem.build(gpt(), load_space("msamp-levels"))
+    found = dict(presets(problem))
+    assert found["O2"]["optimizer.exp_avg"] == "e4m3"
+    assert found["O1"]["communication.gradients"] == "fp8"
+
+
+def test_torchaos_thresholds() -> None:
+    def passes(k: int, n: int, flags: tuple[str, ...] = ()) -> bool:
+        return torchao_filter(linear("x", 4096, k, n, flags=flags))
+
+    assert passes(4096, 14336)
+    assert passes(2048, 8192)
+    assert not passes(4096, 2048)  # N <= 2048
+    assert not passes(1024, 8192)  # K <= 1024
+    assert not passes(2048, 4096)  # both small
+    assert not passes(4096, 4104)  # not a multiple of 16
+    assert not passes(4096, 32000, ("head",))
+
+
+def test_a_model_large_enough_gets_the_torchao_preset() -> None:
+    layers = [linear("big", 4096, 4096, 14336), linear("small", 4096, 512, 512), linear("mid", 64, 4096, 8192)]
+    found = dict(presets(Problem.build(report(layers), load_space("hopper-fp8"))))
+    preset = found["fp8_rowwise, torchao filter"]
+    assert (preset["layer:big"], preset["layer:small"]) == ("fp8_rowwise", "bf16")

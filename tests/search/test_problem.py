@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoprec.errors import NothingAcceptableError, UsageError
+from autoprec.policy import resolve
+from autoprec.recipes import Recipe
+from autoprec.search.problem import Problem, layer_key
+from autoprec.space import load_space, space_from_dict
+from tests.search.models import gpt, linear, report
+
+HOPPER = Problem.build(gpt(), load_space("hopper-fp8"))
+CPU = Problem.build(gpt(), load_space("cpu-bf16"))
+
+
+def test_tables_follow_groups_and_choices() -> None:
+    table = HOPPER.table(lambda _group, choice: float(len(choice)))
+    assert table.shape == (17, 6) == HOPPER.allowed.shape
+    assert np.isfinite(table).all()
+    assert set(HOPPER.distributions()) == {layer_key(g.name) for g in HOPPER.groups} | set(HOPPER.parameters)
+
+
+@given(st.data())
+def test_a_policy_resolves_to_exactly_the_plans(data: st.DataObject) -> None:
+    params = {name: data.draw(st.sampled_from(d.choices)) for name, d in HOPPER.distributions().items()}
+    policy = HOPPER.policy(params)
+    names = [layer.name for layer in HOPPER.report.layers]
+    assert resolve(policy, names) == HOPPER.plans(params)
+    index = HOPPER.indices(params)
+    assert HOPPER.from_indices(index, params) == params
+
+
+def test_parameters_reach_the_recipe_in_the_policy() -> None:
+    params = HOPPER.params_of("fp8_delayed", **{"fp8_delayed.scaling.amax_history_len": 64})
+    recipe = HOPPER.policy(params).recipes["fp8_delayed"]
+    assert recipe.scaling is not None
+    assert recipe.scaling.amax_history_len == 64
+
+
+def test_a_parameter_of_a_recipe_that_does_not_run_makes_no_difference() -> None:
+    name = "fp8_delayed.scaling.amax_history_len"
+    idle = HOPPER.params_of("fp8_rowwise")
+    assert HOPPER.key(idle) == HOPPER.key(idle | {name: 64})
+    used = HOPPER.params_of("fp8_delayed")
+    assert HOPPER.key(used) != HOPPER.key(used | {name: 64})
+
+
+def test_under_autocast_keep_is_bf16() -> None:
+    keep, bf16 = (CPU.params_of(choice, activations="bf16") for choice in ("keep", "bf16"))
+    assert CPU.key(keep) == CPU.key(bf16)
+    assert CPU.key(CPU.params_of("keep")) != CPU.key(CPU.params_of("bf16"))
+
+
+def test_the_script_is_recognised() -> None:
+    assert CPU.is_script(CPU.params_of("keep"))
+    assert not CPU.is_script(CPU.params_of("keep", activations="bf16"))
+    assert not CPU.is_script(CPU.params_of("bf16"))
+    assert CPU.policy(CPU.params_of("keep")).layers == ()
+
+
+def test_groups_of_the_graph_move_together_and_the_space_can_widen_them() -> None:
+    layers = [linear(f"h.{b}.{x}", 64, 64, 64, group=f"h.{b}.qkv") for b in range(2) for x in ("q", "k", "v")]
+    document = {"schema": "autoprec.space/1", "name": "x", "choices": [{"choices": ["keep", "bf16"]}]}
+    problem = Problem.build(report(layers), space_from_dict(document))
+    assert [g.layers for g in problem.groups] == [("h.0.q", "h.0.k", "h.0.v"), ("h.1.q", "h.1.k", "h.1.v")]
+    wide = Problem.build(report(layers), space_from_dict(document | {"groups": [["h.*.q"]]}))
+    assert [g.layers for g in wide.groups] == [tuple(layer.name for layer in layers)]
+
+
+def test_what_the_target_refuses_is_not_offered_and_the_reason_is_kept() -> None:
+    def can_run(layer: object, recipe: Recipe) -> tuple[bool, str]:
+        return (recipe.format != "fp8", "no FP8 units")
+
+    problem = Problem.build(gpt(), load_space("hopper-fp8"), can_run)
+    assert problem.choice_names == ("bf16",)
+    assert problem.distributions() == {}
+    assert ("lm_head", "fp8_rowwise", "no FP8 units") in problem.refused
+    assert not any("amax" in name for name in problem.parameters)
+
+
+def test_a_group_is_offered_only_what_all_its_members_have() -> None:
+    layers = [linear("a", 64, 64, 64, group="ab"), linear("b", 64, 64, 64, group="ab")]
+    rules = [{"match": "a", "choices": ["keep", "bf16"]}, {"match": "b", "choices": ["keep"]}]
+    found = space_from_dict({"schema": "autoprec.space/1", "name": "x", "choices": rules})
+    assert Problem.build(report(layers), found).groups[0].choices == ("keep",)
+
+
+def test_rules_do_not_touch_layers_that_are_not_tunable() -> None:
+    layers = [linear(f"h.{b}.x", 64, 64, 64) for b in range(4)]
+    layers[2] = replace(layers[2], tunable=False)
+    problem = Problem.build(report(layers), load_space("tiny"))
+    plans = resolve(problem.policy(problem.params_of("bf16")), [layer.name for layer in layers])
+    assert plans["h.2.x"].keeps
+    assert not plans["h.1.x"].keeps
+
+
+def test_values_outside_the_space_are_refused() -> None:
+    with pytest.raises(UsageError, match="not in the search space 'hopper-fp8'"):
+        HOPPER.policy({"layer:lm_head": "nvfp4"})
+    with pytest.raises(UsageError, match="layer:nowhere"):
+        HOPPER.complete({"layer:nowhere": "bf16"})
+
+
+def test_a_model_without_tunable_layers_is_refused() -> None:
+    with pytest.raises(NothingAcceptableError):
+        Problem.build(report([]), load_space("tiny"))
+
+
+def test_every_parameter_of_the_space_reaches_the_policy() -> None:
+    problem = Problem.build(gpt(), load_space("msamp-levels"))
+    params = problem.params_of(
+        "fp8_delayed",
+        **{"optimizer.weights": "fp16_scaled", "optimizer.exp_avg": "e4m3", "communication.gradients": "fp8"},
+    )
+    policy = problem.policy(params, evidence={"speedup": 1.2})
+    assert (policy.optimizer.weights, policy.optimizer.exp_avg) == ("fp16_scaled", "e4m3")
+    assert policy.communication.gradients == "fp8"
+    assert policy.evidence == {"speedup": 1.2}
+    assert policy.model is not None
+    assert policy.model.class_name == "GPT"

@@ -1,0 +1,143 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoprec.errors import SpaceError, UnknownNameError
+from autoprec.files import canonical_json, read_document
+from autoprec.hardware import TARGETS
+from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.search.presets import presets
+from autoprec.search.problem import Problem
+from autoprec.space import Choice, default_space, load_space, space_from_dict, space_names, spaces_dir
+from tests.search.models import gpt
+
+SHIPPED = (
+    "ada-fp8 ampere-bf16 blackwell-mx blackwell-nvfp4 conservative cpu-bf16 hopper-fp8 hopper-fp8-block msamp-levels "
+    "te-delayed tiny"
+).split()
+
+
+def space(**fields: object) -> dict[str, object]:
+    return {"schema": "autoprec.space/1", "name": "x", **fields}
+
+
+def test_the_shipped_spaces_are_the_documented_ones() -> None:
+    assert space_names() == SHIPPED
+    table = (spaces_dir() / "README.md").read_text(encoding="utf-8")
+    assert all(f"`{name}`" in table for name in SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_space_is_valid_and_makes_a_searchable_problem(name: str) -> None:
+    found = load_space(name)
+    assert found.name == name
+    assert found.description
+    assert set(found.targets) >= set(found.default_for)
+    problem = Problem.build(gpt(), found)
+    assert problem.free_groups, "nothing to decide"
+    points = presets(problem)
+    assert points
+    for _, params in points:
+        assert set(params) == set(problem.distributions())
+        problem.policy(params)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_targets_of_shipped_spaces_exist(name: str) -> None:
+    unknown = set(load_space(name).targets) - set(TARGETS)
+    assert not unknown, f"{name} names targets the hardware table does not have: {sorted(unknown)}"
+
+
+def test_every_target_has_exactly_one_default_space() -> None:
+    claims = [target for name in SHIPPED for target in load_space(name).default_for]
+    assert len(claims) == len(set(claims))
+    assert default_space("cpu").name == "cpu-bf16"
+    assert default_space("h200").name == "hopper-fp8"
+    assert default_space("b200").name == "blackwell-mx"
+    assert default_space("a machine nobody knows").name == "ampere-bf16"
+
+
+def test_a_users_own_file_is_loaded_by_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text((spaces_dir() / "tiny.yaml").read_text(encoding="utf-8").replace("name: tiny", "name: mine"))
+    assert load_space(path).name == "mine"
+    assert load_space(str(path)).name == "mine"
+
+
+def test_an_unknown_name_is_answered_with_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match=r"did you mean 'hopper-fp8'"):
+        load_space("hoper-fp8")
+
+
+def test_a_missing_file_is_a_space_error() -> None:
+    with pytest.raises(SpaceError, match="no such file"):
+        load_space("nowhere/mine.yaml")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"choices": [{"match": "*", "choices": ["fp8_rowwize"]}]}, "did you mean 'fp8_rowwise'"),
+        ({"baseline": "bf17"}, "unknown recipe 'bf17'"),
+        ({"choises": []}, "did you mean 'choices'"),
+        ({"parameters": {"fp8_delayed.scaling.amax_histori_len": [1]}}, "no field 'scaling.amax_histori_len'"),
+        ({"parameters": {"fp8_delayed.scaling.amax_history_len": [0]}}, "greater than or equal to 1"),
+        ({"parameters": {"nope.x": [1]}}, "'nope' is no recipe"),
+        ({"parameters": {"fp8_rowwise.scaling.margin": [0, 1]}}, "delayed only"),
+        ({"parameters": {"fp8_delayed.scaling.margin": []}}, "no values"),
+        ({"optimizer": {"exp_avg": ["fp33"]}}, "fp33"),
+        ({"communication": {"gradients": ["int2"]}}, "int2"),
+        ({"activations": []}, "at least 1"),
+        ({"recipes": {"keep": {"format": "bf16"}}}, "reserved"),
+        ({"presets": [{"name": "O9", "parameters": {"optimizer.weights": "fp16_scaled"}}]}, "is not in this space"),
+    ],
+)
+def test_mistakes_are_named_with_a_fix(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(SpaceError, match=message.replace("(", r"\(")) as caught:
+        space_from_dict(space(**fields), where="mine.yaml")
+    assert "mine.yaml" in str(caught.value)
+
+
+def test_a_wrong_schema_is_refused() -> None:
+    with pytest.raises(SpaceError, match=r"autoprec\.space/1"):
+        space_from_dict({"schema": "autoprec.policy/1", "name": "x"})
+
+
+def test_choice_names_round_trip() -> None:
+    for choice in (Choice(recipe="bf16"), Choice(recipe="fp8_rowwise", gemms={"wgrad": "bf16", "fprop": "keep"})):
+        assert Choice.parse(choice.name) == choice
+    assert Choice(recipe="fp8_rowwise", gemms={"wgrad": "bf16", "fprop": "keep"}).name == "fp8_rowwise/fprop=keep/wgrad=bf16"
+
+
+def test_the_first_rule_wins_and_flags_narrow_it() -> None:
+    found = space_from_dict(
+        space(
+            baseline="bf16",
+            choices=[
+                {"match": "*", "flag": "head", "choices": ["bf16"]},
+                {"match": "h.0.*", "choices": ["keep"]},
+                {"match": "h.*", "choices": ["bf16", "fp8_rowwise"]},
+            ],
+        )
+    )
+    assert [c.name for c in found.rule_for("h.1.x")] == ["bf16", "fp8_rowwise"]
+    assert [c.name for c in found.rule_for("h.0.x")] == ["keep"]
+    assert [c.name for c in found.rule_for("h.1.x", ("head",))] == ["bf16"]
+    assert [c.name for c in found.rule_for("elsewhere")] == ["bf16"]
+
+
+def test_parameters_change_the_recipe_and_nothing_else() -> None:
+    found = load_space("te-delayed")
+    changed = found.recipes_with({"te_hybrid.scaling.margin": 2})
+    assert changed["te_hybrid"].scaling is not None
+    assert changed["te_hybrid"].scaling.margin == 2
+    assert changed["te_e4m3"] == found.all_recipes["te_e4m3"]
+    assert changed["bf16"] == BUILTIN_RECIPES["bf16"]
+
+
+def test_what_transformer_engine_ignores_is_not_searched() -> None:
+    text = canonical_json(read_document(spaces_dir() / "te-delayed.yaml")["parameters"])
+    assert "interval" not in text
+    assert "override_linear_precision" not in text
