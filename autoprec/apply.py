@@ -7,6 +7,7 @@ checkpointing, autocast and gradient accumulation. An empty policy changes nothi
 from __future__ import annotations
 
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +15,11 @@ import torch
 from torch import nn
 
 from autoprec import policy as policies
+from autoprec.attention import AttentionExecutions, attention_refusal
 from autoprec.backends import Backend, choose, get
 from autoprec.errors import UnsupportedError
-from autoprec.layers import kind_of, tunable_layers, unwrap
+from autoprec.functional import FunctionalExecutions
+from autoprec.layers import Unit, tunable_layers, tunable_units, unwrap
 from autoprec.numerics.conv import CONV_FORMATS, ConvExecution
 from autoprec.policy import LayerPlan, load_policy, resolve, save_policy
 from autoprec.protect import RootExecution
@@ -47,26 +50,36 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
         UnknownNameError: no such backend.
     """
     root = unwrap(model)
-    layers = tunable_layers(root)
-    plans = resolve(policy, layers, strict=strict)
+    units = tunable_units(root)
+    plans = resolve(policy, units, strict=strict)
     device = _device_of(root)
     chosen = choose(backend, device)
     available = chosen.available(device)
     if not available:
         raise UnsupportedError(f"backend '{chosen.name}' cannot run here: {available.reason}", fix="use backend 'auto'")
-    executions = {
-        name: _bind(name, module, plans[name], chosen, device, backend == "auto", strict)
-        for name, module in layers.items()
-        if not plans[name].keeps
-    }
+    binder = _Binder(chosen, device, backend == "auto", strict)
+    executions = {name: binder.bind(name, unit, plans[name]) for name, unit in units.items() if not plans[name].keeps}
     remove_policy(root)
-    for name, execution in executions.items():
-        if execution is not None:
-            install(layers[name], kind_of(layers[name]), execution)
+    _install_all({name: made for name, made in executions.items() if made is not None}, units)
     if executions or policy.activations != "keep" or policy.operators.attention != "keep":
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
         kind = device.split(":")[0]
         install_root(root, RootExecution(_ACTIVATIONS.get(policy.activations), policy.operators, kind, low))
+
+
+def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:
+    """Install executions; those of one module's several raw weights together."""
+    shared: dict[int, dict[str, Any]] = {}
+    for name, execution in executions.items():
+        unit = units[name]
+        if unit.kind not in ("functional", "attention"):
+            install(unit.module, unit.kind, execution)
+            continue
+        together = shared.setdefault(id(unit.module), {})
+        if not together:
+            holder = AttentionExecutions if unit.kind == "attention" else FunctionalExecutions
+            install(unit.module, unit.kind, holder(unit.module, together))  # type: ignore[arg-type]
+        together[unit.parameter] = execution
 
 
 def remove_policy(model: nn.Module) -> None:
@@ -84,30 +97,56 @@ def _device_of(model: nn.Module) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _bind(
-    name: str, module: nn.Module, plan: LayerPlan, backend: Backend, device: str, auto: bool, strict: bool
-) -> Any:
-    """Return what runs one layer, or None (with ``strict`` off) where nothing can."""
-    if kind_of(module) == "conv":
-        refusal = _conv_refusal(plan)
-        if not refusal:
-            recipe = plan.fprop
-            return ConvExecution(plan, module, "fp32" if recipe is None else recipe.format)
-    else:
-        refusal = _refusal(module, plan, backend, device)
-        if refusal and auto:
-            execution = get("emulated").bind(plan, module, name=name, seed=zlib.crc32(name.encode()))
-            execution.note = f"emulated because: {refusal}"
-            return execution
-        if not refusal:
-            return backend.bind(plan, module, name=name, seed=zlib.crc32(name.encode()))
-    if strict:
-        raise UnsupportedError(
-            f"{refusal}",
-            where=f"layer '{name}'",
-            fix="choose another recipe for it, or backend 'emulated' to compute its numerics without the hardware",
-        )
-    return None
+@dataclass(frozen=True, slots=True)
+class _Binder:
+    """Finds what runs each layer, before anything is changed."""
+
+    backend: Backend
+    device: str
+    auto: bool
+    strict: bool
+
+    def bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
+        """Return what runs one layer, or None (with ``strict`` off) where nothing can."""
+        seed = zlib.crc32(name.encode())
+        if unit.kind == "conv":
+            refusal = _conv_refusal(plan)
+            if not refusal:
+                recipe = plan.fprop
+                return ConvExecution(plan, unit.module, "fp32" if recipe is None else recipe.format)
+        else:
+            refusal = attention_refusal(unit.module) if isinstance(unit.module, nn.MultiheadAttention) else ""
+            if not refusal:
+                refusal = self._refusal(unit, plan)
+                if refusal and self.auto:
+                    execution = get("emulated").bind(plan, unit.module, name=name, seed=seed)
+                    execution.note = f"emulated because {refusal}"
+                    return execution
+            if not refusal:
+                return self.backend.bind(plan, unit.module, name=name, seed=seed)
+        if self.strict:
+            raise UnsupportedError(
+                f"{refusal}",
+                where=f"layer '{name}'",
+                fix="choose another recipe for it, or backend 'emulated' to compute its numerics without the hardware",
+            )
+        return None
+
+    def _refusal(self, unit: Unit, plan: LayerPlan) -> str:
+        """Return why the backend cannot run a linear layer, or an empty string."""
+        n, k = unit.weight.shape[-2:]
+        if unit.kind == "conv1d":
+            n, k = k, n
+        sizes = {"fprop": (0, k, n), "dgrad": (0, n, k), "wgrad": (n, 0, k)}
+        for gemm in GEMMS:
+            recipe = plan.recipe(gemm)
+            if recipe is None:
+                continue
+            m_, k_, n_ = sizes[gemm]
+            found = self.backend.capability(recipe, gemm=gemm, m=m_, k=k_, n=n_, device=self.device)
+            if not found:
+                return f"{self.backend.name} cannot run {gemm} as {recipe.describe()}: {found.reason}"
+        return ""
 
 
 def _conv_refusal(plan: LayerPlan) -> str:
@@ -117,22 +156,6 @@ def _conv_refusal(plan: LayerPlan) -> str:
         return "a convolution runs one recipe in all three passes"
     if found not in CONV_FORMATS:
         return f"no device runs a {found} convolution in training: fp32, bf16 or fp16 only"
-    return ""
-
-
-def _refusal(module: nn.Module, plan: LayerPlan, backend: Backend, device: str) -> str:
-    """Return why ``backend`` cannot run a linear layer, or an empty string."""
-    weight: Any = module.weight
-    n, k = weight.shape if kind_of(module) != "conv1d" else reversed(weight.shape)
-    sizes = {"fprop": (0, k, n), "dgrad": (0, n, k), "wgrad": (n, 0, k)}
-    for gemm in GEMMS:
-        recipe = plan.recipe(gemm)
-        if recipe is None:
-            continue
-        m_, k_, n_ = sizes[gemm]
-        found = backend.capability(recipe, gemm=gemm, m=m_, k=k_, n=n_, device=device)
-        if not found:
-            return f"{backend.name} cannot run {gemm} as {recipe.describe()}: {found.reason}"
     return ""
 
 

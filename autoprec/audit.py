@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
-from autoprec.layers import tunable_layers, unwrap
+from autoprec.attention import AttentionExecutions
+from autoprec.functional import FunctionalExecutions
+from autoprec.layers import Unit, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
-from autoprec.policy import LayerPlan, Policy, resolve
+from autoprec.policy import LayerPlan, Policy, first_match, resolve
 from autoprec.recipes import GEMMS, KEEP
 from autoprec.swap import execution_of, root_of
 
@@ -69,19 +70,38 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     refused when a policy is applied, so they are not repeated here.
     """
     root = unwrap(model)
-    layers = tunable_layers(root)
-    plans = resolve(policy, layers, strict=False)
-    rows = tuple(_audit_layer(name, module, plans[name]) for name, module in layers.items())
+    units = tunable_units(root)
+    plans = resolve(policy, units, strict=False)
+    rows = tuple(
+        _audit_layer(name, unit, plans[name])
+        for name, unit in units.items()
+        if not _is_no_layer(policy, name, unit, plans[name])
+    )
     return AuditReport(rows, _audit_operators(policy, root, any(not plan.keeps for plan in plans.values())))
+
+
+def _execution(unit: Unit) -> Any:
+    found = execution_of(unit.module)
+    if isinstance(found, (AttentionExecutions, FunctionalExecutions)):
+        return found.executions.get(unit.parameter)
+    return found
+
+
+def _is_no_layer(policy: Policy, name: str, unit: Unit, plan: LayerPlan) -> bool:
+    """True for a raw parameter that only the default names, and that no GEMM multiplied by: a table, not a weight."""
+    if unit.kind != "functional" or isinstance(unit.module, nn.Linear) or first_match(policy.layers, name) is not None:
+        return False
+    found = _execution(unit)
+    return plan.keeps or (found is not None and not found.called)
 
 
 def _requested(plan: LayerPlan) -> dict[str, str]:
     return {gemm: KEEP if (recipe := plan.recipe(gemm)) is None else recipe.describe() for gemm in GEMMS}
 
 
-def _audit_layer(name: str, module: nn.Module, plan: LayerPlan) -> LayerAudit:
+def _audit_layer(name: str, unit: Unit, plan: LayerPlan) -> LayerAudit:
     requested = _requested(plan)
-    found = execution_of(module)
+    found = _execution(unit)
     if plan.keeps:
         ran = dict(requested) if found is None else dict(found.executed)
         reason = "as the script wrote it" if found is None else "a policy is installed where none was asked for"
@@ -90,7 +110,10 @@ def _audit_layer(name: str, module: nn.Module, plan: LayerPlan) -> LayerAudit:
         return LayerAudit(name, requested, dict.fromkeys(GEMMS, KEEP), False, "the policy is not applied to this layer")
     ran = dict(found.executed)
     if not found.called:
-        return LayerAudit(name, requested, ran, False, "never called", found.backend)
+        why = "never called"
+        if unit.kind == "functional":
+            why = "no F.linear or matmul by this weight was seen"
+        return LayerAudit(name, requested, ran, False, why, found.backend)
     reasons = [found.note] if found.note else []
     ok = True
     for gemm in GEMMS:
@@ -100,28 +123,18 @@ def _audit_layer(name: str, module: nn.Module, plan: LayerPlan) -> LayerAudit:
                 reasons.append(f"{gemm} ran as {ran[gemm]}")
         elif gemm == "dgrad" and "wgrad" in ran:
             reasons.append("no dgrad: its input needs no gradient")
-        elif gemm == "wgrad" and ("dgrad" in ran or not _trains(module)):
+        elif gemm == "wgrad" and ("dgrad" in ran or not unit.weight.requires_grad):
             reasons.append("no wgrad: its weight is frozen")
-        elif gemm == "dgrad" and not _trains(module):
+        elif gemm == "dgrad" and not unit.weight.requires_grad:
             reasons.append("no dgrad seen")
         else:
             ok = False
             reasons.append(f"{gemm} has not run")
-    if found.note and _on_gpu(module):
+    if found.note and unit.weight.is_cuda:
         ok = False  # emulated where hardware was expected
     if not reasons and isinstance(found, LinearExecution) and found.backend == "emulated" and _quantised(plan):
         reasons.append("emulated: true numerics, no 8-bit speed")
     return LayerAudit(name, requested, ran, ok, "; ".join(reasons), found.backend)
-
-
-def _trains(module: nn.Module) -> bool:
-    weight: Any = getattr(module, "weight", None)
-    return isinstance(weight, torch.Tensor) and weight.requires_grad
-
-
-def _on_gpu(module: nn.Module) -> bool:
-    weight: Any = getattr(module, "weight", None)
-    return isinstance(weight, torch.Tensor) and weight.is_cuda
 
 
 def _quantised(plan: LayerPlan) -> bool:

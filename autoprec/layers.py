@@ -1,22 +1,49 @@
 """Which layers of a model a policy can decide about, and what they are called.
 
 Names are those of ``named_modules()`` of the innermost user model: what DDP, FSDP, ``torch.compile`` and activation
-checkpointing wrap around it does not show in them.
+checkpointing wrap around it does not show in them. A weight that is no module's ``weight`` (``nn.MultiheadAttention``'s
+``in_proj_weight``, the 3-D weights of experts, a raw Parameter given to ``F.linear``) goes by its parameter name.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from autoprec.swap import swapped_base
 
-__all__ = ["clean_name", "kind_of", "tunable_layers", "unwrap"]
+__all__ = ["Unit", "clean_name", "kind_of", "tunable_layers", "tunable_units", "unwrap"]
 
 _TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+#: Raw parameters that look like tables or gains, not like GEMM weights.
+_NO_WEIGHT = re.compile(r"emb|pos|token|query_tokens|prompt|bias|norm|scale|gamma|beta|codebook|mask|A_log|lora_|table")
+_SMALLEST = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """One thing a policy decides about: a module of a ``kind``, or a raw ``parameter`` of a module.
+
+    ``kind`` is linear, conv1d (transformers), conv, attention (a projection of ``nn.MultiheadAttention``) or
+    functional (a weight seen only when a function multiplies by it).
+    """
+
+    module: nn.Module
+    kind: str
+    parameter: str = "weight"
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight, as it is now."""
+        found: Any = getattr(self.module, self.parameter)
+        weight: Tensor = found.weight if isinstance(found, nn.Module) else found
+        return weight
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -41,29 +68,76 @@ def clean_name(name: str) -> str:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return ``linear``, ``conv1d`` (transformers), ``conv``, or an empty string for what cannot be tuned."""
+    """Return ``linear``, ``conv1d`` (transformers), ``conv``, ``functional``, or an empty string.
+
+    A linear layer with a forward of its own is ``functional``: its own code runs, and the GEMM in it is found when it
+    multiplies by the weight.
+    """
     base = swapped_base(module)
     weight = module._parameters.get("weight")
     if weight is None and isinstance(module, nn.Linear):
         weight = getattr(module, "weight", None)  # parametrised: the weight is computed
-    if not isinstance(weight, Tensor) or not weight.is_floating_point():
+    if (
+        not isinstance(weight, Tensor)
+        or not weight.is_floating_point()
+        or isinstance(weight, nn.UninitializedParameter)
+    ):
         return ""  # lazy, or held by a quantised-storage library
+    own = "forward" in module.__dict__
     if isinstance(module, nn.Linear):
-        return "linear" if base.forward is nn.Linear.forward and "forward" not in module.__dict__ else ""
+        return "functional" if own or base.forward is not nn.Linear.forward else "linear"
     if isinstance(module, _CONVOLUTIONS):
-        own = next(c.forward for c in base.__mro__ if c in _CONVOLUTIONS)
-        return "conv" if base.forward is own and "forward" not in module.__dict__ else ""
+        standard = next(c.forward for c in base.__mro__ if c in _CONVOLUTIONS)
+        return "conv" if base.forward is standard and not own else ""
     if base.__name__ == "Conv1D" and hasattr(module, "nf") and weight.ndim == 2:
-        return "conv1d"
+        return "functional" if own else "conv1d"
     return ""
 
 
-def tunable_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers a policy can decide about, by name, in model order; a shared module appears once."""
+def _raw_weights(module: nn.Module) -> Iterator[str]:
+    """Yield the names of a module's own parameters that may be GEMM weights."""
+    if swapped_base(module).__module__.startswith("torch.nn."):
+        return
+    for name, parameter in module._parameters.items():
+        if parameter is None or parameter.ndim not in (2, 3) or not parameter.is_floating_point():
+            continue
+        if isinstance(parameter, nn.UninitializedParameter) or min(parameter.shape[-2:]) < _SMALLEST:
+            continue
+        if (parameter.ndim == 3 and parameter.shape[0] == 1) or _NO_WEIGHT.search(name):
+            continue
+        yield name
+
+
+def tunable_units(model: nn.Module) -> dict[str, Unit]:
+    """Return everything a policy can decide about, by name, in model order; what is shared appears once."""
     root = unwrap(model)
-    skipped = {id(m.out_proj) for m in root.modules() if isinstance(m, nn.MultiheadAttention)}
-    return {
-        clean_name(name): module
-        for name, module in root.named_modules()
-        if id(module) not in skipped and kind_of(module)
-    }
+    found: dict[str, Unit] = {}
+    attention_out: set[int] = set()
+    for name, module in root.named_modules():
+        clean = clean_name(name)
+        if isinstance(module, nn.MultiheadAttention):
+            attention_out.add(id(module.out_proj))
+            for parameter in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                if module._parameters.get(parameter) is not None:
+                    found[f"{clean}.{parameter}" if clean else parameter] = Unit(module, "attention", parameter)
+            found[f"{clean}.out_proj" if clean else "out_proj"] = Unit(module, "attention", "out_proj")
+            continue
+        if id(module) in attention_out:
+            continue
+        kind = kind_of(module)
+        if kind:
+            found[clean] = Unit(module, kind)
+        elif not isinstance(module, (nn.Linear, nn.Embedding)):
+            for parameter in _raw_weights(module):
+                path = clean if parameter == "weight" else f"{clean}.{parameter}" if clean else parameter
+                found[path] = Unit(module, "functional", parameter)
+    return found
+
+
+def tunable_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules of :func:`tunable_units` by name: a raw parameter is listed with the module that holds it."""
+    found = {}
+    for name, unit in tunable_units(model).items():
+        held = getattr(unit.module, unit.parameter)
+        found[name] = held if isinstance(held, nn.Module) else unit.module
+    return found

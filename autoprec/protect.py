@@ -200,6 +200,12 @@ class RootExecution:
             stack.enter_context(OperatorMode(self.operators, device, self.executed, autocast))
             yield
 
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model's forward under the policy."""
+        with self.around():
+            output = forward(*args, **kwargs)
+        return self.finish(output)
+
     def finish(self, output: Any) -> Any:
         """Widen the model's output (any nesting of tensors) to float32 if the policy says so."""
         if self.activations is None or self.operators.output != "fp32":

@@ -70,10 +70,25 @@ def _convolution_forward(self: Any, input: Tensor) -> Tensor:
     return run(input, self.weight, self.bias, training=self.training)  # type: ignore[no-any-return]
 
 
+def _functional_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    run = self.__dict__.get(ATTRIBUTE)
+    own = functools.partial(swapped_base(self).forward, self)
+    return own(*args, **kwargs) if run is None else run.run(own, args, kwargs)
+
+
+def _attention_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    run = self.__dict__.get(ATTRIBUTE)
+    if run is None:
+        return swapped_base(self).forward(self, *args, **kwargs)
+    return run.forward(*args, **kwargs)
+
+
 _FORWARDS: dict[str, Callable[..., Any]] = {
     "linear": _linear_forward,
     "conv1d": _conv1d_forward,
     "conv": _convolution_forward,
+    "functional": _functional_forward,
+    "attention": _attention_forward,
 }
 
 
@@ -123,8 +138,12 @@ def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
 
 
 def install(module: nn.Module, kind: str, execution: Any) -> None:
-    """Make ``module`` run through ``execution``; ``kind`` is linear, conv1d (transformers) or conv."""
+    """Make ``module`` run through ``execution``; ``kind`` is that of ``layers.Unit``."""
     module.__dict__[ATTRIBUTE] = execution
+    instance = module.__dict__.get("forward")
+    if instance is not None and kind == "functional":
+        module.__dict__["forward"] = _InstanceForward(instance, execution)
+        return
     if "_autoprec_base" not in type(module).__dict__:
         module.__class__ = _class_for(type(module), kind)
 
@@ -132,6 +151,7 @@ def install(module: nn.Module, kind: str, execution: Any) -> None:
 def uninstall(module: nn.Module) -> None:
     """Give a module its own class and behaviour back; a no-op where nothing is installed."""
     module.__dict__.pop(ATTRIBUTE, None)
+    _restore_instance_forward(module)
     base = type(module).__dict__.get("_autoprec_base")
     if base is not None:
         module.__class__ = base
@@ -145,14 +165,18 @@ def root_of(model: nn.Module) -> Any:
 class _InstanceForward:
     """Stands for a ``forward`` that a library stored on the instance (accelerate does); keeps what it replaced."""
 
-    def __init__(self, original: Callable[..., Any], root: RootExecution) -> None:
-        self.original, self.root = original, root
+    def __init__(self, original: Callable[..., Any], execution: Any) -> None:
+        self.original, self.execution = original, execution
         self.__wrapped__ = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.root.around():
-            output = self.original(*args, **kwargs)
-        return self.root.finish(output)
+        return self.execution.run(self.original, args, kwargs)
+
+
+def _restore_instance_forward(module: nn.Module) -> None:
+    instance = module.__dict__.get("forward")
+    if isinstance(instance, _InstanceForward):
+        module.__dict__["forward"] = instance.original
 
 
 def _root_class(base: type[nn.Module]) -> type[nn.Module]:
@@ -164,9 +188,7 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
             root = self.__dict__.get(ROOT)
             if root is None:
                 return base.forward(self, *args, **kwargs)
-            with root.around():
-                output = base.forward(self, *args, **kwargs)
-            return root.finish(output)
+            return root.run(functools.partial(base.forward, self), args, kwargs)
 
         namespace = {
             "forward": forward,
@@ -194,9 +216,7 @@ def install_root(model: nn.Module, root: RootExecution) -> None:
 def uninstall_root(model: nn.Module) -> None:
     """Give a model's forward back; a no-op where nothing is installed."""
     model.__dict__.pop(ROOT, None)
-    instance = model.__dict__.get("forward")
-    if isinstance(instance, _InstanceForward):
-        model.__dict__["forward"] = instance.original
+    _restore_instance_forward(model)
     base = type(model).__dict__.get("_autoprec_root_base")
     if base is not None:
         model.__class__ = base

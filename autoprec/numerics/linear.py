@@ -233,14 +233,15 @@ def _for_backward(
 def _save(ctx: Any, *parts: QuantizedOperand | Tensor | None) -> None:
     """Keep tensors through autograd (so that hooks, versions and memory accounting see them), the rest on ``ctx``."""
     tensors: list[Tensor | None] = []
-    ctx.parts = []
+    made: list[tuple[Spec, int, int] | None] = []
     for part in parts:
         if isinstance(part, QuantizedOperand):
             tensors += [part.codes, part.scale, part.groups]
-            ctx.parts.append((part.spec, part.rows, part.columns))
+            made.append((part.spec, part.rows, part.columns))
         else:
             tensors += [part, None, None]
-            ctx.parts.append(None)
+            made.append(None)
+    ctx.parts = tuple(made)
     ctx.save_for_backward(*tensors)
 
 

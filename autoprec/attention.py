@@ -1,0 +1,128 @@
+"""``nn.MultiheadAttention`` under a policy: its projections run through executions, the rest as torch computes it.
+
+torch multiplies by the projection weights inside one C++-backed function that no hook sees, so the forward is
+written out here. What it cannot express (``add_bias_kv``, ``add_zero_attn``) is refused when a policy is applied.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__ = ["AttentionExecutions", "attention_refusal"]
+
+_PARTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
+
+
+def attention_refusal(module: nn.MultiheadAttention) -> str:
+    """Return why this attention cannot run under a policy, or an empty string."""
+    if module.bias_k is not None or module.bias_v is not None or module.add_zero_attn:
+        return "nn.MultiheadAttention with add_bias_kv or add_zero_attn is not supported"
+    return ""
+
+
+class AttentionExecutions:
+    """Installed in an ``nn.MultiheadAttention``: the executions of its projections, by parameter name."""
+
+    def __init__(self, module: nn.MultiheadAttention, executions: dict[str, Any]) -> None:
+        self.module, self.executions = module, executions
+
+    def describe(self) -> str:
+        """Return what ``print(model)`` shows."""
+        return "; ".join(f"{name}: {execution.describe()}" for name, execution in self.executions.items())
+
+    def _project(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        execution = self.executions.get(name)
+        if execution is None:
+            return F.linear(x, weight, bias)
+        out: Tensor = execution(x, weight, bias, training=self.module.training)
+        return out
+
+    def _inputs(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        m = self.module
+        biases: Any = (None, None, None) if m.in_proj_bias is None else m.in_proj_bias.chunk(3)
+        if m._qkv_same_embed_dim:
+            weight: Tensor = m.in_proj_weight
+            if query is key and key is value:
+                q, k, v = self._project("in_proj_weight", query, weight, m.in_proj_bias).chunk(3, -1)
+                return q, k, v
+            parts = weight.chunk(3)
+            names = ("in_proj_weight",) * 3
+        else:
+            parts = (m.q_proj_weight, m.k_proj_weight, m.v_proj_weight)
+            names = _PARTS
+        streams = (query, key, value)
+        q, k, v = (self._project(n, x, w, b) for n, x, w, b in zip(names, streams, parts, biases, strict=True))
+        return q, k, v
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Compute what ``nn.MultiheadAttention.forward`` computes; same arguments, same results."""
+        m = self.module
+        batched = query.dim() == 3
+        if not batched:
+            same = key is query, value is query
+            query = query.unsqueeze(0)
+            key = query if same[0] else key.unsqueeze(0)
+            value = query if same[1] else value.unsqueeze(0)
+            key_padding_mask = None if key_padding_mask is None else key_padding_mask.unsqueeze(0)
+        elif not m.batch_first:
+            same = key is query, value is query
+            query = query.transpose(0, 1)
+            key = query if same[0] else key.transpose(0, 1)
+            value = query if same[1] else value.transpose(0, 1)
+        q, k, v = (self._heads(x) for x in self._inputs(query, key, value))
+        mask = _merge_masks(attn_mask, key_padding_mask, q, k)
+        if mask is None and is_causal:
+            causal = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+            mask = torch.zeros_like(causal, dtype=q.dtype).masked_fill_(causal, -math.inf)
+        dropout = m.dropout if m.training else 0.0
+        weights: Tensor | None = None
+        if need_weights:
+            scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+            weights = F.softmax(scores if mask is None else scores + mask, dim=-1)
+            out = (F.dropout(weights, dropout) if dropout else weights).to(v.dtype) @ v
+            weights = weights.mean(dim=1) if average_attn_weights else weights
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        out = out.transpose(1, 2).flatten(2)
+        out = self._project("out_proj", out, m.out_proj.weight, m.out_proj.bias)
+        if not batched:
+            return out.squeeze(0), None if weights is None else weights.squeeze(0)
+        return out if m.batch_first else out.transpose(0, 1), weights
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """``[batch, length, embed]`` to ``[batch, heads, length, embed / heads]``."""
+        return x.unflatten(-1, (self.module.num_heads, -1)).transpose(1, 2)
+
+
+def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    if mask.dtype is torch.bool:
+        return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask, -math.inf)
+    return mask.to(dtype)
+
+
+def _merge_masks(attn_mask: Tensor | None, padding: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
+    """Return one additive mask that broadcasts to ``[batch, heads, queries, keys]``, or None."""
+    merged: Tensor | None = None
+    if attn_mask is not None:
+        merged = _additive(attn_mask, q.dtype)
+        if merged.dim() == 3:
+            merged = merged.view(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+    if padding is not None:
+        wide = _additive(padding, q.dtype)[:, None, None, :]
+        merged = wide if merged is None else merged + wide
+    return merged

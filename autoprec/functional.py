@@ -1,0 +1,102 @@
+"""GEMMs that no layer module runs: weights multiplied by a function inside some module's forward.
+
+A torch-function mode, active only inside the forward of the module that holds such weights, recognises them when
+``F.linear``, ``matmul``, ``@``, ``mm``, ``bmm``, ``addmm`` or ``baddbmm`` multiplies by them, also through a view
+(``weight[expert]``, ``weight.t()``), and runs the product through the weight's execution. ``einsum`` is left alone;
+the audit then says that the weight was never seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["FunctionalExecutions", "WeightMode"]
+
+_MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
+_ADDMM = (torch.addmm, torch.baddbmm)
+
+
+class FunctionalExecutions:
+    """Installed in a module: the executions of the raw weights it holds, by parameter name."""
+
+    def __init__(self, module: nn.Module, executions: dict[str, Any]) -> None:
+        self.module, self.executions = module, executions
+
+    def describe(self) -> str:
+        """Return what ``print(model)`` shows."""
+        return "; ".join(f"{name}: {execution.describe()}" for name, execution in self.executions.items())
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a forward with the mode active."""
+        weights = {}
+        for name, execution in self.executions.items():
+            weights[id(getattr(self.module, name))] = execution
+        with WeightMode(weights, self.module.training):
+            return forward(*args, **kwargs)
+
+
+def _linear_arguments(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    return x, weight, bias
+
+
+class WeightMode(TorchFunctionMode):
+    """Runs products with known weights through their executions."""
+
+    def __init__(self, weights: dict[int, Any], training: bool) -> None:
+        super().__init__()
+        self.weights, self.training = weights, training
+
+    def _execution(self, weight: Any) -> Any:
+        if not isinstance(weight, Tensor):
+            return None
+        found = self.weights.get(id(weight))
+        if found is None and weight._is_view() and weight._base is not None:
+            found = self.weights.get(id(weight._base))
+        return found
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.linear:
+            x, weight, bias = _linear_arguments(*args, **_renamed(kwargs))
+            execution = self._execution(weight)
+            if execution is not None and weight.ndim == 2:
+                return execution(x, weight, bias, training=self.training)
+        elif func in _MATMUL and len(args) == 2:
+            out = self._matmul(args[0], args[1], None)
+            if out is not None:
+                return out
+        elif func in _ADDMM and len(args) == 3 and not kwargs:
+            out = self._matmul(args[1], args[2], args[0])
+            if out is not None:
+                return out
+        return func(*args, **kwargs)
+
+    def _matmul(self, x: Any, weight: Any, bias: Tensor | None) -> Tensor | None:
+        """``x @ weight`` with weight ``[in, out]`` or ``[experts, in, out]``; None when it is not one of ours."""
+        execution = self._execution(weight)
+        if execution is None or not isinstance(x, Tensor):
+            return None
+        if weight.ndim == 2 and x.ndim >= 2 and (bias is None or bias.ndim == 1):
+            out: Tensor = execution(x, weight.t(), bias, training=self.training)
+            return out
+        if weight.ndim == 3 and x.ndim == 3 and x.shape[0] == weight.shape[0] and (bias is None or bias.ndim == 3):
+            # every expert has its own scales, as grouped GEMMs have
+            parts = [
+                execution(one, w.t(), None, training=self.training)
+                for one, w in zip(x.unbind(0), weight.unbind(0), strict=True)
+            ]
+            stacked = torch.stack(parts)
+            return stacked if bias is None else stacked + bias
+        return None
+
+
+def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {("x" if key == "input" else key): value for key, value in kwargs.items()}
