@@ -25,6 +25,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.trial.child import Trial, apply_document
 from autoprec.trial.discovery import Found, discover, loss_parameters
 from autoprec.trial.hooks import Events, Hooks
+from autoprec.trial.processes import watch_driver
 from autoprec.trial.protocol import HostInfo, TrialSpec
 from autoprec.trial.seeding import offset_seeds
 from autoprec.trial.server import serve, settle
@@ -32,6 +33,10 @@ from autoprec.trial.server import serve, settle
 __all__ = ["Agent", "install"]
 
 _agent: Agent | None = None
+_LOADER_NOTE = (
+    "DataLoader workers are replaced by loading in the process, so that trials can be forked; that time is not counted"
+)
+_STREAM_NOTE = "; an IterableDataset that shards by worker gives its data in another order"
 
 
 def install(config_path: str) -> None:
@@ -54,6 +59,9 @@ class Agent:
         self._started = float(config.get("started", time.monotonic()))
         self._reached = False
         self._forwards = 0
+        self._watching = threading.Event()
+        self._loading: Any = None
+        self._overlay: Any = None
 
     def install(self) -> None:
         """Patch torch and start waiting."""
@@ -64,8 +72,13 @@ class Agent:
             offset_seeds(int(self.config.get("seed_offset", 0)))
             from autoprec.trial.isolation import isolate
 
-            isolate(self.config)
+            self._overlay = isolate(self.config)
+            if self.mode == "host" and self.config["launch"] in ("auto", "fork") and "RANK" not in os.environ:
+                from autoprec.trial.loaders import load_in_process
+
+                self._loading = load_in_process()
             atexit.register(self._at_exit)
+            self._watching = watch_driver(*self.config["driver"])
 
     # ---------------------------------------------------------------- the first training forward
     def _on_training_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -118,6 +131,8 @@ class Agent:
     ) -> None:
         self._pid = os.getpid()
         self.trial = Trial(spec, found, self.hooks, result=result, asked=asked, writer=_rank() == 0)
+        if self._loading is not None:
+            self._loading.charge = self.trial.credit
         self.trial.begin(module, args, kwargs)
 
     def _run(self, found: Found) -> None:
@@ -136,8 +151,11 @@ class Agent:
         if _rank() != 0:
             os._exit(0)
         obstacle = fork_obstacle(found) if self.config.get("launch", "auto") in ("auto", "fork") else "not asked for"
+        if self._loading is not None and self._loading.loaders and not obstacle:
+            found.notes.append(_LOADER_NOTE + (_STREAM_NOTE if self._loading.iterable else ""))
         info = host_info(found, "process" if obstacle else "fork", time.monotonic() - self._started, obstacle)
         control = self._connect()
+        self._watching.set()  # from here on the control connection tells
         _preload()
         settle()
         control.sendall(json.dumps({"op": "hello", "info": info.to_json()}).encode() + b"\n")
@@ -145,6 +163,9 @@ class Agent:
             control.close()
             os._exit(0)
         request = serve(control, str(self.config["mark"]))
+        layer = Path(self.config["private"]) / f"overlay-{request.id}"
+        layer.mkdir()
+        self._overlay.push(str(layer))
         spec = TrialSpec.from_json(request.spec)
         if spec.threads > 1:
             torch.set_num_threads(spec.threads)  # safe: this process has never run a parallel region
@@ -215,7 +236,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     notes = list(found.notes)
     if obstacle and obstacle != "not asked for":
         notes.append(f"trials are started as plain processes: {obstacle}")
-    others = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    others = [t.name for t in threading.enumerate() if t is not threading.main_thread() and t.name != "autoprec-watch"]
     if others and not obstacle:
         notes.append(f"the script has {len(others)} other threads, which forked trials do not have: {', '.join(others[:4])}")
     return HostInfo(

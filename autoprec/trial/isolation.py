@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from autoprec.trial.overlay import Overlay
 
 __all__ = ["SAVERS", "isolate", "suppressed"]
 
@@ -32,6 +35,12 @@ SAVERS: tuple[tuple[str, str], ...] = (
     ("lightning.pytorch.trainer.trainer", "Trainer.save_checkpoint"),
     ("pytorch_lightning.trainer.trainer", "Trainer.save_checkpoint"),
     ("lightning.fabric.fabric", "Fabric.save"),
+    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.add_event"),
+    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.flush"),
+    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.close"),
+    ("tensorboardX.event_file_writer", "EventFileWriter.add_event"),
+    ("tensorboardX.event_file_writer", "EventFileWriter.flush"),
+    ("tensorboardX.event_file_writer", "EventFileWriter.close"),
     ("huggingface_hub", "upload_folder"),
     ("huggingface_hub", "upload_file"),
     ("huggingface_hub", "create_repo"),
@@ -85,8 +94,11 @@ class _SaverFinder:
         return spec
 
 
-def isolate(config: dict[str, Any]) -> None:
-    """Silence every saver of :data:`SAVERS`, those already imported now and the others when they are imported."""
+def isolate(config: dict[str, Any]) -> Overlay:
+    """Silence every saver of :data:`SAVERS`, now or when it is imported, and put an overlay under all other files.
+
+    ``config`` names our ``private`` directory, the ``run_dir`` of the logs, the script's ``cwd`` and its path.
+    """
     wanted: dict[str, list[str]] = {}
     for module_name, path in SAVERS:
         module = torch if module_name == "torch" else sys.modules.get(module_name)
@@ -95,3 +107,12 @@ def isolate(config: dict[str, Any]) -> None:
         else:
             wanted.setdefault(module_name, []).append(path)
     sys.meta_path.insert(0, _SaverFinder(wanted))  # type: ignore[arg-type]
+    cwd = str(config["cwd"])
+    guarded = [cwd]
+    if config.get("script"):
+        guarded.append(os.path.dirname(os.path.abspath(os.path.join(cwd, str(config["script"])))))
+    layer = os.path.join(str(config["private"]), f"overlay-{os.getpid()}")
+    os.makedirs(layer, exist_ok=True)
+    overlay = Overlay(layer, guarded, [str(config["private"]), str(config["run_dir"])])
+    overlay.install()
+    return overlay

@@ -18,6 +18,7 @@ __all__ = ["Loop", "annealed", "early_stop", "gradient_norm"]
 
 #: The learning rate of an annealed trial ends at this share of what the script set.
 ANNEAL_END = 0.1
+_SUM_DTYPE = {"mps": torch.float32}  # losses of one step are summed in float64 wherever there is one
 
 
 def annealed(step: int, total: int) -> float:
@@ -120,7 +121,7 @@ class Loop(Events):
                 continue
             value = raw_loss(tensor).detach()
             value = value.to_local() if hasattr(value, "to_local") else value
-            self._pending.append(value.float().reshape(()).clone())
+            self._pending.append(value.to(_SUM_DTYPE.get(value.device.type, torch.float64)).reshape(()).clone())
 
     def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self.backwards += 1

@@ -6,10 +6,11 @@ import contextlib
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterable
 
-__all__ = ["die_with_parent", "end_group", "marked_processes", "sweep"]
+__all__ = ["born", "die_with_parent", "end_group", "marked_processes", "sweep", "watch_driver"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -18,6 +19,26 @@ def die_with_parent() -> None:
     """Ask the kernel to kill this process when the thread that started it ends (Linux; elsewhere nothing happens)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def born(pid: int) -> str:
+    """When a process started, in kernel ticks, so that a reused number is not taken for it; empty when it is gone."""
+    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
+
+
+def watch_driver(pid: int, since: str) -> threading.Event:
+    """End this process group soon after the driver has ended, however it ended; set the event to stop watching."""
+    stop = threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(1.0):
+            if born(pid) != since:
+                end_group(os.getpgrp())
+                os._exit(1)
+
+    threading.Thread(target=watch, name="autoprec-watch", daemon=True).start()
+    return stop
 
 
 def end_group(leader: int, sig: int = signal.SIGKILL) -> None:

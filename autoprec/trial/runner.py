@@ -23,6 +23,7 @@ from autoprec.errors import ScriptError
 from autoprec.trial.classify import classify, describe_exit, exit_code, last_lines
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.environment import trial_environment
+from autoprec.trial.processes import born
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.trial.started import Started
 
@@ -159,6 +160,7 @@ class TrialRunner:
             "script": self.command.target if self.command.kind == "script" else "",
             "seed_offset": self._seed_offset,
             "started": time.monotonic(),
+            "driver": [os.getpid(), born(os.getpid())],
         }
         path = self._private / f"{values['mode']}-{uuid.uuid4().hex[:12]}.json"
         path.write_text(json.dumps(values), encoding="utf-8")
@@ -254,6 +256,7 @@ class TrialRunner:
             answer = {"wait_status": 9, "timed_out": True, "tail": ""}
         finally:
             self._waiting.pop(number, None)
+            shutil.rmtree(private / f"overlay-{number}", ignore_errors=True)
         result = classify(
             _load_result(path),
             exit_code(int(answer["wait_status"])),

@@ -1,0 +1,35 @@
+"""Lightning: forward and backward run inside optimizer.step; checkpoints and a logger are on."""
+
+import warnings
+
+import lightning
+import torch
+import torch.nn.functional as F
+from common import Net, log
+from torch.utils.data import DataLoader, TensorDataset
+
+warnings.simplefilter("ignore")
+
+
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def training_step(self, batch, index):
+        x, y = batch
+        loss = F.cross_entropy(self.net(x), y)
+        log(index, loss.detach())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+lightning.seed_everything(1)
+data = TensorDataset(torch.randn(640, 16), torch.randint(0, 10, (640,)))
+trainer = lightning.Trainer(
+    max_epochs=1, accelerator="cpu", devices=1, enable_progress_bar=False, log_every_n_steps=1, enable_checkpointing=True,
+)
+trainer.fit(Module(), DataLoader(data, batch_size=8, shuffle=True))
