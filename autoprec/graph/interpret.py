@@ -16,7 +16,7 @@ from autoprec.graph.patterns import Pattern, find_patterns
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.rules import Rules
 from autoprec.graph.siblings import sibling_pairs, source_of
-from autoprec.graph.trace import Call, Trace
+from autoprec.graph.trace import SCRIPT, Call, Trace
 
 __all__ = ["interpret"]
 
@@ -79,8 +79,9 @@ def _batch(trace: Trace, links: Links) -> dict[str, int]:
     calls = max(trace.calls_of.get("", 0), 1)
     for call in trace.in_phase("forward"):
         if call.name == "embedding":
-            ids = trace.values[source_of(trace, links, call.ins[-1])]
-            if ids.origin == "input" and len(ids.shape) == 2:
+            source = source_of(trace, links, call.ins[-1])
+            ids, maker = trace.values[source], trace.producer(source)
+            if len(ids.shape) == 2 and (maker is None or maker.module == SCRIPT):
                 return {"samples": ids.shape[0] * calls, "tokens": ids.shape[0] * ids.shape[1] * calls}
     for call in trace.in_phase("forward"):
         for value in trace.inputs(call):

@@ -60,7 +60,8 @@ def _layer_name(names: ModelNames, product: Product) -> tuple[str, str]:
     owner, _, attribute = path.rpartition(".")
     if isinstance(names.modules.get(owner), nn.RNNBase):
         return owner, running
-    return (owner if attribute == "weight" and owner else path), running
+    of_module = attribute == "weight" and (owner or _is_weighted(names.root))
+    return (owner if of_module else path), running
 
 
 def collect(trace: Trace, names: ModelNames, links: Links) -> dict[str, LayerRecord]:

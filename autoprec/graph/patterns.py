@@ -139,8 +139,23 @@ class _Finder:
                 calls = self._between(base, scaled.outs[0])
                 kind = "layer_norm" if centred else ("l2_norm" if mean.name == "sum" else "rms_norm")
                 known = {c.index for c in (root, mean, scaled, *(() if square is None else (square,)))}
+                known |= self._affine(scaled)
                 yield Pattern(kind, "norm", root.module, tuple(sorted(known | calls)))
                 return
+
+    def _affine(self, scaled: Call) -> set[int]:
+        """The multiplication by a weight and the addition of a bias that follow a norm."""
+        parameter_of, kept = self.links.parameter_of, set()
+        for wanted in ("mul", "add"):
+            for call, read in self.fed(scaled.outs[0], self._moves, depth=3):
+                others = [i for i in call.ins if i != read]
+                weights = [i for i in others if parameter_of[i]]
+                biased = [i for i in weights for maker in [self.trace.producer(i)] if maker and maker.name == "add"]
+                if call.name == wanted and weights:  # Gemma multiplies by 1 + weight
+                    kept |= {call.index, *(self.trace.values[i].producer for i in biased)}
+                    scaled = call
+                    break
+        return kept
 
     def _between(self, base: int, end: int) -> set[int]:
         """The calls on the way from ``base`` to ``end`` that are neither products nor fused operators."""
@@ -203,8 +218,6 @@ class _Finder:
             if above.name in _LOSS_PATH or self._moves(above):
                 path.append(above.index)
                 selected = selected or above.name in _SELECTS
-            else:
-                return
 
     # -- attention ----------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ recurrent layers, in-place operators and both kinds of checkpointing, where modu
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -57,6 +58,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack: list[tuple[str, int]] = []
         self._hooks: list[Any] = []
         self._saved_hooks: Any = None
+        self._quiet: Any = None
         self._storages = StorageTable()
         self._known: dict[tuple[Any, ...], int] = {}
         self._saved: dict[int, int] = {}
@@ -86,6 +88,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count("")
 
     def __enter__(self) -> StepRecorder:
+        self._quiet = warnings.catch_warnings()
+        self._quiet.__enter__()
+        warnings.filterwarnings("ignore", message=r"Using `torch.compile\(module\)` when there are global hooks")
         self._hooks = [
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
@@ -106,6 +111,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._quiet.__exit__(None, None, None)
         self._finish()
 
     def _finish(self) -> None:
@@ -143,7 +149,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         task = _graph_task()
         name = self.names.name_of(module)
         self._stack.append((name, task))
-        if task == -1:
+        nested_root = name == "" and len(self._stack) > 1  # the user's model inside its wrapper
+        if task == -1 and not nested_root:
             self._count(name)
 
     def _leave_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
@@ -282,6 +289,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return "", "backward"
 
     def _backward_begins(self) -> None:
+        for call in reversed(self.trace.calls):  # what followed an earlier backward was a further loss, no update
+            if call.phase == "backward":
+                break
+            if call.phase == "update":
+                call.phase = "forward"
         if not self._stack:
             self._after_backward = True
         self.trace.backwards += 1

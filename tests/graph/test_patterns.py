@@ -1,0 +1,98 @@
+"""Hand-written norms, softmaxes and losses: all found, nothing else taken for one."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoprec.graph.recorder import record_step
+from tests.graph.models import Decoder, HandLayerNorm, RMSNorm, decoder_step
+
+
+def kinds(report):
+    """Patterns by kind, each counted once by its anchor operator in the forward pass."""
+    anchors = {"rms_norm": ("rsqrt",), "layer_norm": ("sqrt", "rsqrt", "std"), "l2_norm": ("sqrt", "rsqrt")}
+    anchors |= {"softmax": ("exp",), "logsumexp": ("exp",), "scores": ("bmm",), "values": ("bmm",)}
+    found = Counter()
+    for operator in report.operators:
+        if operator.phase == "forward" and operator.op.partition("::")[2] in anchors.get(operator.pattern, ()):
+            found[operator.pattern] += 1
+    return dict(found)
+
+
+@pytest.mark.parametrize(("norm", "kind"), [(RMSNorm, "rms_norm"), (HandLayerNorm, "layer_norm")])
+def test_hand_written_norms_and_softmax(norm, kind):
+    model = Decoder(norm=norm, fused=False)
+    report = record_step(model, lambda: decoder_step(model))
+    assert kinds(report) == {kind: 5, "softmax": 2, "scores": 2, "values": 2}
+    rows = [o for o in report.operators if o.pattern == kind and o.cls != "view"]
+    assert {o.cls for o in rows} == {"norm"}
+    assert {o.precision for o in rows} == {"fp32"}
+    assert all("hand-written" in o.reason for o in rows)
+
+
+def test_backward_of_a_hand_written_norm_is_a_norm():
+    model = nn.Sequential(nn.Linear(8, 8), RMSNorm(8))
+    report = record_step(model, lambda: model(torch.randn(2, 8)).sum().backward())
+    assert {o.op for o in report.operators if o.phase == "backward" and o.cls == "norm"} >= {"aten::mul"}
+
+
+def test_no_false_hits_on_a_model_of_fused_operators():
+    model = Decoder()
+    assert kinds(record_step(model, lambda: decoder_step(model))) == {}
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: (x.pow(2).mean(-1, keepdim=True) + 1).sqrt().sum(),  # a root mean square that scales nothing
+        lambda x: (x[:, None] - x[None]).pow(2).sum(-1).add(1).sqrt().sum(),  # a distance
+        lambda x: x.exp().sum(),
+        lambda x: (x.exp() / (1 + x.square()).sum(-1, keepdim=True)).sum(),
+        lambda x: torch.sigmoid(x).mean(),
+    ],
+)
+def test_look_alikes_are_left_alone(function):
+    model = nn.Linear(8, 8)
+    report = record_step(model, lambda: function(model(torch.randn(4, 8))).backward())
+    assert not [o for o in report.operators if o.pattern]
+
+
+def test_l2_norm_by_hand():
+    model = nn.Linear(8, 8)
+
+    def step():
+        y = model(torch.randn(4, 8))
+        (y / y.square().sum(-1, keepdim=True).sqrt()).sum().backward()
+
+    assert kinds(record_step(model, step)) == {"l2_norm": 1}
+
+
+def test_softmax_without_maximum_and_logsumexp():
+    model = nn.Linear(8, 8)
+
+    def step():
+        y = model(torch.randn(4, 8))
+        e = torch.exp(y)
+        (e / e.sum(-1, keepdim=True)).square().sum().backward(retain_graph=True)
+        y.exp().sum(-1).log().sum().backward()
+
+    assert kinds(record_step(model, step)) == {"softmax": 1, "logsumexp": 1}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_cross_entropy_by_hand(fused):
+    model = nn.Linear(8, 5)
+    target = torch.tensor([1, 2, 3])
+
+    def step():
+        y = model(torch.randn(3, 8))
+        logp = F.log_softmax(y, -1) if fused else y - y.exp().sum(-1, keepdim=True).log()
+        (-logp.gather(-1, target[:, None])).mean().backward()
+
+    report = record_step(model, step)
+    rows = [o for o in report.operators if o.pattern == "cross_entropy" and o.phase == "forward"]
+    assert {o.op.partition("::")[2] for o in rows} >= {"gather", "mean"}
+    assert {o.cls for o in rows if o.cls != "view"} == {"loss"}

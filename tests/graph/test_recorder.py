@@ -1,0 +1,263 @@
+"""The recorder: exact FLOPs on the right layers, no trace left in the step, whatever the script does."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoprec.graph.recorder import StepRecorder, record_step
+from autoprec.graph.report import GraphReport
+from tests.graph.models import BATCH, TOKENS, WIDTH, Decoder, decoder_step, token_batch
+
+ROWS = BATCH * TOKENS
+
+
+def shapes(report, name):
+    return {g.role: (g.m, g.k, g.n, g.calls, g.batch) for g in report.layer(name).gemms}
+
+
+@pytest.fixture(scope="module")
+def report():
+    torch.manual_seed(0)
+    model = Decoder()
+    return record_step(model, lambda: decoder_step(model), optimizers=[torch.optim.AdamW(model.parameters())])
+
+
+def test_every_linear_has_its_three_gemms(report):
+    assert shapes(report, "blocks.0.gate") == {
+        "fprop": (ROWS, WIDTH, 64, 1, 1),
+        "dgrad": (ROWS, 64, WIDTH, 1, 1),
+        "wgrad": (64, ROWS, WIDTH, 1, 1),
+    }
+    for layer in report.layers:
+        once = 2 * ROWS * layer.parameters if layer.name == "head" else None
+        assert set(layer.flops) == {"fprop", "dgrad", "wgrad"}
+        assert len(set(layer.flops.values())) == 1
+        assert once is None or layer.flops["fprop"] == once
+
+
+def test_layers_are_those_a_policy_names_in_model_order(report):
+    from autoprec.layers import tunable_layers
+
+    assert [layer.name for layer in report.layers] == list(tunable_layers(Decoder()))
+    assert all(layer.tunable and layer.dtype == "fp32" for layer in report.layers)
+
+
+def test_first_and_head_are_flagged_and_batch_is_seen(report):
+    assert report.layer("blocks.0.attn.q_proj").flags == ("first",)
+    assert report.layer("head").flags == ("head",)
+    assert report.batch == {"samples": BATCH, "tokens": ROWS}
+
+
+def test_total_is_layers_plus_attention(report):
+    attention = sum(o.flops for o in report.operators if o.cls == "attention")
+    assert report.total_flops == sum(layer.total_flops for layer in report.layers) + attention
+    assert report.tunable_flops_share == pytest.approx(1 - attention / report.total_flops)
+    # scores and values in forward, five products in fused backward, two blocks
+    assert attention == 2 * (2 + 5) * 2 * BATCH * 4 * TOKENS * TOKENS * (WIDTH // 4)
+
+
+def test_no_operator_without_a_class_and_no_backward_without_a_forward(report):
+    assert not [o.op for o in report.operators if o.cls == "opaque"]
+    assert report.notes == ()
+    assert {o.phase for o in report.operators} == {"forward", "backward"}
+
+
+def test_json_round_trip(report):
+    assert GraphReport.from_json(report.to_json()) == report
+
+
+def test_recording_changes_no_bit():
+    def gradients(record):
+        torch.manual_seed(3)
+        model = Decoder(fused=False)
+        ids, targets = token_batch()
+        if record:
+            record_step(model, lambda: decoder_step(model, ids, targets))
+        else:
+            decoder_step(model, ids, targets)
+        return [p.grad for p in model.parameters()], torch.rand(1)
+
+    (plain, after), (recorded, after_recorded) = gradients(False), gradients(True)
+    assert all(torch.equal(a, b) for a, b in zip(plain, recorded, strict=True))
+    assert torch.equal(after, after_recorded)
+
+
+def test_tensors_are_not_kept_alive():
+    import weakref
+
+    model = nn.Linear(4, 4)
+    with StepRecorder(model) as recorder:
+        out = model(torch.ones(2, 4))
+        alive = weakref.ref(out)
+        out.sum().backward()
+        del out
+        assert alive() is None
+    assert recorder.report().layer("").total_flops > 0
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_blocks_are_recomputed_not_counted_twice(reentrant):
+    model = Decoder(reentrant=reentrant)
+    report = record_step(model, lambda: decoder_step(model))
+    roles = shapes(report, "blocks.1.gate")
+    assert roles["fprop"][3] == roles["dgrad"][3] == roles["wgrad"][3] == 1
+    assert roles["recompute"][:3] == roles["fprop"][:3]
+    assert "recompute" not in shapes(report, "head")
+    assert report.notes == ()
+
+
+def test_gradient_accumulation_adds_up():
+    model = Decoder()
+
+    def step():
+        decoder_step(model)
+        decoder_step(model)
+
+    report = record_step(model, step)
+    assert {g.calls for g in report.layer("head").gemms} == {2}
+    assert report.batch["samples"] == 2 * BATCH
+
+
+def test_autocast_shows_in_the_layers_dtype():
+    model = Decoder()
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model(token_batch()[0])
+        out.float().sum().backward()
+
+    report = record_step(model, step)
+    assert {layer.dtype for layer in report.layers} == {"bf16"}
+    assert all(layer.roles() == ("fprop", "dgrad", "wgrad") for layer in report.layers)
+
+
+def test_a_compiled_model_is_seen_through():
+    model = Decoder(layers=1)
+    compiled = torch.compile(model, backend="eager")
+    ids, targets = token_batch()
+    report = record_step(compiled, lambda: F.cross_entropy(compiled(ids).flatten(0, 1), targets).backward())
+    assert report.layer("blocks.0.up").roles() == ("fprop", "dgrad", "wgrad")
+    assert {layer.name for layer in report.layers} == {name for name in report.groups for name in report.groups[name]}
+
+
+def test_a_root_that_was_already_running_is_recognised():
+    from torch.nn.modules.module import register_module_forward_pre_hook
+
+    model, started = Decoder(layers=1), []
+
+    def begin(module, _args):
+        if not started:
+            started.append(StepRecorder(model))
+            started[0].__enter__()
+
+    handle = register_module_forward_pre_hook(begin)
+    decoder_step(model)
+    handle.remove()
+    started[0].__exit__(None, None, None)
+    report = started[0].report()
+    assert {o.module for o in report.operators if o.op == "aten::embedding"} == {"embed"}
+    assert report.batch["tokens"] == ROWS
+
+
+def test_frozen_weights_have_no_wgrad_and_the_first_layer_no_dgrad():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+    model[1].requires_grad_(False)
+    report = record_step(model, lambda: model(torch.randn(3, 8)).sum().backward())
+    assert report.layer("0").roles() == ("fprop", "wgrad")
+    assert report.layer("1").roles() == ("fprop", "dgrad")
+    assert "frozen" in report.layer("1").flags
+
+
+def test_custom_functions_and_weights_used_outside_a_module():
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, w):
+            ctx.save_for_backward(x, w)
+            return x @ w.t()
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, w = ctx.saved_tensors
+            return grad @ w, grad.t() @ x
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+            self.w, self.v = nn.Parameter(torch.randn(8, 8)), nn.Parameter(torch.randn(8, 8))
+
+        def forward(self, x):
+            return F.linear(Product.apply(self.a(x), self.w), self.v)
+
+    model = Net()
+    report = record_step(model, lambda: model(torch.randn(2, 8)).sum().backward())
+    for name in ("w", "v"):
+        layer = report.layer(name)
+        assert (layer.kind, layer.tunable) == ("functional", False)
+        assert layer.roles() == ("fprop", "dgrad", "wgrad")
+    assert report.tunable_flops_share == pytest.approx(2 / 8)  # a has no dgrad: its input is the batch
+
+
+def test_loss_only_backward_and_second_backward_do_not_stop_the_recorder():
+    model = nn.Linear(4, 4)
+    x = torch.randn(2, 4)
+
+    def step():
+        first = model(x).square().sum()
+        first.backward(retain_graph=True)
+        first.backward()
+        model(x).sum().backward()
+
+    report = record_step(model, step)
+    counts = {g.role: g.calls for g in report.layer("").gemms}
+    assert counts == {"fprop": 2, "wgrad": 3}
+
+
+def test_double_backward_is_recorded():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    x = torch.randn(2, 4, requires_grad=True)
+
+    def step():
+        (grad,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        (grad.norm() - 1).square().backward()
+
+    report = record_step(model, step)
+    assert report.layer("0").total_flops > 0
+    assert all(o.cls != "opaque" for o in report.operators)
+
+
+def test_an_exception_in_the_script_passes_through_and_hooks_are_gone():
+    class Broken(nn.Module):
+        def forward(self, x):
+            raise ValueError("the script's own")
+
+    with pytest.raises(ValueError, match="own"), StepRecorder(Broken()) as recorder:
+        recorder.names.root(torch.ones(1))
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    assert not torch.nn.modules.module._global_forward_pre_hooks
+
+
+def test_torch_func_runs_without_the_saved_tensor_hooks():
+    model = nn.Linear(4, 4)
+    with StepRecorder(model, measure_saved=False) as recorder:
+        torch.func.grad(lambda x: model(x).sum())(torch.randn(4))
+        model(torch.randn(2, 4)).sum().backward()
+    assert recorder.report().memory["saved_for_backward"] >= 0
+
+
+def test_gradient_clipping_is_no_forward_operator():
+    model = nn.Linear(4, 4)
+
+    def step():
+        model(torch.randn(2, 4)).sum().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    report = record_step(model, step)
+    assert "update" in {o.phase for o in report.operators}
+
+
+def test_semi_private_torch_functions_are_there():
+    assert torch.autograd._get_sequence_nr() >= 0
+    assert torch._C._current_graph_task_id() == -1
+    assert torch._C._current_autograd_node() is None
