@@ -60,6 +60,8 @@ def parsed(parse: str) -> Callable[[click.Context, click.Parameter, str | None],
 @click.option("--resume", is_flag=True, help="Continue a study; finished trials are not repeated.")
 @click.option("--workers", default=0, metavar="N", help="Parallel trials; default: by target.")
 @click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True)
+@click.option("--ray-address", default="", metavar="ADDRESS", help="Of the Ray cluster; default: one on this machine.")
+@click.option("--gpus-per-trial", default=1, show_default=True, metavar="N")
 @click.option("--sampler", type=click.Choice(["ours", "tpe", "nsga2", "random", "ilp", "greedy"]), default="ours",
               show_default=True)  # fmt: skip
 @click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -73,9 +74,10 @@ class Context:
 
     @property
     def workers(self) -> int:
-        """Trials that may run at once: one when they are timed, every core in a rehearsal."""
-        import os
-
+        """Trials that may run at once: one per device when they are timed, every core in a rehearsal."""
+        slots = self.pool.slots()
+        if slots > 1:
+            return min(slots, self.options.workers or slots)
         if self.options.workers:
             return self.options.workers
         return 1 if self.measured else max(1, min(8, len(os.sched_getaffinity(0))))

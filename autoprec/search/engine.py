@@ -11,7 +11,6 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from autoprec.cost import CostModel, CostScale, Verdict
 from autoprec.errors import NothingAcceptableError, SearchInterruptedError
@@ -21,6 +20,7 @@ from autoprec.policy import Policy, save_policy
 from autoprec.search.answer import Answer, empty_policy, search_result
 from autoprec.search.context import Context, Limits
 from autoprec.search.events import Listener, SearchInfo
+from autoprec.search.executors import runner_factory
 from autoprec.search.finals import run_finals
 from autoprec.search.hosts import HostPool, RunnerFactory
 from autoprec.search.naming import free_name
@@ -62,18 +62,13 @@ class Search:
         self.study_dir: Path = self.options.study_dir()
         self.graph: GraphReport | None = None
         self.context: Context | None = None
-        self._factory = factory or self._real_runner
+        self._factory = factory
         self._started = time.monotonic()
 
     @property
     def records(self) -> list[TrialRecord]:
         """Every finished record of the study, references and finalists included."""
         return list(self.context.store.records) if self.context else []
-
-    def _real_runner(self, seed: int, run_dir: Path) -> Any:
-        from autoprec.trial.runner import TrialRunner
-
-        return TrialRunner(self.command, run_dir=run_dir, seed_offset=seed)
 
     def run(self) -> SearchResult:
         """Search, and return the answer.
@@ -87,7 +82,8 @@ class Search:
         check_writable(self.options.output)
         with ExitStack() as stack:
             stack.enter_context(file_lock(self.study_dir / "lock"))
-            pool = stack.enter_context(HostPool(self._factory, self.study_dir / "hosts"))
+            factory = self._factory or runner_factory(self.options, self.command)
+            pool = stack.enter_context(HostPool(factory, self.study_dir / "hosts"))
             try:
                 return self._run(pool)
             except (KeyboardInterrupt, SystemExit) as stop:

@@ -58,6 +58,11 @@ class HostPool:
         self.info(seed)
         return self._runners[seed].run(spec)
 
+    def slots(self, seed: int = 0) -> int:
+        """Return how many trials the host of a seed can run at once without sharing a device."""
+        self.prepare(seed)
+        return int(getattr(self._runners[seed], "size", 1))
+
     def release(self, seed: int) -> None:
         """End the host of a seed."""
         runner = self._runners.pop(seed, None)

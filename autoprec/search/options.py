@@ -38,6 +38,8 @@ class SearchOptions:
     resume: bool = False
     workers: int = 0
     engine: str = "local"
+    ray_address: str = ""
+    gpus_per_trial: int = 1
     sampler: str = "ours"
     cost_scale: str = ""
     force: bool = False
@@ -47,7 +49,14 @@ class SearchOptions:
     runs_dir: str = "autoprec-runs"
 
     def __post_init__(self) -> None:
-        for name, least in (("trials", 1), ("steps", 4), ("warmup", 1), ("seeds", 1), ("finalists", 1)):
+        for name, least in (
+            ("trials", 1),
+            ("steps", 4),
+            ("warmup", 1),
+            ("seeds", 1),
+            ("finalists", 1),
+            ("gpus_per_trial", 1),
+        ):
             if getattr(self, name) < least:
                 flag = f"--{name.replace('_', '-')}"
                 raise UsageError(f"{flag} {getattr(self, name)} is too small", fix=f"use {least} or more")

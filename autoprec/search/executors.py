@@ -1,0 +1,83 @@
+"""Where trials run: this machine's cores or GPUs (``local``), or a Ray cluster (``ray``), behind one interface.
+
+A further engine (Slurm, Kubernetes) implements :class:`autoprec.search.hosts.Runner` over
+``python -m autoprec.trial.execute``; docs/distributed.md shows one in thirty lines.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from autoprec.errors import UsageError
+from autoprec.search.hosts import Runner, RunnerFactory
+from autoprec.search.options import SearchOptions
+from autoprec.search.slots import SlotRunner, visible_gpus
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.runner import TrialRunner
+
+__all__ = ["gpu_slots", "runner_factory"]
+
+
+def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` of every slot.
+
+    Raises:
+        UsageError: fewer GPUs than one trial needs.
+    """
+    if gpus and per_trial > len(gpus):
+        raise UsageError(
+            f"--gpus-per-trial {per_trial}, but {len(gpus)} GPUs are visible", fix=f"use {len(gpus)} or fewer"
+        )
+    count = len(gpus) // per_trial
+    return [",".join(gpus[i * per_trial : (i + 1) * per_trial]) for i in range(count)]
+
+
+def runner_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFactory:
+    """Return the factory of the engine that was asked for.
+
+    Raises:
+        UsageError: more GPUs per trial than there are.
+        MissingDependencyError: ``--engine ray`` without Ray.
+    """
+    if options.engine == "ray":
+        return _ray_factory(options, command)
+    gpus = visible_gpus(dict(os.environ))
+    slots = gpu_slots(gpus, options.gpus_per_trial)
+    if options.workers:
+        slots = slots[: options.workers]
+    if len(slots) < 2:
+        return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed)
+
+    def on_slots(seed: int, folder: Path) -> Runner:
+        return SlotRunner(
+            [
+                TrialRunner(
+                    command,
+                    run_dir=folder / f"slot-{index}",
+                    seed_offset=seed,
+                    environment={"CUDA_VISIBLE_DEVICES": devices},
+                )
+                for index, devices in enumerate(slots)
+            ]
+        )
+
+    return on_slots
+
+
+def _ray_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFactory:
+    from autoprec.search.ray_engine import RayRunner, connect
+
+    ray = connect(options.ray_address)
+    resources = ray.cluster_resources()
+    gpus = int(resources.get("GPU", 0))
+    per_trial = options.gpus_per_trial if gpus else 0
+    most = gpus // per_trial if per_trial else int(resources.get("CPU", 1))
+    if most < 1:
+        raise UsageError(
+            f"--gpus-per-trial {per_trial}, but the cluster has {gpus} GPUs", fix="ask for fewer GPUs per trial"
+        )
+    slots = min(options.workers or most, most)
+    return lambda seed, folder: RayRunner(
+        command, folder, seed, slots=slots, gpus=per_trial, address=options.ray_address
+    )

@@ -1,0 +1,63 @@
+"""Several places to run trials behind one runner: a free one is taken, used, and given back."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Sequence
+
+from autoprec.search.hosts import Runner
+from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+
+__all__ = ["SlotRunner", "visible_gpus"]
+
+
+def visible_gpus(environment: dict[str, str]) -> list[str]:
+    """Return the GPUs this process may use, as ``CUDA_VISIBLE_DEVICES`` names them; nothing is initialised.
+
+    ``CUDA_VISIBLE_DEVICES`` where it is set, else what ``nvidia-smi -L`` lists, else none.
+    """
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [part.strip() for part in named.split(",") if part.strip() and part.strip() != "-1"]
+    import subprocess
+
+    try:
+        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [str(index) for index, line in enumerate(listed.splitlines()) if line.startswith("GPU ")]
+
+
+class SlotRunner:
+    """Runs trials on whichever of several runners is free, one trial at a time on each.
+
+    Timed trials never share a device: a slot is a device (or a set of devices) of its own.
+    """
+
+    def __init__(self, slots: Sequence[Runner]) -> None:
+        self._slots = list(slots)
+        self._free: queue.SimpleQueue[Runner] = queue.SimpleQueue()
+        for slot in self._slots:
+            self._free.put(slot)
+
+    @property
+    def size(self) -> int:
+        """How many trials run at once."""
+        return len(self._slots)
+
+    def start(self) -> HostInfo:
+        """Start the first slot; the others start with their first trial."""
+        return self._slots[0].start()
+
+    def run(self, spec: TrialSpec) -> TrialResult:
+        """Wait for a free slot and run one trial on it."""
+        slot = self._free.get()
+        try:
+            return slot.run(spec)
+        finally:
+            self._free.put(slot)
+
+    def close(self) -> None:
+        """End every slot."""
+        for slot in self._slots:
+            slot.close()
