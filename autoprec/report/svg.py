@@ -101,9 +101,10 @@ class Chart:
         self._parts += [f'<polyline class="{css}" points="{" ".join(p)}">{hint}</polyline>' for p in pieces if p]
 
     def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], css: str) -> None:
-        """Fill the area between two curves."""
-        upper = [self.at(x, y) for x, y in zip(xs, highs, strict=True)]
-        lower = [self.at(x, y) for x, y in zip(xs, lows, strict=True)]
+        """Fill the area between two curves; steps without finite edges are left out."""
+        rows = [row for row in zip(xs, lows, highs, strict=True) if all(map(math.isfinite, row))]
+        upper = [self.at(x, high) for x, _, high in rows]
+        lower = [self.at(x, low) for x, low, _ in rows]
         points = " ".join(f"{x},{y}" for x, y in [*upper, *reversed(lower)])
         self._parts.append(f'<polygon class="{css}" points="{points}"/>')
 

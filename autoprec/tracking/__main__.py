@@ -20,7 +20,7 @@ def main(arguments: list[str]) -> int:
     uri = os.environ.pop("AUTOPREC_TRACKING_STORE")
     os.environ.update(ENVIRONMENT)
     with contextlib.suppress(OSError):
-        os.nice(10)  # the trials are being timed on the same cores
+        os.nice(5)  # the trials are being timed on the same cores
     return drain_until_end(Spool.of(study_dir), uri, experiment, int(parent))
 
 

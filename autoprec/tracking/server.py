@@ -72,7 +72,7 @@ def free_port(wanted: int) -> int:
 
 
 @contextmanager
-def serve(uri: str, port: int, *, timeout_s: float = 120.0) -> Iterator[str]:
+def serve(uri: str, port: int, *, timeout_s: float = 300.0) -> Iterator[str]:
     """Serve a store on the loopback and yield the server's address; a store that is a server is used as it is.
 
     Raises:

@@ -6,6 +6,7 @@ import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -177,6 +178,8 @@ class Tracker:
                 start_new_session=True,
                 cwd=str(self._spool.directory),
             )
+            # it may outlive this object: somebody must reap it
+            threading.Thread(target=self._process.wait, daemon=True).start()
 
     def __enter__(self) -> Tracker:
         return self

@@ -1,0 +1,40 @@
+"""Axes and ticks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoprec.report.svg import Axis, Chart, nice_ticks
+
+FINITE = st.floats(-1e9, 1e9)
+
+
+@given(FINITE, FINITE)
+def test_ticks_lie_inside_and_are_few(a: float, b: float) -> None:
+    low, high = min(a, b), max(a, b)
+    ticks = nice_ticks(low, high)
+    assert 1 <= len(ticks) <= 12
+    room = (high - low) * 1e-6
+    assert all(low - room <= tick <= high + room for tick in ticks) or high == low
+
+
+@given(st.lists(FINITE, min_size=1, max_size=20))
+def test_every_value_is_placed_inside(values: list[float]) -> None:
+    axis = Axis.over(values, "x")
+    assert all(-1e-6 <= axis.place(value) <= 1 + 1e-6 for value in values)
+
+
+def test_logarithmic_axes_place_decades_evenly() -> None:
+    axis = Axis(1.0, 100.0, "x", log=True)
+    assert axis.place(10.0) == pytest.approx(0.5)
+    assert axis.ticks() == [1.0, 3.0, 10.0, 30.0, 100.0]
+
+
+def test_a_gap_breaks_a_line() -> None:
+    chart = Chart(Axis(0, 3, "x"), Axis(0, 1, "y"), "t")
+    chart.line([0, 1, 2, 3], [0.1, math.nan, 0.2, 0.3], "c")
+    assert chart.text().count("<polyline") == 2
