@@ -27,11 +27,11 @@ from autoprec.files import write_json
 from autoprec.graph.report import Operator
 from autoprec.hardware import recipe_family
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import GEMM_OPERANDS, Gemm, Recipe
+from autoprec.recipes import GEMM_OPERANDS, Gemm
 
 __all__ = ["FALLBACK", "CpuCost", "cache_file", "cpu_rates"]
 
-_SCHEMA = 1
+_SCHEMA = 2
 _PROBE_TIMEOUT_S = 60.0
 
 #: Used when the micro-benchmark cannot run: a plain AVX2 core without bf16 instructions.
@@ -41,12 +41,18 @@ FALLBACK: dict[str, Any] = {
         "bf16": {role: [1.5e-11, 5e-11, 3e-5] for role in ("fprop", "dgrad", "wgrad")},
     },
     "operators": {
-        name: {"fp32": [1e-10, 5e-6], "bf16": [2e-10, 5e-6]}
-        for name in ("pointwise", "activation", "norm", "softmax", "reduction")
+        name: {form: {phase: [1e-10, 5e-6] for phase in ("forward", "backward")} for form in ("fp32", "bf16")}
+        for name in ("pointwise", "activation", "norm", "softmax")
     },
-    "casts": {name: [8e-10, 4e-6] for name in ("down", "up", "amax", "amax_row")} | {"round": [8e-9, 1e-5]},
-    "attention": {form: {"forward": [2e-11, 1e-4], "backward": [5e-11, 4e-4]} for form in ("fp32", "bf16")},
+    "reduction": {"fp32": [5e-11, 5e-6], "bf16": [1e-10, 5e-6]},
+    "casts": {"down": [8e-10, 4e-6], "up": [8e-10, 4e-6]},
+    "emulated": {
+        name: [8e-9, 5e-5] for name in ("fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8")
+    },
+    "convolution": {"fp32": 1.5, "bf16": 1.5},
+    "attention": {form: {"forward": [2e-11, 1e-9, 2e-5], "backward": [5e-11, 3e-9, 5e-5]} for form in ("fp32", "bf16")},
     "optimizer": [5e-9, 7e-5],
+    "dispatch": 3e-6,
     "torch": "",
 }
 
@@ -119,13 +125,18 @@ def cpu_rates(*, refresh: bool = False) -> tuple[dict[str, Any], str]:
     return _load(str(cache_file()), refresh)
 
 
-_OPERATOR = {
-    "norm": "norm",
-    "softmax": "softmax",
-    "loss": "softmax",
-    "transcendental": "activation",
-    "reduction": "reduction",
-}
+_OPERATOR = {"softmax": "softmax", "loss": "softmax", "transcendental": "activation"}
+#: Library kernels that read a whole row at once; norms written by hand are pointwise operators and reductions.
+_FUSED_NORMS = ("layer_norm", "batch_norm", "group_norm", "rms_norm")
+_ACTIVATIONS = ("gelu", "silu", "sigmoid", "tanh", "softplus", "mish", "elu", "exp", "log")
+
+
+def _operator_kind(operator: Operator) -> str:
+    if operator.cls == "norm":
+        return "norm" if any(name in operator.op for name in _FUSED_NORMS) else "pointwise"
+    if operator.cls == "pointwise" and any(name in operator.op for name in _ACTIVATIONS):
+        return "activation"
+    return _OPERATOR.get(operator.cls, "pointwise")
 
 
 class CpuCost:
@@ -146,42 +157,44 @@ class CpuCost:
         per_value, fixed = self.rates["casts"][name]
         return float(elements * per_value + fixed)
 
-    def _quantise(self, recipe: Recipe, elements: float, passes: int) -> float:
-        """Return the time to round one operand to 8 bits or fewer, as the emulation runs it."""
-        family = recipe_family(recipe)
-        amax = "amax" if family in ("fp8_tensor", "fp8_delayed") else "amax_row"
-        factor = {"nvfp4": 2.5, "mxfp8": 1.5, "fp8_block": 1.3}.get(family, 1.0)
-        return passes * factor * (self._cast(amax, elements) + self._cast("round", elements))
-
-    def layer_cost(self, work: GemmWork, plan: LayerPlan, *, activations: str, script: str) -> LayerCost:
+    def layer_cost(
+        self, work: GemmWork, plan: LayerPlan, *, activations: str, script: str, kind: str = "linear"
+    ) -> LayerCost:
         """Return the time of one layer's GEMMs and casts under a plan."""
         kept = kept_family(activations, script)
         wide = kept not in ("bf16", "fp16")
         gemm_time = cast = 0.0
-        done: set[tuple[str, str]] = set()
+        done: set[str] = set()
         for role in work.roles:
             gemm: Gemm = "fprop" if role == "recompute" else role  # type: ignore[assignment]
             recipe = plan.recipe(gemm)
             form = kept if recipe is None else recipe.format
-            low = form == "bf16" or (recipe is not None and recipe.scaled)
-            gemm_time += self.gemm_seconds("bf16" if low else "fp32", role, *work.dims(role), work.batch)
-            for operand in GEMM_OPERANDS[gemm]:
-                elements = work.elements(operand)
+            emulated = recipe is not None and (recipe.scaled or form in ("fp16", "tf32"))
+            low = form == "bf16" or emulated
+            spent = self.gemm_seconds("bf16" if low else "fp32", role, *work.dims(role), work.batch)
+            gemm_time += spent * (self.rates["convolution"]["bf16" if low else "fp32"] if kind == "conv" else 1.0)
+            operands = GEMM_OPERANDS[gemm]
+            if emulated and recipe is not None:
+                per_value, fixed = self.rates["emulated"].get(recipe_family(recipe), self.rates["emulated"]["fp8_row"])
+                cast += fixed + per_value * sum(work.elements(operand) for operand in operands)
+                continue
+            if not low:
+                continue
+            for operand in operands:
                 source_wide = wide if operand != "weight" else script not in ("bf16", "fp16")
-                if recipe is not None and recipe.scaled:
-                    per_tensor = recipe_family(recipe) in ("fp8_tensor", "fp8_delayed")
-                    key = (operand, recipe.describe() if per_tensor else f"{recipe.describe()}|{gemm}")
-                    if key not in done:
-                        done.add(key)
-                        cast += self._quantise(recipe, elements, 1)
-                elif low and source_wide and (operand, "bf16") not in done:
-                    done.add((operand, "bf16"))
-                    cast += self._cast("down", elements)
+                if source_wide and operand not in done:
+                    done.add(operand)
+                    cast += self._cast("down", self._size(work, operand, kind))
             result = {"fprop": "grad_output", "dgrad": "input", "wgrad": "weight"}[gemm]
-            result_wide = wide if result != "weight" else script not in ("bf16", "fp16")
-            if low and result_wide:
-                cast += self._cast("up", work.elements(result))
+            if wide if result != "weight" else script not in ("bf16", "fp16"):
+                cast += self._cast("up", self._size(work, result, kind))
         return LayerCost(gemm=gemm_time * work.copies, cast=cast * work.copies, kernels=0.0, error=0.15)
+
+    @staticmethod
+    def _size(work: GemmWork, operand: str, kind: str) -> float:
+        """Return the values of an operand; a convolution's input is not the patches its GEMM multiplies."""
+        size = work.elements(operand)
+        return size / 9.0 if kind == "conv" and operand == "input" else size
 
     def rest_cost(
         self, operators: Iterable[Operator], scale: CostScale, *, activations: str, attention: str
@@ -191,24 +204,40 @@ class CpuCost:
         count = 0.0
         for operator in operators:
             kind = category(operator.cls)
-            script = short_dtype(operator.dtypes[0]) if operator.dtypes else "fp32"
-            low = kind in ("pointwise", "attention") and operator.cls not in ("softmax", "transcendental")
-            form = activations if activations != "keep" and low else script
-            if kind == "attention" and attention != "keep":
-                form = attention
-            form = "bf16" if form == "bf16" else "fp32"
-            more_flops, more_bytes = growth(operator, scale)
-            moved = operator.bytes * more_bytes * (0.5 if form == "bf16" and script == "fp32" else 1.0)
             depth = scale.depth if in_block(operator.module) else 1.0
-            per_byte, fixed = self.rates["operators"][_OPERATOR.get(operator.cls, "pointwise")][form]
-            time = moved * per_byte + fixed * depth
-            if kind == "attention" and operator.cls != "softmax" and operator.flops:
-                phase = "backward" if operator.phase == "backward" else "forward"
-                per_flop, fixed = self.rates["attention"][form][phase]
-                time = operator.flops * more_flops * per_flop * (0.4 if phase == "backward" else 1.0) + fixed * depth
-            seconds[kind] += time
             count += depth
+            seconds[kind] += self._operator_seconds(operator, scale, depth, activations, attention)
         return RestCost(seconds, 0.0, count)
+
+    def _operator_seconds(
+        self, operator: Operator, scale: CostScale, depth: float, activations: str, attention: str
+    ) -> float:
+        kind = category(operator.cls)
+        script = short_dtype(operator.dtypes[0]) if operator.dtypes else "fp32"
+        low = kind in ("pointwise", "attention") and operator.cls not in ("softmax", "transcendental")
+        form = activations if activations != "keep" and low else script
+        if kind == "attention" and attention != "keep":
+            form = attention
+        form = "bf16" if form == "bf16" else "fp32"
+        more_flops, more_bytes = growth(operator, scale)
+        narrowed = form == "bf16" and script == "fp32"
+        moved = operator.bytes * more_bytes * (0.5 if narrowed else 1.0)
+        phase = "backward" if operator.phase == "backward" else "forward"
+        if kind == "attention" and operator.cls != "softmax" and operator.flops:
+            per_flop, per_value, fixed = self.rates["attention"][form][phase]
+            # the recorder counts five products backward, two forward; both were fitted to the two
+            flops = operator.flops * more_flops * (0.4 if phase == "backward" else 1.0)
+            values = moved / (2.0 if form == "bf16" else 4.0) / (8.0 if phase == "backward" else 4.0)
+            return float(flops * per_flop + values * per_value + fixed * depth)
+        if operator.cls == "reduction":
+            per_byte, fixed = self.rates["reduction"][form]
+        else:
+            per_byte, fixed = self.rates["operators"][_operator_kind(operator)][form][phase]
+        return float(moved * per_byte + fixed * depth)
+
+    def overhead_seconds(self, views: float) -> float:
+        """Return the time of operators that move nothing."""
+        return float(views * self.rates["dispatch"])
 
     def update_seconds(self, parameters: float, tensors: float) -> float:
         """Return the time of one AdamW step."""

@@ -15,9 +15,22 @@ from typing import Any
 import numpy as np
 import torch
 
+from autoprec.numerics.linear import LinearExecution
+from autoprec.policy.schema import LayerPlan
+from autoprec.recipes import BUILTIN_RECIPES
+
 __all__ = ["main", "measure"]
 
-_SHAPES = ((256, 128, 128), (1024, 64, 256), (512, 256, 512), (768, 512, 512))
+_SHAPES = ((256, 128, 128), (768, 64, 256), (512, 256, 768), (512, 768, 256), (256, 512, 512), (1024, 384, 384))
+_FAMILIES = {
+    "fp8_tensor": "fp8_tensorwise",
+    "fp8_delayed": "fp8_delayed",
+    "fp8_row": "fp8_rowwise",
+    "fp8_block": "fp8_block",
+    "mxfp8": "mxfp8",
+    "nvfp4": "nvfp4",
+    "int8": "int8",
+}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -27,6 +40,7 @@ def _best(run: Callable[[], Any], repeats: int = 3, floor: float = 1e-4) -> floa
     start = time.process_time()
     run()
     once = max(time.process_time() - start, 1e-7)
+    repeats = repeats if once < 5e-3 else 2
     inner = max(1, int(floor / once))
     best = float("inf")
     for _ in range(repeats):
@@ -35,6 +49,13 @@ def _best(run: Callable[[], Any], repeats: int = 3, floor: float = 1e-4) -> floa
             run()
         best = min(best, (time.process_time() - start) / inner)
     return best
+
+
+def _call_overhead() -> float:
+    """Return seconds of one call of ``autograd.grad`` that does nothing, which a step pays once."""
+    x = torch.zeros(4, 4, requires_grad=True)
+    y, grad = x.t(), torch.zeros(4, 4)
+    return _best(lambda: torch.autograd.grad(y, x, grad, retain_graph=True)) * 0.8
 
 
 def _fit(rows: list[list[float]], times: list[float]) -> list[float]:
@@ -70,68 +91,136 @@ def _gemms() -> dict[str, dict[str, list[float]]]:
     return out
 
 
-def _operators() -> dict[str, dict[str, list[float]]]:
-    """Return class -> format -> seconds per (byte moved, call) of typical operators."""
+def _operators() -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Return class -> format -> phase -> seconds per (byte moved, call) of typical operators."""
     functional = torch.nn.functional
-    runs: dict[str, Callable[[torch.Tensor], Any]] = {
-        "pointwise": lambda x: x + x,
-        "activation": lambda x: functional.gelu(x),
-        "norm": lambda x: functional.layer_norm(x, x.shape[-1:]),
-        "softmax": lambda x: torch.softmax(x, -1),
-        "reduction": lambda x: x.sum(),
+    # forward, and how many of the operator's tensors the backward operator moves (grad, saved, result)
+    runs: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float]] = {
+        "pointwise": (lambda x: x * 2.0, 2.0),
+        "activation": (lambda x: functional.gelu(x), 3.0),
+        "norm": (lambda x: functional.layer_norm(x, x.shape[-1:]), 3.0),
+        "softmax": (lambda x: torch.softmax(x, -1), 3.0),
     }
-    out: dict[str, dict[str, list[float]]] = {}
-    for name, run in runs.items():
+    overhead = _call_overhead()
+    out: dict[str, dict[str, dict[str, list[float]]]] = {}
+    for name, (run, tensors) in runs.items():
         for form, dtype in _DTYPES.items():
-            rows, times = [], []
-            for shape in ((64, 256), (1024, 256), (1024, 1024)):
-                x = torch.randn(*shape).to(dtype)
-                moved = x.numel() * dtype.itemsize * (1.0 if name == "reduction" else 2.0)
-                rows.append([moved, 1.0])
-                times.append(_best(lambda x=x, run=run: run(x)))  # type: ignore[misc]
-            out.setdefault(name, {})[form] = _fit(rows, times)
+            rows, forward, back, backward = [], [], [], []
+            for shape in ((32, 128), (512, 256), (512, 1024)):
+                x = torch.randn(*shape).to(dtype).requires_grad_()
+                size = x.numel() * dtype.itemsize
+                rows.append([2.0 * size, 1.0])
+                back.append([tensors * size, 1.0])
+                forward.append(_best(lambda x=x, run=run: run(x)))  # type: ignore[misc]
+                y, grad = run(x), torch.randn(*shape).to(dtype)
+                spent = _best(lambda x=x, y=y, grad=grad: torch.autograd.grad(y, x, grad, retain_graph=True))  # type: ignore[misc]
+                backward.append(max(1e-7, spent - overhead))
+            out.setdefault(name, {})[form] = {"forward": _fit(rows, forward), "backward": _fit(back, backward)}
+    return out
+
+
+def _reduction() -> dict[str, list[float]]:
+    """Return format -> seconds per (byte, call) of summing rows, as bias gradients do."""
+    out = {}
+    for form, dtype in _DTYPES.items():
+        rows, times = [], []
+        for shape in ((64, 128), (512, 512)):
+            x = torch.randn(*shape).to(dtype)
+            rows.append([float(x.numel() * dtype.itemsize), 1.0])
+            times.append(_best(lambda x=x: x.sum(0)))  # type: ignore[misc]
+        out[form] = _fit(rows, times)
     return out
 
 
 def _casts() -> dict[str, list[float]]:
-    """Return what -> seconds per (value, call) of casts and of quantising to 8 bits."""
-    runs: dict[str, Callable[[torch.Tensor], Any]] = {
-        "down": lambda x: x.to(torch.bfloat16),
-        "up": lambda x: x.to(torch.bfloat16).to(torch.float32),
-        "amax": lambda x: x.abs().amax(),
-        "amax_row": lambda x: x.abs().amax(-1, keepdim=True),
-        "round": lambda x: (x * 3.0).clamp(-448, 448).to(torch.float8_e4m3fn).to(torch.bfloat16),
-    }
+    """Return direction -> seconds per (value, call) of casts between fp32 and bf16."""
     out: dict[str, list[float]] = {}
-    for name, run in runs.items():
+    for name, source, dtype in (("down", torch.float32, torch.bfloat16), ("up", torch.bfloat16, torch.float32)):
         rows, times = [], []
-        for shape in ((64, 256), (1024, 256), (1024, 512)):
-            x = torch.randn(*shape)
+        for shape in ((32, 128), (512, 256), (512, 1024)):
+            x = torch.randn(*shape).to(source)
             rows.append([float(x.numel()), 1.0])
-            times.append(_best(lambda x=x, run=run: run(x)))  # type: ignore[misc]
+            times.append(_best(lambda x=x, dtype=dtype: x.to(dtype)))  # type: ignore[misc]
         out[name] = _fit(rows, times)
-    out["up"] = [max(0.0, up - down) for up, down in zip(out["up"], out["down"], strict=True)]
     return out
 
 
+def _emulated(gemms: dict[str, dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Return family -> seconds per (operand value, GEMM) that emulating 8 bits adds to the bf16 multiplication."""
+    out: dict[str, list[float]] = {}
+    for family, recipe in _FAMILIES.items():
+        execution = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES[recipe]))
+        rows, times = [], []
+        for m, k, n in ((128, 128, 128), (256, 256, 512)):
+            x, w = torch.randn(m, k).requires_grad_(), torch.randn(n, k).requires_grad_()
+            grad = torch.randn(m, n)
+
+            def run(x: torch.Tensor = x, w: torch.Tensor = w, grad: torch.Tensor = grad, go: Any = execution) -> None:
+                torch.autograd.grad(go(x, w, None), (x, w), grad)
+
+            rows.append([2.0 * (m * k + k * n + m * n), 3.0])
+            plain = 0.0
+            for a, b, c, role in ((m, k, n, "fprop"), (m, n, k, "dgrad"), (n, m, k, "wgrad")):
+                flop, byte, call = gemms["bf16"][role]
+                plain += flop * 2.0 * a * b * c + byte * 2 * (a * b + b * c + a * c) + call
+            times.append(max(1e-7, _best(run, repeats=2) - plain))
+        out[family] = _fit(rows, times)
+    return out
+
+
+def _convolution(gemms: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    """Return format -> how much longer a 3x3 convolution takes than its three GEMMs would."""
+    out = {}
+    batch, channels, side = 4, 64, 16
+    m, k, n = batch * side * side, 9 * channels, channels
+    for form, dtype in _DTYPES.items():
+        x = torch.randn(batch, channels, side, side).to(dtype).requires_grad_()
+        w = torch.randn(n, channels, 3, 3).to(dtype).requires_grad_()
+        grad = torch.randn(batch, n, side, side).to(dtype)
+
+        def run(x: torch.Tensor = x, w: torch.Tensor = w, grad: torch.Tensor = grad) -> None:
+            torch.autograd.grad(torch.nn.functional.conv2d(x, w, padding=1), (x, w), grad)
+
+        plain = sum(2.0 * m * k * n * gemms[form][role][0] + gemms[form][role][2] for role in gemms[form])
+        out[form] = max(0.5, min(20.0, _best(run) / plain))
+    return out
+
+
+def _dispatch() -> float:
+    """Return seconds of an operator that moves nothing, recorded for backward and run backward."""
+    x = torch.zeros(4, 4, requires_grad=True)
+    grad = torch.zeros(4, 4)
+
+    def run() -> None:
+        y = x
+        for _ in range(20):
+            y = y.t()
+        torch.autograd.grad(y, x, grad)
+
+    return _best(run) / 40
+
+
 def _attention() -> dict[str, dict[str, list[float]]]:
-    """Return format -> phase -> seconds per (FLOP, call) of fused attention."""
+    """Return format -> phase -> seconds per (FLOP, value of the output, call) of fused attention."""
+    overhead = _call_overhead()
     out: dict[str, dict[str, list[float]]] = {}
     for form, dtype in _DTYPES.items():
         rows, forward, backward = [], [], []
-        for batch, heads, seq, width in ((4, 4, 64, 32), (4, 4, 128, 64)):
+        for batch, heads, seq, width in ((4, 4, 64, 32), (2, 4, 128, 64), (1, 2, 256, 32)):
             q, k, v = (torch.randn(batch, heads, seq, width).to(dtype).requires_grad_() for _ in range(3))
             out_grad = torch.randn(batch, heads, seq, width).to(dtype)
 
             def run(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
                 return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
-            def both(run: Callable[[], torch.Tensor] = run, grad: torch.Tensor = out_grad) -> None:
-                torch.autograd.backward(run(), grad)
+            made = run()
 
-            rows.append([4.0 * batch * heads * seq * seq * width, 1.0])
+            def back(y: torch.Tensor = made, inputs: Any = (q, k, v), grad: torch.Tensor = out_grad) -> None:
+                torch.autograd.grad(y, inputs, grad, retain_graph=True)
+
+            rows.append([4.0 * batch * heads * seq * seq * width, float(batch * heads * seq * width), 1.0])
             forward.append(_best(run))
-            backward.append(max(1e-7, _best(both) - forward[-1]))
+            backward.append(max(1e-7, _best(back) - overhead))
         out[form] = {"forward": _fit(rows, forward), "backward": _fit(rows, backward)}
     return out
 
@@ -154,12 +243,17 @@ def measure() -> dict[str, Any]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     start = time.process_time()
+    gemms = _gemms()
     out = {
-        "gemm": _gemms(),
+        "gemm": gemms,
         "operators": _operators(),
+        "reduction": _reduction(),
         "casts": _casts(),
+        "emulated": _emulated(gemms),
+        "convolution": _convolution(gemms),
         "attention": _attention(),
         "optimizer": _optimizer(),
+        "dispatch": _dispatch(),
     }
     return {**out, "torch": torch.__version__, "seconds": time.process_time() - start}
 

@@ -143,7 +143,8 @@ class CostModel:
         if self._cpu is not None:
             on_cpu = self._cpu
             parts = [
-                on_cpu.layer_cost(work, plan, activations=activations, script=script) for work in self._works[name]
+                on_cpu.layer_cost(work, plan, activations=activations, script=script, kind=self._layers[name].kind)
+                for work in self._works[name]
             ]
         else:
             parts = self._gpu_layer_cost(name, plan, activations)
@@ -188,7 +189,10 @@ class CostModel:
 
     def _whole_rest(self, activations: str, attention: str) -> RestCost:
         if self._cpu is not None:
-            return self._cpu.rest_cost(self._rest_operators, self.scale, activations=activations, attention=attention)
+            found = self._cpu.rest_cost(self._rest_operators, self.scale, activations=activations, attention=attention)
+            views = len(self.report.operators) - len(self._rest_operators)
+            found.seconds["other"] += self._cpu.overhead_seconds(views * self.scale.depth)
+            return found
         plain = rest_cost(
             self.target,
             self.rates,

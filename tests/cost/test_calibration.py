@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoprec.cost.calibration import SCHEMA, Point, calibrate, fit_rates, load_calibration
+from autoprec.cost.kernels import cast_traffic, gemm_seconds
+from autoprec.cost.rates import Rates, default_rates
+from autoprec.errors import FileError, UsageError
+from autoprec.hardware import TARGETS
+
+H100 = TARGETS["h100"]
+#: What the fake device really reaches: unlike the defaults in every respect.
+TRUTH: Rates = replace(
+    default_rates(H100),
+    gemm={"bf16": 0.61, "fp32": 0.5, "fp8_tensor": 0.55, "fp8_row": 0.44},
+    cast={"fp8_tensor": 0.33, "fp8_row": 0.21},
+    quantise_us={"fp8_tensor": 9.0, "fp8_row": 14.0},
+    bandwidth=0.88,
+    launch_us=5.0,
+)
+
+
+class FakeBench:
+    """A device that obeys TRUTH; it has no delayed, block, MX or NVFP4 kernels to measure."""
+
+    def gemm(self, family: str, m: int, k: int, n: int) -> float | None:
+        return gemm_seconds(H100, TRUTH, family, m, k, n) if family in TRUTH.gemm else None
+
+    def cast(self, family: str, rows: int, columns: int) -> float | None:
+        if family not in TRUTH.cast:
+            return None
+        moved, _ = cast_traffic(family, 2, False, 2.0, H100.layouts)
+        return rows * columns * moved / (H100.bandwidth * TRUTH.cast[family]) + TRUTH.quantise_us[family] * 1e-6
+
+    def copy(self, size: int) -> float | None:
+        return 2.0 * size / (H100.bandwidth * TRUTH.bandwidth)
+
+    def launch(self) -> float | None:
+        return TRUTH.launch_us * 1e-6
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": "0.0"}
+
+
+class DeadBench(FakeBench):
+    def gemm(self, family: str, m: int, k: int, n: int) -> float | None:
+        return None
+
+    def cast(self, family: str, rows: int, columns: int) -> float | None:
+        return None
+
+    def copy(self, size: int) -> float | None:
+        return None
+
+    def launch(self) -> float | None:
+        return None
+
+
+def test_calibration_finds_what_the_device_reaches() -> None:
+    lines: list[str] = []
+    document = calibrate(FakeBench(), H100, "Fake H100", "2026-01-02", lines.append)
+    rates = document["rates"]
+    for family, share in TRUTH.gemm.items():
+        assert rates["gemm"][family] == pytest.approx(share, rel=0.03)
+    for family, share in TRUTH.cast.items():
+        assert rates["cast"][family] == pytest.approx(share, rel=0.05)
+        assert rates["quantise_us"][family] == pytest.approx(TRUTH.quantise_us[family], rel=0.1)
+    assert rates["bandwidth"] == pytest.approx(0.88, rel=0.01)
+    assert rates["launch_us"] == pytest.approx(5.0)
+    assert "fp8_block" not in rates["gemm"]
+    assert len(lines) == len(document["points"])
+    assert document["versions"] == {"torch": "0.0"}
+
+
+def test_a_written_file_is_read_back_and_labels_figures(tmp_path: Path) -> None:
+    document = calibrate(FakeBench(), H100, "Fake H100", "2026-01-02")
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(document))
+    found = load_calibration(path)
+    assert found["label"] == "modelled, calibrated on Fake H100 (2026-01-02)"
+    merged = default_rates(H100).merged(found["rates"], found["label"])
+    assert merged.gemm["bf16"] == pytest.approx(0.61, rel=0.03)
+    assert merged.gemm["fp8_block"] == default_rates(H100).gemm["fp8_block"]  # not measured: as it was
+
+
+def test_nothing_measured_is_an_error() -> None:
+    with pytest.raises(UsageError, match="nothing could be measured"):
+        calibrate(DeadBench(), H100, "Dead", "2026-01-02")
+
+
+def test_noise_in_one_point_moves_a_median_little() -> None:
+    shapes = ((8192, 8192, 8192), (8192, 4096, 16384), (4096, 4096, 4096))
+    points = [Point("gemm", "bf16", shape, gemm_seconds(H100, TRUTH, "bf16", *shape)) for shape in shapes]
+    points[1] = replace(points[1], seconds=points[1].seconds * 3)
+    assert fit_rates(H100, points)["gemm"]["bf16"] == pytest.approx(0.61, rel=0.1)
+
+
+GOOD = {"schema": SCHEMA, "device": "X", "date": "2026-01-02", "rates": {"gemm": {"bf16": 0.5}}}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"schema": "other/1"}, "schema"),
+        ({"ratez": 1}, "unknown key"),
+        ({"rates": 5}, "no mapping"),
+        ({"date": None}, "'date' is missing"),
+    ],
+)
+def test_bad_files_say_what_is_wrong(tmp_path: Path, change: dict[str, object], match: str) -> None:
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps({k: v for k, v in {**GOOD, **change}.items() if v is not None}))
+    with pytest.raises(FileError, match=match):
+        load_calibration(path)
+
+
+@pytest.mark.parametrize(
+    "rates", [{"gemm": {"bf16": 0}}, {"gemm": {"bf16": "fast"}}, {"bandwidth": -1}, {"launch_us": "x"}]
+)
+def test_rates_that_are_no_positive_numbers_are_refused(rates: dict[str, object]) -> None:
+    with pytest.raises(FileError, match="not a positive number"):
+        default_rates(H100).merged(rates, "test")

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autoprec.cost import CostModel, CostScale
+from autoprec.cost.planning import break_even_tokens, payback, scale_out, search_seconds, sweep
+from autoprec.cost.transformer import PRESETS, DecoderConfig, decoder_report
+from autoprec.errors import UsageError
+from autoprec.graph.report import GraphReport
+from autoprec.hardware import TARGETS
+
+Uniform = Callable[..., Any]
+H100 = TARGETS["h100"]
+
+
+@pytest.fixture(scope="module")
+def medium() -> GraphReport:
+    return decoder_report(DecoderConfig(2048, 4, 16, 8192, 32000), batch=1, seq=512)
+
+
+def test_fp8_pays_from_some_batch_size_on(medium: GraphReport, uniform: Uniform) -> None:
+    points = sweep(CostModel(medium, H100), uniform(medium), (0.125, 0.5, 2, 8, 32))
+    assert [p.tokens for p in points] == [64, 256, 1024, 4096, 16384]
+    gains = [p.bound_speedup for p in points]
+    assert gains == sorted(gains)
+    assert points[-1].bound_speedup > 1.25
+    found = break_even_tokens(points, threshold=0.2)
+    assert found is not None
+    assert 64 < found <= 16384
+
+
+def test_longer_sequences_dilute_the_gain(medium: GraphReport, uniform: Uniform) -> None:
+    model = CostModel(medium, H100, scale=CostScale(tokens=32))
+    batches = sweep(model, uniform(medium), (1, 64))
+    sequences = sweep(model, uniform(medium), (1, 64), sequence=True)
+    assert batches[0] == sequences[0]
+    assert sequences[1].bound_speedup < batches[1].bound_speedup
+    assert sequences[1].step_ms > batches[1].step_ms
+
+
+def test_no_break_even_where_nothing_gains(tiny: GraphReport, uniform: Uniform) -> None:
+    points = sweep(CostModel(tiny, H100), uniform(tiny), (0.5, 1))
+    assert break_even_tokens(points) is None
+    assert points[0].to_json()["kind"] == "stay"
+
+
+def test_payback_counts_what_the_search_costs() -> None:
+    found = payback(100.0, 1.25, search_s=200.0)
+    assert found.saved_ms_per_step == pytest.approx(20.0)
+    assert found.steps == pytest.approx(10_000)
+    assert found.hours == pytest.approx(10_000 * 0.08 / 3600)
+    assert payback(100.0, 1.25).search_s == search_seconds(100.0) > 60
+    never = payback(100.0, 1.0)
+    assert never.steps == float("inf")
+    assert never.to_json()["steps"] is None
+
+
+def test_one_gpu_is_the_model_itself(large: GraphReport, uniform: Uniform) -> None:
+    plans = uniform(large)
+    model = CostModel(large, H100)
+    (alone,) = scale_out(model, plans["fp8_tensorwise"], plans["bf16"], [1])
+    assert alone.baseline_ms == pytest.approx(model.estimate(plans["bf16"]).time_ms, rel=1e-6)
+    assert alone.exposed == 0.0
+    assert alone.speedup > 1.1
+    assert not alone.fits  # 8B parameters with Adam take 128 GB
+
+
+def test_more_gpus_wait_more_and_gain_less(uniform: Uniform) -> None:
+    large = decoder_report(PRESETS["llama3-8b"], batch=1, seq=4096)
+    plans = uniform(large)
+    points = scale_out(CostModel(large, H100), plans["fp8_delayed"], plans["bf16"], [8, 64, 1024])
+    assert [p.data_parallel for p in points] == [8, 64, 1024]
+    assert points[0].exposed <= points[1].exposed <= points[2].exposed > 0
+    assert points[-1].speedup <= points[0].speedup
+    assert points[0].fits
+    lean = scale_out(CostModel(large, H100), plans["fp8_delayed"], plans["bf16"], [1024], gradients="bf16")
+    assert lean[0].policy_ms < points[-1].policy_ms
+
+
+def test_tensor_parallelism_divides_the_work_and_shrinks_the_gain(large: GraphReport, uniform: Uniform) -> None:
+    plans = uniform(large)
+    model = CostModel(large, H100)
+    (whole,) = scale_out(model, plans["fp8_tensorwise"], plans["bf16"], [1])
+    (split,) = scale_out(model, plans["fp8_tensorwise"], plans["bf16"], [8], tensor_parallel=8)
+    assert whole.baseline_ms / 9 < split.baseline_ms < whole.baseline_ms / 3
+    assert split.speedup < whole.speedup
+    assert split.exposed > 0
+
+
+@pytest.mark.parametrize(("gpus", "ways"), [([4], 8), ([12], 8), ([16], 16), ([8], 0)])
+def test_impossible_layouts_are_refused(large: GraphReport, gpus: list[int], ways: int) -> None:
+    with pytest.raises(UsageError):
+        scale_out(CostModel(large, H100), {}, {}, gpus, tensor_parallel=ways)
+
+
+def test_a_cpu_has_no_links(tiny: GraphReport, cpu_rates: None) -> None:
+    with pytest.raises(UsageError, match="no links"):
+        scale_out(CostModel(tiny, TARGETS["cpu"]), {}, {}, [8])

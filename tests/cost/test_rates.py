@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import pytest
+
+from autoprec.cost.rates import default_rates
+from autoprec.hardware import TARGETS
+
+GPUS = [name for name in TARGETS if name != "cpu"]
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_recipe_a_gpu_runs_has_rates(name: str) -> None:
+    target = TARGETS[name]
+    rates = default_rates(target)
+    for family, capability in target.recipes.items():
+        if capability.ok and target.peak(family):
+            assert 0.1 < rates.gemm[family] <= 1.0, family
+            assert 0.05 < rates.cast[family] <= 1.0, family
+            assert rates.quantise_us[family] > 0
+    for family in ("bf16", "fp32", "tf32"):
+        assert 0.3 <= rates.gemm[family] <= 0.9
+    assert rates.label == "modelled, uncalibrated"
+
+
+def test_rates_survive_a_round_trip() -> None:
+    rates = default_rates(TARGETS["h100"])
+    assert rates.merged(rates.to_dict(), rates.label) == rates
+
+
+def test_torchaos_casts_on_a_b200_are_slower_than_transformer_engines_on_a_b300() -> None:
+    assert default_rates(TARGETS["b200"]).cast["fp8_row"] < default_rates(TARGETS["b300"]).cast["fp8_row"]

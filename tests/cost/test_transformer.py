@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from autoprec.cost import CostModel
+from autoprec.cost.transformer import PRESETS, DecoderConfig, config_from, decoder_report, load_config
+from autoprec.errors import FileError
+from autoprec.graph.report import GraphReport
+from autoprec.hardware import TARGETS
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"), [("llama3-8b", 8.03e9), ("llama3-70b", 70.55e9), ("llama3-405b", 405.8e9), ("gpt2", 124e6)]
+)
+def test_parameters_are_those_of_the_real_model(name: str, parameters: float) -> None:
+    report = decoder_report(PRESETS[name], batch=1, seq=64)
+    assert report.model["parameters"] == pytest.approx(parameters, rel=0.01)
+
+
+def test_flops_are_six_per_parameter_and_token_plus_attention() -> None:
+    report = decoder_report(PRESETS["llama3-8b"], batch=1, seq=4096)
+    gemms = sum(layer.total_flops for layer in report.layers)
+    embedded = 128256 * 4096
+    assert gemms == pytest.approx(6 * (8.03e9 - embedded) * 4096, rel=0.01)
+    assert report.total_flops > gemms
+
+
+def test_recomputation_repeats_forward_gemms() -> None:
+    plain, half, full = (
+        decoder_report(PRESETS["gpt2"], batch=1, seq=64, recompute=mode) for mode in ("", "selective", "full")
+    )
+    counts = [sum(layer.total_flops for layer in report.layers) for report in (plain, half, full)]
+    assert counts == sorted(counts)
+    assert counts[2] < counts[0] * 4 / 3
+    assert full.memory["saved_for_backward"] < plain.memory["saved_for_backward"]
+
+
+def test_a_report_from_a_configuration_is_a_report() -> None:
+    report = decoder_report(DecoderConfig(64, 2, 4, 256, 100), batch=2, seq=8)
+    assert GraphReport.from_json(json.loads(json.dumps(report.to_json()))) == report
+    assert report.source == "analytic"
+    assert {"model.layers.0.qkv", "lm_head"} <= set(report.groups)
+
+
+def test_a_huggingface_config_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    llama = {
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "intermediate_size": 28672,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    }
+    path.write_text(json.dumps(llama))
+    found = load_config(path)
+    assert (found.q_size, found.kv_size, found.gated) == (8192, 1024, True)
+    assert decoder_report(found, batch=1, seq=8).model["parameters"] == pytest.approx(70.55e9, rel=0.01)
+    path.write_text(json.dumps({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257}))
+    assert config_from(str(path)).gated is False
+    assert config_from("gpt2") == PRESETS["gpt2"]
+
+
+def test_a_config_of_something_else_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text('{"image_size": 224}')
+    with pytest.raises(FileError, match="hidden_size"):
+        load_config(path)
+
+
+def test_llama_70b_from_its_configuration_in_seconds() -> None:
+    start = time.process_time()
+    report = decoder_report(PRESETS["llama3-70b"], batch=1, seq=8192)
+    found = CostModel(report, TARGETS["h200"]).estimate({})
+    assert time.process_time() - start < 10  # the goal is 30 s; 0.1 s where nothing else runs
+    assert 4000 < found.time_ms < 12000
