@@ -54,10 +54,8 @@ def _space_errors(path: Path) -> Iterator[None]:
             raise NoSpaceError(
                 "no space left on the device", where=str(path), fix="free some space; what was written before is intact"
             ) from error
-        in_the_way = (PermissionError, NotADirectoryError, IsADirectoryError, FileExistsError)
-        if isinstance(error, in_the_way) or error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
-            raise FileError(f"cannot write: {error.strerror}", where=str(path), fix="choose a writable path") from error
-        raise
+        why = error.strerror or type(error).__name__
+        raise FileError(f"cannot write: {why}", where=str(path), fix="choose a writable path") from error
 
 
 def write_atomic(path: Path | str, text: str) -> Path:

@@ -119,6 +119,10 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
         check_writable(tmp_path / "file" / "policy.yaml")
     with pytest.raises(FileError):
         write_atomic(tmp_path / "file" / "policy.yaml", "text")
+    with pytest.raises(FileError, match="cannot write"):
+        write_atomic(tmp_path / ("n" * 300), "text")
+    with pytest.raises(FileError, match="cannot write"):
+        check_writable("/proc/nowhere/policy.yaml")
 
 
 # ------------------------------------------------------------------ locks

@@ -50,7 +50,11 @@ class TakesScript(click.Command):
             for name in (*option.opts, *option.secondary_opts)
         }
         own, script = split_script(list(args), takes_value)
-        return super().parse_args(ctx, [*own, "--", *script])
+        try:
+            return super().parse_args(ctx, [*own, "--", *script])
+        except click.NoSuchOption as error:
+            error.message += " Arguments of the script itself come after the script's name."
+            raise
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return ["[OPTIONS]", "train.py [SCRIPT ARGS]..."]

@@ -14,11 +14,12 @@ from pathlib import Path
 
 from autoprec.cost import CostModel, CostScale, Verdict
 from autoprec.errors import NothingAcceptableError, SearchInterruptedError
-from autoprec.files import check_writable, file_lock, write_json
+from autoprec.files import file_lock, write_json
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
 from autoprec.search.answer import Answer, empty_policy, search_result
 from autoprec.search.context import Context, Limits
+from autoprec.search.early import check_early
 from autoprec.search.events import Listener, SearchInfo
 from autoprec.search.executors import runner_factory
 from autoprec.search.finals import run_finals
@@ -79,20 +80,21 @@ class Search:
             StudyError: the study exists, is locked, damaged, or was started with another setup.
             SearchInterruptedError: Ctrl-C or SIGTERM; the best policy so far was written.
         """
-        check_writable(self.options.output)
+        check_early(self.options)
         with ExitStack() as stack:
             stack.enter_context(file_lock(self.study_dir / "lock"))
             factory = self._factory or runner_factory(self.options, self.command)
             pool = stack.enter_context(HostPool(factory, self.study_dir / "hosts"))
             try:
-                return self._run(pool)
+                return self._run(pool, stack)
             except (KeyboardInterrupt, SystemExit) as stop:
                 raise self._interrupted(stop) from stop
 
-    def _run(self, pool: HostPool) -> SearchResult:
+    def _run(self, pool: HostPool, stack: ExitStack) -> SearchResult:
         self.listener.phase("script", self.command.label)
         pool.prepare(0)
         store = self._open_store()
+        stack.callback(store.close)
         host = pool.info(0)
         self.listener.phase("graph")
         graph = self.graph = self._record(pool)

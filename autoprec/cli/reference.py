@@ -1,0 +1,68 @@
+"""Writes docs/cli.md from the commands themselves, so that the page cannot fall behind: ``make docs``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from autoprec.cli import COMMANDS, cli
+
+__all__ = ["reference"]
+
+_HEAD = """\
+# Command line
+
+```text
+autoprec COMMAND [options] ...
+```
+
+Commands that take a script take everything after their own options as the script's command line: `train.py [args]`,
+`-m package.module [args]`, or `-- torchrun ... train.py [args]`. Options are spelled with dashes; underscores are
+accepted. Machine output (`--json`) goes to stdout, progress and errors to stderr. See
+[exit codes](exit-codes.md) and [environment variables](environment-variables.md).
+
+This page is written by `make docs` from the commands themselves.
+"""
+
+
+def _sentence(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def _option_row(option: click.Option, context: click.Context) -> str:
+    names = " ".join(f"`{name}`" for name in (*option.opts, *option.secondary_opts))
+    value = "" if option.is_flag or option.count else f" {option.make_metavar(context)}".replace("|", "\\|")
+    default = ""
+    if option.required:
+        default = "required"
+    elif option.show_default and not option.is_flag and option.default is not None:
+        default = f"`{option.default}`"
+    return f"| {names}{value} | {default} | {_sentence(option.help or '')} |"
+
+
+def _section(name: str, command: click.Command) -> list[str]:
+    context = click.Context(command, info_name=f"autoprec {name}", parent=None)
+    usage = " ".join([f"autoprec {name}", *command.collect_usage_pieces(context)])
+    lines = [f"## {name}", "", "```text", usage, "```", "", *(command.help or "").split("\n"), ""]
+    options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
+    if options:
+        lines += ["| option | default | |", "|---|---|---|"]
+        lines += [_option_row(option, context) for option in options] + [""]
+    return lines
+
+
+def reference() -> str:
+    """Return the Markdown text of docs/cli.md."""
+    group_context = click.Context(cli, info_name="autoprec")
+    lines = [_HEAD]
+    for name in COMMANDS:
+        command = cli.get_command(group_context, name)
+        if command is not None:
+            lines += _section(name, command)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(reference(), encoding="utf-8")

@@ -1,0 +1,48 @@
+"""What can be known to be wrong before the script is started is said before the script is started."""
+
+from __future__ import annotations
+
+from autoprec.cost.scale import CostScale
+from autoprec.errors import UnknownNameError, UsageError
+from autoprec.files import check_writable
+from autoprec.hardware import target
+from autoprec.search.options import SearchOptions
+from autoprec.space import load_space
+
+__all__ = ["check_early"]
+
+
+def check_early(options: SearchOptions) -> None:
+    """Refuse options that name what does not exist, and an output that cannot be written.
+
+    Raises:
+        UnknownNameError: no such target, space or backend, with the nearest valid name.
+        SpaceError, UsageError, FileError: a space that is not valid, a cost scale or storage that is none, an output
+            path that cannot be written.
+    """
+    if options.target != "auto":
+        target(options.target)
+    if options.space:
+        load_space(options.space)
+    if options.cost_scale:
+        CostScale.parse(options.cost_scale)
+    if options.backend != "auto":
+        from autoprec.backends import BACKENDS  # needs torch, which the driver otherwise does without
+
+        if options.backend not in BACKENDS:
+            raise UnknownNameError("backend", options.backend, [*BACKENDS, "auto"])
+    if options.storage:
+        _check_storage(options.storage)
+    check_writable(options.output)
+
+
+def _check_storage(url: str) -> None:
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        make_url(url).get_dialect().import_dbapi()
+    except (SQLAlchemyError, ImportError) as error:
+        raise UsageError(
+            f"--storage is no database URL that can be used: {error}", fix="e.g. sqlite:///study.db"
+        ) from error

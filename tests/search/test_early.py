@@ -1,0 +1,41 @@
+"""What is wrong with the options alone is said before the script is started."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoprec.errors import AutoPrecError, FileError, SpaceError, UnknownNameError, UsageError
+from autoprec.search.early import check_early
+from autoprec.search.options import SearchOptions
+
+
+def options(tmp_path: Path, **values: Any) -> SearchOptions:
+    return SearchOptions(command=("train.py",), **{"output": str(tmp_path / "policy.yaml"), **values})
+
+
+def test_good_options_pass_and_nothing_is_written(tmp_path: Path) -> None:
+    check_early(options(tmp_path))
+    full = {"target": "h100", "space": "hopper-fp8", "cost_scale": "width=16", "backend": "emulated"}
+    check_early(options(tmp_path, **full, storage=f"sqlite:///{tmp_path}/x.db"))
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "says"),
+    [
+        ({"target": "h1000"}, UnknownNameError, "did you mean 'h100'"),
+        ({"space": "hoper-fp8"}, UnknownNameError, "did you mean 'hopper-fp8'"),
+        ({"space": "./nowhere.yaml"}, SpaceError, "no such file"),
+        ({"cost_scale": "widht=3"}, UsageError, "did you mean 'width'"),
+        ({"cost_scale": "width=-3"}, UsageError, "width"),
+        ({"backend": "nativ"}, UnknownNameError, "did you mean 'native'"),
+        ({"storage": "nonsense://x"}, UsageError, "no database URL"),
+        ({"storage": "not a url"}, UsageError, "no database URL"),
+        ({"output": "/proc/nowhere/p.yaml"}, FileError, "cannot write"),
+    ],
+)
+def test_bad_options(tmp_path: Path, values: dict[str, Any], error: type[AutoPrecError], says: str) -> None:
+    with pytest.raises(error, match=says) as caught:
+        check_early(options(tmp_path, **values))
+    assert caught.value.exit_code == 2
