@@ -15,6 +15,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from autoprec.trial.protocol import HostInfo, TrialSpec
 from autoprec.trial.seeding import offset_seeds
 from autoprec.trial.server import serve, settle
 
-__all__ = ["Agent", "install"]
+__all__ = ["Agent", "current", "install"]
 
 _agent: Agent | None = None
 _LOADER_NOTE = (
@@ -45,6 +46,11 @@ def install(config_path: str) -> None:
     if _agent is None:
         _agent = Agent(json.loads(Path(config_path).read_text(encoding="utf-8")))
         _agent.install()
+
+
+def current() -> Agent | None:
+    """Return the agent of this process; None when the script runs without AutoPrec."""
+    return _agent
 
 
 class Agent:
@@ -62,6 +68,7 @@ class Agent:
         self._watching = threading.Event()
         self._loading: Any = None
         self._overlay: Any = None
+        self._registered: Found | None = None
 
     def install(self) -> None:
         """Patch torch and start waiting."""
@@ -83,6 +90,11 @@ class Agent:
     # ---------------------------------------------------------------- the first training forward
     def _on_training_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forwards += 1
+        if self._registered is not None:
+            mine = {id(p) for p in self._registered.root.parameters()}
+            if any(id(p) in mine for p in module.parameters()):
+                self._stop(self._registered, module, args, kwargs)
+            return
         optimizers = self.hooks.optimizers
         if not optimizers:
             return  # perhaps there never is one: the first backward tells (see _Backwards)
@@ -92,6 +104,19 @@ class Agent:
         found = discover(optimizers)
         if found is not None:
             self._stop(found, module, args, kwargs)
+
+    # ---------------------------------------------------------------- what a Session tells
+    def register(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """The script names its model and optimizers itself: nothing has to be found."""
+        owned = [p for p in model.parameters() if p.requires_grad]
+        self._registered = Found([model], list(optimizers), owned, ["named by the script"])
+
+    def boundary(self, model: nn.Module) -> None:
+        """A step has ended and the next begins: as good as a training forward where forwards cannot be seen."""
+        if self._reached:
+            self.hooks.announce(model)
+        elif self._registered is not None:
+            self._stop(self._registered, model, (), {})
 
     def without_optimizer(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """A backward ran and there is no optimizer: the next training forward is the place to stop."""
@@ -130,10 +155,13 @@ class Agent:
         kwargs: dict[str, Any],
     ) -> None:
         self._pid = os.getpid()
-        self.trial = Trial(spec, found, self.hooks, result=result, asked=asked, writer=_rank() == 0)
+        self.trial = Trial(spec, found, self.hooks, result=result, asked=asked, writer=_rank() == 0, may_fork=self._may_fork(found))
         if self._loading is not None:
             self._loading.charge = self.trial.credit
         self.trial.begin(module, args, kwargs)
+
+    def _may_fork(self, found: Found) -> bool:
+        return self.config.get("launch") != "process" and not fork_obstacle(found)
 
     def _run(self, found: Found) -> None:
         """``autoprec run``: apply the policy and leave nothing else behind."""

@@ -67,8 +67,17 @@ class Trial:
     """One trial in this process. :meth:`begin` is called inside the first training forward and returns into it."""
 
     def __init__(
-        self, spec: TrialSpec, found: Found, hooks: Hooks, *, result: Path, asked: float, writer: bool = True
+        self,
+        spec: TrialSpec,
+        found: Found,
+        hooks: Hooks,
+        *,
+        result: Path,
+        asked: float,
+        writer: bool = True,
+        may_fork: bool = True,
     ) -> None:
+        self._may_fork = may_fork
         self.spec, self.found, self.hooks = spec, found, hooks
         self._path, self._asked, self._writer = result, asked, writer
         self._start = self._begun = time.monotonic()
@@ -155,13 +164,21 @@ class Trial:
             self._record(module)
             self.hooks.events = _AtGradients(self._end_record, self.found)
             return
+        if not self._may_fork:
+            from autoprec.trial.replay import Replay
+
+            Replay(self.spec, self.found, self.hooks, self._answered).start(module, args, kwargs)
+            return
         from autoprec.trial.sensitivity import Scan
 
         scan = Scan(self.spec, self.found, self.hooks, self.on_exit)
         payload = scan.run()  # returns None in a probe, which goes on into the forward
         if payload is not None:
-            self._payload = payload
-            self.finish("ok" if not payload.get("failed") else "crashed", payload.get("failed", ""))
+            self._answered(payload)
+
+    def _answered(self, payload: dict[str, Any]) -> None:
+        self._payload = payload
+        self.finish("ok" if not payload.get("failed") else "crashed", payload.get("failed", ""))
 
     # ---------------------------------------------------------------- operator graph
     def _record(self, module: nn.Module) -> None:

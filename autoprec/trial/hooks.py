@@ -22,6 +22,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 __all__ = ["Events", "Hooks", "raw_loss"]
 
 
+OnCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+
+
 class Events:
     """What a watcher may react to; every method does nothing unless overridden."""
 
@@ -62,6 +65,7 @@ class Hooks:
         self._depth = 0
         self._steps = 0
         self._watch_undo: Callable[[], None] | None = None
+        self._announce: OnCall | None = None
         self.backwards = 0
 
     @property
@@ -191,7 +195,7 @@ class Hooks:
         nn.utils.clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_
 
     # ---------------------------------------------------------------- the first training forward
-    def watch(self, on_training_call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
+    def watch(self, on_training_call: OnCall) -> None:
         """Call back at every grad-enabled call of a module in training mode, until :meth:`unwatch`.
 
         The callback runs inside ``nn.Module.__call__``, before any hook of the module.
@@ -203,6 +207,8 @@ class Hooks:
             if module.training and torch.is_grad_enabled() and not self._depth:
                 on_training_call(module, args, kwargs)
             return original(module, *args, **kwargs)
+
+        self._announce = on_training_call
 
         def undo() -> None:
             nn.Module.__call__ = original  # type: ignore[method-assign]
@@ -216,7 +222,12 @@ class Hooks:
         """Restore ``nn.Module.__call__``: from here on a module call costs what it always did."""
         if self._watch_undo is not None:
             self._watch_undo()
-            self._watch_undo = None
+            self._watch_undo = self._announce = None
+
+    def announce(self, module: nn.Module) -> None:
+        """Tell who is watching that a training forward of ``module`` begins, where no call can be seen."""
+        if self._announce is not None:
+            self._announce(module, (), {})
 
 
 def _tell_dynamo(call: Any) -> None:

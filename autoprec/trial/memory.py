@@ -23,7 +23,7 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     sizes: dict[int, int] = {}
-    for tensor in tensors:
+    for tensor in map(_local, tensors):
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             continue
         pointer, size = _storage(tensor)
@@ -106,6 +106,7 @@ def state_bytes(optimizers: Iterable[Optimizer]) -> int:
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Return what a wrapper subclass (low-precision optimizer state) really holds."""
+    tensor = _local(tensor)
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if not callable(flatten):
         return [tensor]

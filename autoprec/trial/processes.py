@@ -56,7 +56,10 @@ def _read(path: str) -> bytes:
 
 
 def marked_processes(mark: str, sessions: Iterable[int] = ()) -> list[int]:
-    """Return living processes that carry ``mark`` in their environment or belong to one of the sessions."""
+    """Return living processes that carry ``mark`` in their environment or belong to one of the sessions.
+
+    A mark is a prefix of the marks derived from it; end it with a NUL to mean exactly that one.
+    """
     wanted = mark.encode()
     chosen = {int(s) for s in sessions}
     found = []
@@ -70,7 +73,7 @@ def marked_processes(mark: str, sessions: Iterable[int] = ()) -> list[int]:
         fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
         if len(fields) < 4 or fields[0] in (b"Z", b"X"):
             continue
-        if int(fields[3]) in chosen or (wanted and wanted in _read(f"/proc/{pid}/environ")):
+        if int(fields[3]) in chosen or (wanted and wanted in _read(f"/proc/{pid}/environ") + b"\0"):
             found.append(pid)
     return found
 

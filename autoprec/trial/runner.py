@@ -81,6 +81,16 @@ class TrialRunner:
     def __exit__(self, *exc: object) -> None:
         self.close()
 
+    @property
+    def mark(self) -> str:
+        """What every process of this runner carries in its environment."""
+        return self._mark
+
+    @property
+    def host_pid(self) -> int:
+        """The process that was started for the script; 0 before :meth:`start`."""
+        return self._host.process.pid if self._host is not None else 0
+
     # ---------------------------------------------------------------- start
     def start(self) -> HostInfo:
         """Start the host and wait for the script's first training forward.
@@ -305,7 +315,7 @@ class TrialRunner:
         if private is None:
             return TrialResult("crashed", "this runner is closed")
         path = private / f"result-{uuid.uuid4().hex[:12]}.json"
-        config = self._config(mode="trial", spec=spec.to_json(), result=str(path), asked=began)
+        config = self._config(mode="trial", launch=self._launch, spec=spec.to_json(), result=str(path), asked=began)
         mark = f"{self._mark}.{path.stem}"
         env = trial_environment(config, mark, private, threads=max(spec.threads, self._threads)) | self._environment
         started = Started(self.command.argv(), env, self.command.cwd, mark, None)

@@ -17,7 +17,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -30,36 +30,45 @@ from autoprec.trial.hooks import Events, Hooks, raw_loss
 from autoprec.trial.processes import die_with_parent
 from autoprec.trial.protocol import Probe, TrialSpec
 
-__all__ = ["Gradients", "Scan", "relative_error"]
+__all__ = ["Gradients", "Scan", "local_part", "relative_error"]
 
 #: Mini-batch gradients are compared over this many batches when the caller asks for fewer.
 NOISE_BATCHES = 4
 
 
 class Gradients:
-    """Flat float32 copies of all gradients in anonymous memory that forked children share: ``slots`` of them."""
+    """Flat float32 copies of all gradients, ``slots`` of them, on the device of the parameters.
 
-    def __init__(self, parameters: list[torch.Tensor], slots: int) -> None:
+    With ``shared`` they lie in anonymous memory that forked children share (CPU only).
+    """
+
+    def __init__(self, parameters: list[torch.Tensor], slots: int, *, shared: bool = True) -> None:
         self._parameters = parameters
-        self._sizes = [p.numel() for p in parameters]
-        self.length = sum(self._sizes)
-        self._memory = mmap.mmap(-1, max(self.length * slots * 4, 4))
-        flat = torch.frombuffer(self._memory, dtype=torch.float32, count=max(self.length * slots, 1))
-        self._slots = [flat[i * self.length : (i + 1) * self.length] for i in range(slots)]
+        self._sizes = [local_part(p).numel() for p in parameters]
+        length = self.length = sum(self._sizes)
+        if shared:
+            self._memory = mmap.mmap(-1, max(length * slots * 4, 4))
+            flat = torch.frombuffer(self._memory, dtype=torch.float32, count=max(length * slots, 1))
+        else:
+            flat = torch.zeros(max(length * slots, 1), device=parameters[0].device)
+        self._slots = [flat[i * length : (i + 1) * length] for i in range(slots)]
 
-    def _pieces(self, unclip: dict[int, float]) -> list[tuple[torch.Tensor | None, float]]:
-        pieces: list[tuple[torch.Tensor | None, float]] = []
-        for parameter in self._parameters:
-            grad = parameter.grad
+    def _pieces(
+        self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None
+    ) -> Iterator[tuple[torch.Tensor | None, float, torch.Tensor]]:
+        found = [p.grad for p in self._parameters] if grads is None else grads
+        targets = self._slots[slot].split(self._sizes)
+        for parameter, grad, target in zip(self._parameters, found, targets, strict=True):
             if grad is not None:
                 grad = grad.to_dense() if grad.layout is not torch.strided else grad
                 grad = grad.detach().reshape(-1)
-            pieces.append((grad, unclip.get(id(parameter), 1.0)))
-        return pieces
+            yield grad, unclip.get(id(parameter), 1.0), target
 
-    def store(self, slot: int, unclip: dict[int, float]) -> None:
-        """Copy the gradients of now into a slot; a parameter without one counts as zero."""
-        for (grad, factor), target in zip(self._pieces(unclip), self._slots[slot].split(self._sizes), strict=True):
+    def store(
+        self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None
+    ) -> None:
+        """Copy the gradients of now (or ``grads``) into a slot, each times its factor; a missing one counts as zero."""
+        for grad, factor, target in self._pieces(slot, unclip, grads):
             if grad is None:
                 target.zero_()
             else:
@@ -67,10 +76,12 @@ class Gradients:
                 if factor != 1.0:
                     target.mul_(factor)
 
-    def compare(self, slot: int, unclip: dict[int, float]) -> tuple[float, float]:
-        """Return ``(||g - g_ref||^2, ||g_ref||^2)`` in float64, g being the gradients of now."""
+    def compare(
+        self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None
+    ) -> tuple[float, float]:
+        """Return ``(||g - g_ref||^2, ||g_ref||^2)``, g being the gradients of now (or ``grads``) times their factors."""
         error = norm = 0.0
-        for (grad, factor), target in zip(self._pieces(unclip), self._slots[slot].split(self._sizes), strict=True):
+        for grad, factor, target in self._pieces(slot, unclip, grads):
             size = float(torch.dot(target, target))
             norm += size
             if grad is None:
@@ -81,12 +92,17 @@ class Gradients:
         return error, norm
 
     def spread(self, slots: int) -> float:
-        """Return the relative standard deviation of the first ``slots`` gradients around their mean."""
+        """Return the standard deviation of the first ``slots`` gradients around their mean, relative to the first."""
         stacked = self._slots[:slots]
         mean = torch.stack(stacked).mean(0)
         variance = sum(float(torch.dot(g - mean, g - mean)) for g in stacked) / (slots - 1)
         size = float(torch.dot(stacked[0], stacked[0]))
         return math.sqrt(variance / size) if size > 0 else float("nan")
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a DTensor; any other tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def relative_error(error2: float, norm2: float) -> float:

@@ -19,6 +19,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoprec.trial.environment import MARK_VARIABLE
 from autoprec.trial.processes import die_with_parent, end_group, sweep
 
 __all__ = ["TAIL_BYTES", "Request", "serve", "settle"]
@@ -139,6 +140,7 @@ class _Server:
         self._children.clear()
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
+        os.environ[MARK_VARIABLE] = f"{self._mark}.{request.id}"
         for number in (signal.SIGTERM, signal.SIGINT):
             with contextlib.suppress(ValueError):
                 signal.signal(number, signal.SIG_DFL)
@@ -179,7 +181,8 @@ class _Server:
                 self._drain(child.output)
             os.close(child.output)
             del self._children[pid]
-            end_group(pid)  # what it started and left behind
+            end_group(pid)  # what it started and left behind ...
+            sweep(f"{self._mark}.{child.request.id}\0", [pid], patience_s=1.0)  # ... also in sessions of its own
             answer = {
                 "op": "done",
                 "id": child.request.id,

@@ -1,0 +1,115 @@
+"""For loops that hooks cannot see: the script names its model and its steps in three lines.
+
+Nothing here does anything but train when the script runs without AutoPrec, so the lines may stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from autoprec.trial.agent import Agent
+
+__all__ = ["Session", "lightning_callback", "register", "trainer_callback"]
+
+
+def _agent() -> Agent | None:
+    module = sys.modules.get("autoprec.trial.agent")
+    return module.current() if module is not None else None
+
+
+def register(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> nn.Module:
+    """Name the model (and optimizer) that is trained, where AutoPrec would find another; returns the model."""
+    agent = _agent()
+    if agent is not None:
+        agent.register(model, [optimizer] if optimizer is not None else agent.hooks.optimizers)
+    return model
+
+
+class Session:
+    """A training loop in AutoPrec's terms::
+
+        session = autoprec.Session(model, optimizer, policy="policy.yaml")
+        for batch in data:
+            session.step(loss_function(model, batch))
+
+    Args:
+        model: what is trained.
+        optimizer: what updates it; None where the loop updates weights itself (use :meth:`observe`).
+        policy: a policy, or a policy file, applied at once. In a trial of AutoPrec the trial's own is used instead.
+        backend: which backend runs the GEMMs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        policy: Any = None,
+        *,
+        backend: str = "auto",
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        register(model, optimizer)
+        if policy is not None and _agent() is None:
+            from autoprec.apply import load
+
+            chosen = load(policy) if isinstance(policy, (str, Path)) else policy
+            chosen.apply(model, backend=backend)
+            if optimizer is not None:
+                chosen.wrap_optimizer(optimizer)
+
+    def step(self, loss: torch.Tensor) -> None:
+        """Run backward, update the weights, and clear the gradients."""
+        loss.backward()  # type: ignore[no-untyped-call]
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        self._boundary()
+
+    def observe(self, loss: torch.Tensor) -> None:
+        """Tell that a step has ended which the loop did by itself (an engine, ``torch.autograd.grad``, ...)."""
+        agent = _agent()
+        if agent is not None:
+            events = agent.hooks.events
+            events.before_backward((loss,))
+            events.after_backward((loss,))
+            if self.optimizer is not None:
+                events.gradients_ready(self.optimizer)
+                events.after_step(self.optimizer)
+        self._boundary()
+
+    def _boundary(self) -> None:
+        agent = _agent()
+        if agent is not None:
+            agent.boundary(self.model)
+
+
+def trainer_callback(policy: Any = None) -> Any:
+    """Return a ``transformers.TrainerCallback`` that names the Trainer's model and applies a policy to it."""
+    from autoprec.optional import require
+
+    base = require("transformers").TrainerCallback
+
+    class AutoPrecCallback(base):  # type: ignore[misc]
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            Session(model, kwargs.get("optimizer"), policy)
+
+    return AutoPrecCallback()
+
+
+def lightning_callback(policy: Any = None) -> Any:
+    """Return a ``lightning.Callback`` that names the module being fitted and applies a policy to it."""
+    from autoprec.optional import require
+
+    base = require("lightning").Callback
+
+    class AutoPrecCallback(base):  # type: ignore[misc]
+        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            Session(pl_module, trainer.optimizers[0] if trainer.optimizers else None, policy)
+
+    return AutoPrecCallback()
