@@ -82,6 +82,8 @@ class SearchOptions:
             if field.name in ("command", "resume", "study") or value == field.default:
                 continue
             flag = {"budget_s": "--budget"}.get(field.name, f"--{field.name.replace('_', '-')}")
+            if field.name == "storage":
+                value = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:PASSWORD@", value)
             if value is True:
                 words.append(flag)
             elif value is not None and value is not False:

@@ -7,6 +7,9 @@ for ever. On resume the finished trials are replayed into a fresh in-memory stud
 
 from __future__ import annotations
 
+import hashlib
+import os
+import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +22,16 @@ from autoprec.errors import NoSpaceError, StudyError
 from autoprec.files import canonical_json
 from autoprec.search.records import TrialRecord
 
-__all__ = ["StudyStore", "default_storage"]
+__all__ = ["StudyStore", "default_storage", "without_password"]
 
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 Distributions = Mapping[str, optuna.distributions.BaseDistribution]
 R = TypeVar("R")
+
+#: An RDB checks every parameter of a trial in queries of its own (1.5 ms each): beyond so many they are kept in the
+#: record alone, which is what a resumed search reads in any case.
+MOST_STORED_PARAMS = 64
 
 #: Kinds of records that the sampler learns from; references and finalists are stored beside them.
 LEARNED = ("preset", "search")
@@ -33,6 +40,17 @@ LEARNED = ("preset", "search")
 def default_storage(study_dir: Path) -> str:
     """Return the URL of the study's own SQLite file."""
     return f"sqlite:///{(study_dir / 'study.db').resolve()}"
+
+
+def without_password(url: str) -> str:
+    """Return a storage URL fit to be shown."""
+    from sqlalchemy.engine import make_url
+    from sqlalchemy.exc import ArgumentError
+
+    try:
+        return make_url(url).render_as_string(hide_password=True)
+    except ArgumentError:
+        return url
 
 
 class StudyStore:
@@ -50,10 +68,8 @@ class StudyStore:
         StudyError: it exists and ``resume`` is off, does not exist and ``resume`` is on, or the storage is damaged.
     """
 
-    def __init__(
-        self, url: str, name: str, objectives: Sequence[str], *, resume: bool, begun: bool = False
-    ) -> None:
-        self.url, self.name, self.objectives = url, name, tuple(objectives)
+    def __init__(self, url: str, name: str, objectives: Sequence[str], *, resume: bool, begun: bool = False) -> None:
+        self.url, self.name, self.objectives = without_password(url), name, tuple(objectives)
         self._storage = self._guarded(lambda: optuna.storages.RDBStorage(url))
         existing = name in {s.study_name for s in self._guarded(self._storage.get_all_studies)}
         if existing and not resume:
@@ -65,6 +81,7 @@ class StudyStore:
                 storage=self._storage, study_name=name, directions=["minimize"] * len(objectives), load_if_exists=True
             )
         )
+        self._claim = self._guarded(lambda: self._claimed(url))
         self.records: list[TrialRecord] = self._load()
         self._live: optuna.Study | None = None
 
@@ -86,6 +103,34 @@ class StudyStore:
                 where=self.url,
                 fix="is it damaged, or of another program? move it away, or use another --study or --storage",
             ) from error
+
+    def _claimed(self, url: str) -> Any:
+        """Hold the study for this driver where the storage is shared by machines; a dead driver's hold ends with it.
+
+        A file of this machine is locked by the caller; PostgreSQL has session-level advisory locks for it.
+        """
+        if not url.startswith("postgresql"):
+            return None
+        import sqlalchemy
+
+        connection = sqlalchemy.create_engine(url).connect()
+        key = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:7], "big")
+        taken = connection.execute(sqlalchemy.text("select pg_try_advisory_lock(:key)"), {"key": key}).scalar()
+        if not taken:
+            connection.close()
+            holder = self._rdb.user_attrs.get("driver", "another process")
+            raise StudyError(
+                f"this study is in use by {holder}", where=self.url, fix="wait for it, stop it, or use another --study"
+            )
+        self._rdb.set_user_attr("driver", f"pid {os.getpid()} on {socket.gethostname()}")
+        return connection
+
+    def close(self) -> None:
+        """Give the study up, so that another driver may continue it."""
+        if self._claim is not None:
+            self._claim.close()
+            self._claim.engine.dispose()
+            self._claim = None
 
     def _load(self) -> list[TrialRecord]:
         out = []
@@ -176,6 +221,8 @@ class StudyStore:
     def _frozen(self, record: TrialRecord, *, store: bool = False) -> FrozenTrial:
         known = getattr(self, "_distributions", {}) if record.kind in LEARNED else {}
         params = {key: value for key, value in record.params.items() if key in known}
+        if store and len(params) > MOST_STORED_PARAMS:
+            params = {}
         values = self._values(record)
         state = TrialState.COMPLETE
         if values is None:

@@ -45,8 +45,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_policy(tmp_path: Path) -
     told: list[str] = []
     kills = 0
     for attempt in range(40):
-        words = ("cut", "12", "0.12", *(("resume",) if (tmp_path / "autoprec-runs" / "cut" / "study.db").exists() else ()))
-        process = start(tmp_path, *words)
+        begun = (tmp_path / "autoprec-runs" / "cut" / "study.db").exists()
+        process = start(tmp_path, "cut", "12", "0.12", *(["resume"] if begun else []))
         began = time.monotonic()
         deadline = rng.uniform(0.5, 2.0) + 4.0 * (attempt > 3)
         try:

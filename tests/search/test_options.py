@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import shlex
 
 import pytest
@@ -30,7 +31,7 @@ def test_shares(text: str, share: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "amount"), [("60GB", 60 * 10**9), ("512MiB", 512 * 2**20), ("1k", 1000), ("7", 7), ("1.5gb", 1_500_000_000)]
+    ("text", "amount"), [("60GB", 60 * 10**9), ("512MiB", 512 * 2**20), ("1k", 1000), ("7", 7), ("1.5gb", 15 * 10**8)]
 )
 def test_bytes(text: str, amount: int) -> None:
     assert parse_bytes(text) == amount
@@ -39,10 +40,8 @@ def test_bytes(text: str, amount: int) -> None:
 @given(st.text(max_size=12))
 def test_parsers_accept_or_refuse_and_never_crash(text: str) -> None:
     for parse in (parse_duration, parse_share, parse_bytes):
-        try:
+        with contextlib.suppress(UsageError):
             assert parse(text) >= 0
-        except UsageError:
-            pass
 
 
 @pytest.mark.parametrize("field", ["trials", "steps", "warmup", "seeds", "finalists"])

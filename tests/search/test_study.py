@@ -108,10 +108,9 @@ def test_a_damaged_file_is_a_study_error(tmp_path: Path, damage: bytes) -> None:
     run(study, 1)
     path = tmp_path / "study.db"
     whole = path.read_bytes()
-    path.write_bytes(whole[: len(whole) // 2] if not damage else damage)
-    with pytest.raises(StudyError):
-        loaded = store(tmp_path, resume=True)
-        raise StudyError(f"loaded {len(loaded.records)} records from a damaged file")
+    path.write_bytes(damage or whole[: len(whole) // 2])
+    with pytest.raises(StudyError, match="cannot be used"):
+        store(tmp_path, resume=True)
 
 
 def test_each_trial_is_one_transaction(tmp_path: Path) -> None:

@@ -13,9 +13,8 @@ from autoprec.trial.protocol import TrialSpec
 def check(policy: Policy, tmp_path: Path, *, timed: bool = True, script: SimulatedScript | None = None) -> Verification:
     simulated = script or SimulatedScript()
     with HostPool(lambda seed, _folder: SimulatedRunner(simulated, seed), tmp_path) as pool:
-        return verify(
-            pool, contenders(policy), TrialSpec(steps=8), seeds=3, timed=timed, max_divergence=0.0025, tell=lambda _: None
-        )
+        spec = TrialSpec(steps=8)
+        return verify(pool, contenders(policy), spec, seeds=3, timed=timed, max_divergence=0.0025, tell=lambda _: None)
 
 
 def uniform(name: str) -> Policy:
