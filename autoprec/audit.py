@@ -156,7 +156,9 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
         reason = ""
         ok = ran == requested
         if ran is None:
-            if name in ("activations", "attention"):
+            if found is not None and found.traced:
+                ok, reason = True, "inside a compiled graph"
+            elif name in ("activations", "attention"):
                 reason = "never executed" if active else "the policy is not applied"
                 ok = name == "attention" and found is not None and found.called
                 reason = "the model calls no scaled_dot_product_attention" if ok else reason

@@ -42,7 +42,8 @@ class Unit:
     def weight(self) -> Tensor:
         """The weight, as it is now."""
         found: Any = getattr(self.module, self.parameter)
-        weight: Tensor = found.weight if isinstance(found, nn.Module) else found
+        held: Any = found.weight if isinstance(found, nn.Module) else found
+        weight: Tensor = held
         return weight
 
 

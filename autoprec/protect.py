@@ -8,8 +8,7 @@ torch-function mode sees all of it without touching the model.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,10 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from autoprec.numerics.plan import DTYPE_NAMES
 from autoprec.policy import OperatorPolicy
 
 __all__ = ["FLOAT32_FUNCTIONS", "OperatorMode", "RootExecution"]
 
+_PROTECTED = ("softmax", "norm", "embedding", "loss")
 _LOW = (torch.bfloat16, torch.float16)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -126,7 +127,7 @@ class OperatorMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _float32(self, func: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.executed[kind] = "fp32"
+        self._note(kind, "fp32")
         if kind == "embedding":
             # looking a row up is exact in any dtype: only the result is widened
             out = func(*args, **kwargs)
@@ -142,6 +143,10 @@ class OperatorMode(TorchFunctionMode):
         # outside autocast the script's own layers expect the dtype they were written for
         return out if self.autocast else _narrow(out, low)
 
+    def _note(self, kind: str, what: str) -> None:
+        if not torch.compiler.is_compiling():
+            self.executed[kind] = what
+
     def _attend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype: Any = self.attention
         query = args[0] if args else kwargs["query"]
@@ -152,7 +157,7 @@ class OperatorMode(TorchFunctionMode):
 
         with torch.autocast(self.device, enabled=False):
             out = func(*[cast(a) for a in args], **{key: cast(value) for key, value in kwargs.items()})
-        self.executed["attention"] = next(name for name, known in _DTYPES.items() if known is dtype)
+        self._note("attention", DTYPE_NAMES[dtype])
         return out if self.autocast else out.to(original)
 
 
@@ -174,6 +179,8 @@ class RootExecution:
     low_precision: bool = False
     executed: dict[str, str] = field(default_factory=dict)
     called: bool = False
+    traced: bool = False
+    modes: dict[bool, OperatorMode] = field(default_factory=dict)
 
     def needed(self, device: str) -> bool:
         """Say whether anything of low precision can reach the operators at all."""
@@ -184,27 +191,31 @@ class RootExecution:
             or torch.is_autocast_enabled(device)
         )
 
-    @contextlib.contextmanager
-    def around(self) -> Iterator[None]:
-        """Enter autocast and the operator protections."""
-        self.called = True
-        device = self.device
-        if not self.needed(device):
-            yield
-            return
-        with contextlib.ExitStack() as stack:
-            if self.activations is not None:
-                stack.enter_context(torch.autocast(device, self.activations))
-                self.executed["activations"] = "bf16" if self.activations is torch.bfloat16 else "fp16"
-            autocast = torch.is_autocast_enabled(device)
-            stack.enter_context(OperatorMode(self.operators, device, self.executed, autocast))
-            yield
-
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model's forward under the policy."""
-        with self.around():
-            output = forward(*args, **kwargs)
+        self.called = True
+        if torch.compiler.is_compiling():
+            self.traced = True
+        device = self.device
+        if not self.needed(device):
+            return forward(*args, **kwargs)
+        if self.activations is None:
+            return self._guarded(forward, args, kwargs, torch.is_autocast_enabled(device))
+        self.executed["activations"] = DTYPE_NAMES[self.activations]
+        with torch.autocast(device, self.activations):
+            output = self._guarded(forward, args, kwargs, True)
         return self.finish(output)
+
+    def _guarded(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: bool) -> Any:
+        if self.device == "cuda" and autocast and not self.low_precision and self.operators.attention == "keep":
+            # CUDA autocast has this very float32 list built in
+            self.executed |= {name: "fp32" for name in _PROTECTED if getattr(self.operators, name) == "fp32"}
+            return forward(*args, **kwargs)
+        mode = self.modes.get(autocast)
+        if mode is None:
+            mode = self.modes[autocast] = OperatorMode(self.operators, self.device, self.executed, autocast)
+        with mode:
+            return forward(*args, **kwargs)
 
     def finish(self, output: Any) -> Any:
         """Widen the model's output (any nesting of tensors) to float32 if the policy says so."""

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, describe_plan, native_dtype
@@ -145,8 +146,17 @@ def _note(layer: LinearExecution, gemm: Gemm, label: str) -> None:
 
 
 def _run(*args: Any) -> Tensor:
+    if torch.compiler.is_compiling() and args[4].stateful:
+        # histories and random streams live outside the graph: this layer runs as it does in eager mode
+        opaque: Tensor = _run_eagerly(*args)
+        return opaque
     out: Tensor = _PlannedLinear.apply(*args)  # type: ignore[no-untyped-call]
     return out
+
+
+@_disable_dynamo
+def _run_eagerly(*args: Any) -> Any:
+    return _PlannedLinear.apply(*args)  # type: ignore[no-untyped-call]
 
 
 def _cast_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:

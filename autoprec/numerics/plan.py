@@ -60,13 +60,15 @@ Multiply = Callable[[QuantizedOperand, QuantizedOperand, GemmStep, torch.dtype],
 class Steps:
     """A plan compiled for one device type and compute dtype of the script (what ``keep`` GEMMs run in).
 
-    ``wide_output`` is true when fprop is asked to run in float32, whose result autocast would not narrow either.
+    ``wide_output`` is true when fprop is asked to run in float32, whose result autocast would not narrow either;
+    ``stateful`` when a step remembers something between calls (delayed scales, a random stream).
     """
 
     fprop: GemmStep
     dgrad: GemmStep
     wgrad: GemmStep
     wide_output: bool
+    stateful: bool
 
     @property
     def labels(self) -> dict[str, str]:
@@ -97,7 +99,9 @@ def compile_plan(
     who = multiply or {}
     steps = {g: _step(plan.recipe(g), g, keep_dtype, who.get(g, multiply_emulated), device_type) for g in GEMMS}
     wide = plan.fprop is not None and plan.fprop.format in ("fp32", "tf32")
-    return Steps(steps["fprop"], steps["dgrad"], steps["wgrad"], wide)
+    specs = [spec for step in steps.values() for spec in (step.first, step.second)]
+    stateful = any(s.stochastic or (s.scaling is not None and s.scaling.scale == "delayed") for s in specs)
+    return Steps(steps["fprop"], steps["dgrad"], steps["wgrad"], wide, stateful)
 
 
 def native_dtype(plan: LayerPlan, device_type: str) -> torch.dtype | None:
