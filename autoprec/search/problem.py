@@ -176,7 +176,8 @@ class Problem:
             wanted = any(glob_matches(glob, name) for glob in layers for name in group.layers)
             if wanted and choice in group.choices:
                 out[layer_key(group.name)] = choice
-        return {name: value for name, value in out.items() if name in self.distributions()}
+        known = self.distributions()
+        return {name: value for name, value in out.items() if name in known}
 
     def choice_of(self, params: Params, group: GroupVariable) -> str:
         """Return the choice of a group."""
@@ -189,10 +190,24 @@ class Problem:
         cast = _AUTOCAST.get(str(self.value(params, "activations")), "")
         return cast if choice == KEEP and cast in group.choices else choice
 
+    @cached_property
+    def _columns(self) -> dict[str, list[tuple[str, str, dict[str, int]]]]:
+        """Return, per autocast dtype, (parameter name, default, choice -> column of what it comes to) of each group."""
+        position = {name: i for i, name in enumerate(self.choice_names)}
+        out = {}
+        for activations in ("keep", *_AUTOCAST):
+            rows = []
+            for group in self.groups:
+                quiet = {"activations": activations}
+                names = {c: self.effective(quiet | {layer_key(group.name): c}, group) for c in group.choices}
+                rows.append((layer_key(group.name), self.choice_of({}, group), {c: position[n] for c, n in names.items()}))
+            out[activations] = rows
+        return out
+
     def indices(self, params: Params) -> IntVector:
         """Return ``[G]``: the column of each group's effective choice."""
-        column = {name: i for i, name in enumerate(self.choice_names)}
-        return np.array([column[self.effective(params, group)] for group in self.groups], dtype=np.int64)
+        rows = self._columns[str(self.value(params, "activations"))]
+        return np.array([columns[params.get(key, default)] for key, default, columns in rows], dtype=np.int64)
 
     def from_indices(self, index: IntVector, parameters: Params) -> dict[str, Any]:
         """Return params from columns ``[G]`` and parameter values (the inverse of :meth:`indices`)."""
@@ -209,14 +224,19 @@ class Problem:
 
     def key(self, params: Params) -> tuple[Any, ...]:
         """Return what identifies the numerics of a point: equal keys run the same, whatever the params say."""
-        chosen = tuple(self.effective(params, group) for group in self.groups)
-        used = {Choice.parse(name).recipe_of(gemm) for name in set(chosen) for gemm in ("fprop", "dgrad", "wgrad")}
+        index = self.indices(params)
+        used = {recipe for column in set(index.tolist()) for recipe in self._recipes_of[column]}
         values = []
         for name in self.parameters:
-            recipe = name.split(".")[0]
-            inert = name in self.space.parameters and recipe not in used
+            inert = name in self.space.parameters and name.split(".")[0] not in used
             values.append(None if inert else self.value(params, name))
-        return (*chosen, *values)
+        return (index.tobytes(), *values)
+
+    @cached_property
+    def _recipes_of(self) -> tuple[frozenset[str], ...]:
+        """Return the recipe names of every column."""
+        choices = [Choice.parse(name) for name in self.choice_names]
+        return tuple(frozenset({choice.recipe, *choice.gemms.values()}) for choice in choices)
 
     def is_script(self, params: Params) -> bool:
         """True when the point is the script as written: nothing is changed."""
