@@ -1,0 +1,98 @@
+"""A thousand trials over five hundred groups, through the real study code with a simulated script.
+
+    python benchmarks/scale.py [--groups 500] [--trials 1000] [--out FILE]
+
+Prints the driver's CPU time per trial (first and last tenth), its memory, and checks that every trial is unique. The
+script is simulated (no training, no model), the sampler, the solver, the study's storage and all bookkeeping are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import resource
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from autoprec.search.engine import Search  # noqa: E402
+from autoprec.search.events import Listeners  # noqa: E402
+from autoprec.search.options import SearchOptions  # noqa: E402
+from autoprec.search.records import TrialRecord  # noqa: E402
+from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph  # noqa: E402
+from autoprec.trial.command import ScriptCommand  # noqa: E402
+
+
+class Clock:
+    """Notes the driver's CPU time at every finished trial."""
+
+    def __init__(self) -> None:
+        self.marks: list[float] = []
+        self.keys: list[str] = []
+
+    def phase(self, name: str, detail: str = "") -> None:
+        print(f"    {name} {detail}", file=sys.stderr)
+
+    def started(self, info: object) -> None:
+        """Nothing to note."""
+
+    def note(self, text: str) -> None:
+        print(f"    {text}", file=sys.stderr)
+
+    def trial(self, record: TrialRecord, *_: object) -> None:
+        if record.kind in ("preset", "search"):
+            self.marks.append(time.process_time())
+            self.keys.append(repr(sorted(record.params.items())))
+
+    def finished(self, result: object) -> None:
+        """Nothing to note."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="driver cost at scale")
+    parser.add_argument("--groups", type=int, default=500)
+    parser.add_argument("--trials", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    blocks = max(1, (arguments.groups - 1) // 4)
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        Path("train.py").touch()
+        script = SimulatedScript(
+            graph=simulated_graph(blocks, width=4096, tokens=16384), device="NVIDIA H100 80GB HBM3"
+        )
+        options = SearchOptions(
+            command=("train.py",), trials=arguments.trials, steps=8, seeds=2, space="hopper-fp8", force=True
+        )
+        clock = Clock()
+        search = Search(
+            options, ScriptCommand.parse(options.command), Listeners(clock), lambda seed, _: SimulatedRunner(script, seed)
+        )
+        search.run()
+        os.chdir(ROOT)
+    each = [1000 * (b - a) for a, b in zip(clock.marks, clock.marks[1:], strict=False)]
+    tenth = max(1, len(each) // 10)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    last = statistics.median(each[-tenth:])
+    rows = [
+        ("trials run, different ones", str(arguments.trials), f"{len(clock.keys)}, {len(set(clock.keys))}"),
+        ("driver CPU per trial, first tenth (median)", "", f"{statistics.median(each[:tenth]):.0f} ms"),
+        ("driver CPU per trial, last tenth (median)", "<= 150 ms", f"{last:.0f} ms"),
+        ("driver memory, peak", "<= 1 GB", f"{memory:.2f} GB"),
+    ]
+    lines = [f"| {4 * blocks + 1} groups, hopper-fp8 | goal | measured |", "|---|---|---|"]
+    lines += [f"| {what} | {goal} | {got} |" for what, goal, got in rows]
+    print("\n".join(lines))
+    if arguments.out:
+        words = f"python benchmarks/scale.py --groups {arguments.groups} --trials {arguments.trials}"
+        arguments.out.write_text("\n".join([f"`{words}`", "", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
