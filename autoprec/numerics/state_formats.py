@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from autoprec.errors import UnknownNameError
-from autoprec.numerics.rounding import decode as decode_eight_bits
 
 __all__ = [
     "CODECS",
@@ -73,6 +72,14 @@ class CastCodec:
         return parts[0].to(torch.float32, copy=True).view(shape)
 
 
+def _random_bits(like: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Return uniform integers of ``dtype`` (int8 or int16, all bits random), shaped like ``like``: 64 bits per draw."""
+    per_draw = 8 // dtype.itemsize
+    draws = torch.empty(-(-like.numel() // per_draw), dtype=torch.int64, device=like.device)
+    draws.random_(-(2**63), None, generator=generator)
+    return draws.view(dtype)[: like.numel()].view(like.shape)
+
+
 @dataclass(frozen=True)
 class StochasticCodec:
     """BF16 with stochastic rounding: the expected value is exact, so small updates survive on average.
@@ -88,8 +95,8 @@ class StochasticCodec:
         if generator is None:
             return (values.to(torch.bfloat16, copy=True),)
         # Adding uniform noise below the BF16 mantissa and truncating rounds up with probability = distance.
-        noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
-        bits = values.view(torch.int32).add(noise, alpha=1).bitwise_and_(-65536)
+        noise = _random_bits(values, torch.int16, generator).to(torch.int32).bitwise_and_(0xFFFF)
+        bits = noise.add_(values.view(torch.int32)).bitwise_and_(-65536)
         return (bits.view(torch.float32).to(torch.bfloat16),)
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
@@ -112,7 +119,8 @@ class TensorCodec:
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
         values = values.float().contiguous()
         largest, smallest = _FLOAT_LIMITS[self.dtype]
-        amax = torch.linalg.vector_norm(values, torch.inf)
+        low, high = torch.aminmax(values) if values.numel() else (values.new_zeros(()), values.new_zeros(()))
+        amax = torch.maximum(high, -low)
         if self.power_of_2:
             inverse = torch.exp2(torch.ceil(torch.log2(amax.clamp_min(_SMALLEST_AMAX) / largest)))
         else:  # 12 bits, so that largest * inverse is exact and encoding what was decoded changes nothing
@@ -143,14 +151,32 @@ def _blocks(values: Tensor, size: int) -> Tensor:
 
 def _stochastic_e4m3(values: Tensor, generator: torch.Generator) -> Tensor:
     """Round non-negative values up to 448 to one of their two E4M3 neighbours; the expected value is exact."""
-    power = (values.view(torch.int32) & 0x7F800000).view(torch.float32)
-    spacing = power.clamp_(min=2.0**-6).mul_(2.0**-3)
-    noise = torch.rand(values.shape, generator=generator, device=values.device, dtype=torch.float32)
-    return noise.addcdiv_(values, spacing).floor_().mul_(spacing)
+    power = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
+    # Noise of -1/2 to +1/2 of the spacing (power / 8) in 256 steps, then the cast to nearest: unbiased, as long as no
+    # value falls below its power of two, where the spacing halves.
+    noise = _random_bits(values, torch.int8, generator).to(torch.float32).add_(0.5)
+    torch.addcmul(values, noise, power.clamp(min=2.0**-6), value=2.0**-11, out=noise)
+    return torch.maximum(noise, power, out=noise)
 
 
-def _unblock(blocks: Tensor, shape: torch.Size) -> Tensor:
-    return blocks.reshape(-1)[: shape.numel()].view(shape)
+@functools.cache
+def _e4m3_values(device: torch.device) -> Tensor:
+    return torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32).to(device)
+
+
+def _trimmed(codes: Tensor, count: int) -> Tensor:
+    """Return the first ``count`` codes without keeping the padding alive."""
+    return codes if codes.numel() == count else codes[:count].clone()
+
+
+def _decode_blocks(codes: Tensor, inverse: Tensor, table: Tensor, size: int, shape: torch.Size) -> Tensor:
+    """Look 8-bit codes up (on a CPU faster than torch's own cast from E4M3) and scale them block by block."""
+    values = table.index_select(0, codes.view(torch.uint8).view(-1).to(torch.int32))
+    whole = values.numel() // size
+    values[: whole * size].view(-1, size).mul_(inverse[:whole].view(-1, 1))
+    if whole < inverse.numel():  # the last block is short
+        values[whole * size :].mul_(inverse[whole])
+    return values.view(shape)
 
 
 @dataclass(frozen=True)
@@ -171,33 +197,36 @@ class BlockCodec:
 
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
         blocks = _blocks(values, self.size)
-        amax = torch.linalg.vector_norm(blocks, torch.inf, dim=1, keepdim=True)
+        amax = (blocks if self.lift else blocks.abs()).amax(1, keepdim=True)  # second moments are not negative
         # 20 mantissa bits make 448 * inverse exact: encoding what was decoded changes nothing (exact resume).
         inverse = _round_mantissa(amax.clamp_min(_SMALLEST_AMAX) / 448.0, 20)
         scaled = blocks * inverse.reciprocal()
         inverse.masked_fill_(amax < _SMALLEST_AMAX, 0.0)
         if self.lift:
             scaled = _stochastic_e4m3(scaled, generator) if generator is not None else scaled
-            scaled.clamp_min_(2.0**-9)
+            scaled.clamp_(2.0**-9, 448.0)
         # The scale brings the largest value to 448 up to a rounding, which the cast rounds back to 448.
         codes = scaled.to(torch.float8_e4m3fn).view(-1)
-        count = values.numel()
-        return (codes if codes.numel() == count else codes[:count].clone()), inverse.view(-1)
+        return _trimmed(codes, values.numel()), inverse.view(-1)
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        blocks = _blocks(decode_eight_bits(parts[0]), self.size)
-        return _unblock(blocks.mul_(parts[1].view(-1, 1)), shape)
+        return _decode_blocks(parts[0], parts[1], _e4m3_values(parts[0].device), self.size, shape)
 
 
 @functools.cache
-def _dynamic_map() -> tuple[Tensor, Tensor]:
-    """Return 256 unsigned values in [0, 1] and their midpoints: dynamic tree quantisation (arXiv 2110.02861)."""
-    values = [0.0, 1.0]
-    for exponent in range(7):
-        edges = torch.linspace(0.1, 1.0, 2 ** (exponent + 1) + 1, dtype=torch.float64)
-        values += ((edges[:-1] + edges[1:]) / 2 * 10.0 ** (exponent - 6)).tolist()
-    table = torch.tensor(sorted(values), dtype=torch.float32)
-    return table, (table[:-1] + table[1:]) / 2
+def _dynamic_map(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the 256 values of dynamic tree quantisation (arXiv 2110.02861), and each decade's slope and offset.
+
+    Decade ``d`` holds ``2 ** (d + 1)`` evenly spaced codes from ``2 ** (d + 1) - 1`` on; code 0 is 0, code 255 is 1.
+    """
+    values, slopes, offsets = [0.0, 1.0], [], []
+    for decade in range(7):
+        count, unit = 2 ** (decade + 1), 10.0 ** (decade - 6)
+        values += [(0.1 + 0.9 * (step + 0.5) / count) * unit for step in range(count)]
+        slopes.append(count / 0.9 / unit)
+        offsets.append(count - 1 - count / 9.0)
+    table = torch.tensor(sorted(values), dtype=torch.float32, device=device)
+    return table, torch.tensor(slopes, device=device), torch.tensor(offsets, device=device)
 
 
 @dataclass(frozen=True)
@@ -215,19 +244,19 @@ class MapCodec:
         return 8.0 + 32.0 / self.size
 
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
-        _, middles = _dynamic_map()
+        _, slopes, offsets = _dynamic_map(values.device)
         blocks = _blocks(values, self.size)
-        amax = torch.linalg.vector_norm(blocks, torch.inf, dim=1, keepdim=True)
+        amax = blocks.amax(1, keepdim=True)
         inverse = amax.masked_fill(amax < _SMALLEST_AMAX, 0.0)
-        found = torch.bucketize(blocks / amax.clamp_min(_SMALLEST_AMAX), middles.to(values.device), out_int32=True)
-        codes = found.clamp_min_(1).to(torch.uint8).view(-1)  # code 0 is zero: lifted
-        count = values.numel()
-        return (codes if codes.numel() == count else codes[:count].clone()), inverse.view(-1)
+        share = (blocks * amax.clamp_min(_SMALLEST_AMAX).reciprocal()).view(-1)
+        # Which decade below 1 (0: 1e-7 to 1e-6, ... 6: 0.1 to 1), then linearly within it: code = slope x + offset.
+        decade = share.log10().add_(7.0).clamp_(0.0, 6.0).to(torch.int32)
+        found = slopes.index_select(0, decade).mul_(share).add_(offsets.index_select(0, decade))
+        codes = found.clamp_(1.0, 255.0).to(torch.uint8)  # code 0 is zero: lifted
+        return _trimmed(codes, values.numel()), inverse.view(-1)
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
-        table = _dynamic_map()[0].to(parts[0].device)
-        blocks = _blocks(table[parts[0].int()], self.size)
-        return _unblock(blocks.mul_(parts[1].view(-1, 1)), shape)
+        return _decode_blocks(parts[0], parts[1], _dynamic_map(parts[0].device)[0], self.size, shape)
 
 
 @dataclass(frozen=True)
