@@ -1,6 +1,6 @@
 # make demo   install into .venv and search examples/train_gpt.py on this machine
 # make test   the whole test suite           make lint   ruff and mypy
-# make gpu    the tests that need a GPU      make docs   check that every documented command works
+# make gpu    the tests that need a GPU      make docs   write docs/cli.md, then test every page
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -48,6 +48,7 @@ gpu: $(STAMP)
 	$(BIN)/python -m pytest -m gpu -rs
 
 docs: $(STAMP)
+	$(BIN)/python -m autoprec.cli.reference docs/cli.md
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_docs.py tests/test_examples.py
 
 clean:

@@ -15,7 +15,7 @@ ROOMS = {
     "policy": ("policy", "space", "levels"),
     "numerics": ("numerics",),
     "backends": ("backends",),
-    "applying": ("layers", "swap", "protect", "apply", "audit", "guard"),
+    "applying": ("layers", "attention", "functional", "swap", "protect", "apply", "audit", "guard"),
     "graph": ("graph",),
     "cost": ("cost",),
     "trial": ("trial", "session"),

@@ -52,7 +52,13 @@ def _bench(name: str) -> tuple[Any, Any, str]:
 
 
 @click.command("calibrate")
-@click.option("--device", type=click.Choice(["auto", "cuda", "cpu"]), default="auto", show_default=True)
+@click.option(
+    "--device",
+    type=click.Choice(["auto", "cuda", "cpu"]),
+    default="auto",
+    show_default=True,
+    help="Which device is measured.",
+)
 @click.option("--target", default="", metavar="NAME", help="The device's entry in the hardware table, if not obvious.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: calibration-<target>.json")
 @click.option("--json", "as_json", is_flag=True, help="The document on stdout as well.")

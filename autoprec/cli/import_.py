@@ -14,7 +14,14 @@ __all__ = ["import_"]
 @click.command("import", short_help="Read another stack's configuration as a policy.")
 @click.argument("file", type=click.Path(path_type=Path))
 @click.option("--from", "source", default="auto", show_default=True, help="accelerate, megatron, te, or auto.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=Path("policy.yaml"), show_default=True)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(path_type=Path),
+    default=Path("policy.yaml"),
+    show_default=True,
+    help="Where the policy goes.",
+)
 @click.option("--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list).")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
 def import_(file: Path, source: str, output: Path, layers: Path | None, force: bool) -> int:

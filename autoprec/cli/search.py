@@ -48,22 +48,23 @@ def parsed(parse: str) -> Callable[[click.Context, click.Parameter, str | None],
               help="Largest gradient error, in units of the mini-batch gradient noise.")  # fmt: skip
 @click.option("--max-memory", callback=parsed("parse_bytes"), metavar="BYTES", help="e.g. 60GB.")
 @click.option("--objective", type=click.Choice(["throughput", "memory", "balanced"]), default="throughput",
-              show_default=True)  # fmt: skip
+              show_default=True, help="What to optimise among acceptable policies.")  # fmt: skip
 @click.option("--reference", type=click.Choice(["script", "fp32", "bf16"]), default="script", show_default=True,
               help="What divergence and speed are compared with.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, metavar="N", help="Seed of the search itself.")
 @click.option("--seeds", default=4, show_default=True, metavar="N", help="Paired seeds of the finalists.")
-@click.option("--finalists", default=3, show_default=True, metavar="N")
-@click.option("--output", "-o", default="policy.yaml", show_default=True, metavar="FILE")
+@click.option("--finalists", default=3, show_default=True, metavar="N", help="Policies re-measured over several seeds.")
+@click.option("--output", "-o", default="policy.yaml", show_default=True, metavar="FILE", help="Where the policy goes.")
 @click.option("--study", default="", metavar="NAME", help="Name of the study; default: from the script.")
 @click.option("--storage", envvar="OPTUNA_STORAGE", default="", metavar="URL", help="Optuna RDB; default: SQLite.")
 @click.option("--resume", is_flag=True, help="Continue a study; finished trials are not repeated.")
 @click.option("--workers", default=0, metavar="N", help="Parallel trials; default: by target.")
-@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True)
+@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True,
+              help="Where trials run.")  # fmt: skip
 @click.option("--ray-address", default="", metavar="ADDRESS", help="Of the Ray cluster; default: one on this machine.")
-@click.option("--gpus-per-trial", default=1, show_default=True, metavar="N")
+@click.option("--gpus-per-trial", default=1, show_default=True, metavar="N", help="With --engine ray.")
 @click.option("--sampler", type=click.Choice(["ours", "tpe", "nsga2", "random", "ilp", "greedy"]), default="ours",
-              show_default=True)  # fmt: skip
+              show_default=True, help="Who proposes trials; all but ours are for comparison.")  # fmt: skip
 @click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32",
               help="Rehearsal: evaluate the cost model at scaled shapes.")  # fmt: skip
 @click.option("--backend", default="auto", metavar="NAME", help="Who runs the GEMMs in trials.")

@@ -1,0 +1,112 @@
+"""``autoprec sensitivity``: the gradient error that each recipe would cause in each group of layers."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoprec.cli.script import script_command
+from autoprec.errors import NothingAcceptableError, ScriptError
+
+if TYPE_CHECKING:
+    from autoprec.search.sensitivity import SensitivityTable
+    from autoprec.trial.protocol import TrialResult
+    from autoprec.trial.runner import TrialRunner
+
+__all__ = ["sensitivity"]
+
+
+def _payload(runner: TrialRunner, spec: Any) -> dict[str, Any]:
+    """Run one trial and return its payload.
+
+    Raises:
+        ScriptError: the trial failed; the message carries the script's own output.
+    """
+    result: TrialResult = runner.run(spec)
+    if not result.ok:
+        raise ScriptError(
+            f"the step could not be measured: {result.reason or result.status}",
+            where=runner.command.label,
+            fix=result.tail or "run the script by itself first",
+        )
+    return result.payload
+
+
+def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, passes: int) -> SensitivityTable:
+    from autoprec.cost import CostModel
+    from autoprec.graph.report import GraphReport
+    from autoprec.search.problem import Problem
+    from autoprec.search.scan import SensitivityScan
+    from autoprec.search.targeting import resolve_target
+    from autoprec.space import default_space, load_space
+    from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.protocol import TrialSpec
+    from autoprec.trial.runner import TrialRunner
+
+    if target != "auto":
+        resolve_target(target, "cpu")  # an unknown name is refused before the script is started
+    chosen = load_space(space) if space else None
+    command = ScriptCommand.parse(script)
+    with (
+        tempfile.TemporaryDirectory(prefix="autoprec-sensitivity-") as directory,
+        TrialRunner(command, run_dir=Path(directory)) as runner,
+    ):
+        host = runner.start()
+        report = GraphReport.from_json(_payload(runner, TrialSpec(kind="record", steps=1, warmup=0))["graph"])
+        if not report.tunable:
+            raise NothingAcceptableError("there is no trainable GEMM to tune", fix="`autoprec inspect` says why")
+        found, timed = resolve_target(target, host.device)
+        problem = Problem.build(report, chosen or default_space(found.name), CostModel(report, found).can_run)
+        scan = SensitivityScan(problem, max_passes=passes)
+        seed = None if host.launch == "fork" else 0
+        while probes := scan.next_round():
+            spec = TrialSpec(
+                kind="sensitivity",
+                steps=1,
+                warmup=warmup,
+                probes=tuple(probes),
+                batches=2,
+                seed=seed,
+                backend="auto" if timed else "emulated",
+            )
+            scan.add(_payload(runner, spec))
+    return scan.table()
+
+
+def _cell(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    share = row["noise_share"]
+    text = f"{row['gradient_error']:.4f}" + (f" ({share:.3f})" if share is not None else "")
+    return text if row["measured"] else f"~{text}"
+
+
+def _print(table: SensitivityTable) -> None:
+    from autoprec.cli.tables import plain_table, stdout_console
+
+    rows = {(row["group"], row["choice"]): row for row in table.rows()}
+    choices = list(dict.fromkeys(choice for _, choice in rows))
+    cells = [(group, *(_cell(rows.get((group, choice))) for choice in choices)) for group in table.groups]
+    stdout_console().print(plain_table(("group", *choices), cells))
+    click.echo("relative error of the whole gradient when only this group runs so; ~ is interpolated along the depth")
+    if table.noise:
+        click.echo(f"in brackets: in units of the mini-batch gradient noise, which is {table.noise:.3f} here")
+
+
+@script_command("sensitivity")
+@click.option("--target", default="auto", metavar="NAME", help="Whose recipes are asked about; default: this device.")
+@click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are asked about.")
+@click.option("--warmup", default=5, show_default=True, type=click.IntRange(min=1), help="Steps before the scan.")
+@click.option("--passes", default=60, show_default=True, type=click.IntRange(min=2), help="Gradients to spend.")
+@click.option("--json", "as_json", is_flag=True, help="The table as JSON on stdout.")
+def sensitivity(script: tuple[str, ...], target: str, space: str, warmup: int, passes: int, as_json: bool) -> None:
+    """Measure the gradient error of every group of layers under every recipe, on the same weights and batch."""
+    table = _measure(script, target, space, warmup, passes)
+    if as_json:
+        click.echo(json.dumps({"rows": table.rows(), "noise": table.noise}))
+    else:
+        _print(table)

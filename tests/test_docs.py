@@ -1,0 +1,133 @@
+"""The documentation is true: every command parses, every file and snippet works, every link leads somewhere."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import click
+import pytest
+
+import autoprec as package
+from autoprec.cli import COMMANDS, cli
+from autoprec.cli.reference import reference
+from autoprec.cli.script import TakesScript
+from autoprec.policy import Policy, parse_policy
+from autoprec.space import space_from_dict
+from autoprec.trial.protocol import FAILURES
+from tests.documents import PAGES, ROOT, Snippet, commands, snippets
+
+OURS = [(where, words[1:]) for where, words in commands() if words[0] == "autoprec"]
+
+
+@pytest.mark.parametrize(("where", "words"), OURS, ids=[f"{where} {words[0]}" for where, words in OURS])
+def test_every_documented_command_line_is_one_that_autoprec_accepts(where: str, words: list[str]) -> None:
+    assert words[0] in COMMANDS, where
+    command = cli.get_command(click.Context(cli), words[0])
+    assert command is not None
+    context = command.make_context(words[0], words[1:], parent=click.Context(cli, **cli.context_settings))
+    if isinstance(command, TakesScript):
+        assert context.params["script"], f"{where}: no script"
+
+
+def test_other_documented_commands_are_make_targets_and_git() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for where, words in commands():
+        if words[0] == "make":
+            assert f"\n{words[1]}:" in makefile, where
+        else:
+            assert words[0] in ("autoprec", "git", "cd", "pip", "python"), where
+
+
+def test_the_command_page_is_current() -> None:
+    page = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    assert page == reference(), "run: make docs"
+
+
+@pytest.mark.parametrize("snippet", snippets("yaml"), ids=str)
+def test_every_documented_file_is_valid(snippet: Snippet) -> None:
+    if "autoprec.space/1" in snippet.text:
+        from autoprec.files import parse_document
+
+        space_from_dict(parse_document(snippet.text), where=str(snippet))
+    else:
+        parse_policy(snippet.text, where=str(snippet))
+
+
+@pytest.mark.parametrize("snippet", snippets("python"), ids=str)
+def test_every_documented_python_snippet_runs(
+    snippet: Snippet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+    from torch import nn
+
+    monkeypatch.chdir(tmp_path)
+    Path("policy.yaml").write_text("schema: autoprec.policy/1\nrecipes: {bf16: {format: bf16}}\ndefault: bf16\n")
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    policy = package.load("policy.yaml")
+    if "audit" in snippet.text:
+        policy.apply(model)
+        model(torch.randn(4, 16)).sum().backward()
+    searched: list[Any] = []
+
+    def search(*args: Any, **options: Any) -> Any:
+        searched.append((args, options))
+        raise package.AutoPrecError("not here")
+
+    monkeypatch.setattr("autoprec.api.search", search)
+    names = {"model": model, "optimizer": optimizer, "policy": policy}
+    try:
+        exec(compile(snippet.text, str(snippet), "exec"), names)
+    except SystemExit:
+        assert searched
+
+
+def test_links_inside_the_documentation_lead_somewhere() -> None:
+    for path in PAGES:
+        for target in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
+            if not target.startswith("http"):
+                assert (path.parent / target).exists(), f"{path.name} -> {target}"
+
+
+def test_every_page_is_reachable_from_the_index() -> None:
+    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+    for path in (ROOT / "docs").glob("*.md"):
+        assert path.name == "index.md" or f"({path.name})" in index, f"{path.name} is not in docs/index.md"
+
+
+def test_every_key_of_a_policy_is_documented() -> None:
+    page = (ROOT / "docs" / "policy-format.md").read_text(encoding="utf-8")
+
+    def keys(schema: dict[str, Any]) -> set[str]:
+        out = set(schema.get("properties", {}))
+        for inner in schema.get("$defs", {}).values():
+            out |= keys(inner)
+        return out
+
+    missing = {key for key in keys(Policy.model_json_schema(by_alias=True)) if key not in page}
+    assert missing == set()
+
+
+def test_every_value_of_a_policy_is_documented() -> None:
+    page = (ROOT / "docs" / "policy-format.md").read_text(encoding="utf-8")
+    values = set(re.findall(r"'enum': \[(.*?)\]", str(Policy.model_json_schema())))
+    missing = {word for group in values for word in re.findall(r"'(\w+)'", group) if f"`{word}`" not in page}
+    assert missing == set()
+
+
+def test_every_way_a_trial_can_fail_is_documented() -> None:
+    page = (ROOT / "docs" / "failures.md").read_text(encoding="utf-8")
+    for status in ("ok", "pruned", *FAILURES):
+        assert f"| `{status}` |" in page
+
+
+def test_every_variable_that_is_read_is_documented() -> None:
+    page = (ROOT / "docs" / "environment-variables.md").read_text(encoding="utf-8")
+    read = set()
+    for path in (ROOT / "autoprec").rglob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        read |= set(re.findall(r"""(?:environ\.get\(|environ\[|getenv\(|envvar=)["']([A-Z][A-Z0-9_]+)["']""", text))
+    private = {name for name in read if name.startswith("AUTOPREC_") and name != "AUTOPREC_DEBUG"}
+    launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # torchrun's
+    missing = {name for name in read - private - launcher if f"`{name}`" not in page}
+    assert missing == set()

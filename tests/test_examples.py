@@ -1,0 +1,59 @@
+"""The examples: plain training scripts that learn something, repeat exactly, and know nothing of AutoPrec."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+pytestmark = pytest.mark.slow
+
+
+def run(*words: str, cwd: Path = ROOT) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = [sys.executable, *words]
+    return subprocess.run(
+        line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=True
+    ).stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(value) for value in re.findall(r"loss (\d+\.\d+)", output)]
+
+
+@pytest.mark.parametrize("name", ["train_gpt.py", "train_vit.py"])
+def test_training_scripts_know_nothing_of_autoprec(name: str) -> None:
+    assert "autoprec" not in (EXAMPLES / name).read_text(encoding="utf-8").lower()
+
+
+def test_the_gpt_learns_repeats_and_saves_only_when_asked(tmp_path: Path) -> None:
+    small = ("--width", "64", "--depth", "2", "--heads", "2", "--batch", "8", "--steps", "41")
+    script = str(EXAMPLES / "train_gpt.py")
+    first = losses(run(script, *small, cwd=tmp_path))
+    assert first[-1] < first[0] - 1.0
+    assert list(tmp_path.iterdir()) == []
+    again = losses(run(script, *small, "--out", "gpt.pt", cwd=tmp_path))
+    assert again == first
+    assert (tmp_path / "gpt.pt").stat().st_size > 100_000
+    assert losses(run(script, *small, "--seed", "1", cwd=tmp_path)) != first
+
+
+def test_the_vit_learns_to_read_digits(tmp_path: Path) -> None:
+    output = run(str(EXAMPLES / "train_vit.py"), "--epochs", "3", "--width", "64", "--depth", "2", cwd=tmp_path)
+    accuracy = [float(value) for value in re.findall(r"accuracy (\d\.\d+)", output)]
+    assert accuracy[-1] > 0.3, "chance is 0.1"
+    assert losses(output)[-1] < losses(output)[0]
+
+
+def test_a_policy_is_applied_in_five_lines(tmp_path: Path) -> None:
+    policy = tmp_path / "policy.yaml"
+    policy.write_text(
+        "schema: autoprec.policy/1\nrecipes: {bf16: {format: bf16}}\nlayers: [{match: 'blocks.*', recipe: bf16}]\n"
+    )
+    output = run(str(EXAMPLES / "use_policy.py"), str(policy))
+    assert "executed as asked: True" in output
+    assert len(losses(output)) == 5
