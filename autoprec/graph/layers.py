@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -56,6 +57,10 @@ def _layer_name(names: ModelNames, product: Product) -> tuple[str, str]:
     """Return a layer's name and the module that ran it: the running module if the weight is its own, else the owner."""
     running = product.layer_module
     own = names.own_parameter(running, product.weight)
+    module = names.modules.get(running)
+    prefix = f"{running}." if running else ""
+    if module is not None and not own and _is_weighted(module) and product.weight.startswith(prefix):
+        return running, running  # parametrised (weight norm, spectral norm, adapters): the weight is computed
     path = own or product.weight
     owner, _, attribute = path.rpartition(".")
     if isinstance(names.modules.get(owner), nn.RNNBase):
@@ -172,24 +177,56 @@ def _gemm_calls(products: list[Product]) -> tuple[GemmCall, ...]:
     return tuple(sorted(rows, key=lambda row: _ORDER.get(row.role, 9)))
 
 
-def _verdict(record: LayerRecord, applicable: frozenset[str], calls_of: dict[str, int]) -> tuple[bool, str]:
+_SEEN_BY_FUNCTIONS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
+
+
+def _outside(record: LayerRecord) -> str:
+    """Return why no policy reaches a weight that no layer module runs."""
+    if record.kind == "attention_projection":
+        return "its weight is used inside nn.MultiheadAttention, not through a layer of its own"
+    if record.kind == "rnn":
+        return "a recurrent kernel runs all gates at once: bf16 comes through activations"
+    return "its weight is used outside a linear or convolution module: follows activations"
+
+
+def _hidden(record: LayerRecord) -> str:
+    """Return why the GEMMs of a raw weight cannot be replaced; empty when they can."""
+    owner = record.name.rpartition(".")[0] if record.weight == record.name else record.name
+    for product in record.products:
+        call = product.call
+        if product.role == "fprop":
+            if call.function == "einsum":
+                return "multiplied by einsum: no replacement, follows activations"
+            if call.name not in _SEEN_BY_FUNCTIONS:
+                return f"multiplied by {call.name}: no replacement, follows activations"
+            if record.module != owner and not record.module.startswith(f"{owner}." if owner else ""):
+                return "multiplied outside the module that holds it: follows activations"
+        elif call.node and not _BUILTIN_NODE.match(call.node):
+            return "multiplied inside a custom autograd function: follows activations"
+    return ""
+
+
+_BUILTIN_NODE = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Linear|Matmul|Checkpoint\w*)Backward\d*$")
+
+
+def _verdict(record: LayerRecord, applicable: dict[str, str], calls_of: dict[str, int]) -> tuple[bool, str]:
+    kind = applicable.get(record.name, "")
     if "never_called" in record.flags:
         return False, "never called in the recorded step"
-    if record.name not in applicable:
-        if record.kind == "attention_projection":
-            return False, "its weight is used inside nn.MultiheadAttention, not through a layer of its own"
-        if record.kind == "expert":
-            return False, "experts share one 3-D weight: no linear layer that a policy could name"
-        if record.kind == "rnn":
-            return False, "a recurrent kernel runs all gates at once: bf16 comes through activations"
-        return False, "its weight is used outside a linear or convolution module: follows activations"
-    if not calls_of.get(record.name):
-        return False, "its module's forward is not called; the weight is used from elsewhere"
+    if not kind:
+        return False, _outside(record)
     if "router" in record.flags:
         return False, "chooses the experts (feeds a top-k): kept as the script wrote it"
-    if record.kind == "conv":
-        return True, "convolution: bf16 or fp16; no training library runs it in FP8"
     frozen = "; frozen, so it has no wgrad" if "frozen" in record.flags else ""
+    if kind == "functional":
+        hidden = _hidden(record)
+        return not hidden, hidden or f"a raw weight multiplied by a function its module calls{frozen}"
+    if kind == "attention":
+        return True, f"projection of nn.MultiheadAttention{frozen}"
+    if record.module != record.name or not calls_of.get(record.name):
+        return False, "its module's forward is not called; the weight is used from elsewhere"
+    if kind == "conv":
+        return True, "convolution: bf16 or fp16; no training library runs it in FP8"
     return True, f"matrix product with a weight of its own{frozen}"
 
 
@@ -208,6 +245,10 @@ def build_layers(
         for gemm in gemms:
             flops[gemm.role] = flops.get(gemm.role, 0) + gemm.flops
         tunable, reason = _verdict(record, applicable, trace.calls_of)
+        group = group_of.get(record.name, record.name)
+        called = [m for m in groups.get(group, ()) if "never_called" not in records[m].flags]
+        if "never_called" in record.flags and called and record.name in applicable:
+            tunable, reason = True, "not called in the recorded step; moves with its group"
         parameter = names.parameters.get(record.weight)
         module = names.modules.get(record.name)
         out.append(
@@ -216,7 +257,7 @@ def build_layers(
                 type=type(module).__name__ if module is not None else type(parameter).__name__,
                 kind=record.kind,
                 weight=record.weight,
-                group=group_of.get(record.name, record.name),
+                group=group,
                 gemms=gemms,
                 parameters=int(parameter.numel()) if parameter is not None else 0,
                 tunable=tunable,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from autoprec.layers import clean_name, tunable_layers, unwrap
+from autoprec.layers import clean_name, tunable_units, unwrap
 
 __all__ = ["ModelNames"]
 
@@ -42,9 +42,9 @@ class ModelNames:
         """Return a module's name; ``<ClassName>`` for one outside the model (a loss module)."""
         return self._names.get(id(module), f"<{type(module).__name__}>")
 
-    def applicable(self) -> frozenset[str]:
-        """Return the names of the layers a policy can be applied to."""
-        return frozenset(tunable_layers(self.root))
+    def applicable(self) -> dict[str, str]:
+        """Return what a policy can be applied to: name -> kind (see :class:`autoprec.layers.Unit`)."""
+        return {name: unit.kind for name, unit in tunable_units(self.root).items()}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over parameters, each once under its first name, then buffers."""

@@ -42,7 +42,7 @@ h1{font-size:1.3rem;margin:.2rem 0}h2{font-size:1.05rem;margin:1.4rem 0 .4rem}.l
 .bar{display:flex;height:22px;border-radius:4px;overflow:hidden;max-width:900px}.bar i{display:block}
 .key span{display:inline-block;margin:.2rem .8rem .2rem 0;white-space:nowrap}.key b{display:inline-block;width:.8em;
 height:.8em;border-radius:2px;margin-right:.35em}table{border-collapse:collapse;font-size:13px}td,th{padding:.15rem
-.6rem;border-bottom:1px solid #e5e7eb;text-align:left;vertical-align:top}td.n{text-align:right;
+.6rem;border-bottom:1px solid #e5e7eb;text-align:left;vertical-align:top}td,th{white-space:nowrap}td.n{text-align:right;
 font-variant-numeric:tabular-nums}tr.no td{color:#6b7280}.columns{display:flex;gap:1.5rem;align-items:flex-start;
 flex-wrap:wrap}.graph{overflow:auto;max-height:85vh;border:1px solid #e5e7eb;border-radius:6px;flex:1 1 420px}
 .layers{overflow:auto;max-height:85vh;flex:1 1 640px}#about{position:sticky;bottom:0;background:#f9fafb;padding:.4rem
@@ -163,14 +163,15 @@ def _layers(report: GraphReport) -> str:
     total = report.total_flops or 1
     rows = []
     for layer in report.layers:
-        cells = [html.escape(text) for text in (layer.name or "(root)", layer.kind, layer.group, shape_text(layer))]
+        group = "" if layer.group == layer.name else layer.group
+        cells = [html.escape(text) for text in (layer.name or "(root)", layer.kind, group, shape_text(layer))]
         multiple = alignment(layer)
         flags = ", ".join(layer.flags)
         rows.append(
             f'<tr class="{"yes" if layer.tunable else "no"}"><td>{cells[0]}</td><td>{cells[1]}</td>'
             f'<td class="n">{cells[3]}</td><td class="n">{layer.total_flops / total:.1%}</td>'
             f'<td class="n">{multiple}</td><td>{html.escape(flags)}</td>'
-            f"<td>{'tunable' if layer.tunable else 'no'}: {html.escape(layer.reason)}</td><td>{cells[2]}</td></tr>"
+            f"<td>{'yes' if layer.tunable else 'no'}: {html.escape(layer.reason)}</td><td>{cells[2]}</td></tr>"
         )
     head = "<tr><th>layer</th><th>kind</th><th>M x K x N</th><th>FLOPs</th><th>multiple of</th><th>flags</th>"
     return f"<table>{head}<th>tunable</th><th>group</th></tr>{''.join(rows)}</table>"

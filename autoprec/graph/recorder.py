@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.graph.modules import ModelNames
@@ -27,9 +28,32 @@ from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
 __all__ = ["StepRecorder", "record_step"]
 
 _SKIPPED = frozenset({"prim", "profiler"})
+_NAMED_FUNCTIONS: dict[Any, str] = {
+    torch.einsum: "einsum",
+    torch.nn.functional.scaled_dot_product_attention: "scaled_dot_product_attention",
+}
 _graph_task = torch._C._current_graph_task_id
 _autograd_node = torch._C._current_autograd_node
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+class _Functions(TorchFunctionMode):
+    """Remembers which of a few torch functions is running: their operators alone do not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = ""
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _NAMED_FUNCTIONS or self.running:
+            return func(*args, **(kwargs or {}))
+        self.running = _NAMED_FUNCTIONS[func]
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.running = ""
 
 
 class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -59,6 +83,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._hooks: list[Any] = []
         self._saved_hooks: Any = None
         self._quiet: Any = None
+        self._functions = _Functions()
         self._storages = StorageTable()
         self._known: dict[tuple[Any, ...], int] = {}
         self._saved: dict[int, int] = {}
@@ -98,6 +123,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._measure_saved:
             self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
             self._saved_hooks.__enter__()
+        self._functions.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -105,6 +131,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
         super().__exit__(kind, value, traceback)  # type: ignore[no-untyped-call]
+        self._functions.__exit__(kind, value, traceback)  # type: ignore[no-untyped-call]
         if self._saved_hooks is not None:
             self._saved_hooks.__exit__(kind, value, traceback)
             self._saved_hooks = None
@@ -275,8 +302,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     outs.append(value)
         module, phase = self._where(task)
         op = func._schema.name if hasattr(func, "_schema") else f"higher_order::{getattr(func, '_name', func)}"
+        function = self._functions.running
         self.trace.calls.append(
-            Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), module, phase, seq, task, node)
+            Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), module, phase, seq, task, node, function)
         )
 
     def _where(self, task: int) -> tuple[str, str]:

@@ -13,20 +13,27 @@ from autoprec.graph.trace import Trace
 __all__ = ["sibling_pairs", "source_of"]
 
 _MOVES = frozenset({"view", "cast", "allocation"})
-_GATHERS = frozenset({"index", "index_select", "gather", "_unsafe_index", "where", "mul"})
+_GATHERS = frozenset({"index", "index_select", "gather", "_unsafe_index", "masked_select", "take_along_dim"})
 
 
-def source_of(trace: Trace, links: Links, value: int, *, through_gather: bool = False) -> int:
-    """Walk up through what only moves or casts a tensor; with ``through_gather`` also through row selection."""
+def source_of(trace: Trace, links: Links, value: int) -> int:
+    """Walk up through what only moves or casts a tensor."""
+    return _walk(trace, links, value, frozenset())[0]
+
+
+def _walk(trace: Trace, links: Links, value: int, also: frozenset[str]) -> tuple[int, bool]:
+    """Walk up through moves, casts and the operators ``also``; say whether one of those was passed."""
+    passed = False
     for _ in range(12):
         call = trace.producer(value)
         if call is None or not call.ins:
-            return value
-        moves = links.classes[call.index] in _MOVES or (through_gather and call.name in _GATHERS)
-        if not moves:
-            return value
+            break
+        if links.classes[call.index] not in _MOVES:
+            if call.name not in also:
+                break
+            passed = True
         value = call.ins[0]
-    return value
+    return value, passed
 
 
 def _parent(name: str) -> str:
@@ -53,15 +60,14 @@ def _same_expert(
         match = re.fullmatch(r"(.*)\.(\d+)((?:\.[^.]+)*)", record.name)
         if match and type(names.modules.get(match[1])).__name__ == "ModuleList":
             families.setdefault((match[1], match[3]), []).append(record)
-    gathered: dict[str, bool] = {}
+    mixtures: set[str] = set()
     for (container, _), members in families.items():
-        called = [r for r in members if r.inputs]
-        sources = {source_of(trace, links, r.inputs[0], through_gather=True) for r in called}
-        looks = "expert" in container.lower()
-        parallel = len(called) > 1 and len(sources) == 1
-        gathered[container] = gathered.get(container, False) or parallel or (looks and len(members) > 1)
+        found = [_walk(trace, links, r.inputs[0], _GATHERS) for r in members if r.inputs]
+        rows_of_one = len(found) > 1 and len({source for source, _ in found}) == 1 and all(hit for _, hit in found)
+        if rows_of_one or ("expert" in container.lower() and len(members) > 1):
+            mixtures.add(container)
     for (container, _), members in families.items():
-        if gathered[container]:
+        if container in mixtures:
             for record in members[1:]:
                 yield members[0].name, record.name
 

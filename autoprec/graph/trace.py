@@ -57,7 +57,11 @@ class Value:
 
 @dataclass(slots=True)
 class Call:
-    """One operator call; ``args`` and ``kwargs`` hold :class:`Ref` in place of tensors."""
+    """One operator call; ``args`` and ``kwargs`` hold :class:`Ref` in place of tensors.
+
+    ``node`` is the autograd node that ran it (backward only); ``function`` the torch function it came from, where that
+    is one of those that hide what they do (einsum, scaled_dot_product_attention).
+    """
 
     index: int
     func: Any
@@ -71,6 +75,7 @@ class Call:
     seq: int
     task: int
     node: str = ""
+    function: str = ""
 
     @property
     def name(self) -> str:

@@ -192,11 +192,12 @@ def test_custom_functions_and_weights_used_outside_a_module():
 
     model = Net()
     report = record_step(model, lambda: model(torch.randn(2, 8)).sum().backward())
-    for name in ("w", "v"):
+    for name, tunable in (("w", False), ("v", True)):
         layer = report.layer(name)
-        assert (layer.kind, layer.tunable) == ("functional", False)
+        assert (layer.kind, layer.tunable) == ("functional", tunable)
         assert layer.roles() == ("fprop", "dgrad", "wgrad")
-    assert report.tunable_flops_share == pytest.approx(2 / 8)  # a has no dgrad: its input is the batch
+    assert "custom autograd function" in report.layer("w").reason
+    assert report.tunable_flops_share == pytest.approx(5 / 8)  # a has no dgrad: its input is the batch
 
 
 def test_loss_only_backward_and_second_backward_do_not_stop_the_recorder():

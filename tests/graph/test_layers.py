@@ -1,0 +1,157 @@
+"""Layers: every weighted GEMM is one, named as a policy names it, and says why it is or is not tunable."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoprec.graph.recorder import record_step
+from tests.graph.models import WIDTH, Decoder, Mixture, decoder_step
+
+
+def record(model, *args):
+    return record_step(model, lambda: model(*args).square().mean().backward())
+
+
+def test_tied_head_is_tied_and_named_after_its_module():
+    model = Decoder(tied=True)
+    head = record_step(model, lambda: decoder_step(model)).layer("head")
+    assert head.flags == ("head", "tied")
+    assert head.weight == "embed.weight"
+    assert head.tunable
+
+
+def test_mixture_of_experts():
+    torch.manual_seed(0)
+    report = record(Mixture(), torch.randn(64, WIDTH))
+    gate = report.layer("gate")
+    assert "router" in gate.flags
+    assert not gate.tunable
+    idle = report.layer("experts.3.w1")
+    assert idle.flags == ("never_called",)
+    assert idle.tunable
+    assert "moves with its group" in idle.reason
+    assert report.groups["experts.*.w1"] == tuple(f"experts.{i}.w1" for i in range(4))
+    assert report.groups["experts.*.w2"] == tuple(f"experts.{i}.w2" for i in range(4))
+    rows = sum(g.m for i in range(3) for g in report.layer(f"experts.{i}.w1").gemms if g.role == "fprop")
+    assert rows == 64  # every token met one expert
+
+
+def test_a_layer_nobody_calls_is_listed_and_left_alone():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.spare = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.used(x)
+
+    layer = record(Net(), torch.randn(2, 8)).layer("spare")
+    assert (layer.flags, layer.tunable, layer.gemms) == (("never_called",), False, ())
+    assert "never called" in layer.reason
+
+
+def test_multihead_attention_has_its_projections():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+
+        def forward(self, x):
+            return self.a(x, x, x, need_weights=False)[0]
+
+    report = record(Net(), torch.randn(2, 8, WIDTH))
+    assert [layer.name for layer in report.layers] == ["a.in_proj_weight", "a.out_proj"]
+    assert {layer.kind for layer in report.layers} == {"attention_projection"}
+    assert report.layer("a.in_proj_weight").flops["fprop"] == 2 * 16 * WIDTH * 3 * WIDTH
+
+
+def test_lstm_is_one_layer_with_its_flops_and_is_not_tunable():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.rnn = nn.LSTM(16, 24, batch_first=True)
+
+        def forward(self, x):
+            return self.rnn(x)[0]
+
+    layer = record(Net(), torch.randn(2, 5, 16)).layer("rnn")
+    assert (layer.kind, layer.tunable) == ("rnn", False)
+    assert layer.flops["fprop"] == 2 * 2 * 5 * (16 + 24) * 4 * 24
+    assert sum(layer.flops.values()) == 3 * layer.flops["fprop"]
+
+
+@pytest.mark.parametrize(
+    ("conv", "image", "flops"),
+    [
+        (nn.Conv2d(3, 8, 3, stride=2, padding=1), (2, 3, 8, 8), 2 * 2 * 16 * 27 * 8),
+        (nn.Conv2d(8, 8, 3, padding=1, groups=8), (2, 8, 4, 4), 2 * 2 * 16 * 9 * 8),
+        (nn.Conv1d(4, 6, 5), (2, 4, 9), 2 * 2 * 5 * 20 * 6),
+        (nn.ConvTranspose2d(4, 6, 2, stride=2), (2, 4, 3, 3), 2 * 2 * 9 * 4 * 24),
+    ],
+)
+def test_convolutions_count_their_implicit_gemm(conv, image, flops):
+    report = record(nn.Sequential(conv), torch.randn(*image, requires_grad=True))
+    layer = report.layer("0")
+    assert layer.kind == "conv"
+    assert layer.flops == {"fprop": flops, "dgrad": flops, "wgrad": flops}
+    assert all(g.flops == flops for g in layer.gemms)
+
+
+def test_a_module_called_three_times_counts_three_times():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x):
+            for _ in range(3):
+                x = torch.tanh(self.a(x))
+            return x
+
+    gemms = {g.role: g.calls for g in record(Net(), torch.randn(2, 8)).layer("a").gemms}
+    assert gemms == {"fprop": 3, "dgrad": 2, "wgrad": 3}
+
+
+def test_einsum_is_seen_and_said_to_be_out_of_reach():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4, 8, 16))
+
+        def forward(self, x):
+            return torch.einsum("ecd,edf->ecf", x, self.w)
+
+    layer = record(Net(), torch.randn(4, 3, 8)).layer("w")
+    assert (layer.kind, layer.tunable) == ("expert", False)
+    assert "einsum" in layer.reason
+    assert layer.flops["fprop"] == 2 * 4 * 3 * 8 * 16
+
+
+def test_a_weight_used_by_another_module_is_not_tunable():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = nn.Linear(8, 8)
+
+        def forward(self, x):
+            return F.linear(x, self.a.weight)
+
+    layer = record(Net(), torch.randn(2, 8)).layer("a")
+    assert not layer.tunable
+    assert "not called" in layer.reason
+
+
+def test_autocast_and_weight_norm_do_not_hide_the_weight():
+    model = nn.Sequential(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(torch.randn(2, 8))
+    del out
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(2, 8)).float().sum().backward()
+
+    report = record_step(model, step)
+    assert all(layer.dtype == "bf16" for layer in report.layers)
+    assert {layer.roles() for layer in report.layers} == {("fprop", "wgrad"), ("fprop", "dgrad", "wgrad")}
