@@ -67,6 +67,16 @@ def make_prior(context: Context) -> Prior:
     )
 
 
+def stop_gap(context: Context) -> float:
+    """Return the loss gap beyond which a trial is hopeless and is ended early.
+
+    Single steps of a harmless FP8 run are off by up to ten times the usual budget; twenty times the budget, or ten
+    times the noise floor, on average over the last quarter is no chance any more.
+    """
+    floor = context.references[0].noise_floor
+    return max(20.0 * context.limits.divergence, 10.0 * floor)
+
+
 def trial_record(
     context: Context, number: int, kind: str, name: str, params: dict[str, Any], seed: int = 0, **spec: Any
 ) -> TrialRecord:
@@ -74,7 +84,8 @@ def trial_record(
     policy = context.problem.policy(params).to_dict()
     reference = context.references[seed]
     began = time.time()
-    result = context.run(context.spec(policy, **spec), seed)
+    hopeless = {"reference_losses": reference.losses, "stop_gap": stop_gap(context)}
+    result = context.run(context.spec(policy, **(hopeless | spec)), seed)
     estimate = None if context.measured else context.estimate(params)
     scored = score(result, reference, estimate=estimate, gradient_error=context.gradient_error(params))
     return TrialRecord(
