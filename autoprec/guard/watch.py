@@ -1,0 +1,251 @@
+"""Watch a long training run under a policy, and fall back step by step when it leaves its way.
+
+Short trials see early divergence only. The guard looks at what a policy's ``guard`` section names, every few steps;
+on a breach it applies the next fallback in the policy's order, logs it, and never stops or breaks the training.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.apply import apply_policy, remove_policy
+from autoprec.errors import AutoPrecError, UnknownNameError
+from autoprec.guard.fallback import FALLBACKS, fall_back
+from autoprec.guard.samples import OperandSampler
+from autoprec.layers import tunable_units, unwrap
+from autoprec.policy import Policy, resolve
+
+__all__ = ["METRICS", "Breach", "Guard"]
+
+#: What can be watched -> the threshold used when the policy names the metric without one.
+METRICS: dict[str, float] = {
+    "loss_gap": 0.02,  # relative: smoothed loss above the reference's, or above its own best
+    "gradient_norm_ratio": 3.0,  # median of the last steps over the median of the window
+    "saturated_share": 0.01,  # of sampled FP8 values at the format's largest one
+    "underflow_share": 0.5,  # of sampled non-zero values that become zero
+    "nonfinite_steps": 3.0,  # losses or gradient norms in the window that are no numbers
+}
+_LOG = logging.getLogger("autoprec.guard")
+
+
+@dataclass(frozen=True, slots=True)
+class Breach:
+    """A threshold that was crossed at ``step``, and what the guard did: ``action`` is a fallback, or ``none left``."""
+
+    step: int
+    metric: str
+    value: float
+    threshold: float
+    action: str
+
+
+class Guard:
+    """Watches one training run.
+
+    >>> guard = Guard(policy, model)          # after policy.apply(model)      # doctest: +SKIP
+    >>> guard.step(loss, gradient_norm)       # once per optimizer step        # doctest: +SKIP
+
+    Args:
+        policy: what the model runs; its ``guard`` section says what to watch, how far it may go, and the fallbacks.
+            Without one, every metric of :data:`METRICS` is watched and every fallback is used in order.
+        model: the model the policy is applied to, wrapped or not; without it the guard warns but cannot fall back.
+        reference: losses of the reference run per step, where known; otherwise the run's own best smoothed loss
+            stands for the reference's trend.
+        every: steps between two looks; only then are tensors brought to the host.
+        window: steps that a median runs over, and the time a fallback is given before the next one.
+        patience: looks in a row that a threshold must be crossed before the guard acts.
+        backend: backend for the policies that it applies.
+        on_breach: called with every :class:`Breach`.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        model: nn.Module | None = None,
+        *,
+        reference: Sequence[float] = (),
+        every: int = 10,
+        window: int = 100,
+        patience: int = 3,
+        backend: str = "auto",
+        on_breach: Callable[[Breach], None] | None = None,
+    ) -> None:
+        section = policy.guard
+        named = section.metrics if section and section.metrics else tuple(METRICS)
+        given = section.thresholds if section else {}
+        self.thresholds = {name: float(given.get(name, METRICS.get(name, math.inf))) for name in (*named, *given)}
+        self.fallbacks = list(section.fallback if section and section.fallback else FALLBACKS)
+        self.policy, self.model, self.reference = policy, model, tuple(reference)
+        self.every, self.patience, self.backend, self.on_breach = max(1, every), patience, backend, on_breach
+        self.steps, self.window = 0, window
+        self.breaches: list[Breach] = []
+        self.values: dict[str, float] = {}
+        self._pending: list[tuple[Any, Any]] = []
+        self._losses: deque[float] = deque(maxlen=window)
+        self._norms: deque[float] = deque(maxlen=window)
+        self._best = math.inf
+        self._above: dict[str, int] = {}
+        self._sampler = OperandSampler(model) if model is not None and self._samples() else None
+
+    def _samples(self) -> bool:
+        return bool({"saturated_share", "underflow_share"} & set(self.thresholds))
+
+    def step(self, loss: Tensor | float, gradient_norm: Tensor | float | None = None) -> Breach | None:
+        """Take in one optimizer step; return the breach this step brought to light, if any. Never raises.
+
+        Args:
+            loss: the step's loss (a 0-d tensor is not synchronised before the next look).
+            gradient_norm: total gradient norm before clipping, e.g. what ``clip_grad_norm_`` returned.
+        """
+        try:
+            self.steps += 1
+            self._pending.append((_detached(loss), _detached(gradient_norm)))
+            if self._sampler is not None and self.steps % self.every == self.every - 1:
+                self._sampler.arm()  # the next step is looked at from the inside
+            if self.steps % self.every:
+                return None
+            return self._look()
+        except Exception:  # the guard must never be what ends a training
+            _LOG.exception("the guard failed at step %d and looks away until the next one", self.steps)
+            return None
+
+    def _look(self) -> Breach | None:
+        for loss, norm in self._pending:
+            self._losses.append(float(loss))
+            if norm is not None:
+                self._norms.append(float(norm))
+        self._pending = []
+        self.values = _agreed(self._measure(), self.model)
+        for name, threshold in self.thresholds.items():
+            value = self.values.get(name, math.nan)
+            self._above[name] = self._above.get(name, 0) + 1 if value > threshold else 0
+        _to_mlflow({f"guard/{name}": value for name, value in self.values.items()}, self.steps)
+        enough = {name: 1 if name == "nonfinite_steps" else self.patience for name in self.thresholds}
+        settled = not self.breaches or self.steps - self.breaches[-1].step >= self.window
+        crossed = [name for name, count in self._above.items() if settled and count >= enough[name]]
+        return self._act(crossed[0]) if crossed else None
+
+    def _measure(self) -> dict[str, float]:
+        finite = [loss for loss in self._losses if math.isfinite(loss)]
+        values: dict[str, float] = {}
+        bad = sum(not math.isfinite(v) for v in (*self._losses, *self._norms))
+        values["nonfinite_steps"] = float(bad)
+        recent = finite[-max(self.every, 10) :]
+        if recent:
+            smooth = median(recent)
+            self._best = min(self._best, smooth)
+            expected = self._expected(len(recent))
+            values["loss_gap"] = (smooth - expected) / max(abs(expected), 1e-12)
+        norms = [norm for norm in self._norms if math.isfinite(norm)]
+        if len(norms) >= 2 * self.every:
+            values["gradient_norm_ratio"] = median(norms[-self.every :]) / max(median(norms), 1e-30)
+        if self._sampler is not None:
+            values |= self._sampler.report()
+        return values
+
+    def _expected(self, count: int) -> float:
+        reference = [x for x in self.reference[max(0, self.steps - count) : self.steps] if math.isfinite(x)]
+        return median(reference) if reference else self._best
+
+    def _act(self, metric: str) -> Breach:
+        action = "none left"
+        while self.fallbacks:
+            name = self.fallbacks.pop(0)
+            if self._apply(name):
+                action = name
+                break
+        breach = Breach(self.steps, metric, self.values[metric], self.thresholds[metric], action)
+        self.breaches.append(breach)
+        self._above.clear()
+        self._losses.clear()
+        self._norms.clear()
+        text = f"step {breach.step}: {metric} {breach.value:.4g} is above {breach.threshold:.4g}; fallback: {action}"
+        _LOG.warning(text)
+        _to_mlflow({"guard/fallbacks": float(len(self.breaches))}, self.steps, {f"autoprec.guard.{breach.step}": text})
+        if self.on_breach is not None:
+            self.on_breach(breach)
+        return breach
+
+    def _apply(self, name: str) -> bool:
+        """Apply a fallback; say whether it changed anything."""
+        if self.model is None:
+            return False
+        layers = list(tunable_units(unwrap(self.model)))
+        try:
+            following = fall_back(self.policy, name, layers)
+        except UnknownNameError as error:
+            _LOG.warning("%s", error)
+            return False
+        same = resolve(following, layers, strict=False) == resolve(self.policy, layers, strict=False)
+        if same and (name != "script" or following == self.policy):
+            return False
+        if self._sampler is not None:
+            self._sampler.disarm()
+        try:
+            if name == "script":
+                remove_policy(self.model)
+            else:
+                apply_policy(following, self.model, backend=self.backend, strict=False)
+        except AutoPrecError as error:
+            _LOG.warning("fallback %s could not be applied: %s", name, error)
+            return False
+        self.policy = following
+        return True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint must carry so that a resumed run keeps its fallbacks."""
+        return {
+            "steps": self.steps,
+            "best": self._best,
+            "fallbacks": list(self.fallbacks),
+            "policy": self.policy.to_dict(),
+            "breaches": [asdict(breach) for breach in self.breaches],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`; the policy it had fallen back to is applied to the model."""
+        self.steps, self._best = int(state["steps"]), float(state["best"])
+        self.fallbacks = list(state["fallbacks"])
+        self.breaches = [Breach(**row) for row in state["breaches"]]
+        self.policy = type(self.policy).model_validate(state["policy"])
+        if self.model is not None and self.breaches:
+            apply_policy(self.policy, self.model, backend=self.backend, strict=False)
+
+
+def _detached(value: Tensor | float | None) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+def _agreed(values: dict[str, float], model: nn.Module | None) -> dict[str, float]:
+    """Take the largest value over all ranks, so that every rank falls back at the same step."""
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return values
+    names = sorted(METRICS)
+    device = next((p.device for p in model.parameters()), torch.device("cpu")) if model is not None else "cpu"
+    packed = torch.tensor([values.get(name, -math.inf) for name in names], dtype=torch.float64, device=device)
+    dist.all_reduce(packed, op=dist.ReduceOp.MAX)
+    return {name: value for name, value in zip(names, packed.tolist(), strict=True) if value > -math.inf}
+
+
+def _to_mlflow(metrics: dict[str, float], step: int, tags: dict[str, str] | None = None) -> None:
+    """Log to the active MLflow run, if the training has one; MLflow is never imported for it."""
+    mlflow = sys.modules.get("mlflow")
+    if mlflow is None or getattr(mlflow, "active_run", lambda: None)() is None:
+        return
+    try:
+        mlflow.log_metrics({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+        if tags:
+            mlflow.set_tags(tags)
+    except Exception:  # a tracking server must never end a training
+        _LOG.exception("the guard could not log to MLflow")
