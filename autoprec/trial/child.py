@@ -18,6 +18,7 @@ from torch import nn
 
 from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
 from autoprec.files import canonical_json
+from autoprec.trial.applying import apply_document
 from autoprec.trial.discovery import Found, batch_size
 from autoprec.trial.hooks import Events, Hooks
 from autoprec.trial.loop import Loop, early_stop
@@ -25,27 +26,7 @@ from autoprec.trial.measure import clock_for
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.trial.seeding import reseed
 
-__all__ = ["Trial", "apply_document", "is_out_of_memory", "round_weights"]
-
-
-def apply_document(document: dict[str, Any] | None, found: Found, backend: str) -> Any:
-    """Apply a policy document to the primary model and its optimizers; returns the policy, or None.
-
-    Raises:
-        PolicyError, PolicyMismatchError, UnsupportedError: see :func:`autoprec.apply.apply_policy`.
-    """
-    if document is None:
-        return None
-    from autoprec.apply import Policy
-    from autoprec.policy import policy_from_dict
-
-    policy = policy_from_dict(document, cls=Policy)
-    policy.apply(found.root, backend=backend)
-    lowered = {value for key, value in policy.optimizer.model_dump().items() if key in ("weights", "exp_avg", "exp_avg_sq")}
-    if lowered - {"fp32"}:
-        for optimizer in found.optimizers:
-            policy.wrap_optimizer(optimizer)
-    return policy
+__all__ = ["Trial", "is_out_of_memory", "round_weights"]
 
 
 def round_weights(found: Found) -> None:

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from autoprec.errors import AutoPrecError
-from autoprec.trial.child import apply_document
+from autoprec.trial.applying import apply_document
 from autoprec.trial.discovery import Found
 from autoprec.trial.hooks import Events, Hooks, raw_loss
 from autoprec.trial.protocol import TrialSpec

@@ -24,7 +24,7 @@ import torch
 from torch.optim import Optimizer
 
 from autoprec.errors import AutoPrecError
-from autoprec.trial.child import apply_document
+from autoprec.trial.applying import apply_document
 from autoprec.trial.discovery import Found
 from autoprec.trial.hooks import Events, Hooks, raw_loss
 from autoprec.trial.processes import die_with_parent
