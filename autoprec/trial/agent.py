@@ -23,13 +23,18 @@ import torch
 from torch import nn
 
 from autoprec.errors import AutoPrecError
-from autoprec.trial.child import Trial, apply_document
+from autoprec.trial.applying import apply_document
+from autoprec.trial.child import Trial
 from autoprec.trial.discovery import Found, discover, loss_parameters
+from autoprec.trial.environment import MARK_VARIABLE
 from autoprec.trial.hooks import Events, Hooks
+from autoprec.trial.isolation import isolate
+from autoprec.trial.loaders import load_in_process
 from autoprec.trial.processes import watch_driver
 from autoprec.trial.protocol import HostInfo, TrialSpec
 from autoprec.trial.seeding import offset_seeds
 from autoprec.trial.server import serve, settle
+from autoprec.trial.template import offer, offer_at_first_seed
 
 __all__ = ["Agent", "current", "install"]
 
@@ -69,23 +74,42 @@ class Agent:
         self._loading: Any = None
         self._overlay: Any = None
         self._registered: Found | None = None
+        self._forked = False
 
     def install(self) -> None:
         """Patch torch and start waiting."""
         self.hooks.install()
         self.hooks.watch(self._on_training_call)
         self.hooks.events = _Backwards(self)
-        if self.mode != "run":
-            offset_seeds(int(self.config.get("seed_offset", 0)))
-            from autoprec.trial.isolation import isolate
+        if self.mode == "run":
+            return
+        self._overlay = isolate(self.config)
+        atexit.register(self._at_exit)
+        first = os.environ.get(MARK_VARIABLE) == self.config["family"]  # and not something the script started
+        address = str(self.config.get("zygote", "")) if first else ""
+        if address and not offer(address, self._become):
+            offer_at_first_seed(address, self._become)
+        if not self._forked:
+            self._prepare()
 
-            self._overlay = isolate(self.config)
-            if self.mode == "host" and self.config["launch"] in ("auto", "fork") and "RANK" not in os.environ:
-                from autoprec.trial.loaders import load_in_process
+    def _become(self, config: dict[str, Any]) -> None:
+        """In a fork of the zygote: this process now is what its own configuration says."""
+        self.config, self.mode = config, str(config["mode"])
+        self._forked, self._pid = True, os.getpid()
+        self._started = float(config["started"])
+        self._overlay.allow(str(config["private"]), str(config["run_dir"]))
+        layer = Path(config["private"]) / f"overlay-{os.getpid()}"
+        layer.mkdir()
+        self._overlay.push(str(layer))
+        self._prepare()
 
-                self._loading = load_in_process()
-            atexit.register(self._at_exit)
-            self._watching = watch_driver(*self.config["driver"])
+    def _prepare(self) -> None:
+        os.environ[MARK_VARIABLE] = str(self.config["mark"])
+        offset_seeds(int(self.config.get("seed_offset", 0)))
+        hosting = self.mode == "host" and self.config["launch"] in ("auto", "fork") and "RANK" not in os.environ
+        if hosting and self._loading is None:
+            self._loading = load_in_process()
+        self._watching = watch_driver(*self.config["driver"])
 
     # ---------------------------------------------------------------- the first training forward
     def _on_training_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
