@@ -64,7 +64,10 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
     if executions or policy.activations != "keep" or policy.operators.attention != "keep":
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
         kind = device.split(":")[0]
-        install_root(root, RootExecution(_ACTIVATIONS.get(policy.activations), policy.operators, kind, low))
+        around = getattr(chosen, "around_model", lambda: None)()
+        root_execution = RootExecution(_ACTIVATIONS.get(policy.activations), policy.operators, kind, low)
+        root_execution.context = around
+        install_root(root, root_execution)
 
 
 def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:

@@ -9,6 +9,7 @@ torch-function mode sees all of it without touching the model.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -170,6 +171,7 @@ class RootExecution:
         operators: what runs in float32, and the dtype of attention.
         device: device type of the model (cpu, cuda).
         low_precision: the model holds bfloat16 or float16 parameters.
+        context: what a backend needs around the whole forward, if anything.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
     """
 
@@ -181,6 +183,7 @@ class RootExecution:
     called: bool = False
     traced: bool = False
     modes: dict[bool, OperatorMode] = field(default_factory=dict)
+    context: Callable[[], AbstractContextManager[Any]] | None = None
 
     def needed(self, device: str) -> bool:
         """Say whether anything of low precision can reach the operators at all."""
@@ -197,6 +200,12 @@ class RootExecution:
         if torch.compiler.is_compiling():
             self.traced = True
         device = self.device
+        if self.context is not None:
+            with self.context():
+                return self._run(forward, args, kwargs, device)
+        return self._run(forward, args, kwargs, device)
+
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Any:
         if not self.needed(device):
             return forward(*args, **kwargs)
         if self.activations is None:

@@ -9,9 +9,32 @@ from autoprec.errors import UnknownNameError
 
 __all__ = ["BACKENDS", "Backend", "Capability", "Execution", "choose", "get"]
 
+
+def _torchao() -> Backend:
+    from autoprec.backends.torchao import TorchaoBackend
+
+    return TorchaoBackend()
+
+
+def _transformer_engine() -> Backend:
+    from autoprec.backends.transformer_engine import TransformerEngineBackend
+
+    return TransformerEngineBackend()
+
+
+def _msamp() -> Backend:
+    from autoprec.backends.msamp import MsampBackend
+
+    return MsampBackend()
+
+
+#: Builders by name; optional packages are imported when a backend is asked for, not here.
 BACKENDS: dict[str, BackendFactory] = {
     "emulated": EmulatedBackend,
     "native": NativeBackend,
+    "torchao": _torchao,
+    "transformer_engine": _transformer_engine,
+    "msamp": _msamp,
 }
 
 
