@@ -20,7 +20,7 @@ ROOMS = {
     "cost": ("cost",),
     "trial": ("trial", "session"),
     "search": ("search",),
-    "outlets": ("tracking", "report", "export"),
+    "outlets": ("tracking", "report", "export", "integrations"),
     "testing": ("testing",),
     "door": ("api", "cli", "__init__", "__main__"),
 }
