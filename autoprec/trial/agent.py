@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import importlib
 import json
 import os
 import socket
@@ -34,7 +33,7 @@ from autoprec.trial.processes import watch_driver
 from autoprec.trial.protocol import HostInfo, TrialSpec
 from autoprec.trial.seeding import offset_seeds
 from autoprec.trial.server import serve, settle
-from autoprec.trial.template import offer, offer_at_first_seed
+from autoprec.trial.template import offer, offer_at_first_seed, preload
 
 __all__ = ["Agent", "current", "install"]
 
@@ -179,7 +178,9 @@ class Agent:
         kwargs: dict[str, Any],
     ) -> None:
         self._pid = os.getpid()
-        self.trial = Trial(spec, found, self.hooks, result=result, asked=asked, writer=_rank() == 0, may_fork=self._may_fork(found))
+        self.trial = Trial(
+            spec, found, self.hooks, result=result, asked=asked, writer=_rank() == 0, may_fork=self._may_fork(found)
+        )
         if self._loading is not None:
             self._loading.charge = self.trial.credit
         self.trial.begin(module, args, kwargs)
@@ -208,7 +209,7 @@ class Agent:
         info = host_info(found, "process" if obstacle else "fork", time.monotonic() - self._started, obstacle)
         control = self._connect()
         self._watching.set()  # from here on the control connection tells
-        _preload()
+        preload()
         settle()
         control.sendall(json.dumps({"op": "hello", "info": info.to_json()}).encode() + b"\n")
         if obstacle:
@@ -234,7 +235,11 @@ class Agent:
             return  # a fork of the script's own (a DataLoader worker)
         if self.trial is not None:
             self.trial.at_exit()
-        elif self.mode == "host" and not self._reached and (self._forwards or self.hooks.backwards or self.hooks.optimizers):
+        elif (
+            self.mode == "host"
+            and not self._reached
+            and (self._forwards or self.hooks.backwards or self.hooks.optimizers)
+        ):
             self._report_end()
 
     def _report_end(self) -> None:
@@ -290,7 +295,9 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         notes.append(f"trials are started as plain processes: {obstacle}")
     others = [t.name for t in threading.enumerate() if t is not threading.main_thread() and t.name != "autoprec-watch"]
     if others and not obstacle:
-        notes.append(f"the script has {len(others)} other threads, which forked trials do not have: {', '.join(others[:4])}")
+        notes.append(
+            f"the script has {len(others)} other threads, which forked trials do not have: {', '.join(others[:4])}"
+        )
     return HostInfo(
         launch=launch,
         model=model_info(root),
@@ -301,12 +308,6 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         setup_s=setup_s,
         notes=tuple(notes),
     )
-
-
-def _preload() -> None:
-    """Import in the host what every child would otherwise import for itself."""
-    for name in ("autoprec.apply", "autoprec.audit", "autoprec.graph.recorder", "autoprec.trial.sensitivity"):
-        importlib.import_module(name)
 
 
 def model_info(root: nn.Module) -> dict[str, Any]:
@@ -328,4 +329,3 @@ def _rank() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
     return 0
-

@@ -22,7 +22,9 @@ def apply_document(document: dict[str, Any] | None, found: Found, backend: str) 
 
     policy = policy_from_dict(document, cls=Policy)
     policy.apply(found.root, backend=backend)
-    lowered = {value for key, value in policy.optimizer.model_dump().items() if key in ("weights", "exp_avg", "exp_avg_sq")}
+    lowered = {
+        value for key, value in policy.optimizer.model_dump().items() if key in ("weights", "exp_avg", "exp_avg_sq")
+    }
     if lowered - {"fp32"}:
         for optimizer in found.optimizers:
             policy.wrap_optimizer(optimizer)

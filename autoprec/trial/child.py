@@ -92,6 +92,7 @@ class Trial:
             then=self._enough,
             check=self._check if spec.kind == "train" else None,
             anneal=spec.anneal,
+            patience=30 if spec.kind == "sensitivity" else 0,
             count_memory=self._device.type == "cpu" and spec.kind == "train",
         )
         if self._device.type == "cuda":
@@ -119,7 +120,9 @@ class Trial:
                 self.finish("diverged", f"the loss is {losses[-1]} at step {loop.steps}")
             if spec.stop_gap is not None and loop.steps < loop.total:
                 if early_stop(losses, spec.reference_losses, spec.stop_gap, loop.total):
-                    self.finish("pruned", f"the loss is more than {spec.stop_gap:.2%} off the reference at step {loop.steps}")
+                    self.finish(
+                        "pruned", f"the loss is more than {spec.stop_gap:.2%} off the reference at step {loop.steps}"
+                    )
         if spec.record_graph and loop.steps == loop.total - 1:
             self._at_next_forward(lambda module, _args, _kwargs: self._record(module))
 
@@ -303,4 +306,3 @@ def _rank() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
     return int(os.environ.get("RANK", "0"))
-

@@ -206,6 +206,9 @@ class Hooks:
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if module.training and torch.is_grad_enabled() and not self._depth:
                 on_training_call(module, args, kwargs)
+                current = nn.Module.__call__  # the callback may have put another watcher in place of this one
+                if current is not __call__:
+                    return current(module, *args, **kwargs)
             return original(module, *args, **kwargs)
 
         self._announce = on_training_call

@@ -59,6 +59,7 @@ class Loop(Events):
         check: called after each step; may end the process (early stop, non-finite loss).
         anneal: multiply the learning rates by a cosine over ``total``.
         count_memory: count the bytes saved for backward in the first step.
+        patience: go on for up to this many steps beyond ``total`` while a GradScaler skips steps.
     """
 
     def __init__(
@@ -71,9 +72,10 @@ class Loop(Events):
         check: Callable[[Loop], None] | None = None,
         anneal: bool = False,
         count_memory: bool = False,
+        patience: int = 0,
     ) -> None:
         self.found, self.total, self.clock = found, total, clock
-        self._then, self._check, self._anneal = then, check, anneal
+        self._then, self._check, self._anneal, self._patience = then, check, anneal, patience
         self._primary = found.optimizers[0] if found.optimizers else None
         self._other_steps = 0
         self._losses: list[torch.Tensor] = []
@@ -196,6 +198,6 @@ class Loop(Events):
             )
         if self._check is not None:
             self._check(self)
-        if self.steps >= self.total:
+        if self.steps >= self.total + min(self.skipped, self._patience):
             self._then(self)
         self.clock.resume()

@@ -24,7 +24,14 @@ from typing import Any
 __all__ = ["Overlay"]
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_CACHES = ("XDG_CACHE_HOME", "HF_HOME", "TORCH_HOME", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "HF_DATASETS_CACHE")
+_CACHES = (
+    "XDG_CACHE_HOME",
+    "HF_HOME",
+    "TORCH_HOME",
+    "TORCHINDUCTOR_CACHE_DIR",
+    "TRITON_CACHE_DIR",
+    "HF_DATASETS_CACHE",
+)
 _real_open = io.open
 _real = {name: getattr(os, name) for name in ("open", "stat", "lstat", "access", "listdir", "scandir", "mkdir")}
 
@@ -56,6 +63,10 @@ class Overlay:
     def push(self, layer: str) -> None:
         """Write into another directory from now on; what was written before is still seen."""
         self.layers.insert(0, layer)
+
+    def allow(self, *paths: str) -> None:
+        """Let further directories of ours be written."""
+        self._rules |= {os.path.abspath(path): False for path in paths}
 
     # ---------------------------------------------------------------- paths
     def guarded(self, path: Any, dir_fd: int | None = None) -> str | None:

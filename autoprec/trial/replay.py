@@ -116,7 +116,9 @@ class Replay(Events):
         self._hooks.events = self
 
     def _record_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kept = tree_map(lambda x: x.detach().clone().requires_grad_(x.requires_grad) if _is_leaf(x) else x, (args, kwargs))
+        kept = tree_map(
+            lambda x: x.detach().clone().requires_grad_(x.requires_grad) if _is_leaf(x) else x, (args, kwargs)
+        )
         random = _random_state(self._device)
         with self._paused():
             outputs = self._original(module, *args, **kwargs)
@@ -138,7 +140,13 @@ class Replay(Events):
             self._mode, self.busy = mode, False
 
     def note(
-        self, run: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any, random: Any = None, sync: Any = None
+        self,
+        run: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Any,
+        random: Any = None,
+        sync: Any = None,
     ) -> None:
         """Put a call on the tape and follow its outputs."""
         kind = self._device.type

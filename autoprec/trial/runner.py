@@ -16,16 +16,18 @@ import time
 import uuid
 from collections.abc import Mapping
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from autoprec.errors import ScriptError
 from autoprec.trial.classify import classify, describe_exit, exit_code, last_lines
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.environment import trial_environment
+from autoprec.trial.environment import MARK_VARIABLE, trial_environment
+from autoprec.trial.family import Family
 from autoprec.trial.processes import born
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
-from autoprec.trial.started import Started
+from autoprec.trial.started import Output, Started
 
 __all__ = ["TrialRunner"]
 
@@ -63,17 +65,18 @@ class TrialRunner:
         self._seed_offset, self._launch, self._threads = seed_offset, launch, threads
         self._setup_timeout = setup_timeout_s
         self._log = log or self.run_dir / f"host-{seed_offset}.log"
-        self._mark = f"autoprec-{uuid.uuid4().hex}"
+        self._family = Family.join(command)
+        self._mark = self._family.new_mark()
         self._private: Path | None = None
-        self._host: Started | None = None
+        self._host: Output | None = None
         self._control: socket.socket | None = None
         self._info: HostInfo | None = None
         self._lock = threading.RLock()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._next = 0
         self._restarts = 0
-        self._running: set[Started] = set()
-        self._closed = False
+        self._running: set[Output] = set()
+        self._closed = self._left = False
 
     def __enter__(self) -> TrialRunner:
         return self
@@ -89,7 +92,7 @@ class TrialRunner:
     @property
     def host_pid(self) -> int:
         """The process that was started for the script; 0 before :meth:`start`."""
-        return self._host.process.pid if self._host is not None else 0
+        return self._host.pid if self._host is not None else 0
 
     # ---------------------------------------------------------------- start
     def start(self) -> HostInfo:
@@ -105,6 +108,8 @@ class TrialRunner:
             self._info = self._start_host()
             if self._info.launch == "fork":
                 self._try_one_step()
+            elif self.command.single and self._family.ready and self._info.world_size == 1:
+                self._info = replace(self._info, launch="zygote")
             return self._info
 
     def _try_one_step(self) -> None:
@@ -117,7 +122,9 @@ class TrialRunner:
             self._host.end()
         fix = "run it without AutoPrec first"
         if result.status == "too_short":
-            fix = "AutoPrec needs a script that trains: loss.backward() and a step; for other loops see autoprec.Session"
+            fix = (
+                "AutoPrec needs a script that trains: loss.backward() and a step; for other loops see autoprec.Session"
+            )
         tail = f"\n{result.tail}" if result.tail else ""
         raise ScriptError(f"its first training step failed: {result.reason}{tail}", where=self.command.label, fix=fix)
 
@@ -130,14 +137,14 @@ class TrialRunner:
             listener.listen(16)
             listener.settimeout(0.05)
             config = self._config(mode="host", socket=str(address), launch=self._launch)
-            env = trial_environment(config, self._mark, self._private, threads=1) | self._environment
-            self._host = Started(self.command.argv(), env, self.command.cwd, self._mark, self._log)
+            self._host = self._launch_process(config, self._mark, threads=1, log=self._log)
             try:
                 control, message = self._accept(listener, self._host)
             except BaseException:
                 self._host.end()
                 raise
         if message["op"] == "ended":
+            control.close()
             self._host.wait(10.0)
             self._host.end()
             raise self._nothing_trained(message["seen"], self._host)
@@ -159,11 +166,12 @@ class TrialRunner:
             self._host.end()
         return info
 
-    def _config(self, **values: Any) -> Path:
+    def _config(self, **values: Any) -> dict[str, Any]:
         if self._private is None:
             raise ScriptError("this runner is closed", fix="make a new TrialRunner")
-        values |= {
+        return values | {
             "mark": self._mark,
+            "family": self._family.mark,
             "private": str(self._private),
             "run_dir": str(self.run_dir.absolute()),
             "cwd": str(self.command.cwd.absolute()),
@@ -172,11 +180,24 @@ class TrialRunner:
             "started": time.monotonic(),
             "driver": [os.getpid(), born(os.getpid())],
         }
-        path = self._private / f"{values['mode']}-{uuid.uuid4().hex[:12]}.json"
-        path.write_text(json.dumps(values), encoding="utf-8")
-        return path
 
-    def _accept(self, listener: socket.socket, host: Started) -> tuple[socket.socket, dict[str, Any]]:
+    def _launch_process(self, config: dict[str, Any], mark: str, *, threads: int, log: Path | None) -> Output:
+        """Start the script: from the zygote if there is one and it may be used, else as a new process."""
+        private = Path(config["private"])
+        config["mark"] = mark
+        copies = self.command.single and threads == 1 and self._launch != "process"
+        if copies and self._family.ready:
+            extra = {**self._environment, MARK_VARIABLE: mark}
+            forked = self._family.fork(config, extra, mark, log)
+            if forked is not None:
+                return forked
+        config["zygote"] = self._family.address if copies and config["mode"] == "host" else ""
+        path = private / f"{config['mode']}-{uuid.uuid4().hex[:12]}.json"
+        path.write_text(json.dumps(config), encoding="utf-8")
+        env = trial_environment(path, self._family.mark, private, threads=threads) | self._environment
+        return Started(self.command.argv(), env, self.command.cwd, mark, log)
+
+    def _accept(self, listener: socket.socket, host: Output) -> tuple[socket.socket, dict[str, Any]]:
         deadline = time.monotonic() + self._setup_timeout
         while True:
             with contextlib.suppress(TimeoutError):
@@ -212,7 +233,7 @@ class TrialRunner:
             fix="run it without AutoPrec first; the output above is its own",
         )
 
-    def _nothing_trained(self, seen: dict[str, Any], host: Started) -> ScriptError:
+    def _nothing_trained(self, seen: dict[str, Any], host: Output) -> ScriptError:
         code = host.poll()
         if code:
             return self._script_failed(code, host.tail)
@@ -316,9 +337,8 @@ class TrialRunner:
             return TrialResult("crashed", "this runner is closed")
         path = private / f"result-{uuid.uuid4().hex[:12]}.json"
         config = self._config(mode="trial", launch=self._launch, spec=spec.to_json(), result=str(path), asked=began)
-        mark = f"{self._mark}.{path.stem}"
-        env = trial_environment(config, mark, private, threads=max(spec.threads, self._threads)) | self._environment
-        started = Started(self.command.argv(), env, self.command.cwd, mark, None)
+        mark = f"{self._mark}{path.stem}"
+        started = self._launch_process(config, mark, threads=max(spec.threads, self._threads), log=None)
         self._running.add(started)
         try:
             timed_out = False
@@ -368,6 +388,9 @@ class TrialRunner:
         if self._private is not None:
             shutil.rmtree(self._private, ignore_errors=True)
             self._private = None
+        if not self._left:
+            self._left = True
+            self._family.leave()
 
 
 def _read_line(control: socket.socket) -> dict[str, Any]:
@@ -391,6 +414,4 @@ def _load_result(path: Path) -> TrialResult | None:
 
 
 def _with_wall(result: TrialResult, began: float) -> TrialResult:
-    from dataclasses import replace
-
     return replace(result, wall_s=time.monotonic() - began)

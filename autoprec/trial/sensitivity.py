@@ -64,9 +64,7 @@ class Gradients:
                 grad = grad.detach().reshape(-1)
             yield grad, unclip.get(id(parameter), 1.0), target
 
-    def store(
-        self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None
-    ) -> None:
+    def store(self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None) -> None:
         """Copy the gradients of now (or ``grads``) into a slot, each times its factor; a missing one counts as zero."""
         for grad, factor, target in self._pieces(slot, unclip, grads):
             if grad is None:
@@ -113,8 +111,8 @@ def relative_error(error2: float, norm2: float) -> float:
 class _Watch(Events):
     """Waits for the gradients of one step, remembering its loss and how it was clipped."""
 
-    def __init__(self, found: Found, done: Callable[[_Watch], None], after: Callable[[], None] | None = None) -> None:
-        self._found, self._done, self._after = found, done, after
+    def __init__(self, found: Found, done: Callable[[_Watch], None]) -> None:
+        self._found, self._done = found, done
         self._mine = {id(p) for p in found.root.parameters()}
         self._ready = False
         self.loss = 0.0
@@ -139,10 +137,6 @@ class _Watch(Events):
 
     def skipped_step(self, optimizer: Optimizer) -> None:
         self._finish()
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        if self._after is not None:
-            self._after()
 
     def _finish(self) -> None:
         if not self._ready:
@@ -254,19 +248,25 @@ class Scan:
             self._gradients.store(batch, watch.unclip)
             loss = watch.loss if batch == 0 else first_loss
             answer = {"batches": batch + 1, "loss": loss}
-            if batch + 1 >= self._batches or not self._found.optimizers:
+            if batch + 1 >= self._batches:
                 self._answer(writer, answer)
             weights = [p.detach().clone() for p in self._found.parameters]
 
-            def after() -> None:
+            def restore() -> None:
                 with torch.no_grad():
                     for parameter, value in zip(self._found.parameters, weights, strict=True):
                         parameter.copy_(value)
 
-            watch._after = after
-            self._hooks.events = _Between(self._hooks, after, lambda: self._reference(writer, batch + 1, loss))
+            def proceed() -> None:
+                self._reference(writer, batch + 1, loss)
+
             sys.excepthook = lambda *_: self._answer(writer, answer)  # fewer batches than asked: still an answer
             self._on_exit(lambda: self._answer(writer, answer))
+            if self._found.backward_only:  # the script updates after backward: undo at the next forward
+                self._hooks.events = Events()
+                self._hooks.watch(lambda *_: (self._hooks.unwatch(), restore(), proceed()))
+            else:
+                self._hooks.events = _Between(self._hooks, restore, proceed)
 
         self._hooks.events = _Watch(self._found, done)
 

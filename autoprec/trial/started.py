@@ -7,51 +7,52 @@ import os
 import signal
 import subprocess
 import threading
-import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autoprec.trial.processes import end_group, sweep
 
-__all__ = ["Started"]
+__all__ = ["Output", "Started"]
 
 _TAIL_BYTES = 32_768
 _LOG_BYTES = 4 * 1024 * 1024
 
 
-class Started:
-    """Starts ``argv`` in its own session. Output goes to ``log`` (at most 4 MiB) and the tail is kept in memory."""
+class Output(ABC):
+    """A process in a session of its own whose output comes through a pipe.
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None) -> None:
-        self._mark = mark
+    Output goes to ``log`` (at most 4 MiB) and the last 32 KiB are kept in memory.
+    """
+
+    pid: int
+
+    def __init__(self, reader: int, mark: str, log: Path | None) -> None:
+        self._reader, self._mark, self._log = reader, mark, log
         self._tail = bytearray()
-        self._log = log
-        self.process = subprocess.Popen(
-            list(argv),
-            env=dict(env),
-            cwd=cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
         self._pump = threading.Thread(target=self._read, name="autoprec-output", daemon=True)
         self._pump.start()
 
+    @abstractmethod
+    def poll(self) -> int | None:
+        """Return the exit code (negative: signal), or None while it runs."""
+
+    @abstractmethod
+    def wait(self, timeout_s: float) -> int | None:
+        """Wait for the end; None when the time is over."""
+
     def _read(self) -> None:
-        stream = self.process.stdout
-        if stream is None:
-            return
         written = 0
         with contextlib.ExitStack() as stack:
+            stack.callback(os.close, self._reader)
             sink = None
             if self._log is not None:
                 self._log.parent.mkdir(parents=True, exist_ok=True)
                 sink = stack.enter_context(self._log.open("ab"))
             while True:
                 try:
-                    chunk = os.read(stream.fileno(), 65536)
-                except (OSError, ValueError):
+                    chunk = os.read(self._reader, 65536)
+                except OSError:
                     return
                 if not chunk:
                     return
@@ -65,18 +66,8 @@ class Started:
 
     @property
     def tail(self) -> str:
-        """The last output, at most 32 KiB."""
+        """The last output."""
         return bytes(self._tail).decode("utf-8", "replace")
-
-    def poll(self) -> int | None:
-        """Return the exit code (negative: signal), or None while it runs."""
-        return self.process.poll()
-
-    def wait(self, timeout_s: float) -> int | None:
-        """Wait for the end; None when the time is over."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(timeout_s)
-        return None
 
     def settle(self) -> None:
         """Give the output pump a moment to read what the process wrote last."""
@@ -84,21 +75,43 @@ class Started:
 
     def end(self, *, grace_s: float = 0.0) -> None:
         """End the whole tree: SIGTERM and a grace period if asked for, then SIGKILL, then everything it left behind."""
-        if grace_s > 0 and self.process.poll() is None:
-            end_group(self.process.pid, signal.SIGTERM)
+        if grace_s > 0 and self.poll() is None:
+            end_group(self.pid, signal.SIGTERM)
             self.wait(grace_s)
-        end_group(self.process.pid)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(5.0)
-        sweep(self._mark, [self.process.pid])
+        if self.pid:
+            end_group(self.pid)
+        self.wait(5.0)
+        sweep(self._mark, [self.pid])
         self._pump.join(1.0)
-        if self.process.stdout is not None and not self._pump.is_alive():
-            self.process.stdout.close()
 
 
-def wait_until(deadline: float, step_s: float = 0.01) -> bool:
-    """Sleep a little; False when the deadline has passed."""
-    if time.monotonic() >= deadline:
-        return False
-    time.sleep(step_s)
-    return True
+class Started(Output):
+    """Starts ``argv`` as a new process."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None) -> None:
+        reader, writer = os.pipe()
+        try:
+            self._process = subprocess.Popen(
+                list(argv),
+                env=dict(env),
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=writer,
+                stderr=writer,
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+        self.pid = self._process.pid
+        super().__init__(reader, mark, log)
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self, timeout_s: float) -> int | None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._process.wait(timeout_s)
+        return None

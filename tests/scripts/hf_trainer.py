@@ -5,8 +5,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback
 
 set_seed(1)
 config = LlamaConfig(
-    vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-    num_key_value_heads=2, max_position_embeddings=32,
+    vocab_size=64,
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
 )
 model = LlamaForCausalLM(config)
 rows = [torch.randint(0, 64, (16,)) for _ in range(200)]
@@ -27,7 +32,14 @@ class Print(TrainerCallback):
 
 
 arguments = TrainingArguments(
-    output_dir="hf-out", per_device_train_batch_size=4, gradient_accumulation_steps=2, max_steps=20, logging_steps=1,
-    save_steps=5, report_to=[], use_cpu=True, disable_tqdm=True,
+    output_dir="hf-out",
+    per_device_train_batch_size=4,
+    gradient_accumulation_steps=2,
+    max_steps=20,
+    logging_steps=1,
+    save_steps=5,
+    report_to=[],
+    use_cpu=True,
+    disable_tqdm=True,
 )
 Trainer(model=model, args=arguments, train_dataset=Rows(), callbacks=[Print()]).train()

@@ -30,6 +30,11 @@ class Module(lightning.LightningModule):
 lightning.seed_everything(1)
 data = TensorDataset(torch.randn(640, 16), torch.randint(0, 10, (640,)))
 trainer = lightning.Trainer(
-    max_epochs=1, accelerator="cpu", devices=1, enable_progress_bar=False, log_every_n_steps=1, enable_checkpointing=True,
+    max_epochs=1,
+    accelerator="cpu",
+    devices=1,
+    enable_progress_bar=False,
+    log_every_n_steps=1,
+    enable_checkpointing=True,
 )
 trainer.fit(Module(), DataLoader(data, batch_size=8, shuffle=True))

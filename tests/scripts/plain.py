@@ -18,7 +18,9 @@ class Net(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.embed = nn.Embedding(50, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)
+        )
         self.drop = nn.Dropout(0.1)
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 50)

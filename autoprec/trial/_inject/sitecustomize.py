@@ -55,12 +55,16 @@ class _TorchFinder:
         return spec
 
 
-def _install() -> None:
+def _find_autoprec() -> None:
+    """Make the package importable in scripts' processes when it runs from a checkout."""
     import importlib.util
 
     if importlib.util.find_spec("autoprec") is None:
         here = os.path.dirname(os.path.abspath(__file__))
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(here))))
+
+
+def _install() -> None:
     from autoprec.trial import agent
 
     agent.install(os.environ["AUTOPREC_TRIAL"])
@@ -68,4 +72,5 @@ def _install() -> None:
 
 _chain()
 if os.environ.get("AUTOPREC_TRIAL"):
+    _find_autoprec()
     sys.meta_path.insert(0, _TorchFinder())

@@ -1,0 +1,147 @@
+"""The zygote: a copy of the script's process kept at an early moment, forked instead of starting Python again.
+
+The first host offers two copies of itself: one right after torch was imported, and one at the script's first seeding
+call, when usually everything is imported and nothing random has happened. A fork of the copy is the script itself at
+that moment, so it goes on exactly as a plain process would, with another configuration (another seed, another trial).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import stat
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoprec.trial.processes import die_with_parent, end_group
+
+__all__ = ["offer", "offer_at_first_seed", "preload"]
+
+#: A copy that nobody has replaced or asked anything of for this long imports ahead for its forks.
+_IDLE_S = 1.5
+_NEEDED = ("torch._dynamo", "autoprec.apply", "autoprec.audit", "autoprec.graph.recorder", "autoprec.trial.sensitivity")
+
+
+def preload() -> None:
+    """Import what every trial needs, ``torch._dynamo`` included: any first optimizer step imports that."""
+    for name in _NEEDED:
+        importlib.import_module(name)
+
+
+def _may_be_copied() -> bool:
+    """True when nothing of this process would be shared badly: no threads, no CUDA, no open data files."""
+    if torch.cuda.is_initialized() or any(t.name != "autoprec-watch" for t in threading.enumerate()[1:]):
+        return False
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return False
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            if int(name) > 2 and stat.S_ISREG(os.fstat(int(name)).st_mode):
+                return False  # two processes would move one file position
+    return True
+
+
+def offer(address: str, become: Callable[[dict[str, Any]], None]) -> bool:
+    """Leave a copy of this process behind that serves forks; returns in this process, and in every fork.
+
+    Args:
+        address: the driver's socket.
+        become: called in a fork with its new configuration.
+
+    Returns True in a fork.
+    """
+    if not _may_be_copied():
+        return False
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    if os.fork():
+        return False
+    os.setsid()
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        control.connect(address)
+        control.sendall(b'{"op": "template"}\n')
+    except OSError:
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for descriptor in (0, 1, 2):
+        os.dup2(nothing, descriptor)
+    config = _serve(control)
+    become(config)
+    return True
+
+
+def _serve(control: socket.socket) -> dict[str, Any]:
+    """Fork per request; returns only in a fork, with its configuration."""
+    children: dict[int, int] = {}
+    warm = False
+    while True:
+        ready, _, _ = select.select([control], [], [], 0.02 if children else (None if warm else _IDLE_S))
+        if not ready and not children and not warm:
+            warm = True
+            preload()
+        for pid in list(children):
+            done, status = os.waitpid(pid, os.WNOHANG)
+            if done:
+                answer = {"op": "ended", "id": children.pop(pid), "wait_status": status}
+                with contextlib.suppress(OSError):
+                    control.sendall(json.dumps(answer).encode() + b"\n")
+        if not ready:
+            continue
+        try:
+            data, descriptors, _, _ = socket.recv_fds(control, 1 << 20, 4)
+        except OSError:
+            data, descriptors = b"", []
+        if not data or b'"exit"' in data:
+            for pid in children:
+                end_group(pid)
+            os._exit(0)
+        request = json.loads(data)
+        pid = os.fork()
+        if pid:
+            children[pid] = int(request["id"])
+            for descriptor in descriptors:
+                os.close(descriptor)
+            control.sendall(json.dumps({"op": "started", "id": request["id"], "pid": pid}).encode() + b"\n")
+            continue
+        os.setsid()
+        die_with_parent()
+        control.close()
+        os.dup2(descriptors[0], 1)
+        os.dup2(descriptors[0], 2)
+        os.close(descriptors[0])
+        signal.set_wakeup_fd(-1)
+        os.environ |= request["environment"]
+        return dict(request["config"])
+
+
+def offer_at_first_seed(address: str, become: Callable[[dict[str, Any]], None]) -> None:
+    """Offer a copy (see :func:`offer`) when the script first seeds Python, numpy or torch, before it does."""
+    numpy = sys.modules.get("numpy")
+    places: list[tuple[Any, str]] = [(random, "seed"), (torch, "manual_seed"), (torch.random, "manual_seed")]
+    if numpy is not None:
+        places.append((numpy.random, "seed"))
+    originals = [(owner, name, getattr(owner, name)) for owner, name in places]
+
+    def intercept(owner: Any, name: str) -> Callable[..., Any]:
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            for holder, attribute, original in originals:
+                setattr(holder, attribute, original)
+            offer(address, become)
+            return getattr(owner, name)(*args, **kwargs)  # a fork may have shifted it
+
+        return seed
+
+    for owner, name in places:
+        setattr(owner, name, intercept(owner, name))
