@@ -88,6 +88,10 @@ class StoredTensor(torch.Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is aten.copy_.default and isinstance(
+            args[1], StoredTensor
+        ):  # a checkpoint's value, not the rounded one
+            args = (args[0], args[1].exact().to(args[1].dtype), *args[2:])
         special = _SPECIAL.get(func)
         if special is not None and isinstance(args[0], StoredTensor):
             found = special(args[0], kwargs)

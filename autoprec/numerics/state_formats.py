@@ -149,14 +149,16 @@ def _blocks(values: Tensor, size: int) -> Tensor:
     return (torch.nn.functional.pad(flat, (0, short)) if short else flat).view(-1, size)
 
 
-def _stochastic_e4m3(values: Tensor, generator: torch.Generator) -> Tensor:
-    """Round non-negative values up to 448 to one of their two E4M3 neighbours; the expected value is exact."""
-    power = values.view(torch.int32).bitwise_and(0x7F800000).view(torch.float32)
-    # Noise of -1/2 to +1/2 of the spacing (power / 8) in 256 steps, then the cast to nearest: unbiased, as long as no
-    # value falls below its power of two, where the spacing halves.
-    noise = _random_bits(values, torch.int8, generator).to(torch.float32).add_(0.5)
-    torch.addcmul(values, noise, power.clamp(min=2.0**-6), value=2.0**-11, out=noise)
-    return torch.maximum(noise, power, out=noise)
+def _stochastic_e4m3(scaled: Tensor, generator: torch.Generator) -> Tensor:
+    """Return E4M3 codes (uint8) of non-negative values up to 448, rounded stochastically; zero is lifted to code 1.
+
+    ``scaled`` holds the values times ``2 ** -120``: that moves E4M3's exponent bias to FP32's, so that the upper bits
+    of the FP32 pattern *are* the code, subnormals included, and its lower 20 bits are what rounding decides about.
+    """
+    noise = _random_bits(scaled, torch.int8, generator).to(torch.int32)
+    torch.add(scaled.view(torch.int32), noise, alpha=1 << 12, out=noise)
+    codes = noise.add_((1 << 19) + (1 << 11)).bitwise_right_shift_(20).clamp_(1, 126)
+    return codes.to(torch.uint8).view(-1)
 
 
 @functools.cache
@@ -197,17 +199,19 @@ class BlockCodec:
 
     def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:
         blocks = _blocks(values, self.size)
-        amax = (blocks if self.lift else blocks.abs()).amax(1, keepdim=True)  # second moments are not negative
+        amax = blocks.amax(1, keepdim=True)
+        if not self.lift:
+            amax = torch.maximum(amax, blocks.amin(1, keepdim=True).neg_())
         # 20 mantissa bits make 448 * inverse exact: encoding what was decoded changes nothing (exact resume).
         inverse = _round_mantissa(amax.clamp_min(_SMALLEST_AMAX) / 448.0, 20)
-        scaled = blocks * inverse.reciprocal()
+        if self.lift and generator is not None:
+            codes = _stochastic_e4m3(blocks * inverse.reciprocal().mul_(2.0**-120), generator)
+        else:
+            scaled = blocks * inverse.reciprocal()
+            # The scale brings the largest value to 448 up to a rounding, which the cast rounds back to 448.
+            codes = (scaled.clamp_(2.0**-9, 448.0) if self.lift else scaled).to(torch.float8_e4m3fn).view(-1)
         inverse.masked_fill_(amax < _SMALLEST_AMAX, 0.0)
-        if self.lift:
-            scaled = _stochastic_e4m3(scaled, generator) if generator is not None else scaled
-            scaled.clamp_(2.0**-9, 448.0)
-        # The scale brings the largest value to 448 up to a rounding, which the cast rounds back to 448.
-        codes = scaled.to(torch.float8_e4m3fn).view(-1)
-        return _trimmed(codes, values.numel()), inverse.view(-1)
+        return _trimmed(codes.view(torch.uint8), values.numel()).view(torch.float8_e4m3fn), inverse.view(-1)
 
     def decode(self, parts: tuple[Tensor, ...], shape: torch.Size) -> Tensor:
         return _decode_blocks(parts[0], parts[1], _e4m3_values(parts[0].device), self.size, shape)
