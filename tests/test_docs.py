@@ -131,3 +131,13 @@ def test_every_variable_that_is_read_is_documented() -> None:
     launcher = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}  # torchrun's
     missing = {name for name in read - private - launcher if f"`{name}`" not in page}
     assert missing == set()
+
+
+def test_every_variable_that_a_trial_sets_is_documented(tmp_path: Path) -> None:
+    from autoprec.trial.environment import run_environment, trial_environment
+
+    page = (ROOT / "docs" / "environment-variables.md").read_text(encoding="utf-8")
+    trial = trial_environment(tmp_path / "c.json", "mark", tmp_path, threads=1, base={})
+    shown = {name for name in trial if name != "PYTHONPATH" and not name.startswith("AUTOPREC_")}
+    assert {name for name in shown if f"`{name}`" not in page} == set()
+    assert not (shown & set(run_environment(tmp_path / "c.json", "mark", base={})))
