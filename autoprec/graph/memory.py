@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,6 +14,10 @@ from autoprec.graph.modules import ModelNames
 from autoprec.graph.trace import Trace
 
 __all__ = ["optimizer_bytes", "step_memory"]
+
+
+#: The largest parameter for which an optimizer may be tried out on real zeros.
+_MOST_VALUES = 1 << 26
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
@@ -27,25 +31,38 @@ def _state_tensors(state: Any) -> Iterable[torch.Tensor]:
                 yield value
 
 
-def _predicted(optimizer: torch.optim.Optimizer) -> int:
-    """Run one step of a copy of the optimizer on the meta device (shapes, no data) and count the state it makes."""
+def _step_of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], shadows: list[torch.nn.Parameter]) -> int:
+    """Run one step of a copy of the optimizer on stand-ins for a group's parameters; return the state it makes."""
     twin: Any = object.__new__(type(optimizer))
     twin.__dict__.update(optimizer.__dict__)
     twin.state = defaultdict(dict)
-    twin.param_groups = []
-    for group in optimizer.param_groups:
-        parameters = []
-        for parameter in group["params"]:
-            if not parameter.requires_grad:
-                continue
-            shadow = torch.nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"))
-            shadow.grad = torch.empty_like(shadow)
-            parameters.append(shadow)
-        rest = {key: copy.copy(value) for key, value in group.items() if key != "params"}
-        twin.param_groups.append({**rest, "params": parameters, "foreach": False, "fused": False})
+    rest = {key: copy.copy(value) for key, value in group.items() if key != "params"}
+    twin.param_groups = [{**rest, "params": shadows, "foreach": False, "fused": False}]
     with torch.no_grad():
         inspect.unwrap(type(optimizer).step)(twin)  # unwrapped: the script's step hooks must not see this
     return _bytes(_state_tensors(twin.state))
+
+
+def _shadow(parameter: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
+    shadow = torch.nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
+    shadow.grad = torch.zeros_like(shadow)
+    return shadow
+
+
+def _predicted(optimizer: torch.optim.Optimizer) -> int:
+    """Predict on the meta device (shapes, no data); an optimizer that reads values gets zeros, a shape at a time."""
+    total = 0
+    for group in optimizer.param_groups:
+        trained = [p for p in group["params"] if p.requires_grad]
+        try:
+            total += _step_of_twin(optimizer, group, [_shadow(p, "meta") for p in trained])
+        except (RuntimeError, NotImplementedError):
+            for (shape, dtype), count in Counter((p.shape, p.dtype) for p in trained).items():
+                if shape.numel() > _MOST_VALUES:
+                    raise
+                zeros = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+                total += count * _step_of_twin(optimizer, group, [_shadow(zeros, "cpu")])
+    return total
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int | None:

@@ -1,0 +1,90 @@
+"""``autoprec inspect`` on a real script: table, JSON, saved step, page, rules; bad input is refused with the reason."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autoprec.cli.inspect import inspect
+from autoprec.errors import FileError, ScriptError, UsageError
+from autoprec.graph.report import GraphReport
+
+TRAIN = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.LayerNorm(32), torch.nn.GELU(), torch.nn.Linear(32, 5))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(3):
+    loss = torch.nn.functional.cross_entropy(model(torch.randn(8, 16)), torch.randint(5, (8,)))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """One recorded script for all tests: (output of --json, saved step, page)."""
+    folder = tmp_path_factory.mktemp("inspect")
+    script = folder / "train.py"
+    script.write_text(TRAIN)
+    step, page = folder / "step.json", folder / "page.html"
+    result = CliRunner().invoke(inspect, ["--json", "--save", str(step), "--html", str(page), str(script)])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout), step, page
+
+
+def test_json_has_the_documented_keys(saved):
+    document = saved[0]
+    assert {"model", "operators", "layers", "coverage"} <= set(document)
+    assert document["model"]["class"] == "Sequential"
+    keys = {"name", "module", "op", "phase", "class", "precision", "reason", "shapes", "flops", "bytes"}
+    assert all(keys <= set(row) for row in document["operators"])
+    assert {row["phase"] for row in document["operators"]} <= {"forward", "backward", "recompute", "update"}
+    assert [row["name"] for row in document["layers"]] == ["0", "3"]
+    assert document["coverage"]["tunable_flops_share"] == 1.0
+    assert document["memory"]["optimizer"] == 2 * document["memory"]["parameters"] + 4 * 6  # and a step count each
+    assert not list(Path(saved[1]).parent.glob("autoprec-runs"))
+
+
+def test_a_saved_step_is_shown_again(saved):
+    document, step, page = saved
+    assert json.loads(step.read_text()) == document
+    assert GraphReport.from_json(document) == GraphReport.from_json(json.loads(step.read_text()))
+    assert "<svg" in page.read_text()
+    result = CliRunner().invoke(inspect, ["--graph", str(step)])
+    assert result.exit_code == 0
+    assert "8x16x32" in result.stdout
+    assert "100.0% of the step's" in result.stdout
+
+
+def test_rules_of_ones_own(saved, tmp_path):
+    rules = tmp_path / "rules.yaml"
+    rules.write_text("schema: autoprec.rules/1\noperators: [{class: norm, ops: ['aten::gelu']}]\n")
+    result = CliRunner().invoke(inspect, ["--graph", str(saved[1]), "--rules", str(rules), "--json"])
+    (gelu,) = [row for row in json.loads(result.stdout)["operators"] if row["op"] == "aten::gelu"]
+    assert (gelu["class"], gelu["precision"]) == ("norm", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ([], UsageError),
+        (["--graph", "no-such-file.json"], FileError),
+        (["--rules", "no-such-file.yaml", "train.py"], FileError),
+        (["--html", ".", "train.py"], FileError),
+        (["no_such_train.py"], UsageError),
+    ],
+)
+def test_bad_input(arguments, error):
+    result = CliRunner().invoke(inspect, arguments)
+    assert isinstance(result.exception, error)
+
+
+def test_a_script_that_fails_says_so(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("raise ValueError('the data is gone')\n")
+    result = CliRunner().invoke(inspect, [str(script)])
+    assert isinstance(result.exception, ScriptError)
+    assert "the data is gone" in str(result.exception)

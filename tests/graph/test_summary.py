@@ -1,0 +1,34 @@
+"""The coverage line: shares add up, and what is not tunable has a reason."""
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.graph.recorder import record_step
+from autoprec.graph.summary import class_shares, coverage_line, remainders, shape_text
+from tests.graph.models import Decoder, Mixture, decoder_step
+
+
+def test_shares_add_up():
+    model = Decoder()
+    report = record_step(model, lambda: decoder_step(model))
+    shares = class_shares(report)
+    assert sum(s.flops for s in shares) == report.total_flops
+    assert sum(s.calls for s in shares) == len(report.operators)
+    rest = sum(row.flops for row in remainders(report))
+    assert rest / report.total_flops == pytest.approx(1 - report.tunable_flops_share)
+    assert "attention" in coverage_line(report)
+
+
+def test_reasons_name_their_layers():
+    model = Mixture()
+    report = record_step(model, lambda: model(torch.randn(32, 32)).sum().backward())
+    (router,) = [row for row in remainders(report) if "top-k" in row.reason]
+    assert router.names == ("gate",)
+    assert "top-k" in coverage_line(report)
+
+
+def test_shapes_are_those_of_the_forward():
+    model = nn.Linear(4, 6)
+    report = record_step(model, lambda: (model(torch.randn(3, 4)).sum() + model(torch.randn(3, 4)).sum()).backward())
+    assert shape_text(report.layer("")) == "2 x 3x4x6"
