@@ -1,4 +1,4 @@
-"""The part of AutoPrec inside the script's process: installed when torch is imported, idle until the first training step.
+"""The part of AutoPrec inside the script's process: installed with torch, idle until the first training step.
 
 ``AUTOPREC_TRIAL`` names a JSON file: ``mode`` is ``host`` (stop at the first training forward and serve forks, or say
 why that is not possible), ``trial`` (be one trial) or ``run`` (apply a policy and get out of the way).
@@ -131,7 +131,7 @@ class Agent:
     # ---------------------------------------------------------------- what a Session tells
     def register(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """The script names its model and optimizers itself: nothing has to be found."""
-        owned = [p for p in model.parameters() if p.requires_grad]
+        owned: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._registered = Found([model], list(optimizers), owned, ["named by the script"])
 
     def boundary(self, model: nn.Module) -> None:
@@ -267,7 +267,7 @@ class _Backwards(Events):
 
 def fork_obstacle(found: Found) -> str:
     """Say why this process must not be forked now; empty when it may."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return "CUDA is initialised"
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():

@@ -118,7 +118,7 @@ class Trial:
             losses = loop.losses
             if not math.isfinite(losses[-1]):
                 self.finish("diverged", f"the loss is {losses[-1]} at step {loop.steps}")
-            if spec.stop_gap is not None and loop.steps < loop.total:
+            if spec.stop_gap is not None and loop.steps < loop.total:  # noqa: SIM102
                 if early_stop(losses, spec.reference_losses, spec.stop_gap, loop.total):
                     self.finish(
                         "pruned", f"the loss is more than {spec.stop_gap:.2%} off the reference at step {loop.steps}"
@@ -126,7 +126,7 @@ class Trial:
         if spec.record_graph and loop.steps == loop.total - 1:
             self._at_next_forward(lambda module, _args, _kwargs: self._record(module))
 
-    def _enough(self, loop: Loop) -> None:
+    def _enough(self, loop: Loop) -> None:  # noqa: ARG002
         if self.spec.kind == "train":
             self.finish("ok")
         self.hooks.events = Events()
@@ -261,14 +261,14 @@ class _AtGradients(Events):
     def __init__(self, action: Callable[[], None], found: Found) -> None:
         self._action, self._found = action, found
 
-    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
         if self._found.backward_only:
             self._action()
 
-    def gradients_ready(self, optimizer: torch.optim.Optimizer) -> None:
+    def gradients_ready(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
         self._action()
 
-    def skipped_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def skipped_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
         self._action()
 
 

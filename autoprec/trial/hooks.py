@@ -98,7 +98,7 @@ class Hooks:
     # ---------------------------------------------------------------- optimizers
     def _patch_optimizers(self) -> None:
         def make_init(original: Any) -> Any:
-            def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:
+            def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
                 original(optimizer, *args, **kwargs)
                 self._optimizers.append(weakref.ref(optimizer))
 
@@ -203,7 +203,7 @@ class Hooks:
         self.unwatch()
         original = nn.Module.__call__
 
-        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
             if module.training and torch.is_grad_enabled() and not self._depth:
                 on_training_call(module, args, kwargs)
                 current = nn.Module.__call__  # the callback may have put another watcher in place of this one
@@ -238,7 +238,7 @@ def _tell_dynamo(call: Any) -> None:
     for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
         module = sys.modules.get(name)
         if module is not None and hasattr(module, "unpatched_nn_module_call"):
-            module.unpatched_nn_module_call = call
+            module.__dict__["unpatched_nn_module_call"] = call
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class _SaverFinder:
     def __init__(self, wanted: dict[str, list[str]]) -> None:
         self._wanted, self._busy = wanted, False
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
         if name not in self._wanted or self._busy:
             return None
         self._busy = True
@@ -106,7 +106,7 @@ def isolate(config: dict[str, Any]) -> Overlay:
             _silence(module, path, f"{module_name}.{path}")
         else:
             wanted.setdefault(module_name, []).append(path)
-    sys.meta_path.insert(0, _SaverFinder(wanted))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, _SaverFinder(wanted))
     cwd = str(config["cwd"])
     guarded = [cwd]
     if config.get("script"):

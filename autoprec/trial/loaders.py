@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.utils.data.dataloader as dataloader
+from torch.utils.data import IterableDataset
 
 __all__ = ["Loading", "load_in_process"]
 
@@ -31,7 +32,7 @@ def load_in_process() -> Loading:
     original = dataloader.DataLoader.__init__
 
     @functools.wraps(original)
-    def __init__(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:
+    def __init__(self: Any, dataset: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         if kwargs.get("num_workers", 0) or len(args) > 4:
             changed = dict(kwargs)
             positional = list(args)
@@ -39,7 +40,7 @@ def load_in_process() -> Loading:
                 changed["num_workers"], positional[4] = positional[4], 0
             if changed.get("num_workers", 0):
                 loading.loaders += 1
-                loading.iterable |= isinstance(dataset, dataloader.IterableDataset)
+                loading.iterable |= isinstance(dataset, IterableDataset)
                 changed.pop("num_workers")
                 for name in ("persistent_workers", "prefetch_factor", "multiprocessing_context", "timeout"):
                     changed.pop(name, None)
@@ -54,7 +55,7 @@ def load_in_process() -> Loading:
     def _next_data(self: Any) -> Any:
         start = time.process_time()
         try:
-            return fetch(self)
+            return fetch(self)  # type: ignore[no-untyped-call]
         finally:
             if self.__dict__.get("_autoprec_free"):
                 loading.charge(time.process_time() - start)

@@ -45,7 +45,8 @@ def gradient_norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
     dense = [g for g in local if g.layout is torch.strided]
     if not dense:
         return torch.tensor(float("nan"))
-    return torch.linalg.vector_norm(torch.stack([n.float() for n in torch._foreach_norm(dense)]))
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in torch._foreach_norm(dense)]))
+    return norm
 
 
 class Loop(Events):
@@ -125,7 +126,7 @@ class Loop(Events):
             value = value.to_local() if hasattr(value, "to_local") else value
             self._pending.append(value.to(_SUM_DTYPE.get(value.device.type, torch.float64)).reshape(()).clone())
 
-    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
         self.backwards += 1
         if self.found.backward_only:
             self.ready()
@@ -135,7 +136,7 @@ class Loop(Events):
         if self._is_primary(optimizer):
             self._closure_call = call
 
-    def clipped(self, parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
+    def clipped(self, parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:  # noqa: ARG002
         if isinstance(norm, torch.Tensor):
             self._clip = norm.full_tensor() if hasattr(norm, "full_tensor") else norm.detach()
 

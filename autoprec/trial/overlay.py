@@ -133,15 +133,15 @@ class Overlay:
     # ---------------------------------------------------------------- installation
     def install(self) -> None:
         """Put the overlay under ``open`` and ``os``; for the life of the process."""
-        builtins.open = io.open = self._open  # type: ignore[assignment]
-        os.open = self._os_open  # type: ignore[assignment]
+        builtins.open = io.open = self._open
+        os.open = self._os_open
         for name in ("stat", "lstat", "access", "listdir", "scandir"):
             setattr(os, name, self._reading(name))
-        os.mkdir = self._mkdir  # type: ignore[assignment]
-        os.remove = os.unlink = self._hiding(os.remove)  # type: ignore[assignment]
-        os.rmdir = self._hiding(os.rmdir)  # type: ignore[assignment]
-        os.rename = self._renaming(os.rename)  # type: ignore[assignment]
-        os.replace = self._renaming(os.replace)  # type: ignore[assignment]
+        os.mkdir = self._mkdir
+        os.remove = os.unlink = self._hiding(os.remove)
+        os.rmdir = self._hiding(os.rmdir)
+        os.rename = self._renaming(os.rename)
+        os.replace = self._renaming(os.replace)
         for name in ("chmod", "utime", "truncate", "chown"):
             setattr(os, name, self._changing(getattr(os, name)))
         for name in ("symlink", "link"):

@@ -72,7 +72,7 @@ class _Tape(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         named = kwargs or {}
         out = func(*args, **named)
-        if not self._owner.busy and not getattr(func, "__name__", "") == "backward":
+        if not self._owner.busy and getattr(func, "__name__", "") != "backward":
             flat = tree_flatten((args, named))[0]
             if any(isinstance(x, torch.Tensor) and id(x) in self._owner.tracked for x in flat):
                 self._owner.note(func, tuple(args), named, out)
@@ -99,12 +99,12 @@ class Replay(Events):
         self.busy = False
 
     # ---------------------------------------------------------------- recording
-    def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
         """Begin inside a training forward: this very call is the first of the recorded step."""
         owned = {id(p) for p in self._found.root.parameters()}
         original = self._original = nn.Module.__call__
 
-        def __call__(called: nn.Module, *inner: Any, **named: Any) -> Any:
+        def __call__(called: nn.Module, *inner: Any, **named: Any) -> Any:  # noqa: N807
             outer = not self.busy and called.training and torch.is_grad_enabled()
             if not outer or not any(id(p) in owned for p in called.parameters()):
                 return original(called, *inner, **named)
@@ -112,7 +112,7 @@ class Replay(Events):
 
         nn.Module.__call__ = __call__  # type: ignore[method-assign]
         self._mode = _Tape(self)
-        self._mode.__enter__()
+        self._mode.__enter__()  # type: ignore[no-untyped-call]
         self._hooks.events = self
 
     def _record_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -131,12 +131,12 @@ class Replay(Events):
         self.busy = True
         mode, self._mode = self._mode, None
         if mode is not None:
-            mode.__exit__(None, None, None)
+            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
             if mode is not None:
-                mode.__enter__()
+                mode.__enter__()  # type: ignore[no-untyped-call]
             self._mode, self.busy = mode, False
 
     def note(
@@ -168,7 +168,7 @@ class Replay(Events):
                 micro.scale = float(tensors[0].detach()) / float(raw[0])
             self.busy = True
 
-    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
         if self._batch == 0:
             self._micros.append(_Micro())
             self.busy = False
@@ -184,7 +184,7 @@ class Replay(Events):
         if optimizer is self._found.optimizers[0]:
             self._ready()
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002
         with torch.no_grad():
             for parameter, value in zip(self._found.parameters, self._weights, strict=True):
                 parameter.copy_(value)
@@ -204,7 +204,7 @@ class Replay(Events):
 
     def _stop_recording(self) -> None:
         if self._mode is not None:
-            self._mode.__exit__(None, None, None)
+            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._mode = None
         nn.Module.__call__ = self._original  # type: ignore[method-assign]
 

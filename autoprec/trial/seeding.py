@@ -51,7 +51,7 @@ def _generator_class(base: type, offset: int) -> type:
 
 
 def _random_state_class(base: type, offset: int) -> type:
-    def __init__(self: Any, seed: Any = None) -> None:
+    def __init__(self: Any, seed: Any = None) -> None:  # noqa: N807
         base.__init__(self, _shift(seed, offset))  # type: ignore[misc]
 
     return type("RandomState", (base,), {"__init__": __init__, "__module__": "numpy.random"})
@@ -67,9 +67,9 @@ def offset_seeds(offset: int) -> None:
     if not offset:
         return
     torch.manual_seed(torch.initial_seed() + offset)
-    random.seed = _wrap_first(random.seed, offset, "a")  # type: ignore[assignment]
+    random.seed = _wrap_first(random.seed, offset, "a")
     shifted = _wrap_first(torch.manual_seed, offset, "seed")
-    torch.manual_seed = torch.random.manual_seed = shifted  # type: ignore[assignment]
+    torch.manual_seed = torch.random.manual_seed = shifted
     torch.Generator = _generator_class(torch.Generator, offset)  # type: ignore[assignment, misc]
     for name in ("manual_seed", "manual_seed_all"):
         setattr(torch.cuda, name, _wrap_first(getattr(torch.cuda, name), offset, "seed"))

@@ -57,7 +57,7 @@ class Gradients:
         self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None
     ) -> Iterator[tuple[torch.Tensor | None, float, torch.Tensor]]:
         found = [p.grad for p in self._parameters] if grads is None else grads
-        targets = self._slots[slot].split(self._sizes)
+        targets = torch.split(self._slots[slot], self._sizes)
         for parameter, grad, target in zip(self._parameters, found, targets, strict=True):
             if grad is not None:
                 grad = grad.to_dense() if grad.layout is not torch.strided else grad
@@ -77,7 +77,7 @@ class Gradients:
     def compare(
         self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None
     ) -> tuple[float, float]:
-        """Return ``(||g - g_ref||^2, ||g_ref||^2)``, g being the gradients of now (or ``grads``) times their factors."""
+        """Return ``(||g - g_ref||^2, ||g_ref||^2)``, g being the gradients of now times their factors."""
         error = norm = 0.0
         for grad, factor, target in self._pieces(slot, unclip, grads):
             size = float(torch.dot(target, target))
@@ -122,7 +122,7 @@ class _Watch(Events):
         if not self._ready:
             self.loss += sum(float(raw_loss(t).detach()) for t in tensors if t.numel() == 1)
 
-    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
         if self._found.backward_only:
             self._finish()
 
@@ -135,7 +135,7 @@ class _Watch(Events):
         if any(id(p) in self._mine for group in optimizer.param_groups for p in group["params"]):
             self._finish()
 
-    def skipped_step(self, optimizer: Optimizer) -> None:
+    def skipped_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002
         self._finish()
 
     def _finish(self) -> None:
@@ -262,9 +262,15 @@ class Scan:
 
             sys.excepthook = lambda *_: self._answer(writer, answer)  # fewer batches than asked: still an answer
             self._on_exit(lambda: self._answer(writer, answer))
+
+            def again(*_: Any) -> None:
+                self._hooks.unwatch()
+                restore()
+                proceed()
+
             if self._found.backward_only:  # the script updates after backward: undo at the next forward
                 self._hooks.events = Events()
-                self._hooks.watch(lambda *_: (self._hooks.unwatch(), restore(), proceed()))
+                self._hooks.watch(again)
             else:
                 self._hooks.events = _Between(self._hooks, restore, proceed)
 
@@ -283,7 +289,7 @@ class _Between(Events):
     def __init__(self, hooks: Hooks, undo: Callable[[], None], proceed: Callable[[], None]) -> None:
         self._hooks, self._undo, self._proceed = hooks, undo, proceed
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def after_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002
         self._undo()
 
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:

@@ -95,8 +95,8 @@ def trainer_callback(policy: Any = None) -> Any:
 
     base = require("transformers").TrainerCallback
 
-    class AutoPrecCallback(base):  # type: ignore[misc]
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+    class AutoPrecCallback(base):  # type: ignore[misc, valid-type]
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
             Session(model, kwargs.get("optimizer"), policy)
 
     return AutoPrecCallback()
@@ -108,7 +108,7 @@ def lightning_callback(policy: Any = None) -> Any:
 
     base = require("lightning").Callback
 
-    class AutoPrecCallback(base):  # type: ignore[misc]
+    class AutoPrecCallback(base):  # type: ignore[misc, valid-type]
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
             Session(pl_module, trainer.optimizers[0] if trainer.optimizers else None, policy)
 

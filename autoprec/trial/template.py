@@ -40,7 +40,8 @@ def preload() -> None:
 
 def _may_be_copied() -> bool:
     """True when nothing of this process would be shared badly: no threads, no CUDA, no open data files."""
-    if torch.cuda.is_initialized() or any(t.name != "autoprec-watch" for t in threading.enumerate()[1:]):
+    initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    if initialised or any(t.name != "autoprec-watch" for t in threading.enumerate()[1:]):
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False

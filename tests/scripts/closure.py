@@ -12,7 +12,7 @@ for step in range(60):
 
     def closure():
         optimizer.zero_grad()
-        loss = F.cross_entropy(model(x), y)
+        loss = F.cross_entropy(model(x), y)  # noqa: B023
         loss.backward()
         return loss
 

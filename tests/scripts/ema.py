@@ -18,7 +18,7 @@ for step in range(60):
     loss.backward()
     optimizer.step()
     with torch.no_grad():
-        for average, p in zip(ema.parameters(), model.parameters()):
+        for average, p in zip(ema.parameters(), model.parameters()):  # noqa: B905
             average.lerp_(p, 0.1)
         ema(x)
     log(step, loss)

@@ -1,9 +1,10 @@
 """Names its model with autoprec.register and steps through Session.step."""
 
-import autoprec.trial.session as autoprec
 import torch
 import torch.nn.functional as F
 from common import Net, batch, log
+
+import autoprec.trial.session as autoprec
 
 torch.manual_seed(1)
 model = Net()

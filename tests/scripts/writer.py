@@ -11,20 +11,22 @@ from common import Net, batch, log
 
 torch.manual_seed(1)
 os.makedirs("out/deep", exist_ok=True)
-assert os.path.isdir("out/deep") and "out" in os.listdir(".")
+assert os.path.isdir("out/deep")
+assert "out" in os.listdir(".")
 pathlib.Path("out/config.json").write_text(json.dumps({"a": 1}))
 assert json.loads(pathlib.Path("out/config.json").read_text()) == {"a": 1}
 with open("existing.txt", "a") as f:
     f.write("more\n")
-assert open("existing.txt").read() == "precious\nmore\n"
+assert open("existing.txt").read() == "precious\nmore\n"  # noqa: SIM115
 os.rename("out/config.json", "out/deep/moved.json")
-assert not os.path.exists("out/config.json") and os.path.exists("out/deep/moved.json")
+assert not os.path.exists("out/config.json")
+assert os.path.exists("out/deep/moved.json")
 if os.path.exists("old"):
     shutil.rmtree("old")
 assert not os.path.exists("old")
 model = Net()
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-log_file = open("train.log", "w")
+log_file = open("train.log", "w")  # noqa: SIM115
 for step in range(60):
     x, y = batch()
     loss = F.cross_entropy(model(x), y)

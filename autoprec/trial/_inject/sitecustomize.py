@@ -31,7 +31,7 @@ class _TorchFinder:
 
     busy = False
 
-    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]
+    def find_spec(self, name, path=None, target=None):  # type: ignore[no-untyped-def]  # noqa: ARG002
         if name != "torch" or self.busy:
             return None
         import importlib.util
@@ -51,7 +51,7 @@ class _TorchFinder:
                 sys.meta_path.remove(self)
             _install()
 
-        spec.loader.exec_module = exec_module
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
