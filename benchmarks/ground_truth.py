@@ -20,7 +20,7 @@ from autoprec.search.sampler import Prior
 from autoprec.search.sensitivity import SensitivityTable, plan_probes
 from autoprec.space import space_from_dict
 
-STEPS, SCORED, SCAN_STEP, BATCH = 20, 10, 8, 64
+STEPS, SCORED, SCAN_STEP, BATCH = 14, 7, 6, 64
 SCALE = "width=256,tokens=256"
 RESULTS = Path(__file__).parent / "results"
 CASES = {
@@ -108,7 +108,10 @@ class Case:
     def divergence(self, assignments: Any) -> list[float]:
         """Return the measured divergence of assignments ``[N, G]``, training those that are not in the table."""
         rows = np.asarray(assignments, dtype=np.uint8)
-        new = np.unique(np.array([r for r in rows if r.tobytes() not in self.table], dtype=np.uint8).reshape(-1, rows.shape[1]), axis=0)
+        new = np.unique(
+            np.array([r for r in rows if r.tobytes() not in self.table], dtype=np.uint8).reshape(-1, rows.shape[1]),
+            axis=0,
+        )
         for start in range(0, len(new), BATCH):
             part = new[start : start + BATCH]
             for row, value in zip(part, self.measure(part, self.model), strict=True):

@@ -131,13 +131,23 @@ class Replicas:
         self.outputs = 96 if kind == "gpt" else 32
         generator = torch.Generator().manual_seed(seed)
         d = width
-        shapes: dict[str, tuple[int, ...]] = {"embed": (96, d) if kind == "gpt" else (4, d), "position": (self.tokens, d)}
+        shapes: dict[str, tuple[int, ...]] = {
+            "embed": (96, d) if kind == "gpt" else (4, d),
+            "position": (self.tokens, d),
+        }
         for b in range(blocks):
-            shapes |= {f"h.{b}.norm1": (d,), f"h.{b}.norm2": (d,), f"h.{b}.attn.qkv": (3 * d, d), f"h.{b}.attn.proj": (d, d)}
+            shapes |= {
+                f"h.{b}.norm1": (d,),
+                f"h.{b}.norm2": (d,),
+                f"h.{b}.attn.qkv": (3 * d, d),
+                f"h.{b}.attn.proj": (d, d),
+            }
             shapes |= {f"h.{b}.mlp.up": (4 * d, d), f"h.{b}.mlp.down": (d, 4 * d)}
         shapes |= {"norm": (d,), "head": (self.outputs, d)}
         self.initial = {
-            n: torch.ones(s) if "norm" in n else torch.randn(s, generator=generator) / math.sqrt(s[-1] if "." in n or n == "head" else 4)
+            n: torch.ones(s)
+            if "norm" in n
+            else torch.randn(s, generator=generator) / math.sqrt(s[-1] if "." in n or n == "head" else 4)
             for n, s in shapes.items()
         }
 
@@ -191,7 +201,9 @@ class Replicas:
             out[name] = {choices[c]: torch.from_numpy(np.flatnonzero(column == c)) for c in np.unique(column)}
         return out
 
-    def train(self, assignment: np.ndarray, choices: Sequence[str], steps: int, stop: int | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def train(
+        self, assignment: np.ndarray, choices: Sequence[str], steps: int, stop: int | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Train all replicas with AdamW, warm-up, cosine and clipping; return losses ``[R, steps]`` and the weights."""
         count = len(assignment)
         p = {n: w.expand(count, *w.shape).clone().requires_grad_() for n, w in self.initial.items()}
@@ -213,7 +225,9 @@ class Replicas:
             out.append(loss.detach())
         return torch.stack(out, 1), {n: w.detach()[:1] for n, w in p.items()}
 
-    def gradients(self, weights: dict[str, Tensor], step: int, assignment: np.ndarray, choices: Sequence[str]) -> Tensor:
+    def gradients(
+        self, weights: dict[str, Tensor], step: int, assignment: np.ndarray, choices: Sequence[str]
+    ) -> Tensor:
         """Return the flat gradients ``[R, P]`` of all replicas at given weights."""
         p = {n: w.expand(len(assignment), *w.shape[1:]).clone().requires_grad_() for n, w in weights.items()}
         loss = self.losses(p, *self.batch_at(step), self.rows(assignment, choices))

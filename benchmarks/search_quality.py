@@ -32,7 +32,7 @@ from autoprec.search.presets import presets
 from autoprec.search.solver import solve
 
 BUDGETS, MAX_DIVERGENCE, PRESETS = (30, 60, 120), 0.0025, 6
-LIMITS = {"gp": (3, 60)}  # seeds, trials: a GP over categoricals takes seconds per trial
+LIMITS = {"gp": (2, 30)}  # seeds, trials: a GP over categoricals takes seconds per trial
 
 
 @dataclass
@@ -83,11 +83,16 @@ def true_front(case: Case, runs: Sequence[Run], rounds: int) -> list[tuple[float
         kept = [rows[i] for i in nondominated([points[r] for r in rows])]
         near = [r for r in kept if points[r][1] < 2 * MAX_DIVERGENCE]
         candidates = {c for r in near for c in neighbours(case, r)} - set(points)
-        order = sorted(candidates, key=lambda r: case.time(np.frombuffer(r, dtype=np.uint8)))[:: max(1, len(candidates) // 256)]
+        order = sorted(candidates, key=lambda r: case.time(np.frombuffer(r, dtype=np.uint8)))[
+            :: max(1, len(candidates) // 256)
+        ]
         if not order:
             break
         fresh = np.array([np.frombuffer(r, dtype=np.uint8) for r in order])
-        points |= {r: (case.time(np.frombuffer(r, dtype=np.uint8)), d) for r, d in zip(order, case.divergence(fresh), strict=True)}
+        points |= {
+            r: (case.time(np.frombuffer(r, dtype=np.uint8)), d)
+            for r, d in zip(order, case.divergence(fresh), strict=True)
+        }
     rows = list(points)
     return [(*points[rows[i]], rows[i]) for i in nondominated([points[r] for r in rows])]
 
@@ -103,7 +108,9 @@ def neighbours(case: Case, row: bytes) -> list[bytes]:
     return out
 
 
-def score(points: Sequence[tuple[float, float, bytes]], front: Sequence[tuple[float, float, bytes]], slowest: float) -> tuple[float, float]:
+def score(
+    points: Sequence[tuple[float, float, bytes]], front: Sequence[tuple[float, float, bytes]], slowest: float
+) -> tuple[float, float]:
     """Return (hypervolume ratio, regret of the fastest within the budget)."""
     worst = math.log10(0.05)
 
@@ -115,7 +122,9 @@ def score(points: Sequence[tuple[float, float, bytes]], front: Sequence[tuple[fl
     return area(points) / area(front), found / best - 1
 
 
-def table_of(case: Case, runs: Sequence[Run], front: Sequence[tuple[float, float, bytes]], slowest: float) -> list[dict[str, Any]]:
+def table_of(
+    case: Case, runs: Sequence[Run], front: Sequence[tuple[float, float, bytes]], slowest: float
+) -> list[dict[str, Any]]:
     """Return mean and standard error per strategy and budget."""
     rows = []
     for strategy in dict.fromkeys(run.strategy for run in runs):
@@ -123,7 +132,9 @@ def table_of(case: Case, runs: Sequence[Run], front: Sequence[tuple[float, float
         row: dict[str, Any] = {"strategy": strategy, "seeds": len(mine)}
         row["ms_per_trial"] = 1e3 * float(np.mean([run.cpu_s / max(1, len(run.log)) for run in mine]))
         for budget in BUDGETS:
-            scores = np.array([score(r.log[:budget], front, slowest) for r in mine if r.trials >= budget]).reshape(-1, 2)
+            scores = np.array([score(r.log[:budget], front, slowest) for r in mine if r.trials >= budget]).reshape(
+                -1, 2
+            )
             if len(scores):
                 error = scores.std(0, ddof=1) / math.sqrt(len(scores)) if len(scores) > 1 else np.zeros(2)
                 row[str(budget)] = [*scores.mean(0).tolist(), *error.tolist()]
@@ -189,15 +200,28 @@ def run_case(name: str, strategies: Sequence[str], seeds: int, rounds: int) -> d
 def show(result: dict[str, Any]) -> str:
     """Return a result as a Markdown table."""
     lines = [f"### {result['case']}: {result['groups']} groups x {len(result['choices'])} choices", ""]
-    lines.append(f"true front: {len(result['front'])} points out of {result['table_size']} trained assignments; "
-                 f"scan's rank correlation {result['scan_spearman']:.3f}; finalists {result['finalists']}")
-    lines += ["", "| strategy | seeds | " + " | ".join(f"HV @{b}" for b in BUDGETS) + " | " + " | ".join(f"regret @{b}" for b in BUDGETS) + " | ms/trial |"]
+    lines.append(
+        f"true front: {len(result['front'])} points out of {result['table_size']} trained assignments; "
+        f"scan's rank correlation {result['scan_spearman']:.3f}; finalists {result['finalists']}"
+    )
+    lines += [
+        "",
+        "| strategy | seeds | "
+        + " | ".join(f"HV @{b}" for b in BUDGETS)
+        + " | "
+        + " | ".join(f"regret @{b}" for b in BUDGETS)
+        + " | ms/trial |",
+    ]
     lines.append("|---|---|" + "---|" * (2 * len(BUDGETS) + 1))
     for row in result["rows"]:
         cells = [row.get(str(b)) for b in BUDGETS]
         volume = [f"{c[0]:.3f} ± {c[2]:.3f}" if c else "-" for c in cells]
         regret = [f"{c[1]:.1%} ± {c[3]:.1%}" if c else "-" for c in cells]
-        lines.append(f"| {row['strategy']} | {row['seeds']} | " + " | ".join([*volume, *regret]) + f" | {row['ms_per_trial']:.0f} |")
+        lines.append(
+            f"| {row['strategy']} | {row['seeds']} | "
+            + " | ".join([*volume, *regret])
+            + f" | {row['ms_per_trial']:.0f} |"
+        )
     return "\n".join(lines) + "\n"
 
 

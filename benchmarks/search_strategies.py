@@ -23,6 +23,10 @@ DETERMINISTIC = ("ilp", "measured-ilp", "greedy")
 class MeasuredIlp(_Assigning):
     """Measure each group under each choice alone, then the knapsack on what was measured, never corrected after."""
 
+    def __init__(self, problem: Problem, prior: Prior, *, max_divergence: float, seed: int) -> None:
+        super().__init__(problem, prior, max_divergence=max_divergence, seed=seed)
+        self._answers: dict[tuple[bytes, float], IntVector | None] = {}
+
     def proposals(self, measured: Callable[[Mapping[str, Any]], float | None]) -> Iterator[IntVector]:
         """Yield the single changes, largest layers first, then a sweep over the front of what they cost."""
         time = self.prior.time_ms
@@ -49,11 +53,18 @@ class MeasuredIlp(_Assigning):
         total = float(np.where(np.isfinite(table), table, 0).max(axis=1).sum())
         yield from self._sweep(time, table, self.max_divergence**2, total)
 
+    def _once(self, time: Any, table: Any, budget: float) -> IntVector | None:
+        """Solve, remembering the answers as long as the table does not change."""
+        key = (table.tobytes(), budget)
+        if key not in self._answers:
+            self._answers[key] = solve(time, table, budget)
+        return self._answers[key]
+
     def _sweep(self, time: Any, table: Any, target: float, total: float) -> Iterator[IntVector]:
         for k in range(400):
             share = (k * 0.6180339887) % 1.0
             budget = target * (0.5 + share) if k % 2 else total * 10 ** (-6 * share)
-            found = solve(time, table, budget)
+            found = self._once(time, table, budget)
             if found is not None:
                 yield found
 

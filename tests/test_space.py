@@ -13,10 +13,19 @@ from autoprec.search.problem import Problem
 from autoprec.space import Choice, default_space, load_space, space_from_dict, space_names, spaces_dir
 from tests.search.models import gpt
 
-SHIPPED = (
-    "ada-fp8 ampere-bf16 blackwell-mx blackwell-nvfp4 conservative cpu-bf16 hopper-fp8 hopper-fp8-block msamp-levels "
-    "te-delayed tiny"
-).split()
+SHIPPED = [
+    "ada-fp8",
+    "ampere-bf16",
+    "blackwell-mx",
+    "blackwell-nvfp4",
+    "conservative",
+    "cpu-bf16",
+    "hopper-fp8",
+    "hopper-fp8-block",
+    "msamp-levels",
+    "te-delayed",
+    "tiny",
+]
 
 
 def space(**fields: object) -> dict[str, object]:
@@ -108,7 +117,10 @@ def test_a_wrong_schema_is_refused() -> None:
 def test_choice_names_round_trip() -> None:
     for choice in (Choice(recipe="bf16"), Choice(recipe="fp8_rowwise", gemms={"wgrad": "bf16", "fprop": "keep"})):
         assert Choice.parse(choice.name) == choice
-    assert Choice(recipe="fp8_rowwise", gemms={"wgrad": "bf16", "fprop": "keep"}).name == "fp8_rowwise/fprop=keep/wgrad=bf16"
+    assert (
+        Choice(recipe="fp8_rowwise", gemms={"wgrad": "bf16", "fprop": "keep"}).name
+        == "fp8_rowwise/fprop=keep/wgrad=bf16"
+    )
 
 
 def test_the_first_rule_wins_and_flags_narrow_it() -> None:

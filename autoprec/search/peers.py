@@ -85,22 +85,31 @@ def _divergence(trial: FrozenTrial) -> float | None:
 class IlpSampler(_Assigning):
     """The knapsack on the prior tables: a sweep over the whole front, and a bisection to the budget."""
 
+    def __init__(self, problem: Problem, prior: Prior, *, max_divergence: float, seed: int) -> None:
+        super().__init__(problem, prior, max_divergence=max_divergence, seed=seed)
+        self._solved: dict[float, IntVector | None] = {}
+
+    def _at(self, budget: float) -> IntVector | None:
+        if budget not in self._solved:
+            self._solved[budget] = solve(self.prior.time_ms, self.prior.error2, budget)
+        return self._solved[budget]
+
     def proposals(self, measured: Callable[[Mapping[str, Any]], float | None]) -> Iterator[IntVector]:
         """Yield sweep and bisection points by turns."""
-        time, error2 = self.prior.time_ms, self.prior.error2
+        error2 = self.prior.error2
         finite = np.where(np.isfinite(error2), error2, 0.0)
         high = math.log(max(float(finite.max(axis=1).sum()), 1e-30))
         low = high - math.log(1e6)
         left, right = low, high
-        for k in range(2000):
+        for k in range(600):
             at = (left + right) / 2
-            index = solve(time, error2, math.exp(at))
+            index = self._at(math.exp(at))
             if index is not None and right - left > 1e-3:
                 yield index
                 gap = measured(self.problem.from_indices(index, {}))
                 if gap is not None and not math.isnan(gap):
                     left, right = (at, right) if gap <= self.max_divergence else (left, at)
-            swept = solve(time, error2, math.exp(low + (high - low) * _van_der_corput(k)))
+            swept = self._at(math.exp(low + (high - low) * _van_der_corput(k)))
             if swept is not None:
                 yield swept
 

@@ -200,7 +200,9 @@ class Problem:
             for group in self.groups:
                 quiet = {"activations": activations}
                 names = {c: self.effective(quiet | {layer_key(group.name): c}, group) for c in group.choices}
-                rows.append((layer_key(group.name), self.choice_of({}, group), {c: position[n] for c, n in names.items()}))
+                rows.append(
+                    (layer_key(group.name), self.choice_of({}, group), {c: position[n] for c, n in names.items()})
+                )
             out[activations] = rows
         return out
 

@@ -21,6 +21,7 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.search.model import Belief, DivergenceModel, LinearModel, Observation
+from autoprec.search.pareto import hypervolume, nondominated
 from autoprec.search.problem import Problem
 from autoprec.search.sensitivity import families
 from autoprec.search.solver import solve
@@ -29,6 +30,11 @@ from autoprec.search.tables import FloatTable, IntVector, Limit, PairCosts
 __all__ = ["PrecisionSampler", "Prior"]
 
 Vector = npt.NDArray[np.float64]
+
+#: Points along the front that are solved for in a trial that spreads.
+_GRID = 8
+#: Width of posterior draws, in posterior standard deviations.
+_SPREAD = 0.5
 
 
 def _zero(_params: Mapping[str, Any]) -> float:
@@ -64,6 +70,16 @@ class Prior:
     time_trust: float = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class _Point:
+    """What the models need of a trial's params."""
+
+    key: tuple[Any, ...]
+    index: IntVector
+    features: Vector
+    base2: float
+
+
 @dataclass
 class _State:
     """The refitted models, and the trials they were fitted to."""
@@ -71,7 +87,18 @@ class _State:
     fitted: tuple[int, ...]
     divergence: DivergenceModel
     time: LinearModel
-    values: list[float]
+    front: list[tuple[float, float]]
+
+    def gain(self, step: float, gap: float) -> float:
+        """Return the area that a point adds to the measured front in (relative time, ln divergence)."""
+        slowest = max([step, *(t for t, _ in self.front)]) * 1.02
+        highest = max([gap, *(d for _, d in self.front), 1e-9]) * 1.1
+
+        def at(t: float, d: float) -> tuple[float, float]:
+            return t / slowest, math.log(max(d, 1e-9) / highest)
+
+        points = [at(t, d) for t, d in self.front]
+        return hypervolume([*points, at(step, gap)], (1.0, 0.0)) - hypervolume(points, (1.0, 0.0))
 
 
 class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
@@ -111,6 +138,7 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         numbers = {g: number for number, family in enumerate(families(problem)) for g in family}
         self._families = [numbers[g] for g in range(len(problem.groups))]
         self._state: _State | None = None
+        self._points: dict[int, _Point] = {}
 
     # --- Optuna's side ----------------------------------------------------------------------------------------------
     def infer_relative_search_space(  # the same for every study and trial
@@ -142,11 +170,11 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         """Return the params of trial ``number``, different from every other trial of the study."""
         rng = np.random.default_rng([self.seed, number])
         trials = [t for t in study.get_trials(deepcopy=False) if t.number != number]
-        seen = {self.problem.key(params) for t in trials if (params := _params_of(t)) is not None}
+        seen = {point.key for t in trials if (point := self._point(t)) is not None}
         state = self._refit(trials)
         aims = rng.random() < self.focus
         for attempt in range(8):
-            spread = (0.0 if attempt == 0 and number % 4 == 0 else 1.0) + 0.35 * attempt
+            spread = (0.0 if attempt == 0 and number % 4 == 0 else _SPREAD) + 0.35 * attempt
             found = self._solve(study, number, state, rng, spread, aims)
             if found is not None and self.problem.key(found) not in seen:
                 return found
@@ -173,21 +201,35 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         )
         if self._state is not None:
             divergence.residual = self._state.divergence.residual
-        gaps, times = [], []
+        gaps, times, both = [], [], []
         for trial in sorted(finished, key=lambda t: t.number):
-            params = _params_of(trial)
+            point = self._point(trial)
             gap, step = _outcome(trial, self.max_divergence)
-            if params is None:
+            if point is None:
                 continue
-            index, z, base2 = self.problem.indices(params), self._vector(params), self.prior.parameter_error2(params)
             if gap is not None:
-                gaps.append(Observation(index, z, base2, gap))
+                gaps.append(Observation(point.index, point.features, point.base2, gap))
             if step is not None:
-                times.append(Observation(index, z, base2, step))
+                times.append(Observation(point.index, point.features, point.base2, step))
+                both += [(step, gap)] if gap is not None else []
         divergence.fit(gaps)
         time.fit(times)
-        self._state = _State(numbers, divergence, time, [o.value for o in gaps])
+        self._state = _State(numbers, divergence, time, [both[i] for i in nondominated(both)])
         return self._state
+
+    def _point(self, trial: FrozenTrial) -> _Point | None:
+        """Return a trial's point, computed once: params of a trial never change after they were asked for."""
+        known = self._points.get(trial.number)
+        if known is None and (params := _params_of(trial)) is not None:
+            known = _Point(
+                self.problem.key(params),
+                self.problem.indices(params),
+                self._vector(params),
+                self.prior.parameter_error2(params),
+            )
+            if trial.state != TrialState.WAITING:
+                self._points[trial.number] = known
+        return known
 
     def _vector(self, params: Mapping[str, Any]) -> Vector:
         return np.array([self.problem.value(params, name) == value for name, value in self._features], dtype=np.float64)
@@ -197,36 +239,37 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     ) -> dict[str, Any] | None:
         """Draw a world, and return its best point for this trial's aim."""
         belief = state.divergence.draw(rng, spread)
-        table, _, effects = state.time.draw(rng, spread)
+        table, base, effects = state.time.draw(rng, spread)
+        targets = self._targets(belief, rng, aims)
         best: tuple[float, dict[str, Any]] | None = None
-        target = self._target(belief, rng, aims)
         for parameters in self._parameter_options(study, number, rng):
             z = self._vector(parameters)
             base2 = self.prior.parameter_error2(parameters)
             limits = list(self._limits)
             if self._max_gradient2 is not None and math.isfinite(base2):
                 limits.append(Limit(self.prior.error2, self._max_gradient2 - base2))
-            budget = belief.budget(target, z, base2)
-            index = solve(table, belief.error2, budget, limits=limits, pairs=self.prior.pairs)
-            if index is None:
-                index = solve(table, belief.error2, math.inf, limits=limits, pairs=self.prior.pairs)
-                late = math.inf
-            else:
-                late = float(table[np.arange(len(index)), index].sum() + effects @ z)
-            if index is not None and (best is None or late < best[0]):
-                best = (late, self.problem.from_indices(index, parameters))
+            for target in targets:
+                budget = belief.budget(target, z, base2)
+                index = solve(table, belief.error2, budget, limits=limits, pairs=self.prior.pairs)
+                if index is None:
+                    continue
+                step = base + float(table[np.arange(len(index)), index].sum() + effects @ z)
+                merit = step if aims else -state.gain(step, belief.divergence(index, z, base2))
+                if best is None or merit < best[0]:
+                    best = (merit, self.problem.from_indices(index, parameters))
         return None if best is None else best[1]
 
-    def _target(self, belief: Belief, rng: np.random.Generator, aims: bool) -> float:
-        """Return the divergence to aim at: around the budget, or anywhere on the front (log-uniform)."""
+    def _targets(self, belief: Belief, rng: np.random.Generator, aims: bool) -> list[float]:
+        """Return the divergences to solve for: just within the budget, or all along the front (log-spaced, jittered)."""
         if aims:
-            return self.max_divergence * float(rng.uniform(0.8, 1.0))
+            return [self.max_divergence * float(rng.uniform(0.9, 1.0))]
+        none = np.zeros(len(self._features))
         masked = np.where(np.isfinite(belief.error2), belief.error2, -1.0)
-        worst = belief.divergence(np.argmax(masked, axis=1), np.zeros(len(self._features)), 0.0)
-        least = np.argmin(np.where(np.isfinite(belief.error2), belief.error2, np.inf), axis=1)
-        low = belief.divergence(least, np.zeros(len(self._features)), 0.0)
-        low, high = max(low, worst * 1e-4, 1e-9), max(worst, 1e-8)
-        return float(math.exp(rng.uniform(math.log(low), math.log(max(high, low * 1.01)))))
+        worst = belief.divergence(np.argmax(masked, axis=1), none, 0.0)
+        least = belief.divergence(np.argmin(belief.error2, axis=1), none, 0.0)
+        low = max(least, worst * 1e-4, 1e-9)
+        grid = (np.arange(_GRID) + rng.random(_GRID)) / _GRID
+        return [float(v) for v in low * (max(worst, low) / low) ** grid]
 
     def _parameter_options(self, study: optuna.Study, number: int, rng: np.random.Generator) -> list[dict[str, Any]]:
         """Return the parameter values to solve under: Optuna's TPE on even trials, several at once on odd ones."""

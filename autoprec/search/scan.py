@@ -8,7 +8,7 @@ whose halves could differ most; the other choices follow that depth profile.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoprec.recipes import KEEP
@@ -21,6 +21,7 @@ from autoprec.search.sensitivity import (
     parameter_probes,
     plan_probes,
 )
+from autoprec.search.tables import FloatTable
 from autoprec.trial.protocol import Probe
 
 __all__ = ["SensitivityScan"]
@@ -60,7 +61,7 @@ class SensitivityScan:
         """Return the next probes to run; empty when the scan is done."""
         if self._rounds == 0:
             probes = plan_probes(self.problem) if self._complete else self._coarse()
-        elif self._complete or self._rounds > 6:
+        elif self._complete or self._rounds > 5:
             probes = []
         else:
             probes = self._splits()
@@ -99,16 +100,20 @@ class SensitivityScan:
         room = self.max_passes - self._passes - 1
         if room < 1:
             return []
+        error2 = self.table().error2
         worth: list[tuple[float, tuple[int, ...], str]] = []
         for family in self._families:
             pilot = self._pilot(family)
             if pilot is None:
                 continue
-            for segment in self._leaves(family, pilot):
+            column = error2[:, self.problem.choice_names.index(pilot)]
+            leaves = self._leaves(family, pilot)
+            contrast = _contrast(leaves, column)
+            for segment in leaves:
                 if len(segment) > 1:
-                    worth.append((self._value(segment, pilot) * self._contrast(segment, pilot), segment, pilot))
+                    worth.append((contrast * float(column[list(segment)].sum()), segment, pilot))
         worth.sort(key=lambda item: -item[0])
-        batch = max(1, room // 2) if self._rounds == 1 else room
+        batch = (room + 1) // 2 if self._rounds < 5 and room > 3 else room
         out = []
         for _, segment, pilot in worth[:batch]:
             half = len(segment) // 2
@@ -143,17 +148,10 @@ class SensitivityScan:
                 leaves.append(segment)
         return leaves
 
-    def _value(self, segment: tuple[int, ...], choice: str) -> float:
-        """Return the squared error of a segment: measured, or what its sibling left of the parent."""
-        table = self.table()
-        column = self.problem.choice_names.index(choice)
-        total = float(table.error2[list(segment), column].sum())
-        return total if math.isfinite(total) else 0.0
 
-    def _contrast(self, segment: tuple[int, ...], choice: str) -> float:
-        """Return how unequal the family's leaves were so far (2 where nothing is known): where splitting pays."""
-        family = next(f for f in self._families if segment[0] in f)
-        means = [self._value(leaf, choice) / len(leaf) for leaf in self._leaves(family, choice)]
-        if len(means) < 2 or min(means) <= 0:
-            return 2.0
-        return math.log(max(means) / min(means)) + 0.1
+def _contrast(leaves: Sequence[tuple[int, ...]], column: FloatTable) -> float:
+    """Return how unequal a family's segments were so far (2 where nothing is known): where splitting pays."""
+    means = [float(column[list(leaf)].mean()) for leaf in leaves]
+    if len(means) < 2 or min(means) <= 0 or not math.isfinite(max(means)):
+        return 2.0
+    return math.log(max(means) / min(means)) + 0.1

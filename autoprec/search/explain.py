@@ -1,0 +1,183 @@
+"""Why each layer got its precision, and which decisions mattered: facts from the tables and the trials, as sentences.
+
+Nothing here decides; it reads what the decision used. Errors are relative gradient errors, in units of the mini-batch
+gradient noise where that is known; times are of the target, measured or modelled as the tables are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from autoprec.search.model import DivergenceModel, LinearModel, Observation
+from autoprec.search.problem import Params, Problem, layer_key
+from autoprec.search.records import TrialRecord
+from autoprec.search.sensitivity import SensitivityTable, families
+from autoprec.search.tables import FloatTable
+
+__all__ = ["Importance", "LayerReason", "explain_layers", "importance"]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReason:
+    """Why one group runs what it runs.
+
+    ``saved_ms`` is its time against the baseline's, ``gradient_error`` what it adds by itself, ``error_share`` its part
+    of the whole policy's squared error, ``alternative`` the next faster choice and ``alternative_error`` what that one
+    would add; ``text`` says it in one sentence.
+    """
+
+    group: str
+    layers: tuple[str, ...]
+    choice: str
+    saved_ms: float
+    gradient_error: float
+    error_share: float
+    alternative: str
+    alternative_error: float
+    text: str
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data; infinite errors become null."""
+        out = asdict(self)
+        for name in ("gradient_error", "alternative_error"):
+            out[name] = out[name] if math.isfinite(out[name]) else None
+        out["layers"] = list(self.layers)
+        return out
+
+
+def explain_layers(problem: Problem, params: Params, time_ms: FloatTable, table: SensitivityTable) -> list[LayerReason]:
+    """Return one reason per group, in model order.
+
+    Args:
+        problem: the search problem.
+        params: the point that was chosen.
+        time_ms: ``[G, C]`` time of each group under each choice.
+        table: the sensitivity table.
+    """
+    index = problem.indices(params)
+    rows = np.arange(len(index))
+    total = float(table.error2[rows, index].sum()) + table.parameter_error2(problem, params)
+    refused = {(group, choice): why for group, choice, why in problem.refused}
+    out = []
+    for g, group in enumerate(problem.groups):
+        here = problem.choice_names[int(index[g])]
+        reference = problem.baseline if problem.baseline in group.choices else group.choices[0]
+        base = problem.choice_names.index(reference)
+        error = math.sqrt(float(table.error2[g, index[g]]))
+        saved = float(time_ms[g, base] - time_ms[g, index[g]])
+        other = _next_faster(time_ms[g], int(index[g]))
+        other_name = problem.choice_names[other] if other is not None else ""
+        other_error = math.sqrt(float(table.error2[g, other])) if other is not None else 0.0
+        share = float(table.error2[g, index[g]]) / total if total > 0 else 0.0
+        why_not = next((why for (name, _), why in refused.items() if name == group.name), "")
+        text = _sentence(
+            here, reference, saved, error, share, other_name, other_error, table.noise, why_not, group.choices
+        )
+        out.append(LayerReason(group.name, group.layers, here, saved, error, share, other_name, other_error, text))
+    return out
+
+
+def _next_faster(times: FloatTable, chosen: int) -> int | None:
+    """Return the slowest choice that is still faster than the chosen one: the next step down in precision."""
+    faster = [c for c in np.flatnonzero(np.isfinite(times)) if times[c] < times[chosen] - 1e-12]
+    return int(max(faster, key=lambda c: times[c])) if faster else None
+
+
+def _amount(error: float, noise: float | None) -> str:
+    if not math.isfinite(error):
+        return "a gradient that is not finite"
+    return f"{error / noise:.2g} of the gradient noise" if noise else f"{error:.2g} of the gradient"
+
+
+def _sentence(
+    here: str,
+    reference: str,
+    saved: float,
+    error: float,
+    share: float,
+    other: str,
+    other_error: float,
+    noise: float | None,
+    refused: str,
+    choices: Sequence[str],
+) -> str:
+    if len(choices) == 1:
+        return f"{here}: nothing else to choose" + (f" ({refused})" if refused else "")
+    if here == reference:
+        if not other:
+            return f"{here}: nothing offered is faster here"
+        return f"{here}: {other} would be faster but add an error of {_amount(other_error, noise)}"
+    gain = (
+        f"saves {saved:.3g} ms of a step against {reference}"
+        if saved > 0
+        else f"costs {-saved:.3g} ms against {reference}"
+    )
+    text = f"{here}: {gain}, adds an error of {_amount(error, noise)} ({share:.0%} of the policy's)"
+    return text + (f"; {other} would add {_amount(other_error, noise)}" if other else "; nothing offered is faster")
+
+
+@dataclass(frozen=True, slots=True)
+class Importance:
+    """How much one decision moves the two objectives over the values it may take, everything else at its average.
+
+    ``time_share`` and ``error_share`` are parts of the variance of step time and of ln(divergence) that a random point
+    of the space would show; they sum to 1 over all decisions.
+    """
+
+    name: str
+    time_share: float
+    error_share: float
+
+
+def importance(
+    problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[TrialRecord]
+) -> list[Importance]:
+    """Return the importance of every group and parameter, largest first.
+
+    The models that the sampler uses are fitted to the finished trials, starting from the tables; the variance of each
+    decision's effect is taken over its values with equal weight. Parameters only count with what the trials showed.
+    """
+    features = [(name, value) for name, values in problem.parameters.items() for value in values[1:]]
+    numbers = {g: number for number, family in enumerate(families(problem)) for g in family}
+    divergence = DivergenceModel(table.error2, [numbers[g] for g in range(len(problem.groups))], len(features))
+    time = LinearModel(time_ms, 0.0, np.zeros(len(features)), noise=0.01)
+    gaps, times = [], []
+    for record in records:
+        if not record.ok:
+            continue
+        params = record.params
+        z = np.array([problem.value(params, name) == value for name, value in features], dtype=np.float64)
+        index, base2 = problem.indices(params), table.parameter_error2(problem, params)
+        gaps.append(Observation(index, z, base2, record.metrics["divergence"]))
+        times.append(Observation(index, z, base2, record.metrics["step_time_ms"]))
+    divergence.fit(gaps)
+    time.fit(times)
+    belief, (learned, _, effects) = divergence.mean(), time.mean()
+    mean_error2 = float(np.where(np.isfinite(belief.error2), belief.error2, 0.0).mean(axis=1).sum()) or 1.0
+    raw: dict[str, tuple[float, float]] = {}
+    for g, group in enumerate(problem.groups):
+        if len(group.choices) > 1:
+            kept = problem.allowed[g] & np.isfinite(belief.error2[g])
+            raw[layer_key(group.name)] = (
+                float(np.var(learned[g, kept])),
+                float(np.var(belief.power * belief.error2[g, kept] / mean_error2)),
+            )
+    for name, values in problem.parameters.items():
+        own = [k for k, (feature, _) in enumerate(features) if feature == name]
+        raw[name] = (
+            float(np.var([0.0, *effects[own]])),
+            float(np.var([0.0, *belief.parameter[own]])) if len(values) > 1 else 0.0,
+        )
+    return _shares(raw)
+
+
+def _shares(raw: Mapping[str, tuple[float, float]]) -> list[Importance]:
+    time_total = sum(t for t, _ in raw.values()) or 1.0
+    error_total = sum(e for _, e in raw.values()) or 1.0
+    out = [Importance(name, t / time_total, e / error_total) for name, (t, e) in raw.items()]
+    return sorted(out, key=lambda item: -(item.time_share + item.error_share))

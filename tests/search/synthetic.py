@@ -1,0 +1,61 @@
+"""A synthetic objective for sampler tests: additive squared errors that differ from the prior by a known factor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import optuna
+
+from autoprec.search.problem import Problem
+from autoprec.search.sampler import Prior
+from autoprec.search.tables import FloatTable
+from autoprec.space import load_space
+from tests.search.models import gpt
+
+
+@dataclass
+class World:
+    problem: Problem
+    prior: Prior
+    error2: FloatTable
+    base_ms: float = 10.0
+
+    def step(self, params: Mapping[str, Any]) -> tuple[float, float]:
+        index = self.problem.indices(params)
+        rows = np.arange(len(index))
+        gap = 0.04 * float(np.sqrt(self.error2[rows, index].sum()))
+        return self.base_ms + float(self.prior.time_ms[rows, index].sum()), gap
+
+
+def world(blocks: int = 4, seed: int = 0, space: str = "hopper-fp8", misfit: float = 0.6) -> World:
+    problem = Problem.build(gpt(blocks), load_space(space))
+    rng = np.random.default_rng(seed)
+    shape = problem.allowed.shape
+    level = np.array([1e-6 if name == "bf16" else 0.0 if name == "keep" else 1e-3 for name in problem.choice_names])
+    level = level * np.array([0.6 if "/" in name else 1.0 for name in problem.choice_names])
+    prior2 = np.where(
+        problem.allowed, rng.lognormal(0, 1, (shape[0], 1)) * level * rng.lognormal(0, 0.2, shape), np.inf
+    )
+    ratio = np.array(
+        [{"bf16": 1.0, "keep": 1.6}.get(name, 0.75 if "/" in name else 0.6) for name in problem.choice_names]
+    )
+    time_ms = np.where(
+        problem.allowed, rng.uniform(0.5, 1.5, (shape[0], 1)) * ratio * rng.uniform(0.97, 1.03, shape), np.inf
+    )
+    prior = Prior(time_ms=time_ms, error2=prior2, base_time_ms=10.0)
+    return World(problem, prior, prior2 * rng.lognormal(0, misfit, shape))
+
+
+def drive(found: World, study: optuna.Study, trials: int) -> list[tuple[float, float]]:
+    """Run trials and return (step time, divergence) of each."""
+    out = []
+    for _ in range(trials):
+        trial = study.ask(found.problem.distributions())
+        step, gap = found.step(trial.params)
+        trial.set_user_attr("metrics", {"step_time_ms": step, "divergence": gap})
+        study.tell(trial, [step, gap])
+        out.append((step, gap))
+    return out

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from autoprec.search.explain import explain_layers, importance
+from autoprec.search.problem import layer_key
+from autoprec.search.records import TrialRecord
+from autoprec.search.sensitivity import SensitivityTable
+from tests.search.synthetic import World, world
+
+
+def table_of(found: World, noise: float | None = 0.5) -> SensitivityTable:
+    problem = found.problem
+    return SensitivityTable(
+        tuple(g.name for g in problem.groups), problem.choice_names, found.prior.error2, noise=noise
+    )
+
+
+def test_every_group_has_a_reason_with_its_numbers() -> None:
+    found = world()
+    params = found.problem.params_of("bf16") | {layer_key("h.1.mlp.c_fc"): "fp8_rowwise"}
+    reasons = explain_layers(found.problem, params, found.prior.time_ms, table_of(found))
+    assert [r.group for r in reasons] == [g.name for g in found.problem.groups]
+    changed = next(r for r in reasons if r.group == "h.1.mlp.c_fc")
+    g = [g.name for g in found.problem.groups].index("h.1.mlp.c_fc")
+    base, here = (found.problem.choice_names.index(c) for c in ("bf16", "fp8_rowwise"))
+    assert changed.saved_ms == pytest.approx(found.prior.time_ms[g, base] - found.prior.time_ms[g, here])
+    assert changed.gradient_error == pytest.approx(math.sqrt(found.prior.error2[g, here]))
+    assert changed.error_share > 0.9
+    assert "saves" in changed.text
+    assert "of the gradient noise" in changed.text
+    kept = next(r for r in reasons if r.group == "lm_head")
+    assert kept.saved_ms == 0
+    assert "would be faster but add an error" in kept.text
+    assert sum(r.error_share for r in reasons) == pytest.approx(1.0)
+    json.dumps([r.to_json() for r in reasons], allow_nan=False)
+
+
+def test_a_choice_whose_gradient_is_not_finite_is_named_so() -> None:
+    found = world()
+    error2 = found.prior.error2.copy()
+    error2[3, 1:] = np.inf
+    table = SensitivityTable(table_of(found).groups, found.problem.choice_names, error2)
+    reason = explain_layers(found.problem, found.problem.params_of("bf16"), found.prior.time_ms, table)[3]
+    assert "not finite" in reason.text
+    json.dumps(reason.to_json(), allow_nan=False)
+
+
+def test_the_group_that_moves_the_objectives_most_leads() -> None:
+    found = world()
+    g = 5
+    found.prior.error2[g, 1:] *= 500
+    found.prior.time_ms[g] *= 4
+    rng = np.random.default_rng(0)
+    records = []
+    for k in range(40):
+        params = {
+            name: str(rng.choice(np.array(d.choices, dtype=object)))
+            for name, d in found.problem.distributions().items()
+        }
+        params = {n: int(v) if v.isdigit() else v for n, v in params.items()}
+        step, gap = found.step(params)
+        metrics = {"step_time_ms": step, "divergence": gap}
+        records.append(TrialRecord(k, "search", f"trial {k}", params, {}, "ok", metrics=metrics))
+    found_importance = importance(found.problem, found.prior.time_ms, table_of(found), records)
+    assert found_importance[0].name == layer_key(found.problem.groups[g].name)
+    assert sum(i.time_share for i in found_importance) == pytest.approx(1.0)
+    assert sum(i.error_share for i in found_importance) == pytest.approx(1.0)
+    idle = next(i for i in found_importance if "amax_history_len" in i.name)
+    assert idle.time_share < 0.05

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from autoprec.search.problem import Problem
+from autoprec.search.scan import SensitivityScan
+from autoprec.search.sensitivity import mixed_params
+from autoprec.space import load_space
+from autoprec.trial.protocol import Probe
+from tests.search.models import gpt
+
+
+def answer(problem: Problem, error2: np.ndarray, probes: list[Probe]) -> dict[str, Any]:
+    rows = []
+    for probe in probes:
+        head, _, tail = probe.id.partition("|")
+        if head == "parameter":
+            value = error2[:, problem.choice_names.index("bf16")].sum()
+        elif head == "mixed":
+            value = error2[np.arange(len(error2)), problem.indices(mixed_params(problem, int(tail)))].sum()
+        else:
+            value = sum(error2[int(g), problem.choice_names.index(tail)] for g in head.split(","))
+        rows.append({"id": probe.id, "gradient_error": math.sqrt(value)})
+    return {"probes": rows, "gradient_noise": 0.4}
+
+
+def run(problem: Problem, error2: np.ndarray, max_passes: int) -> SensitivityScan:
+    scan = SensitivityScan(problem, max_passes)
+    while probes := scan.next_round():
+        scan.add(answer(problem, error2, probes))
+    return scan
+
+
+def world(problem: Problem, seed: int = 0) -> np.ndarray:
+    """Squared errors as they look on transformers: a level per role and recipe, a trend with depth, a little rest."""
+    rng = np.random.default_rng(seed)
+    roles = {role: rng.lognormal(0, 1) for role in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "lm_head")}
+    role = np.array([next(v for k, v in roles.items() if group.name.endswith(k)) for group in problem.groups])
+    depth = np.array([int(g.name.split(".")[1]) if "." in g.name else 0 for g in problem.groups])
+    choice = np.array([1e-9 if c == "bf16" else 1e-5 * rng.lognormal(0, 0.5) for c in problem.choice_names])
+    rest = rng.lognormal(0, 0.15, problem.allowed.shape)
+    return role[:, None] * np.exp(-0.2 * depth)[:, None] * choice[None, :] * rest
+
+
+def test_a_small_model_is_scanned_completely_in_one_round() -> None:
+    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    scan = run(problem, world(problem), 200)
+    table = scan.table()
+    assert table.measured is not None
+    assert table.measured.all()
+    np.testing.assert_allclose(table.error2, world(problem), rtol=1e-9)
+
+
+def test_a_large_model_stays_within_its_passes_and_is_ranked_right() -> None:
+    problem = Problem.build(gpt(12), load_space("hopper-fp8"))
+    truth = world(problem)
+    scan = run(problem, truth, 60)
+    assert scan.passes <= 60
+    table = scan.table()
+    rows = np.arange(len(truth))
+    rng = np.random.default_rng(5)
+    pairs = []
+    for _ in range(60):
+        index = np.array([rng.integers(0, truth.shape[1]) if rng.random() < 0.5 else 0 for _ in rows])
+        index[rng.random(len(rows)) < rng.random()] = 0
+        pairs.append((truth[rows, index].sum(), table.error2[rows, index].sum()))
+    ranks = [np.argsort(np.argsort(column)) for column in zip(*pairs, strict=True)]
+    assert np.corrcoef(ranks[0], ranks[1])[0, 1] > 0.95
+
+
+def test_passes_are_spent_where_depth_matters() -> None:
+    problem = Problem.build(gpt(12), load_space("hopper-fp8"))
+    truth = world(problem)
+    outlier = next(i for i, g in enumerate(problem.groups) if g.name == "h.11.mlp.c_proj")
+    truth[outlier, 1:] *= 300
+    table = run(problem, truth, 60).table()
+    column = problem.choice_names.index("fp8_tensorwise")
+    others = [i for i, g in enumerate(problem.groups) if g.name.endswith("mlp.c_proj") and i != outlier]
+    assert table.error2[outlier, column] > 10 * table.error2[others, column].max()
+
+
+def test_a_budget_too_small_for_anything_still_ends() -> None:
+    problem = Problem.build(gpt(12), load_space("hopper-fp8"))
+    scan = run(problem, world(problem), 5)
+    assert np.isfinite(scan.table().error2).all()

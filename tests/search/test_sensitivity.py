@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoprec.errors import UsageError
+from autoprec.policy import policy_from_dict, resolve
+from autoprec.search.problem import Problem
+from autoprec.search.sensitivity import SensitivityTable, families, mixed_params, plan_probes
+from autoprec.space import load_space
+from tests.search.models import gpt
+
+HOPPER = Problem.build(gpt(), load_space("hopper-fp8"))
+CPU = Problem.build(gpt(), load_space("cpu-bf16"))
+
+
+def answers(problem: Problem, error2: np.ndarray, extra: float = 0.0) -> dict[str, Any]:
+    """Answer a complete plan as a world in which squares add exactly."""
+    rows = []
+    for probe in plan_probes(problem):
+        head, _, tail = probe.id.partition("|")
+        if head == "parameter":
+            layers = error2[:, problem.choice_names.index("bf16")].sum() if tail == "activations=bf16" else 0.0
+            value = layers + extra
+        elif head == "mixed":
+            value = error2[np.arange(len(error2)), problem.indices(mixed_params(problem, int(tail)))].sum()
+        else:
+            value = sum(error2[int(g), problem.choice_names.index(tail)] for g in head.split(","))
+        rows.append({"id": probe.id, "gradient_error": math.sqrt(value), "loss": 1.0, "nonfinite": False})
+    return {"probes": rows, "gradient_noise": 0.5, "reference_loss": 1.0}
+
+
+def errors(problem: Problem, seed: int = 0) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    out = rng.lognormal(-9, 1, problem.allowed.shape)
+    if "keep" in problem.choice_names:
+        out[:, problem.choice_names.index("keep")] = 0.0
+    return out
+
+
+def test_a_complete_scan_gives_back_what_was_measured() -> None:
+    wanted = errors(HOPPER)
+    table = SensitivityTable.from_probes(HOPPER, answers(HOPPER, wanted))
+    np.testing.assert_allclose(table.error2, wanted, rtol=1e-9)
+    assert table.measured is not None
+    assert table.measured.all()
+    assert table.noise == 0.5
+    assert table.misfit.count == 4
+    assert table.misfit.ratio == pytest.approx(1.0)
+    point = mixed_params(HOPPER, 99)
+    index = HOPPER.indices(point)
+    expected = math.sqrt(wanted[np.arange(17), index].sum())
+    assert table.predict(HOPPER, point) == pytest.approx(expected)
+
+
+def test_a_probe_changes_only_what_it_asks_about() -> None:
+    for probe in plan_probes(HOPPER):
+        head, _, choice = probe.id.partition("|")
+        policy = policy_from_dict(probe.policy)
+        if head in ("parameter", "mixed"):
+            continue
+        assert policy.activations == "keep"
+        plans = resolve(policy, [layer.name for layer in HOPPER.report.layers])
+        changed = {name for name, plan in plans.items() if not plan.keeps}
+        assert changed == {name for g in head.split(",") for name in HOPPER.groups[int(g)].layers}, choice
+
+
+def test_autocast_is_charged_for_what_its_gemms_do_not_explain() -> None:
+    wanted = errors(CPU)
+    table = SensitivityTable.from_probes(CPU, answers(CPU, wanted, extra=1e-4))
+    cast, gemms = CPU.params_of("bf16", activations="bf16"), CPU.params_of("bf16")
+    assert table.predict(CPU, cast) ** 2 == pytest.approx(table.predict(CPU, gemms) ** 2 + 1e-4)
+    assert table.predict(CPU, CPU.params_of("keep")) == 0.0
+
+
+def test_a_probe_that_was_not_finite_rules_the_choice_out() -> None:
+    payload = answers(HOPPER, errors(HOPPER))
+    payload["probes"][3] |= {"nonfinite": True}
+    head, _, choice = payload["probes"][3]["id"].partition("|")
+    table = SensitivityTable.from_probes(HOPPER, payload)
+    assert table.error2[int(head), HOPPER.choice_names.index(choice)] == math.inf
+
+
+def test_missing_probes_are_filled_in_from_group_and_choice() -> None:
+    level, depth = np.array([1.0, 2.0, 4.0, 3.0, 1.5, 2.5]), np.geomspace(1, 10, 17)
+    wanted = 1e-6 * depth[:, None] * level
+    payload = answers(HOPPER, wanted)
+    payload["probes"] = [row for k, row in enumerate(payload["probes"]) if k % 7]
+    table = SensitivityTable.from_probes(HOPPER, payload)
+    np.testing.assert_allclose(table.error2, wanted, rtol=0.35)
+    assert table.measured is not None
+    assert not table.measured.all()
+
+
+def test_one_pass_per_family_is_shared_out_along_the_profile() -> None:
+    depth = np.geomspace(1, 8, 4)
+    rows = []
+    family = next(f for f in families(HOPPER) if len(f) == 4)
+    for g, value in zip(family, depth, strict=True):
+        rows.append({"id": f"{g}|fp8_tensorwise", "gradient_error": math.sqrt(1e-4 * value)})
+    rows.append({"id": ",".join(map(str, family)) + "|fp8_rowwise", "gradient_error": math.sqrt(1e-5)})
+    table = SensitivityTable.from_probes(HOPPER, {"probes": rows})
+    column = HOPPER.choice_names.index("fp8_rowwise")
+    np.testing.assert_allclose(table.error2[family, column], 1e-5 * depth / depth.sum())
+
+
+def test_json_round_trip() -> None:
+    payload = answers(HOPPER, errors(HOPPER))
+    payload["probes"][0] |= {"gradient_error": None}
+    table = SensitivityTable.from_probes(HOPPER, payload)
+    again = SensitivityTable.from_json(json.loads(json.dumps(table.to_json(), allow_nan=False)))
+    np.testing.assert_array_equal(again.error2, table.error2)
+    assert (again.noise, again.misfit, again.passes, again.groups) == (0.5, table.misfit, table.passes, table.groups)
+
+
+def test_rows_are_in_units_of_the_gradient_noise() -> None:
+    rows = SensitivityTable.from_probes(HOPPER, answers(HOPPER, errors(HOPPER))).rows()
+    assert len(rows) == 17 * 6
+    assert rows[0]["noise_share"] == pytest.approx(rows[0]["gradient_error"] / 0.5)
+
+
+def test_a_probe_of_another_model_is_refused() -> None:
+    with pytest.raises(UsageError, match="not of this model"):
+        SensitivityTable.from_probes(HOPPER, {"probes": [{"id": "99|bf16", "gradient_error": 0.1}]})
