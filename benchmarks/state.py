@@ -1,6 +1,6 @@
 """Figures of low-precision weights, gradients and optimizer state (docs/state.md).
 
-python benchmarks/state.py                          # everything; about ten CPU minutes
+python benchmarks/state.py                          # everything; about five CPU minutes
 python benchmarks/state.py --only bytes snr speed   # some sections
 python benchmarks/state.py --write                  # also write benchmarks/results/state-<date>.json
 
@@ -66,7 +66,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, symbols: int = 32, width: int = 96, layers: int = 3, context: int = 64) -> None:
+    def __init__(self, symbols: int = 32, width: int = 64, layers: int = 2, context: int = 64) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(symbols, width), nn.Embedding(context, width)
         self.blocks = nn.Sequential(*(Block(width, 4) for _ in range(layers)))

@@ -22,10 +22,6 @@ def apply_document(document: dict[str, Any] | None, found: Found, backend: str) 
 
     policy = policy_from_dict(document, cls=Policy)
     policy.apply(found.root, backend=backend)
-    lowered = {
-        value for key, value in policy.optimizer.model_dump().items() if key in ("weights", "exp_avg", "exp_avg_sq")
-    }
-    if lowered - {"fp32"}:
-        for optimizer in found.optimizers:
-            policy.wrap_optimizer(optimizer)
+    for optimizer in found.optimizers:  # changes nothing where the policy leaves state, loss and communication alone
+        policy.wrap_optimizer(optimizer, model=found.root)
     return policy

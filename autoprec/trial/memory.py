@@ -23,7 +23,7 @@ def _storage(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _unique_bytes(tensors: Iterable[torch.Tensor]) -> int:
     sizes: dict[int, int] = {}
-    for tensor in map(_local, tensors):
+    for tensor in (part for whole in tensors for part in _inner_tensors(whole)):
         if tensor.layout is not torch.strided or tensor.device.type == "meta":
             continue
         pointer, size = _storage(tensor)

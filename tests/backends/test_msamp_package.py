@@ -5,12 +5,20 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.backends import msamp_package
+from autoprec.backends import msamp, msamp_package
 from autoprec.errors import UnsupportedError
 from autoprec.levels import LEVELS
 from autoprec.policy import Policy
 
 H100 = "NVIDIA H100 80GB HBM3"
+REAL_ADAMW = torch.optim.AdamW
+
+
+class OldAdamW(torch.optim.Optimizer):
+    """AdamW as in the torch that MS-AMP knows: no subclass of Adam."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 1e-3, "weight_decay": 1e-2})
 
 
 @pytest.fixture
@@ -43,7 +51,11 @@ def fake(monkeypatch):
     module("msamp", initialize=initialize, __path__=[])
     module("msamp.deepspeed", initialize=deepspeed_initialize)
     module("deepspeed")
-    monkeypatch.setattr(msamp_package, "_adamw_is_adam", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: H100)
+    monkeypatch.setattr(msamp, "is_available", lambda name: True)
+    monkeypatch.setattr(msamp, "installed_version", lambda name: "0.4.0")
+    monkeypatch.setattr(torch.optim, "AdamW", OldAdamW)
     return calls
 
 
@@ -52,15 +64,13 @@ def network():
 
 
 def adamw(model):
-    made = torch.optim.AdamW(model.parameters())
-    made.defaults.pop("decoupled_weight_decay", None)  # as in the torch that msamp knows
-    return made
+    return torch.optim.AdamW(model.parameters())
 
 
 @pytest.mark.parametrize("level", ["O1", "O2", "O3"])
 def test_the_package_runs_where_it_can(fake, level):
     model = network()
-    run = msamp_package.initialize(LEVELS[f"msamp-{level.lower()}"].policy(), model, adamw(model), device_name=H100)
+    run = msamp_package.initialize(LEVELS[f"msamp-{level.lower()}"].policy(), model, adamw(model))
     assert (run.ran, run.reason) == (f"msamp {level}", "")
     assert type(run.optimizer).__name__ == "LBOptimizer"
     assert fake == [(level, False, [])]
@@ -71,33 +81,34 @@ def test_layers_that_the_policy_keeps_are_left_out(fake):
     document = row.policy().to_dict()
     document["recipes"]["bf16"] = {"format": "bf16"}
     document["layers"] = [{"match": "head", "recipe": "bf16"}]
-    msamp_package.initialize(Policy.model_validate(document), model, adamw(model), device_name=H100)
+    msamp_package.initialize(Policy.model_validate(document), model, adamw(model))
     assert fake == [("O2", False, ["head"])]
 
 
 @pytest.mark.parametrize(
-    ("device", "optimizer", "reason"),
+    ("device", "optimizer", "level", "reason"),
     [
-        ("NVIDIA H200", adamw, "H100 only"),
-        ("", adamw, "no GPU"),
-        (H100, lambda m: torch.optim.SGD(m.parameters(), 0.1), "not SGD"),
-        (H100, lambda m: torch.optim.AdamW(m.parameters()), "does not know this optimizer's options"),
+        ("NVIDIA H200", adamw, "msamp-o2", "H100 only"),
+        ("NVIDIA H200", adamw, "msamp-o3", "H100 only"),
+        (H100, lambda m: torch.optim.SGD(m.parameters(), 0.1), "msamp-o1", "not SGD"),
     ],
 )
-def test_where_it_cannot_run_the_reason_is_given_and_ours_runs(fake, device, optimizer, reason):
+def test_where_it_cannot_run_the_reason_is_given_and_ours_runs(fake, monkeypatch, device, optimizer, level, reason):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: device)
     model = network()
     made = optimizer(model)
-    run = msamp_package.initialize(LEVELS["msamp-o2"].policy(), model, made, device_name=device)
-    assert run.ran == "autoprec O2"
+    run = msamp_package.initialize(LEVELS[level].policy(), model, made)
+    assert run.ran == f"autoprec {level[-2:].upper()}"
     assert reason in run.reason
     assert run.optimizer is made
     assert fake == []
+    assert not any("use_fp32_linear" in vars(m) for m in model.modules())
 
 
-def test_adamw_that_is_an_adam_is_refused(fake, monkeypatch):
-    monkeypatch.setattr(msamp_package, "_adamw_is_adam", lambda: True)
+def test_with_this_torch_adamw_would_be_trained_as_adam(fake, monkeypatch):
+    monkeypatch.setattr(msamp.torch.optim, "AdamW", REAL_ADAMW)
     model = network()
-    run = msamp_package.initialize(LEVELS["msamp-o1"].policy(), model, adamw(model), device_name=H100)
+    run = msamp_package.initialize(LEVELS["msamp-o1"].policy(), model, adamw(model))
     assert "weight decay" in run.reason
 
 
@@ -105,7 +116,7 @@ def test_without_the_package():
     model = network()
     run = msamp_package.initialize(LEVELS["msamp-o1"].policy(), model, adamw(model))
     assert run.ran == "autoprec O1"
-    assert msamp_package.IMAGE in run.reason
+    assert "not installed" in run.reason
 
 
 def test_a_policy_that_is_no_level_is_refused():
