@@ -75,7 +75,7 @@ def advance(case: Case, runs: Sequence[Run]) -> None:
         run.log.append((step, gap, np.asarray(row, dtype=np.uint8).tobytes()))
 
 
-def true_front(case: Case, runs: Sequence[Run], rounds: int) -> list[tuple[float, float, bytes]]:
+def true_front(case: Case, rounds: int) -> list[tuple[float, float, bytes]]:
     """Return the best known front: everything measured, then single changes around it until none improves."""
     points = {row: (case.time(np.frombuffer(row, dtype=np.uint8)), gap) for row, gap in case.table.items()}
     for _ in range(rounds):
@@ -122,9 +122,7 @@ def score(
     return area(points) / area(front), found / best - 1
 
 
-def table_of(
-    case: Case, runs: Sequence[Run], front: Sequence[tuple[float, float, bytes]], slowest: float
-) -> list[dict[str, Any]]:
+def table_of(runs: Sequence[Run], front: Sequence[tuple[float, float, bytes]], slowest: float) -> list[dict[str, Any]]:
     """Return mean and standard error per strategy and budget."""
     rows = []
     for strategy in dict.fromkeys(run.strategy for run in runs):
@@ -179,7 +177,7 @@ def run_case(name: str, strategies: Sequence[str], seeds: int, rounds: int) -> d
         if round_ % 10 == 9:
             case.save()
             print(f"{name}: trial {round_ + 1}, {case.trained} trained, {case.cpu_s:.0f} s CPU", flush=True)
-    front = true_front(case, runs, rounds)
+    front = true_front(case, rounds)
     case.save()
     slowest = max(case.time(np.full(len(case.problem.groups), c)) for c in range(len(case.problem.choice_names)))
     relaxed = solve(case.prior.time_ms, case.prior.error2, math.inf)
@@ -192,7 +190,7 @@ def run_case(name: str, strategies: Sequence[str], seeds: int, rounds: int) -> d
         "slowest_ms": slowest,
         "fastest_ms": case.time(relaxed),
         "scan_spearman": spearman(case.checks),
-        "rows": table_of(case, runs, front, slowest),
+        "rows": table_of(runs, front, slowest),
         "finalists": finalists(case, runs) if "ours" in strategies else {},
     }
 
@@ -242,7 +240,9 @@ def main() -> None:
     print(text)
     if args.output:
         today = datetime.date.today().isoformat()
-        head = f"# Search quality, {today}\n\n{platform.processor() or platform.machine()}, torch {torch.__version__}, optuna {optuna.__version__}\n\n"
+        machine = platform.processor() or platform.machine()
+        versions = f"{machine}, torch {torch.__version__}, optuna {optuna.__version__}"
+        head = f"# Search quality, {today}\n\n{versions}\n\n"
         (RESULTS / f"{args.output}.md").write_text(head + text)
         (RESULTS / f"{args.output}.json").write_text(json.dumps(results, indent=1))
 

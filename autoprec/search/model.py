@@ -123,7 +123,7 @@ class DivergenceModel:
         if not observations:
             return
         target = np.array([2 * math.log(max(o.value, _TINY)) for o in observations])
-        theta = self._mean.copy()
+        theta: Vector = self._mean.copy()
         for _ in range(6):
             predicted, jacobian = self._linearise(theta, observations)
             noise = np.full(len(target), (2 * self.residual) ** 2)
@@ -136,7 +136,7 @@ class DivergenceModel:
             if largest < 1e-3:
                 break
         predicted, jacobian = self._linearise(theta, observations)
-        self._mean, self._jacobian = np.asarray(theta, dtype=np.float64), jacobian
+        self._mean, self._jacobian = theta, jacobian
         self._noise = noise
         self._solve = np.linalg.inv((jacobian * self._sd**2) @ jacobian.T + np.diag(noise))
         # leave-one-out residuals of a Gaussian model, from the dual (Rasmussen and Williams, eq. 5.12)

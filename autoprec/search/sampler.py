@@ -260,7 +260,7 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         return None if best is None else best[1]
 
     def _targets(self, belief: Belief, rng: np.random.Generator, aims: bool) -> list[float]:
-        """Return the divergences to solve for: just within the budget, or all along the front (log-spaced, jittered)."""
+        """Return the divergences to solve for: just within the budget, or along the front (log-spaced, jittered)."""
         if aims:
             return [self.max_divergence * float(rng.uniform(0.9, 1.0))]
         none = np.zeros(len(self._features))
