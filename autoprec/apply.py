@@ -119,6 +119,9 @@ class _Binder:
                 return ConvExecution(plan, unit.module, "fp32" if recipe is None else recipe.format)
         else:
             refusal = attention_refusal(unit.module) if isinstance(unit.module, nn.MultiheadAttention) else ""
+            if not refusal and not any((r := plan.recipe(gemm)) is not None and r.scaled for gemm in GEMMS):
+                # plain casts are torch's own business, whichever library runs the 8-bit layers
+                return choose("auto", self.device).bind(plan, unit.module, name=name, seed=seed)
             if not refusal:
                 refusal = self._refusal(unit, plan)
                 if refusal and self.auto:

@@ -78,7 +78,9 @@ class LibraryExecution:
             return F.linear(input, weight, bias)
         padding = -x.shape[0] % self.rows
         with torch.autocast(device, enabled=False):
-            out = self.product(F.pad(x, (0, 0, 0, padding)) if padding else x, weight.to(compute))
+            out = self.product(F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous(), weight.to(compute))
+            if out.requires_grad:
+                out.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
             out = out[: x.shape[0]].to(out_dtype)
             if bias is not None:
                 out = out + bias.to(out_dtype)

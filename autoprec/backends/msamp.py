@@ -1,9 +1,9 @@
 """The ``msamp`` adapter: MS-AMP, where it exists at all.
 
-MS-AMP (v0.4.0, February 2024) is not on any package index, needs torch 2.1, Transformer Engine 1.1 and its own NCCL, and
-converts model and optimizer together; it cannot run single layers. So it is offered as a whole-model conversion whose
-every precondition is checked first, and refuses layer plans. Its numerics without the package are the levels of
-``autoprec.levels``.
+MS-AMP (v0.4.0, February 2024) is on no package index, needs torch 2.1, Transformer Engine 1.1 and its own NCCL, and
+converts model and optimizer together; it cannot run single layers. So it is offered as a conversion of a whole model,
+every precondition of which is checked first, and refuses layer plans. Its numerics without the package are the levels
+of ``autoprec.levels``.
 """
 
 from __future__ import annotations

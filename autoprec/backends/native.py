@@ -41,8 +41,9 @@ def scaled_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, ou
     scale_b = b.scale.t() if axes[1] == 1 else b.scale
     rowwise = "row" in (a.spec.scheme, b.spec.scheme)
     if rowwise:
-        scale_a = scale_a.expand(left.shape[0], 1).contiguous()
-        scale_b = scale_b.expand(1, right.shape[1]).contiguous()
+        # a transposed scale has stride 1 in the wrong dimension, which _scaled_mm checks
+        scale_a = scale_a.expand(left.shape[0], 1).reshape(-1).contiguous().unsqueeze(1)
+        scale_b = scale_b.expand(1, right.shape[1]).reshape(-1).contiguous().unsqueeze(0)
     else:
         scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
     # row scales return bfloat16 only on GPUs

@@ -144,8 +144,8 @@ def _builtin_recipe(module: Any, recipe: Recipe) -> Any:
 def _distinct(base: Any) -> Any:
     """Return ``DelayedScaling`` with a repr that names the amax algorithm.
 
-    TE keys its global amax buffers by the repr, which leaves it out: layers with ``max`` and ``most_recent`` would share
-    one buffer and one algorithm.
+    TE keys its global amax buffers by the repr, which leaves it out: layers with ``max`` and ``most_recent`` would
+    share one buffer and one algorithm.
     """
 
     class DelayedScaling(base):  # type: ignore[misc]

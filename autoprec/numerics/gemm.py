@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from autoprec.numerics.accumulation import limited_matmul
 from autoprec.numerics.operand import QuantizedOperand, Spec
 from autoprec.numerics.quantize import operand_values
 
@@ -66,9 +67,11 @@ def emulated_multiply(
         product: dtype in which the values are multiplied; see :func:`product_dtype`.
         fast: emulate Hopper's limited-precision accumulator.
     """
-    del fast
     if a.spec.format == b.spec.format == "int8":
         out = torch._int_mm(a.codes if axes[0] == 1 else a.codes.t(), b.codes if axes[1] == 0 else b.codes.t())
+    elif fast:
+        left, right = operand_values(a, torch.float32), operand_values(b, torch.float32)
+        out = limited_matmul(left if axes[0] == 1 else left.t(), right if axes[1] == 0 else right.t())
     else:
         out = contract(operand_values(a, product), axes[0], operand_values(b, product), axes[1])
     if "fp16" in (a.spec.format, b.spec.format):

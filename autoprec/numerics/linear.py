@@ -93,6 +93,8 @@ class LinearExecution:
         if steps is None:
             steps = self.compiled[device, keep] = compile_plan(self.plan, keep, device, self.multiply)
         out_dtype = torch.float32 if steps.wide_output and autocast is not None else keep
+        if input.numel() == 0:
+            return _cast_linear(input, weight, bias, out_dtype)  # nothing to quantise, nothing to learn from
         grad = torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             self.traced = steps.labels
