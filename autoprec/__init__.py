@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AutoPrecError",
+    "Guard",
     "Policy",
     "__version__",
     "load",
@@ -32,6 +33,7 @@ __all__ = [
 #: public name -> the module that defines it
 _HOME = {
     "AutoPrecError": "autoprec.errors",
+    "Guard": "autoprec.guard",
     "Policy": "autoprec.apply",
     "load": "autoprec.apply",
     "search": "autoprec.search",

@@ -39,7 +39,7 @@ def fall_back(policy: Policy, name: str, layers: Sequence[str]) -> Policy:
     if name not in FALLBACKS:
         raise UnknownNameError("fallback", name, FALLBACKS)
     if name == "script":
-        return Policy()
+        return type(policy)()
     plain, recipes = _bf16(policy)
     rules = [*policy.layers, LayerRule(match="*", recipe=policy.default, gemms={}, optional=True)]
     if name in ("head_bf16", "ends_bf16"):

@@ -6,6 +6,7 @@ on a breach it applies the next fallback in the policy's order, logs it, and nev
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import sys
@@ -110,11 +111,10 @@ class Guard:
         try:
             self.steps += 1
             self._pending.append((_detached(loss), _detached(gradient_norm)))
-            if self._sampler is not None and self.steps % self.every == self.every - 1:
+            breach = self._look() if self.steps % self.every == 0 else None
+            if self._sampler is not None and (self.steps + 1) % self.every == 0:
                 self._sampler.arm()  # the next step is looked at from the inside
-            if self.steps % self.every:
-                return None
-            return self._look()
+            return breach
         except Exception:  # the guard must never be what ends a training
             _LOG.exception("the guard failed at step %d and looks away until the next one", self.steps)
             return None
@@ -145,7 +145,8 @@ class Guard:
             smooth = median(recent)
             self._best = min(self._best, smooth)
             expected = self._expected(len(recent))
-            values["loss_gap"] = (smooth - expected) / max(abs(expected), 1e-12)
+            beyond = smooth - expected - _allowance(finite, len(recent))
+            values["loss_gap"] = max(0.0, beyond) / max(abs(expected), 1e-12)
         norms = [norm for norm in self._norms if math.isfinite(norm)]
         if len(norms) >= 2 * self.every:
             values["gradient_norm_ratio"] = median(norms[-self.every :]) / max(median(norms), 1e-30)
@@ -224,6 +225,18 @@ class Guard:
 
 def _detached(value: Tensor | float | None) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def _allowance(losses: Sequence[float], count: int) -> float:
+    """Return by how much two medians of ``count`` losses differ by noise alone (three standard errors).
+
+    The noise is estimated from differences between neighbours, which a slow trend does not enter.
+    """
+    jumps = [abs(b - a) for a, b in itertools.pairwise(losses)]
+    if len(jumps) < 4:
+        return 0.0
+    sigma = median(jumps) / 0.954  # of normal noise: median |difference of two| = 0.954 sigma
+    return 3 * 1.2533 * sigma * math.sqrt(2 / count)
 
 
 def _agreed(values: dict[str, float], model: nn.Module | None) -> dict[str, float]:

@@ -117,6 +117,12 @@ def test_a_falling_noisy_loss_is_no_breach() -> None:
     assert _run(guard, [4 * math.exp(-i / 300) * (1 + noise[i]) for i in range(600)]) == []
 
 
+def test_batch_noise_is_no_breach() -> None:
+    generator = torch.Generator().manual_seed(0)
+    losses = (1 + torch.randn(4000, generator=generator) * 0.3).tolist()
+    assert _run(Guard(_policy(thresholds={"loss_gap": 0.02}, metrics=("loss_gap",))), losses) == []
+
+
 def test_a_reference_curve_replaces_the_own_trend() -> None:
     reference = [2.0 * math.exp(-i / 100) for i in range(400)]
     guard = Guard(_policy(thresholds={"loss_gap": 0.05}, metrics=("loss_gap",)), reference=reference)

@@ -1,0 +1,53 @@
+"""Hugging Face Trainer: ``Trainer(..., callbacks=[PolicyCallback("policy.yaml")])``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from autoprec.apply import Policy, load
+from autoprec.guard import Guard
+from autoprec.optional import require
+
+TrainerCallback: Any = require("transformers", purpose="PolicyCallback").TrainerCallback
+
+__all__ = ["PolicyCallback"]
+
+
+class PolicyCallback(TrainerCallback):  # type: ignore[misc]
+    """Applies a policy when training begins, takes it off when it ends, and guards the run in between.
+
+    Leave ``bf16`` and ``fp16`` of ``TrainingArguments`` off: the policy's ``activations`` does that.
+
+    Args:
+        policy: a policy, or the path of one.
+        backend: who runs the GEMMs; ``auto`` or a name of :mod:`autoprec.backends`.
+        guard: watch the run (needs ``logging_steps`` small enough to see something) and fall back on a breach.
+    """
+
+    def __init__(self, policy: Policy | Path | str, *, backend: str = "auto", guard: bool = True) -> None:
+        self.policy = policy if isinstance(policy, Policy) else load(policy)
+        self.backend, self._wants_guard = backend, guard
+        self.guard: Guard | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Apply the policy to the prepared model and wrap its optimizer."""
+        model = kwargs["model"]
+        self.policy.apply(model, backend=self.backend)
+        optimizer = kwargs.get("optimizer")
+        if optimizer is not None:
+            self.policy.wrap_optimizer(getattr(optimizer, "optimizer", optimizer))
+        if self._wants_guard:
+            self.guard = Guard(self.policy, model, every=1, window=20, backend=self.backend)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
+        """Show the guard what the Trainer logged; its metrics join the log."""
+        if self.guard is not None and logs and "loss" in logs:
+            breach = self.guard.step(logs["loss"], logs.get("grad_norm"))
+            logs |= {f"guard/{name}": value for name, value in self.guard.values.items()}
+            if breach is not None:
+                logs["guard/fallback"] = breach.action
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        """Take the policy off, so that evaluation and saving see the plain model."""
+        self.policy.remove(kwargs["model"])
