@@ -1,0 +1,60 @@
+"""``make gpu-bundle``: the wheels a GPU machine without a network may lack, in one folder of at most 60 MiB.
+
+    python benchmarks/gpu_bundle.py [--folder gpu-bundle] [--python 3.12] [--kit te_kit.tar.xz]
+
+PyTorch, Triton, NumPy and the usual scientific stack are expected there. Install what is in the folder with
+``pip install --no-index --no-deps --target SITE gpu-bundle/*.whl``; a Transformer Engine kit is only copied.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+#: MLflow is left out: it is large, and searches on such a machine run with --no-mlflow.
+PACKAGES = (
+    "optuna", "sqlalchemy", "alembic", "mako", "greenlet", "colorlog", "tqdm",
+    "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions",
+    "click", "rich", "pygments", "markdown-it-py", "mdurl", "pyyaml", "torchao", "hypothesis", "sortedcontainers",
+)  # fmt: skip
+LIMIT = 60 * 2**20
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="wheels for a GPU machine without a network")
+    parser.add_argument("--folder", type=Path, default=Path("gpu-bundle"))
+    parser.add_argument("--python", default="3.12")
+    parser.add_argument("--kit", type=Path, help="a Transformer Engine kit to put beside the wheels")
+    parser.add_argument("--constraints", type=Path, default=Path("constraints.txt"))
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    pinned = {
+        line.split("==")[0].lower(): line.split(";")[0].strip()
+        for line in arguments.constraints.read_text().splitlines()
+        if "==" in line and not line.startswith("#")
+    }
+    platforms = ["manylinux_2_28_x86_64", "manylinux_2_27_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64"]
+    platforms += ["manylinux2014_x86_64", "manylinux1_x86_64"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--python-version", arguments.python, "--implementation", "cp", "-d", str(arguments.folder)]
+    for platform in platforms:
+        command += ["--platform", platform]
+    failed = [
+        name
+        for name in PACKAGES
+        if subprocess.run([*command, pinned.get(name, name)], check=False, stderr=subprocess.DEVNULL).returncode
+    ]
+    if arguments.kit:
+        shutil.copy2(arguments.kit, arguments.folder)
+    size = sum(path.stat().st_size for path in arguments.folder.iterdir())
+    print(f"{len(list(arguments.folder.iterdir()))} files, {size / 2**20:.1f} MiB of at most 60 in {arguments.folder}")
+    for name in failed:
+        print(f"not found: {name}")
+    return 1 if failed or size > LIMIT else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

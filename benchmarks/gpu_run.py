@@ -1,0 +1,146 @@
+"""``make gpu``: everything a GPU is needed for, in one command, resumable in parts, within a time limit.
+
+    python benchmarks/gpu_run.py [--limit 480] [--out DIR] [--parts tests,numerics,calibrate,end_to_end]
+
+Parts that finished are kept in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again.
+The last part writes ``benchmarks/results/<date>_<gpu>.{json,md}`` with commands, versions and hardware. Wheels that
+the machine lacks are taken from the folder that ``make gpu-bundle`` wrote; nothing is downloaded here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PARTS = ("tests", "numerics", "calibrate", "end_to_end")
+
+
+def commands(out: Path) -> dict[str, list[str]]:
+    python = sys.executable
+    return {
+        "tests": [python, "-m", "pytest", "-m", "gpu", "-rs", "-q"],
+        "numerics": [python, "benchmarks/numerics.py", "--device", "cuda"],
+        "calibrate": [python, "-m", "autoprec", "calibrate", "--output", str(out / "calibration.json")],
+        "end_to_end": [python, "benchmarks/gpu_end_to_end.py", "--out", str(out / "end_to_end")],
+    }
+
+
+def gpu_name() -> str:
+    """Return the GPU's name, empty without one."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else ""
+
+
+def throttled() -> str:
+    """Return why timings would be unreliable now (clocks throttled, other processes), empty when they are fine."""
+    query = "clocks_event_reasons.hw_slowdown,clocks_event_reasons.hw_thermal_slowdown,utilization.gpu"
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=True
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    slow, hot, busy = (part.strip() for part in done.stdout.splitlines()[0].split(","))
+    if "Active" in (slow, hot):
+        return f"the GPU is throttled (hardware {slow}, thermal {hot})"
+    used = int(re.sub(r"\D", "", busy) or 0)
+    return f"somebody else uses {used} % of the GPU" if used > 5 else ""
+
+
+def run_part(name: str, command: list[str], out: Path, left: float) -> dict[str, Any]:
+    stored = out / f"{name}.json"
+    if stored.exists():
+        return dict(json.loads(stored.read_text()))
+    warning = throttled()
+    began = time.monotonic()
+    log = out / f"{name}.log"
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    try:
+        with log.open("w") as stream:
+            code = subprocess.run(
+                command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, timeout=left, check=False
+            ).returncode
+    except subprocess.TimeoutExpired:
+        return {"name": name, "code": 124, "seconds": time.monotonic() - began, "unfinished": True, "warning": warning}
+    value = {"name": name, "code": code, "seconds": time.monotonic() - began, "warning": warning}
+    value["output"] = log.read_text()[-20_000:]
+    if code == 0:
+        stored.write_text(json.dumps(value))
+    return value
+
+
+def report(results: list[dict[str, Any]], gpu: str, parts: list[str]) -> tuple[str, dict[str, Any]]:
+    versions = {}
+    for name in ("torch", "triton", "torchao", "transformer_engine", "optuna"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "absent"
+    document = {
+        "gpu": gpu,
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "versions": versions,
+        "command": f"python benchmarks/gpu_run.py --parts {','.join(parts)}",
+        "parts": results,
+    }
+    lines = [f"# {gpu}, {document['date']}", "", f"`{document['command']}`", ""]
+    lines += [f"Python {document['python']}, " + ", ".join(f"{k} {v}" for k, v in versions.items()), ""]
+    for part in results:
+        state = "unfinished" if part.get("unfinished") else f"exit {part['code']}"
+        lines += [f"## {part['name']}: {state}, {part['seconds']:.0f} s", ""]
+        lines += [f"unreliable: {part['warning']}", ""] if part.get("warning") else []
+        lines += ["```", part.get("output", "").strip()[-6000:], "```", ""]
+    return "\n".join(lines), document
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="everything that needs a GPU")
+    parser.add_argument("--limit", type=float, default=480.0, help="seconds")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu-parts")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    arguments = parser.parse_args()
+    gpu = gpu_name()
+    if not gpu:
+        print("no NVIDIA GPU here (nvidia-smi found none): nothing was run")
+        return 0
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + arguments.limit
+    wanted = arguments.parts.split(",")
+    results = []
+    for name in wanted:
+        left = deadline - time.monotonic()
+        if left < 5:
+            results.append({"name": name, "code": 124, "seconds": 0.0, "unfinished": True})
+            continue
+        print(f"... {name}, {left:.0f} s left", flush=True)
+        results.append(run_part(name, commands(arguments.out)[name], arguments.out, left))
+    text, document = report(results, gpu, wanted)
+    stem = f"{document['date']}_{re.sub(r'[^A-Za-z0-9]+', '-', gpu).strip('-').lower()}"
+    target = ROOT / "benchmarks" / "results"
+    (target / f"{stem}.md").write_text(text)
+    (target / f"{stem}.json").write_text(json.dumps(document, indent=1))
+    print(text)
+    if any(part.get("unfinished") for part in results):
+        print("not everything was done: call it again, finished parts are kept")
+    return max(int(part["code"] != 0 and not part.get("unfinished")) for part in results)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
