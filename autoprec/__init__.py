@@ -20,13 +20,17 @@ if TYPE_CHECKING:
     from autoprec.api import search
     from autoprec.apply import Policy, load
     from autoprec.errors import AutoPrecError
+    from autoprec.guard import Guard
+    from autoprec.trial.session import Session, register
 
 __all__ = [
     "AutoPrecError",
     "Guard",
     "Policy",
+    "Session",
     "__version__",
     "load",
+    "register",
     "search",
 ]
 
@@ -35,7 +39,9 @@ _HOME = {
     "AutoPrecError": "autoprec.errors",
     "Guard": "autoprec.guard",
     "Policy": "autoprec.apply",
+    "Session": "autoprec.trial.session",
     "load": "autoprec.apply",
+    "register": "autoprec.trial.session",
     "search": "autoprec.search",
 }
 

@@ -75,7 +75,8 @@ def test_every_documented_python_snippet_runs(
         raise package.AutoPrecError("not here")
 
     monkeypatch.setattr("autoprec.api.search", search)
-    names = {"model": model, "optimizer": optimizer, "policy": policy}
+    batches = [torch.randn(4, 16) for _ in range(3)]
+    names = {"autoprec": package, "model": model, "optimizer": optimizer, "policy": policy, "batches": batches}
     try:
         exec(compile(snippet.text, str(snippet), "exec"), names)
     except SystemExit:
@@ -141,3 +142,10 @@ def test_every_variable_that_a_trial_sets_is_documented(tmp_path: Path) -> None:
     shown = {name for name in trial if name != "PYTHONPATH" and not name.startswith("AUTOPREC_")}
     assert {name for name in shown if f"`{name}`" not in page} == set()
     assert not (shown & set(run_environment(tmp_path / "c.json", "mark", base={})))
+
+
+def test_everything_a_guard_knows_is_documented() -> None:
+    from autoprec.guard import FALLBACKS, METRICS
+
+    page = (ROOT / "docs" / "policy-format.md").read_text(encoding="utf-8")
+    assert {name for name in (*FALLBACKS, *METRICS) if f"`{name}`" not in page} == set()

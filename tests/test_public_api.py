@@ -28,7 +28,8 @@ def test_the_surface_is_sorted_and_complete() -> None:
 
 
 def test_the_surface_is_exactly_this() -> None:
-    assert autoprec.__all__ == ["AutoPrecError", "Policy", "__version__", "load", "search"]
+    names = ["AutoPrecError", "Guard", "Policy", "Session", "__version__", "load", "register", "search"]
+    assert autoprec.__all__ == names
 
 
 @pytest.mark.parametrize("name", [name for name in autoprec.__all__ if not name.startswith("__")])
