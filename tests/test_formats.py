@@ -1,0 +1,47 @@
+"""Number formats agree with PyTorch's own, and with what their bits can hold."""
+
+import pytest
+import torch
+
+from autoprec.errors import UnknownNameError
+from autoprec.formats import FORMATS, NumberFormat, number_format
+
+FLOATS = [f for f in FORMATS.values() if f.torch_name and f.name != "int8"]
+
+
+@pytest.mark.parametrize("found", FLOATS, ids=lambda f: f.name)
+def test_limits_are_those_of_the_torch_type(found: NumberFormat) -> None:
+    info = torch.finfo(getattr(torch, found.torch_name))
+    assert info.bits == found.bits
+    assert info.max == found.max
+    assert info.eps == found.epsilon
+    assert info.smallest_normal == 2.0**found.min_exponent
+
+
+@pytest.mark.parametrize("found", FLOATS, ids=lambda f: f.name)
+def test_the_smallest_value_is_the_last_that_does_not_vanish(found: NumberFormat) -> None:
+    kind = getattr(torch, found.torch_name)
+    if found.name == "fp32":
+        assert found.tiny == 2.0**-149
+        return
+    values = torch.tensor([found.tiny, found.tiny / 2.5], dtype=torch.float64).float()
+    assert values.to(kind).float().tolist() == [found.tiny, 0.0]
+
+
+@pytest.mark.parametrize("found", FLOATS, ids=lambda f: f.name)
+def test_infinity_is_there_where_it_is_said_to_be(found: NumberFormat) -> None:
+    overflown = torch.tensor(float("inf")).to(getattr(torch, found.torch_name)).float()
+    assert bool(torch.isinf(overflown)) == found.infinity
+
+
+def test_e2m1_holds_the_eight_magnitudes_of_the_specification() -> None:
+    e2m1 = FORMATS["e2m1"]
+    magnitudes = {0.0, e2m1.tiny, 1.0, 1.5, 2.0, 3.0, 4.0, e2m1.max}
+    assert magnitudes == {0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0}
+
+
+def test_names() -> None:
+    assert all(name == found.name for name, found in FORMATS.items())
+    assert number_format("e4m3").max == 448.0
+    with pytest.raises(UnknownNameError, match="did you mean 'e4m3'"):
+        number_format("e4m3fn")

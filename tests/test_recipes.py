@@ -1,0 +1,115 @@
+"""Recipes: what has no effect is refused, what is written comes back, names say what is meant."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from autoprec.formats import FORMATS
+from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, OPERANDS, Recipe
+
+DOCUMENTS = st.fixed_dictionaries(
+    {"format": st.sampled_from(["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"])},
+    optional={
+        "scaling": st.fixed_dictionaries(
+            {},
+            optional={
+                "granularity": st.sampled_from(["tensor", "row", "block"]),
+                "scale": st.sampled_from(["current", "delayed"]),
+                "power_of_2": st.booleans(),
+                "margin": st.integers(-2, 2),
+                "amax_history_len": st.sampled_from([1, 16, 64]),
+                "amax_compute_algo": st.sampled_from(["max", "most_recent"]),
+                "amax_epsilon": st.sampled_from([0.0, 1e-6]),
+            },
+        ),
+        "operands": st.fixed_dictionaries({}, optional={name: st.sampled_from(["e4m3", "e5m2"]) for name in OPERANDS}),
+        "accumulation": st.sampled_from(["full", "fast"]),
+        "hadamard": st.booleans(),
+        "stochastic_rounding": st.booleans(),
+        "weight_2d": st.booleans(),
+    },
+)
+
+
+@given(DOCUMENTS)
+def test_a_recipe_is_refused_or_comes_back_as_it_was_written(document: dict[str, Any]) -> None:
+    try:
+        recipe = Recipe.model_validate(document)
+    except ValidationError:
+        return
+    assert Recipe.model_validate(recipe.to_dict()) == recipe
+    assert Recipe.model_validate(recipe.model_dump()) == recipe
+
+
+@given(DOCUMENTS)
+def test_no_accepted_recipe_multiplies_e5m2_by_e5m2(document: dict[str, Any]) -> None:
+    try:
+        recipe = Recipe.model_validate(document)
+    except ValidationError:
+        return
+    for operands in GEMM_OPERANDS.values():
+        assert [recipe.operand_format(name) for name in operands] != ["e5m2", "e5m2"]
+
+
+@given(DOCUMENTS, DOCUMENTS)
+def test_recipes_that_differ_are_written_differently(first: dict[str, Any], second: dict[str, Any]) -> None:
+    try:
+        a, b = Recipe.model_validate(first), Recipe.model_validate(second)
+    except ValidationError:
+        return
+    assert (a == b) == (a.to_dict() == b.to_dict())
+
+
+@pytest.mark.parametrize(
+    ("document", "says"),
+    [
+        ({"format": "bf16", "scaling": {}}, "scaling has no effect"),
+        ({"format": "int8", "operands": {}}, "operands has no effect"),
+        ({"format": "mxfp8", "accumulation": "fast"}, "accumulation: fast has no effect"),
+        ({"format": "fp8", "hadamard": True}, "hadamard has an effect with format: nvfp4 only"),
+        ({"format": "fp8", "scaling": {"granularity": "row", "scale": "delayed"}}, "per tensor only"),
+        ({"format": "fp8", "scaling": {"amax_history_len": 64}}, "with scale: delayed only"),
+        ({"format": "int8", "scaling": {"granularity": "tensor"}}, "row-wise current scaling only"),
+        ({"format": "fp8", "operands": {"input": "e5m2", "grad_output": "e5m2"}}, "wgrad would multiply e5m2 by e5m2"),
+        ({"format": "fp8", "interval": 4}, "Extra inputs"),
+        ({"format": "fp9"}, "Input should be"),
+        ({"format": "fp8", "scaling": {"amax_epsilon": float("nan")}}, "finite"),
+        ({}, "Field required"),
+    ],
+)
+def test_what_has_no_effect_or_no_meaning_is_refused(document: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        Recipe.model_validate(document)
+
+
+def test_defaults_are_spelled_out_where_they_matter() -> None:
+    assert Recipe.model_validate({"format": "fp8"}).to_dict() == {
+        "format": "fp8",
+        "scaling": {"granularity": "tensor", "scale": "current", "power_of_2": False},
+        "operands": {"input": "e4m3", "weight": "e4m3", "grad_output": "e4m3"},
+    }
+    assert Recipe.model_validate({"format": "bf16"}).to_dict() == {"format": "bf16"}
+
+
+@pytest.mark.parametrize("name", BUILTIN_RECIPES)
+def test_builtin_recipes_name_formats_that_exist(name: str) -> None:
+    recipe = BUILTIN_RECIPES[name]
+    for operand in OPERANDS:
+        found = recipe.operand_format(operand)
+        assert found in FORMATS or found == "mxfp8"
+    assert recipe.scaled == (recipe.format not in ("fp32", "tf32", "bf16", "fp16"))
+
+
+def test_descriptions_tell_recipes_apart_that_people_confuse() -> None:
+    described = {name: BUILTIN_RECIPES[name].describe() for name in BUILTIN_RECIPES}
+    assert described["fp8_rowwise"] == "fp8 row e4m3/e4m3/e4m3"
+    assert described["fp8_delayed"] == "fp8 delayed e4m3/e4m3/e5m2"
+    assert described["bf16"] == "bf16"
+
+
+def test_the_three_gemms_of_a_linear_layer() -> None:
+    assert set(GEMM_OPERANDS) == set(GEMMS)
+    assert {operand for pair in GEMM_OPERANDS.values() for operand in pair} == set(OPERANDS)
