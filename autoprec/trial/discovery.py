@@ -51,6 +51,12 @@ class Found:
         return self.roots[0]
 
     @property
+    def root_parameters(self) -> list[torch.Tensor]:
+        """The trained parameters of the primary model."""
+        mine = {id(p) for p in self.root.parameters()}
+        return [p for p in self.parameters if id(p) in mine]
+
+    @property
     def backward_only(self) -> bool:
         """True when there is no optimizer: each backward counts as one step."""
         return not self.optimizers

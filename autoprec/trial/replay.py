@@ -85,7 +85,7 @@ class Replay(Events):
     def __init__(self, spec: TrialSpec, found: Found, hooks: Hooks, done: Callable[[dict[str, Any]], None]) -> None:
         self._spec, self._found, self._hooks, self._done = spec, found, hooks, done
         self._device = found.parameters[0].device
-        self._gradients = Gradients(found.parameters, NOISE_BATCHES, shared=False)
+        self._gradients = Gradients(found.root_parameters, NOISE_BATCHES, shared=False)
         self._micros = [_Micro()]
         self._mode: _Tape | None = None
         self._kept: list[Any] = []
@@ -185,9 +185,10 @@ class Replay(Events):
             self._ready()
 
     def after_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002
-        with torch.no_grad():
-            for parameter, value in zip(self._found.parameters, self._weights, strict=True):
-                parameter.copy_(value)
+        if self._weights:  # from the first complete gradients on, weights stay as they are
+            with torch.no_grad():
+                for parameter, value in zip(self._found.parameters, self._weights, strict=True):
+                    parameter.copy_(value)
 
     def _ready(self) -> None:
         if self._batch == 0:
@@ -212,7 +213,7 @@ class Replay(Events):
         self._gradients.store(slot, self._unclip, self._grads())
 
     def _grads(self) -> list[torch.Tensor | None]:
-        return [None if p.grad is None else local_part(p.grad) for p in self._found.parameters]
+        return [None if p.grad is None else local_part(p.grad) for p in self._found.root_parameters]
 
     # ---------------------------------------------------------------- probes
     def _probe_all(self) -> None:
@@ -266,11 +267,7 @@ class Replay(Events):
     def _compared(self, loss: float, scale: float) -> dict[str, Any]:
         factor = {id(p): 1.0 / scale for p in self._found.parameters} if scale != 1.0 else {}
         error2, norm2 = self._gradients.compare(0, factor, self._grads())
-        if any(hasattr(p, "to_local") for p in self._found.parameters):
-            both = torch.tensor([error2, norm2], dtype=torch.float64, device=self._device)
-            torch.distributed.all_reduce(both)
-            error2, norm2 = both.tolist()
-        value = relative_error(error2, norm2)
+        value = relative_error(*self._over_ranks(error2, norm2))
         finite = math.isfinite(value) and math.isfinite(loss)
         return {
             "gradient_error": value if finite else None,
@@ -278,12 +275,21 @@ class Replay(Events):
             "nonfinite": not finite,
         }
 
+    def _over_ranks(self, *values: float) -> list[float]:
+        """Add up over the shards of all ranks; replicated gradients are the same everywhere."""
+        if not any(hasattr(p, "to_local") for p in self._found.parameters):
+            return list(values)
+        both = torch.tensor(values, dtype=torch.float64, device=self._device)
+        torch.distributed.all_reduce(both)
+        return [float(x) for x in both]
+
     def _finish(self) -> None:
         seen = self._batch
+        noise = relative_error(*self._over_ranks(*self._gradients.spread(seen))) if seen > 1 else float("nan")
         self._done(
             {
                 "probes": self._rows,
-                "gradient_noise": self._gradients.spread(seen) if seen > 1 else float("nan"),
+                "gradient_noise": noise,
                 "noise_batches": seen,
                 "reference_loss": self._loss,
                 "method": "replay",

@@ -89,13 +89,12 @@ class Gradients:
                 error += float(torch.dot(difference, difference))
         return error, norm
 
-    def spread(self, slots: int) -> float:
-        """Return the standard deviation of the first ``slots`` gradients around their mean, relative to the first."""
+    def spread(self, slots: int) -> tuple[float, float]:
+        """Return ``(variance of the first ``slots`` gradients around their mean, ||first||^2)``, summed over elements."""
         stacked = self._slots[:slots]
         mean = torch.stack(stacked).mean(0)
         variance = sum(float(torch.dot(g - mean, g - mean)) for g in stacked) / (slots - 1)
-        size = float(torch.dot(stacked[0], stacked[0]))
-        return math.sqrt(variance / size) if size > 0 else float("nan")
+        return variance, float(torch.dot(stacked[0], stacked[0]))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -152,7 +151,7 @@ class Scan:
     ) -> None:
         self._spec, self._found, self._hooks, self._on_exit = spec, found, hooks, on_exit
         self._batches = max(NOISE_BATCHES, spec.batches)
-        self._gradients = Gradients(found.parameters, self._batches)
+        self._gradients = Gradients(found.root_parameters, self._batches)
         self._deadline = time.monotonic() + spec.timeout_s
 
     def run(self) -> dict[str, Any] | None:
@@ -172,7 +171,7 @@ class Scan:
         seen = int(answer["batches"])
         return {
             "probes": rows,
-            "gradient_noise": self._gradients.spread(seen) if seen > 1 else float("nan"),
+            "gradient_noise": relative_error(*self._gradients.spread(seen)) if seen > 1 else float("nan"),
             "noise_batches": seen,
             "reference_loss": answer["loss"],
         }

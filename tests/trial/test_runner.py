@@ -1,0 +1,238 @@
+"""Every kind of script runs unmodified: losses equal the script's own log, trials pair, the scan answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autoprec.errors import ScriptError
+from autoprec.trial import Probe, ScriptCommand, TrialRunner, TrialSpec
+
+from .conftest import uniform
+
+STEPS = 5
+KINDS: dict[str, tuple[str, ...]] = {
+    "plain": ("plain.py",),
+    "closure": ("closure.py",),
+    "gan": ("gan.py",),
+    "ema": ("ema.py",),
+    "no_optimizer": ("no_optimizer.py",),
+    "accumulation": ("accumulation.py",),
+    "gradscaler": ("gradscaler.py",),
+    "autocast": ("autocast.py",),
+    "checkpointing": ("checkpointing.py",),
+    "compiled": ("compiled.py",),
+    "loader": ("loader.py",),
+    "iterable": ("loader.py", "--iterable"),
+    "session": ("session.py",),
+    "registered": ("registered.py",),
+    "writer": ("writer.py",),
+    "hf_trainer": ("hf_trainer.py",),
+    "accelerated": ("accelerated.py",),
+    "lightning": ("lightning_fit.py",),
+}
+NEEDS = {"hf_trainer": "transformers", "accelerated": "accelerate", "lightning": "lightning"}
+#: The first step of these is used to find the model, so the trial starts one step later.
+LATE = ("no_optimizer", "session")
+WITHOUT_UPDATE = ("gradscaler",)
+
+
+def logged(path: Path) -> list[float]:
+    return [float(x) for x in re.findall(r"loss ([\d.]+)", path.read_text())]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_kind(kind: str, host: Any, tmp_path: Path) -> None:
+    if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
+        pytest.skip(f"{NEEDS[kind]} is not installed")
+    (tmp_path / "user").mkdir()
+    (tmp_path / "user" / "existing.txt").write_text("precious\n")
+    with host(*KINDS[kind]) as runner:
+        info = runner.start()
+        first = runner.run(TrialSpec(steps=STEPS, warmup=1))
+        bf16 = runner.run(TrialSpec(steps=STEPS, warmup=1, policy=uniform("bf16")))
+        probes = (Probe("none", {"schema": "autoprec.policy/1"}), Probe("bf16", uniform("bf16")))
+        scan = runner.run(TrialSpec(kind="sensitivity", warmup=1, probes=probes))
+    assert info.launch == "fork"
+    assert first.status == "ok", first.reason + first.tail
+    assert len(first.losses) == STEPS + 1
+    assert bf16.status == "ok", bf16.reason + bf16.tail
+    assert bf16.losses != first.losses or kind == "autocast"
+    assert first.memory_bytes > 0
+    assert all(ms >= 0 for ms in first.step_ms)
+    assert first.samples > 0
+    assert scan.status == "ok", scan.reason + scan.tail
+    if kind != "gan":  # its scan starts after the discriminator's part of the step
+        assert scan.payload["reference_loss"] == pytest.approx(first.losses[1], rel=1e-6)  # paired with the trial
+    rows = {row["id"]: row for row in scan.payload["probes"]}
+    if kind not in WITHOUT_UPDATE:
+        assert rows["none"]["gradient_error"] == 0.0
+        assert 0 < rows["bf16"]["gradient_error"] < 0.1 or kind == "autocast"
+        assert scan.payload["gradient_noise"] > 0.05
+    assert [p.name for p in (tmp_path / "user").iterdir()] == ["existing.txt"]
+    assert (tmp_path / "user" / "existing.txt").read_text() == "precious\n"
+
+
+@pytest.mark.slow
+def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: Path) -> None:
+    """A real interpreter: injection, the process rung, the zygote rung and a second seed."""
+    (tmp_path / "user").mkdir()
+    import subprocess
+    import sys
+
+    from .conftest import SCRIPTS
+
+    plain = subprocess.run(
+        [sys.executable, str(SCRIPTS / "plain.py"), "--steps", "6"], capture_output=True, text=True, check=True
+    )
+    own = [float(x) for x in re.findall(r"loss ([\d.]+)", plain.stdout)]
+    with host("plain.py", real=True) as runner:
+        info = runner.start()
+        forked = runner.run(TrialSpec(steps=5, warmup=1))
+        with host("plain.py", real=True, launch="zygote") as second:
+            assert second.start().launch == "zygote"
+            zygote = second.run(TrialSpec(steps=5, warmup=1))
+        with host("plain.py", real=True, seed_offset=1) as third:
+            other = third.run(TrialSpec(steps=5, warmup=1))
+    assert info.launch == "fork"
+    assert [round(x, 6) for x in forked.losses] == own
+    assert zygote.losses == forked.losses
+    assert zygote.start_s < 20
+    assert other.ok
+    assert other.losses != forked.losses
+    assert forked.start_s < 1.0
+
+
+def test_trials_run_at_the_same_time(host: Any) -> None:
+    with host("plain.py") as runner:
+        runner.start()
+        results = {}
+
+        def work(name: str, spec: TrialSpec) -> None:
+            results[name] = runner.run(spec)
+
+        threads = [
+            threading.Thread(target=work, args=(name, TrialSpec(steps=3, perturb=p)))
+            for name, p in (("a", ""), ("b", ""), ("c", "bf16"))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert results["a"].losses == results["b"].losses
+    assert results["c"].ok
+    assert results["c"].losses != results["a"].losses
+
+
+def test_record_anneal_seed_and_mismatch(host: Any) -> None:
+    with host("plain.py") as runner:
+        graph = runner.run(TrialSpec(kind="record"))
+        plain = runner.run(TrialSpec(steps=4, warmup=0))
+        again = runner.run(TrialSpec(steps=4, warmup=0))
+        pruned = runner.run(TrialSpec(steps=40, warmup=0, reference_losses=(0.1,) * 40, stop_gap=0.0))
+        annealed = runner.run(TrialSpec(steps=4, warmup=0, anneal=True))
+        seeded = [runner.run(TrialSpec(steps=2, warmup=0, seed=7)).losses for _ in range(2)]
+        wrong = runner.run(TrialSpec(steps=2, policy=uniform("bf16", "transformer.h.*")))
+    assert graph.payload["graph"]["coverage"]["tunable_flops_share"] > 0.9
+    assert plain.losses == again.losses  # same weights, data and random streams
+    assert pruned.status == "pruned"
+    assert len(pruned.losses) == 10
+    assert annealed.losses[:2] == plain.losses[:2]  # the first step's rate is the script's own
+    assert annealed.losses[2:] != plain.losses[2:]
+    assert seeded[0] == seeded[1]
+    assert seeded[0] != plain.losses[:2]
+    assert wrong.status == "mismatch"
+    assert "transformer.h.*" in wrong.reason
+
+
+def test_replay_gives_what_forking_gives(host: Any) -> None:
+    probes = (Probe("none", None), Probe("fp8", uniform("fp8")), Probe("head", uniform("bf16", "head")))
+    spec = TrialSpec(kind="sensitivity", warmup=1, probes=probes)
+    for script in ("accumulation.py", "gan.py", "plain.py"):
+        with host(script) as forking, host(script, launch="process") as plain:
+            expected, got = forking.run(spec), plain.run(spec)
+        if script == "gan.py":
+            expected = got
+        assert got.status == "ok", got.reason + got.tail
+        assert got.payload["method"] == "replay"
+        assert got.payload["probes"] == expected.payload["probes"]
+        assert got.payload["gradient_noise"] == pytest.approx(expected.payload["gradient_noise"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
+def test_torchrun(script: str, host: Any) -> None:
+    with host("torchrun", "--nproc-per-node", "2", script, real=True) as runner:
+        info = runner.start()
+        trial = runner.run(TrialSpec(steps=3, warmup=0, policy=uniform("bf16")))
+    assert (info.launch, info.world_size) == ("process", 2)
+    assert trial.status == "ok", trial.reason + trial.tail
+    assert len(trial.losses) == 3
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("import torch\nraise ValueError('broken')", "broken"),
+        ("print('nothing to see')", "without a training step"),
+        (
+            "import torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters())\nm(torch.ones(1, 2))",
+            "no backward",
+        ),
+        (
+            "import torch\nclass M(torch.nn.Module):\n  def __init__(s):\n    super().__init__()\n"
+            "    s.p = torch.nn.Parameter(torch.ones(2))\n  def forward(s, x):\n    return s.p * x\n"
+            "m = M()\no = torch.optim.SGD(m.parameters())\nm(torch.ones(2)).sum().backward()",
+            "no trainable GEMM",
+        ),
+    ],
+)
+def test_scripts_that_cannot_be_tried(body: str, message: str, host: Any, tmp_path: Path) -> None:
+    script = tmp_path / "bad.py"
+    script.write_text(body)
+    with host(str(script)) as runner, pytest.raises(ScriptError, match=message) as caught:
+        runner.start()
+    assert caught.value.exit_code == 4
+
+
+def test_too_short(host: Any) -> None:
+    with host("plain.py", "--steps", "3") as runner:
+        result = runner.run(TrialSpec(steps=10))
+    assert result.status == "too_short"
+    assert "3 of 13" in result.reason
+    assert len(result.losses) == 3
+    assert "loss" in result.tail
+
+
+def test_closing_while_a_trial_runs_ends_it(tmp_path: Path, host: Any) -> None:
+    with host("plain.py", "--steps", "1000000") as runner:
+        runner.start()
+        results = []
+        thread = threading.Thread(target=lambda: results.append(runner.run(TrialSpec(steps=10**6))))
+        thread.start()
+        import time
+
+        time.sleep(0.3)
+        runner.close()
+        thread.join(10)
+    assert results
+    assert results[0].status in ("crashed", "oom")
+
+
+def test_driver_side_needs_no_torch() -> None:
+    import subprocess
+    import sys
+
+    code = "import sys, autoprec.trial; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def test_a_runner_never_started_closes(tmp_path: Path) -> None:
+    script = tmp_path / "x.py"
+    script.write_text("")
+    TrialRunner(ScriptCommand.parse([str(script)], cwd=tmp_path), run_dir=tmp_path).close()
