@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autoprec.report.html import write_html
+    from autoprec.report.html import write_charts, write_html
     from autoprec.report.markdown import write_markdown
     from autoprec.report.terminal import terminal_table
 
-__all__ = ["terminal_table", "write_html", "write_markdown"]
+__all__ = ["terminal_table", "write_charts", "write_html", "write_markdown"]
 
-_MODULES = {"terminal_table": "terminal", "write_html": "html", "write_markdown": "markdown"}
+_MODULES = {"terminal_table": "terminal", "write_charts": "html", "write_html": "html", "write_markdown": "markdown"}
 
 
 def __getattr__(name: str) -> Any:

@@ -13,11 +13,11 @@ __all__ = ["gap_chart", "loss_chart", "pareto_chart"]
 _KINDS = {"preset": "presets", "search": "found by the search", "finalist": "finalists, re-measured"}
 
 
-def pareto_chart(summary: Summary) -> str:
-    """Step time against divergence, one dot per trial, the front joined; empty when nothing was measured."""
+def pareto_chart(summary: Summary) -> Chart | None:
+    """Step time against divergence, one dot per trial, the front joined; None when nothing was measured."""
     points = summary.points
     if not points:
-        return ""
+        return None
     gaps = [100 * point.divergence for point in points]
     positive = [gap for gap in gaps if gap > 0]
     log = bool(positive) and max(positive) > 30 * min(positive)
@@ -44,7 +44,7 @@ def pareto_chart(summary: Summary) -> str:
         if any(point.kind == kind for point in points):
             chart.legend(f"dot {kind}", label)
     chart.legend("dot best", "the policy" if summary.verdict == "adopt" else "fastest candidate")
-    return chart.text()
+    return chart
 
 
 def _label_points(chart: Chart, points: Sequence[Point]) -> None:
@@ -57,11 +57,11 @@ def _steps(curves: Sequence[Curve]) -> int:
     return max((len(curve.losses) for curve in curves), default=0)
 
 
-def loss_chart(summary: Summary) -> str:
+def loss_chart(summary: Summary) -> Chart | None:
     """Loss per step of the reference, the policy and the presets."""
     finite = [loss for curve in summary.curves for loss in curve.losses if math.isfinite(loss)]
     if not finite:
-        return ""
+        return None
     chart = Chart(
         Axis(0, max(_steps(summary.curves) - 1, 1), "optimizer step"), Axis.over(finite, "loss"), "loss per step"
     )
@@ -73,15 +73,15 @@ def loss_chart(summary: Summary) -> str:
         chart.band(range(steps), low, high, "band")
         chart.legend("band", "noise band")
     _draw_curves(chart, summary.curves, summary.curves)
-    return chart.text()
+    return chart
 
 
-def gap_chart(summary: Summary) -> str:
+def gap_chart(summary: Summary) -> Chart | None:
     """Relative gap to the reference's loss per step, with the band that noise alone produces."""
     reference = next((curve for curve in summary.curves if curve.kind == "reference"), None)
     others = [curve for curve in summary.curves if curve.kind != "reference"]
     if reference is None or not others:
-        return ""
+        return None
     gaps = [Curve(c.name, c.kind, _gap(c.losses, reference.losses)) for c in others]
     values = [v for curve in gaps for v in curve.losses if math.isfinite(v)]
     values += [100 * edge for pair in summary.noise for edge in pair]
@@ -96,7 +96,7 @@ def gap_chart(summary: Summary) -> str:
         chart.legend("band", "what a rounding of the initial weights alone does")
     chart.rule(y=0.0, css="zero", label="")
     _draw_curves(chart, gaps, gaps)
-    return chart.text()
+    return chart
 
 
 def _gap(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, ...]:

@@ -11,15 +11,16 @@ from autoprec.files import write_atomic
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
-from autoprec.report.style import CSS
+from autoprec.report.style import CSS, LIGHT
 from autoprec.report.summary import Summary, metrics_row, summarise
 from autoprec.report.text import bytes_text, duration, percent, ratio, row_cells, time_text
 from autoprec.search.records import SearchResult, TrialRecord
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
+    from autoprec.report.svg import Chart
 
-__all__ = ["html_report", "write_html"]
+__all__ = ["html_report", "write_charts", "write_html"]
 
 _GLOSSARY = (
     ("speed", "steps per second against the script as written, on the target named above"),
@@ -46,6 +47,10 @@ def _section(title: str, lead: str, body: str) -> str:
         return ""
     paragraph = f"<p>{escape(lead)}</p>" if lead else ""
     return f"<section><h2>{escape(title)}</h2>{paragraph}{body}</section>"
+
+
+def _figure(chart: Chart | None) -> str:
+    return chart.text() if chart is not None else ""
 
 
 def _tiles(summary: Summary) -> str:
@@ -115,10 +120,11 @@ def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: Gra
         f'<p class="facts">{escape(" · ".join(filter(None, facts)))}</p>{_tiles(summary)}</header>',
         _section("Compared with what you could do by hand", "", _table(headings, comparison)),
         _section("Every trial", "Each dot is one paired run; the line joins those that nothing beats on both axes.",
-                 pareto_chart(summary)),
+                 _figure(pareto_chart(summary))),
         _section("The loss curve", "The reference and the runs under a policy start from the same weights and see the "
-                 "same data.", loss_chart(summary)),
-        _section("Distance from the reference", "Inside the band a difference means nothing.", gap_chart(summary)),
+                 "same data.", _figure(loss_chart(summary))),
+        _section("Distance from the reference", "Inside the band a difference means nothing.",
+                 _figure(gap_chart(summary))),
         _section("Layer by layer", "The model with the precision of each of its matrix products.",
                  layer_map(layers, summary.assignment)),
         _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision: "
@@ -137,6 +143,20 @@ def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: Gra
         f"<title>AutoPrec: {escape(summary.title)}</title><style>{CSS}</style></head>"
         f"<body>{''.join(body)}</body></html>\n"
     )
+
+
+def write_charts(folder: Path | str, result: SearchResult, records: Sequence[TrialRecord]) -> list[Path]:
+    """Write the Pareto plot, the loss gap and the sensitivity heat map as files of their own, e.g. for MLflow."""
+    summary = summarise(result, records)
+    out = []
+    for name, chart in (("pareto", pareto_chart(summary)), ("loss_gap", gap_chart(summary))):
+        if chart is not None:
+            out.append(write_atomic(Path(folder) / f"{name}.svg", chart.standalone(LIGHT)))
+    table = heat_map(result.sensitivity)
+    if table:
+        page = f'<!doctype html><meta charset="utf-8"><title>sensitivity</title><style>{CSS}</style>{table}\n'
+        out.append(write_atomic(Path(folder) / "sensitivity.html", page))
+    return out
 
 
 def write_html(

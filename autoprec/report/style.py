@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CSS"]
+__all__ = ["CSS", "LIGHT"]
 
 CSS = """
 :root{--bg:#fbfbfa;--card:#fff;--ink:#1c1d20;--soft:#62656c;--line:#e3e3df;--accent:#0b7a5c;--ref:#4b5563;--pre:#c2883a;
@@ -49,4 +49,14 @@ code{font-size:13px}dt{font-weight:600}dd{margin:0 0 8px;color:var(--soft)}summa
 .share .bar{position:absolute;inset:4px auto 4px 0;background:var(--band);opacity:.35}
 .share span{position:relative;padding-left:6px}
 .heat td.h{color:#111;text-align:right;padding:3px 8px}
+"""
+
+#: The charts' part of it with the light colours written out: image viewers know neither variables nor the page.
+LIGHT = """
+svg{font-family:sans-serif}text{fill:#62656c;font-size:12px}text.label{fill:#0b7a5c;font-weight:600}
+.grid{stroke:#e3e3df}.zero{stroke:#62656c}.limit{stroke:#b4432f;stroke-dasharray:6 4}
+.floor{stroke:#62656c;stroke-dasharray:2 4}.front{fill:none;stroke:#0b7a5c;stroke-width:1.5}
+.curve{fill:none;stroke-width:1.6}.curve.reference{stroke:#4b5563}.curve.best{stroke:#0b7a5c;stroke-width:2.2}
+.curve.preset{stroke:#c2883a}.band{fill:#9aa3b2;opacity:.35}.dot.preset{fill:#c2883a}.dot.search{fill:#5b7bd5}
+.dot.finalist{fill:#b4432f}.dot.best{fill:#0b7a5c}
 """

@@ -172,12 +172,13 @@ def drain_until_end(spool: Spool, uri: str, experiment: str, parent: int) -> int
             left = _LINGER_S
             while True:
                 alive = os.getppid() == parent and _alive(parent)
-                pending = spool.load_state(uri).offset < spool.size
-                if pending and time.monotonic() >= attempt:
+                known = spool.load_state(uri).offset
+                ended = spool.ended(known)
+                if known < spool.size and (ended or time.monotonic() >= attempt):
                     state, writer = drain(spool, uri, experiment, writer=writer)
                     if state.status in ("unreachable", "failed"):
                         attempt = time.monotonic() + _RETRY_S
-                        if spool.ended(state.offset):
+                        if ended:
                             return 1  # nobody is left to keep trying for: ``autoprec sync`` replays it
                 state = spool.load_state(uri)
                 done = state.offset >= spool.size

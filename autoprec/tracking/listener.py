@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from autoprec.report.html import write_charts
 from autoprec.search.events import SearchInfo
 from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.tracking.tracker import Tracker
@@ -65,6 +66,7 @@ class TrackingListener:
         with contextlib.suppress(Exception):  # an observer must never end a search
             self._study_dir = Path(study_dir)
             artifacts = [Path(result.policy)] if result.policy else []
+            artifacts += write_charts(self._study_dir / "charts", result, self._records)
             for record in self._marked(result):
                 self._tracker.trial(record, _groups(record))
             found = self._tracker.finished(result, artifacts)

@@ -169,6 +169,23 @@ class Store:
         }
         self._log(self.run_id, metrics=metrics, tags=tags)
         self.write_files(artifacts)
+        if result.verdict == "adopt" and any(
+            path.suffix in (".yaml", ".json") and path.is_file() for path in artifacts
+        ):
+            self._register(next(path for path in artifacts if path.suffix in (".yaml", ".json")).name)
+
+    def _register(self, name: str) -> None:
+        """Register the policy in the model registry, a version per study; a store without one goes without."""
+        from mlflow.exceptions import MlflowException
+
+        model = re.sub(r"[/:]", "-", f"autoprec-{self.study}")
+        with contextlib.suppress(MlflowException):
+            with contextlib.suppress(MlflowException):
+                self.client.create_registered_model(model, description="precision policies found by autoprec search")
+            known = self.client.search_model_versions(f"name='{model}'")
+            if not any(version.run_id == self.run_id for version in known):
+                source = f"{self.client.get_run(self.run_id).info.artifact_uri}/{name}"
+                self.client.create_model_version(model, source, run_id=self.run_id)
 
     def write_files(self, artifacts: Sequence[Path]) -> None:
         """Attach files to the study's run; one that is gone by now is left out."""

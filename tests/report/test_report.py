@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
@@ -109,6 +110,14 @@ def test_the_page_shows_every_section(result: SearchResult, records: list[TrialR
     assert "as written" in text  # h.0.mlp is kept by the policy of the best trial
     assert "diverged: loss is NaN" in text
     assert "a &lt;b&gt;note" in text
+
+
+def test_charts_are_files_of_their_own(tmp_path: Path, result: SearchResult, records: list[TrialRecord]) -> None:
+    paths = report.write_charts(tmp_path, result, records)
+    assert [path.name for path in paths] == ["pareto.svg", "loss_gap.svg", "sensitivity.html"]
+    for path in paths[:2]:
+        root = ElementTree.fromstring(path.read_text(encoding="utf-8"))
+        assert root.tag == "{http://www.w3.org/2000/svg}svg"
 
 
 def test_hostile_names_are_escaped(result: SearchResult, records: list[TrialRecord]) -> None:

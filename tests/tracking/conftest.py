@@ -87,6 +87,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     runs = tmp_path_factory.mktemp("autoprec-runs")
     report = runs / "report.html"
     report.write_text("<p>report</p>", encoding="utf-8")
+    policy = runs / "policy.yaml"
+    policy.write_text("schema: autoprec.policy/1\n", encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
             patch.delenv(name, raising=False)
@@ -95,7 +97,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         tracker.study_started({"script": ["train.py", "--api-key", "s3cret", "--lr=1"], "target": "cpu", "groups": 3})
         for record in records:
             tracker.trial(record, {"h.*.attn": "bf16"} if record.params else None)
-        tracker.finished(make_result(records), [report], records=[replace(records[5], tags=("pareto",))])
+        tracker.finished(make_result(records), [policy, report], records=[replace(records[5], tags=("pareto",))])
         state = tracker.close(120)
         reference = tracker.reference()
     with warnings.catch_warnings():

@@ -71,8 +71,14 @@ def test_the_study_run_carries_the_winner_table_and_the_files(tracked: dict[str,
     assert "preset: preset 2" in note
     assert run.data.metrics["speedup"] == 2.5
     assert run.data.params["target"] == "cpu"
-    assert [a.path for a in tracked["client"].list_artifacts(run.info.run_id)] == ["report.html"]
+    assert [a.path for a in tracked["client"].list_artifacts(run.info.run_id)] == ["policy.yaml", "report.html"]
     assert run.info.status == "FINISHED"
+
+
+def test_the_policy_is_registered_once(tracked: dict[str, Any]) -> None:
+    (version,) = tracked["client"].search_model_versions("name='autoprec-demo'")
+    assert version.run_id == tracked["state"].run_id
+    assert version.source.endswith("/policy.yaml")
 
 
 def test_no_secret_reaches_the_spool_or_the_store(tracked: dict[str, Any]) -> None:
