@@ -12,7 +12,10 @@ from math import prod
 
 from autoprec.graph.trace import Call, Trace
 
-__all__ = ["Gemm", "call_flops", "gemm_of"]
+__all__ = ["RECURRENT", "Gemm", "call_flops", "conv_gemm", "gemm_of"]
+
+#: Fused recurrent kernels: all gates of all steps in one call.
+RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
 
 Shape = tuple[int, ...]
 _CONV = ("convolution", "_convolution", "convolution_overrideable")

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from autoprec.graph.flops import call_flops
+from autoprec.graph.flops import RECURRENT, call_flops
 from autoprec.graph.groups import merge, named
 from autoprec.graph.layers import build_layers, collect, mark_positions
 from autoprec.graph.linking import Links, link
@@ -27,13 +27,18 @@ def _bytes(trace: Trace, call: Call, cls: str) -> int:
     return sum(trace.values[i].bytes for i in {*call.ins, *call.outs})
 
 
-def _roles(links: Links, patterns: list[Pattern]) -> dict[int, tuple[str, str]]:
+def _roles(trace: Trace, links: Links, patterns: list[Pattern]) -> dict[int, tuple[str, str]]:
     """Return (role, weight) of every product: fprop, dgrad, wgrad, dgrad+wgrad, agrad, scores or values."""
     roles: dict[int, tuple[str, str]] = {}
     for product in links.products:
         role, weight = roles.get(product.call.index, ("", product.weight))
         own = "" if product.role == "fprop" and not product.weight else product.role
         roles[product.call.index] = (f"{role}+{own}" if role else own, weight)
+    for call in trace.calls:
+        if call.name in RECURRENT:
+            weights = [links.parameter_of[i] for i in call.ins if links.parameter_of[i]]
+            role = {"forward": "fprop", "recompute": "recompute"}.get(call.phase, "dgrad+wgrad")
+            roles[call.index] = (role, weights[0] if weights else "")
     for pattern in patterns:
         if pattern.cls == "attention":
             roles[pattern.calls[0]] = (pattern.kind, "")
@@ -41,7 +46,7 @@ def _roles(links: Links, patterns: list[Pattern]) -> dict[int, tuple[str, str]]:
 
 
 def _operators(trace: Trace, links: Links, rules: Rules, patterns: list[Pattern]) -> list[Operator]:
-    roles = _roles(links, patterns)
+    roles = _roles(trace, links, patterns)
     part_of = {index: pattern.kind for pattern in reversed(patterns) for index in pattern.calls}
     rows = []
     for call in trace.calls:

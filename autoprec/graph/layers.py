@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from autoprec.graph.flops import Gemm, call_flops
+from autoprec.graph.flops import RECURRENT, Gemm, call_flops
 from autoprec.graph.linking import Links, Product
 from autoprec.graph.modules import ModelNames
 from autoprec.graph.report import GemmCall, Layer
@@ -102,7 +102,7 @@ def _is_weighted(module: nn.Module) -> bool:
 def _recurrent(trace: Trace, links: Links, records: dict[str, LayerRecord]) -> None:
     """Fused recurrent kernels name no single GEMM: a layer per module, with its FLOPs but without a matrix shape."""
     for call in trace.calls:
-        if not call.name.startswith(("mkldnn_rnn_layer", "_cudnn_rnn")):
+        if call.name not in RECURRENT:
             continue
         module = links.modules[call.index]
         if module not in records:

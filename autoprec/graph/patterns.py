@@ -166,7 +166,7 @@ class _Finder:
             following: list[int] = []
             for value in frontier:
                 call = self.trace.producer(value)
-                if value == base or call is None or call.index in kept:
+                if call is None or call.index in kept or self.source(value) == base:
                     continue
                 if self.links.classes[call.index] in quiet and call.index > self.trace.values[base].producer:
                     kept.add(call.index)

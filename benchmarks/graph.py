@@ -1,0 +1,348 @@
+"""The figures of the operator graph: what is recorded exactly, how fast, and what other tracers see of the same steps.
+
+    python benchmarks/graph.py [--only zoo,fake,speed,large,peers] [--output benchmarks/results/graph-DATE.md]
+
+The zoo needs ``pip install 'autoprec[hf]'``. The truth for FLOPs is counted apart, by hooks on every Linear and
+convolution, from the closed form 2 M K N and from which operands need gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from graph_zoo import MODELS as PLAIN
+from torch import nn
+
+from autoprec.graph.fake import record_fake
+from autoprec.graph.recorder import StepRecorder
+from autoprec.graph.report import GraphReport
+from autoprec.graph.store import load_graph, save_graph
+
+Row = tuple[str, str, str]
+_NORMS = ("RMSNorm", "T5LayerNorm", "HandRMSNorm")
+
+
+def zoo() -> dict[str, Callable[[], Any]]:
+    """Every architecture: name -> build."""
+    from graph_zoo_hf import MODELS as HUGGING_FACE
+
+    return {**HUGGING_FACE, **PLAIN}
+
+
+def built(build: Callable[[], Any]) -> tuple[nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, inputs = build()
+    return model, inputs
+
+
+def loss_of(out: Any) -> torch.Tensor:
+    loss: torch.Tensor = out if isinstance(out, torch.Tensor) else out.loss
+    return loss
+
+
+def _once(module: nn.Module, x: torch.Tensor, out: torch.Tensor) -> int:
+    """FLOPs of one product of a module, from the closed form."""
+    weight: Any = module.weight
+    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
+        return 2 * prod(x.shape[:-1]) * int(weight.numel())
+    transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
+    positions = x if transposed else out
+    return 2 * x.shape[0] * prod(positions.shape[2:]) * int(weight.numel())
+
+
+def _counted(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
+
+
+@contextlib.contextmanager
+def truth(model: nn.Module) -> Iterator[dict[str, list[int]]]:
+    """Count forward and backward FLOPs of every Linear and convolution by hooks: name -> [forward, backward]."""
+    found: dict[str, list[int]] = {}
+    deferred: dict[str, int] = {}
+    hooks = []
+
+    def watch(name: str, module: nn.Module) -> None:
+        def after(_module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
+            row, once = found.setdefault(name, [0, 0]), _once(module, args[0], out)
+            again = torch._C._current_graph_task_id() != -1
+            if not again:
+                row[0] += once
+                if not torch.is_grad_enabled():  # reentrant checkpointing: differentiated when it runs again
+                    deferred[name] = deferred.get(name, 0) + 1
+            if torch.is_grad_enabled() and (not again or deferred.get(name)):
+                weight: Any = module.weight
+                row[1] += once * (int(args[0].requires_grad) + int(weight.requires_grad))
+                if again:
+                    deferred[name] -= 1
+
+        hooks.append(module.register_forward_hook(after))
+
+    for name, module in model.named_modules():
+        if _counted(module):
+            watch(name, module)
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def record(build: Callable[[], Any]) -> tuple[nn.Module, StepRecorder, GraphReport, dict[str, list[int]]]:
+    model, inputs = built(build)
+    with truth(model) as expected, StepRecorder(model) as recorder:
+        loss_of(model(**inputs)).backward()
+    return model, recorder, recorder.report(), expected
+
+
+def _exact(report: GraphReport, expected: dict[str, list[int]]) -> tuple[int, int]:
+    """How many modules have exactly the closed form, forward and backward."""
+    flops = {layer.name: layer.flops for layer in report.layers}
+    forward = backward = 0
+    for name, (wanted, wanted_back) in expected.items():
+        got = flops.get(name, {})
+        forward += got.get("fprop", 0) == wanted
+        backward += got.get("dgrad", 0) + got.get("wgrad", 0) == wanted_back
+    return forward, backward
+
+
+def _patterns(model: nn.Module, report: GraphReport) -> tuple[int, int, int]:
+    """(hand-written norms and softmaxes present, found, false hits)."""
+    fused = {o.module for o in report.operators if o.phase == "forward" and o.op.endswith(("_layer_norm", "rms_norm"))}
+    norms = {n for n, m in model.named_modules() if any(k in type(m).__name__ for k in _NORMS)} - fused
+    softmax = {n for n, m in model.named_modules() if getattr(m, "fused", None) is False and hasattr(m, "qkv")}
+    hits = {(o.module, o.pattern) for o in report.operators if o.phase == "forward" and o.pattern}
+    in_norms = {m for m, p in hits if p in ("rms_norm", "layer_norm")}
+    in_softmax = {m for m, p in hits if p in ("softmax", "logsumexp")}
+    found = len(in_norms & norms) + len(in_softmax & softmax)
+    return len(norms) + len(softmax), found, len(in_norms - norms) + len(in_softmax - softmax)
+
+
+def run_zoo(lines: list[str]) -> list[Row]:
+    """Record every architecture for real."""
+    totals: dict[str, int] = dict.fromkeys(
+        (
+            "ok",
+            "modules",
+            "forward",
+            "backward",
+            "gemms",
+            "lost",
+            "opaque",
+            "present",
+            "found",
+            "false",
+            "saved",
+            "ops",
+        ),
+        0,
+    )
+    models = zoo()
+    lines += [
+        "| architecture | operators | layers | tunable FLOPs | modules exact (forward, backward) | record + report |"
+    ]
+    lines += ["|---|---|---|---|---|---|"]
+    for name, build in models.items():
+        start = time.process_time()
+        try:
+            model, recorder, report, expected = record(build)
+        except Exception as error:
+            lines.append(f"| {name} | failed: {type(error).__name__} | | | | |")
+            continue
+        seconds = time.process_time() - start
+        forward, backward = _exact(report, expected)
+        present, found, wrong = _patterns(model, report)
+        gemms = [o for o in report.operators if o.phase == "backward" and o.cls in ("gemm", "conv")]
+        lost = sum(1 for o in gemms if not o.weight) + sum("could not be mapped" in note for note in report.notes)
+        values = (1, len(expected), forward, backward, len(gemms), lost)
+        values += (sum(o.cls == "opaque" for o in report.operators), present, found, wrong, _survives(recorder))
+        for key, value in zip(totals, (*values, len(report.operators)), strict=True):
+            totals[key] += value
+        lines.append(
+            f"| {name} | {len(report.operators)} | {len(report.layers)} | {report.tunable_flops_share:.1%} | "
+            f"{forward}/{len(expected)}, {backward}/{len(expected)} | {seconds:.2f} s |"
+        )
+    t = totals
+    return [
+        ("training-mode architectures recorded", f"{t['ok']} / {len(models)}", "39 / 39"),
+        ("modules with forward FLOPs equal to the closed form", f"{t['forward']} / {t['modules']}", "100 %"),
+        ("modules with backward FLOPs equal to the closed form", f"{t['backward']} / {t['modules']}", "100 %"),
+        ("backward GEMMs mapped to layer and role", f"{t['gemms'] - t['lost']} / {t['gemms']}", "100 %"),
+        (f"operators without a class (of {t['ops']})", str(t["opaque"]), "0"),
+        ("hand-written norms and softmaxes found", f"{t['found']} / {t['present']}", "100 %"),
+        ("false hits of these", str(t["false"]), "0"),
+        ("graphs that lint and survive save and load", f"{t['saved']} / {t['ok']}", "all"),
+    ]
+
+
+def _survives(recorder: StepRecorder) -> int:
+    graph = recorder.graph()
+    graph.lint()
+    with tempfile.TemporaryDirectory() as folder:
+        loaded = load_graph(save_graph(graph, Path(folder) / "graph.json"))
+    loaded.lint()
+
+    def facts(g: Any) -> list[Any]:
+        return [(n.name, n.op, str(n.args), n.meta) for n in g.nodes]
+
+    return int(facts(graph) == facts(loaded))
+
+
+def run_fake(lines: list[str]) -> list[Row]:
+    """Record every architecture under fake tensors and compare with the real record."""
+    same = guessed = 0
+    models = zoo()
+    for name, build in models.items():
+        try:
+            _, _, real, _ = record(build)
+            held: dict[str, Any] = {}
+
+            def make(build: Callable[[], Any] = build, held: dict[str, Any] = held) -> nn.Module:
+                model, held["inputs"] = built(build)
+                return model
+
+            def step(model: nn.Module, held: dict[str, Any] = held) -> None:
+                loss_of(model(**held["inputs"])).backward()
+
+            fake = record_fake(make, step)
+            equal = fake.total_flops == real.total_flops
+            same += equal
+            guesses = any("guessed" in note for note in fake.notes)
+            guessed += guesses
+            if not equal:
+                lines.append(f"- fake recording of {name}: {fake.total_flops} FLOP instead of {real.total_flops}")
+        except Exception as error:
+            lines.append(f"- fake recording of {name} failed: {type(error).__name__}: {str(error)[:100]}")
+    return [(f"fake recording counts the same FLOPs ({guessed} models with guesses)", f"{same} / {len(models)}", "all")]
+
+
+_LLAMA_70B = """
+import resource, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch, transformers
+from autoprec.graph.fake import record_fake
+torch.set_num_threads(1)
+config = transformers.LlamaConfig(vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
+    num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192)
+def build():
+    model = transformers.LlamaForCausalLM(config).train()
+    model.gradient_checkpointing_enable()
+    return model
+def step(model):
+    ids = torch.zeros((1, 4096), dtype=torch.long)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+imported, wall = time.process_time(), time.time()
+report = record_fake(build, step)
+used = time.process_time() - imported
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(f"{used:.1f} {time.time() - wall:.1f} {peak:.0f} {len(report.operators)} {report.total_flops:.4e}")
+"""
+
+
+def run_large(lines: list[str]) -> list[Row]:
+    """Llama-70B with checkpointing, in a process of its own."""
+    done = subprocess.run([sys.executable, "-c", _LLAMA_70B], capture_output=True, text=True, check=True)
+    cpu, wall, peak, operators, flops = done.stdout.split()[-5:]
+    lines.append(f"- Llama-70B: {operators} operators, {flops} FLOP, {wall} s wall")
+    return [
+        ("Llama-70B, sequence 4096, checkpointing, fake: CPU time", f"{cpu} s", "<= 20 s"),
+        ("the same: peak memory of the process", f"{peak} MB", "<= 1000 MB"),
+    ]
+
+
+def run_speed(lines: list[str]) -> list[Row]:
+    """Recorded against plain steps of a real gpt2-124M, alternating, by process CPU time."""
+    import transformers
+
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config()).train()
+    ids = torch.randint(50257, (1, 128))
+
+    def step() -> None:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    def timed(work: Callable[[], Any]) -> float:
+        start = time.process_time()
+        work()
+        return time.process_time() - start
+
+    def recorded() -> None:
+        with StepRecorder(model):
+            step()
+
+    step()
+    first = timed(recorded)
+    pairs = [(timed(step), timed(recorded)) for _ in range(7)]
+    plain, record_s = (statistics.median(column) for column in zip(*pairs, strict=True))
+    ratio = statistics.median(b / a for a, b in pairs)
+    with StepRecorder(model) as recorder:
+        step()
+    report = timed(recorder.report)
+    lines.append(
+        f"- gpt2-124M, batch 1 x 128: plain {plain:.2f} s, recorded {record_s:.2f} s (first time {first:.2f} s), "
+        f"report {report:.2f} s, {len(recorder.trace.calls)} operators"
+    )
+    return [("recording a real gpt2-124M step, against the plain step", f"{ratio:.2f}x", "<= 1.5x")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="zoo,fake,speed,large,peers")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    wanted = options.only.split(",")
+    rows: list[Row] = []
+    lines: list[str] = []
+    parts = {"zoo": run_zoo, "fake": run_fake, "speed": run_speed, "large": run_large}
+    for name, part in parts.items():
+        if name in wanted:
+            rows += part(lines)
+            print(f"{name}: done after {time.process_time():.0f} s CPU", file=sys.stderr)
+    peers: list[str] = []
+    if "peers" in wanted:
+        from graph_peers import peer_table
+
+        peers = peer_table(zoo())
+    text = [f"# Operator graph, {datetime.now(UTC):%Y-%m-%d}", ""]
+    text += [f"`python benchmarks/graph.py --only {options.only}` on {_machine()}", ""]
+    text += ["| what | measured | goal |", "|---|---|---|", *(f"| {a} | {b} | {c} |" for a, b, c in rows), ""]
+    text += [*lines, "", *peers, ""]
+    print("\n".join(text))
+    if options.output:
+        options.output.write_text("\n".join(text), encoding="utf-8")
+
+
+def _machine() -> str:
+    versions = f"torch {torch.__version__}, Python {platform.python_version()}"
+    with contextlib.suppress(ImportError):
+        import transformers
+
+        versions += f", transformers {transformers.__version__}"
+    model = next((x.split(":")[1].strip() for x in _cpuinfo() if x.startswith("model name")), platform.machine())
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return f"{model}, one thread, shared machine; {versions}; peak memory of this process {memory:.0f} MB"
+
+
+def _cpuinfo() -> list[str]:
+    try:
+        return Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
+
+
+if __name__ == "__main__":
+    main()
