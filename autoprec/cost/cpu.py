@@ -31,7 +31,7 @@ from autoprec.recipes import GEMM_OPERANDS, Gemm
 
 __all__ = ["FALLBACK", "CpuCost", "cache_file", "cpu_rates"]
 
-_SCHEMA = 2
+_SCHEMA = 4
 _PROBE_TIMEOUT_S = 60.0
 
 #: Used when the micro-benchmark cannot run: a plain AVX2 core without bf16 instructions.
@@ -53,6 +53,7 @@ FALLBACK: dict[str, Any] = {
     "attention": {form: {"forward": [2e-11, 1e-9, 2e-5], "backward": [5e-11, 3e-9, 5e-5]} for form in ("fp32", "bf16")},
     "optimizer": [5e-9, 7e-5],
     "dispatch": 3e-6,
+    "in_situ": {"fp32": 1.0, "bf16": 1.0, "emulated": 1.0, "optimizer": 1.0},
     "torch": "",
 }
 
@@ -122,6 +123,8 @@ def _load(path: str, refresh: bool) -> tuple[dict[str, Any], str]:
 
 def cpu_rates(*, refresh: bool = False) -> tuple[dict[str, Any], str]:
     """Return this machine's fitted rates and the label of figures that rest on them; measured once, then cached."""
+    if refresh:
+        _load.cache_clear()
     return _load(str(cache_file()), refresh)
 
 
@@ -144,6 +147,8 @@ class CpuCost:
 
     def __init__(self, rates: Mapping[str, Any]) -> None:
         self.rates = rates
+        #: what a whole step takes longer than its operators alone in a hot loop (caches, memory allocation)
+        self.in_situ: Mapping[str, float] = rates["in_situ"]
 
     def gemm_seconds(self, form: str, role: str, m: int, k: int, n: int, batch: int) -> float:
         """Return the time of one GEMM in fp32 or bf16 (other formats run as one of the two)."""
@@ -155,7 +160,7 @@ class CpuCost:
 
     def _cast(self, name: str, elements: float) -> float:
         per_value, fixed = self.rates["casts"][name]
-        return float(elements * per_value + fixed)
+        return float(elements * per_value + fixed) * self.in_situ["bf16"]
 
     def layer_cost(
         self, work: GemmWork, plan: LayerPlan, *, activations: str, script: str, kind: str = "linear"
@@ -171,12 +176,14 @@ class CpuCost:
             form = kept if recipe is None else recipe.format
             emulated = recipe is not None and (recipe.scaled or form in ("fp16", "tf32"))
             low = form == "bf16" or emulated
-            spent = self.gemm_seconds("bf16" if low else "fp32", role, *work.dims(role), work.batch)
-            gemm_time += spent * (self.rates["convolution"]["bf16" if low else "fp32"] if kind == "conv" else 1.0)
+            native = "bf16" if low else "fp32"
+            spent = self.gemm_seconds(native, role, *work.dims(role), work.batch)
+            gemm_time += spent * (self.rates["convolution"] if kind == "conv" else self.in_situ)[native]
             operands = GEMM_OPERANDS[gemm]
             if emulated and recipe is not None:
                 per_value, fixed = self.rates["emulated"].get(recipe_family(recipe), self.rates["emulated"]["fp8_row"])
-                cast += fixed + per_value * sum(work.elements(operand) for operand in operands)
+                added = fixed + per_value * sum(work.elements(operand) for operand in operands)
+                cast += added * self.in_situ["emulated"]
                 continue
             if not low:
                 continue
@@ -228,18 +235,18 @@ class CpuCost:
             # the recorder counts five products backward, two forward; both were fitted to the two
             flops = operator.flops * more_flops * (0.4 if phase == "backward" else 1.0)
             values = moved / (2.0 if form == "bf16" else 4.0) / (8.0 if phase == "backward" else 4.0)
-            return float(flops * per_flop + values * per_value + fixed * depth)
+            return float(flops * per_flop + values * per_value + fixed * depth) * self.in_situ[form]
         if operator.cls == "reduction":
             per_byte, fixed = self.rates["reduction"][form]
         else:
             per_byte, fixed = self.rates["operators"][_operator_kind(operator)][form][phase]
-        return float(moved * per_byte + fixed * depth)
+        return float(moved * per_byte + fixed * depth) * self.in_situ[form]
 
     def overhead_seconds(self, views: float) -> float:
         """Return the time of operators that move nothing."""
-        return float(views * self.rates["dispatch"])
+        return float(views * self.rates["dispatch"]) * self.in_situ["fp32"]
 
     def update_seconds(self, parameters: float, tensors: float) -> float:
         """Return the time of one AdamW step."""
         per_value, per_tensor = self.rates["optimizer"]
-        return float(parameters * per_value + tensors * per_tensor)
+        return float(parameters * per_value + tensors * per_tensor) * self.in_situ["optimizer"]

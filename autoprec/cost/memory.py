@@ -2,32 +2,84 @@
 
 from __future__ import annotations
 
-from autoprec.cost.rest import optimizer_bytes
-from autoprec.cost.scale import CostScale
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes
+from autoprec.cost.saved import saved_bytes
+from autoprec.cost.scale import CostScale, in_block
 from autoprec.graph.report import GraphReport
-from autoprec.policy.schema import OptimizerPolicy
+from autoprec.policy.schema import LayerPlan, OptimizerPolicy
 
-__all__ = ["memory_bytes"]
+__all__ = ["MemoryEstimate", "activation_growth", "memory_estimate"]
 
 
-def memory_bytes(
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Bytes of one step by purpose; ``total`` is the peak, reached when backward begins.
+
+    ``weight_casts`` are low-precision copies of weights that live from forward to backward; they are part of what
+    autograd saves, and are shown apart because they grow with the model and not with the batch.
+    """
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    saved: float
+    weight_casts: float
+
+    @property
+    def total(self) -> int:
+        """All purposes together; gradients of the last step are freed before the next in most scripts, yet count."""
+        return int(self.parameters + self.gradients + self.optimizer + self.saved + self.weight_casts)
+
+
+def activation_growth(report: GraphReport, scale: CostScale) -> float:
+    """Return the factor of saved activations from the recorded model to the scaled one (blocks grow in depth)."""
+    inside = sum(layer.gemms[0].m * layer.gemms[0].k for layer in report.layers if layer.gemms and in_block(layer.name))
+    outside = sum(
+        layer.gemms[0].m * layer.gemms[0].k for layer in report.layers if layer.gemms and not in_block(layer.name)
+    )
+    whole = inside + outside
+    share = inside / whole if whole else 1.0
+    return scale.tokens * scale.width * (share * scale.depth + 1.0 - share)
+
+
+def memory_estimate(
     report: GraphReport,
     scale: CostScale,
     parameters: float,
+    plans: Mapping[str, LayerPlan],
     activations: str,
     optimizer: OptimizerPolicy,
-) -> int:
-    """Return the modelled peak of one step in bytes; 0 when the report counted no memory."""
+    shards: int = 1,
+    gpu: bool = False,
+) -> MemoryEstimate | None:
+    """Return the modelled bytes of one step; None when the report counted no memory.
+
+    Args:
+        report: the recorded step, with its counts.
+        scale, parameters: of the model whose memory is asked.
+        plans, activations, optimizer: the policy.
+        shards: devices that share parameters, gradients and optimizer state.
+        gpu: quantised layers keep their 8-bit weights from forward to backward.
+    """
     seen = report.memory
     if not seen:
-        return 0
+        return None
     recorded = float(report.model.get("parameters", 0)) or parameters
-    gradients = seen.get("gradients", 0) * parameters / recorded
-    stored, _ = optimizer_bytes(optimizer)
-    adam = seen.get("optimizer", 0) > 1.5 * seen.get("parameters", 0)
-    weights = seen.get("parameters", 0) * parameters / recorded
-    states = stored * parameters - weights if adam else seen.get("optimizer", 0) * parameters / recorded
-    saved = seen.get("saved_for_backward", 0) * scale.tokens * scale.width * scale.depth
-    if activations != "keep":
-        saved *= 0.65
-    return int(weights + gradients + max(0.0, states) + saved)
+    grown = parameters / recorded / shards
+    plain = OptimizerPolicy()
+    stored, before = optimizer_bytes(optimizer)[0], optimizer_bytes(plain)[0]
+    change = (
+        (stored - before) * parameters / shards if seen.get("optimizer", 0) > 1.5 * seen.get("parameters", 0) else 0.0
+    )
+    lean = GRADIENT_BYTES[optimizer.gradients] / 4.0
+    saved, casts = saved_bytes(report, plans, activations, gpu=gpu)
+    return MemoryEstimate(
+        parameters=seen.get("parameters", 0) * grown,
+        gradients=seen.get("gradients", 0) * grown * lean,
+        optimizer=max(0.0, seen.get("optimizer", 0) * grown + change),
+        saved=max(0.0, saved - casts) * activation_growth(report, scale),
+        weight_casts=casts * parameters / recorded,
+    )

@@ -10,9 +10,10 @@ from typing import Any
 from autoprec.cost.cpu import CpuCost, cpu_rates
 from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.kernels import LayerCost, layer_cost
-from autoprec.cost.memory import memory_bytes
+from autoprec.cost.memory import MemoryEstimate, memory_estimate
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
+from autoprec.cost.saved import saved_bytes
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.cost.verdict import Verdict, judge
 from autoprec.graph.report import GraphReport, Layer
@@ -38,6 +39,7 @@ class CostModel:
         weight_reuse: calls that share one cast of a weight (gradient accumulation with cached casts).
         rates: replaces the default rates of the target's architecture.
         shards: devices that share the optimizer step and its state (ZeRO, FSDP).
+        cpu: rates of a CPU in place of this machine's (target ``cpu`` only).
 
     ``estimate`` looks up what it has computed before, so that a search may ask thousands of times.
     """
@@ -53,13 +55,14 @@ class CostModel:
         weight_reuse: float = 1.0,
         rates: Rates | None = None,
         shards: int = 1,
+        cpu: Mapping[str, Any] | None = None,
     ) -> None:
         self.report, self.target, self.scale = report, target, scale or CostScale()
         self.compiled, self.weight_reuse, self.shards = compiled, weight_reuse, shards
         self.rates: Rates = rates or default_rates(target)
         self._cpu: CpuCost | None = None
         if target.is_cpu:
-            measured, label = cpu_rates()
+            measured, label = (cpu, "modelled, rates as given") if cpu else cpu_rates()
             self._cpu, self.rates = CpuCost(measured), replace(self.rates, label=label)
         elif calibration:
             self.rates = self.rates.merged(calibration.get("rates", {}), str(calibration.get("label", "calibrated")))
@@ -74,6 +77,7 @@ class CostModel:
         self._known: dict[int, tuple[Recipe, int]] = {}
         self._recipes: dict[Recipe, int] = {}
         self._costs: dict[tuple[str, int, int, int, str], LayerCost] = {}
+        self._memory: dict[tuple[Any, ...], int] = {}
         self._rests: dict[tuple[str, str], RestCost] = {}
 
     @property
@@ -104,6 +108,7 @@ class CostModel:
             weight_reuse=self.weight_reuse,
             rates=self.rates,
             shards=self.shards,
+            cpu=self._cpu.rates if self._cpu else None,
         )
 
     def with_shards(self, shards: int) -> CostModel:
@@ -244,10 +249,37 @@ class CostModel:
             time_ms=total * 1e3,
             low_ms=total * (1.0 - min(0.9, width)) * 1e3,
             high_ms=total * (1.0 + width) * 1e3,
-            memory_bytes=memory_bytes(self.report, self.scale, self.parameters, activations, state),
+            memory_bytes=self._memory_bytes(plans, activations, state),
             breakdown={key: value * 1e3 for key, value in breakdown.items()},
             label=self.label,
         )
+
+    def memory(
+        self,
+        plans: Mapping[str, LayerPlan],
+        *,
+        activations: str = "keep",
+        optimizer: OptimizerPolicy | None = None,
+    ) -> MemoryEstimate | None:
+        """Return the modelled bytes of one step by purpose; None when the report counted no memory."""
+        state = optimizer or OptimizerPolicy()
+        gpu = not self.target.is_cpu
+        return memory_estimate(self.report, self.scale, self.parameters, plans, activations, state, self.shards, gpu)
+
+    def saved_bytes(self, plans: Mapping[str, LayerPlan], *, activations: str = "keep") -> int:
+        """Return the modelled bytes saved for backward at the recorded shapes."""
+        return saved_bytes(self.report, plans, activations, gpu=not self.target.is_cpu)[0]
+
+    def _memory_bytes(self, plans: Mapping[str, LayerPlan], activations: str, state: OptimizerPolicy) -> int:
+        key = (*(self._plan_key(plans.get(name, _KEEP)) for name in self._layers), activations, state)
+        found = self._memory.get(key)
+        if found is None:
+            modelled = self.memory(plans, activations=activations, optimizer=state)
+            found = self._memory[key] = modelled.total if modelled else 0
+        return found
+
+    def _plan_key(self, plan: LayerPlan) -> tuple[int, int, int]:
+        return self._index(plan.fprop), self._index(plan.dgrad), self._index(plan.wgrad)
 
     def _update_seconds(self, state: OptimizerPolicy) -> float:
         if self._cpu is not None:

@@ -15,7 +15,7 @@ from autoprec.graph.report import GraphReport, Operator
 from autoprec.hardware import Target
 from autoprec.policy.schema import OptimizerPolicy
 
-__all__ = ["OTHER", "RestCost", "category", "optimizer_bytes", "rest_cost", "rest_operators"]
+__all__ = ["GRADIENT_BYTES", "OTHER", "RestCost", "category", "optimizer_bytes", "rest_cost", "rest_operators"]
 
 #: Categories of the breakdown, beside gemm, quantise, optimizer, communication and launch.
 OTHER = ("attention", "norm", "pointwise", "other")
@@ -33,7 +33,7 @@ _FUSED_TRAFFIC = {"pointwise": 0.45, "norm": 0.6, "attention": 0.9, "other": 0.8
 _FUSED_KERNELS = {"pointwise": 0.3, "norm": 0.5, "attention": 1.0, "other": 0.6}
 _WEIGHT_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "bf16_stochastic": 2.0, "bf16_kahan": 4.0, "e4m3_master": 3.0}
 _EXP_AVG_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0}
-_GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0}
+GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0}
 _EXP_AVG_SQ_BYTES = {"fp32": 4.0, "fp16_scaled": 2.0, "e4m3_block": 1.03, "int8_block": 1.03}
 
 
@@ -113,4 +113,4 @@ def rest_cost(
 def optimizer_bytes(policy: OptimizerPolicy) -> tuple[float, float]:
     """Return bytes per parameter stored (weights and states) and moved by one Adam step (reads and writes)."""
     stored = _WEIGHT_BYTES[policy.weights] + _EXP_AVG_BYTES[policy.exp_avg] + _EXP_AVG_SQ_BYTES[policy.exp_avg_sq]
-    return stored, 2.0 * stored + _GRADIENT_BYTES[policy.gradients]
+    return stored, 2.0 * stored + GRADIENT_BYTES[policy.gradients]

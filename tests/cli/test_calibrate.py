@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from autoprec.cli import calibrate as command
+from autoprec.cost import cpu
+from autoprec.cost.calibration import load_calibration
+from autoprec.errors import FileError, UnsupportedError
+from autoprec.hardware import TARGETS
+
+
+class Bench:
+    def gemm(self, family: str, m: int, k: int, n: int) -> float | None:
+        return 2.0 * m * k * n / 500e12 if family == "bf16" else None
+
+    def cast(self, family: str, rows: int, columns: int) -> float | None:
+        return None
+
+    def copy(self, size: int) -> float | None:
+        return None
+
+    def launch(self) -> float | None:
+        return 4e-6
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": "test"}
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "_bench", lambda name: (Bench(), TARGETS[name or "h100"], "Fake H100"))
+
+
+def test_a_device_is_measured_and_written(fake_gpu: None, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    found = CliRunner().invoke(command.calibrate, ["-o", str(path)], catch_exceptions=False)
+    assert found.exit_code == 0
+    assert "Fake H100: 6 points" in found.output
+    assert f"--calibration {path}" in found.output
+    document = load_calibration(path)
+    assert document["device"] == "Fake H100"
+    assert document["rates"]["gemm"]["bf16"] == pytest.approx(0.5, abs=0.08)
+
+
+def test_json_goes_to_stdout_too(fake_gpu: None, tmp_path: Path) -> None:
+    found = CliRunner().invoke(command.calibrate, ["-o", str(tmp_path / "o.json"), "--json"], catch_exceptions=False)
+    assert json.loads(found.stdout)["target"] == "h100"
+
+
+def test_an_unwritable_output_is_found_before_measuring(fake_gpu: None, tmp_path: Path) -> None:
+    with pytest.raises(FileError):
+        CliRunner().invoke(command.calibrate, ["-o", str(tmp_path)], catch_exceptions=False)
+
+
+def test_without_a_gpu_it_says_what_to_do() -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(UnsupportedError, match="sees no CUDA"):
+        CliRunner().invoke(command.calibrate, ["--device", "cuda"], catch_exceptions=False)
+
+
+def test_the_cpu_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    calls = []
+
+    def probe() -> dict[str, object]:
+        calls.append(1)
+        return dict(cpu.FALLBACK)
+
+    monkeypatch.setattr(cpu, "_probe", probe)
+    cpu._load.cache_clear()
+    for extra in ([], ["--json"]):
+        cpu._load.cache_clear()
+        found = CliRunner().invoke(command.calibrate, ["--device", "cpu", *extra], catch_exceptions=False)
+        assert found.exit_code == 0
+    assert json.loads(found.output)["device"] == "cpu"
+    assert len(calls) == 2
+    assert list(tmp_path.glob("autoprec/cpu-*.json"))
+    cpu._load.cache_clear()

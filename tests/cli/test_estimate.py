@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from autoprec.cli.estimate import estimate
+from autoprec.cost.transformer import DecoderConfig, decoder_report
+from autoprec.errors import FileError, NothingAcceptableError, UnknownNameError, UsageError
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(estimate, list(args), catch_exceptions=False)
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> str:
+    report = decoder_report(DecoderConfig(256, 4, 4, 1024, 256, gated=False), batch=16, seq=128)
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps(report.to_json()))
+    return str(path)
+
+
+def test_a_tiny_model_stays(graph: str) -> None:
+    found = run("--target", "h100", "--graph", graph)
+    assert found.exit_code == 0
+    assert "verdict   stay" in found.output
+    assert "too small" in found.output
+    assert "uncalibrated" in found.output
+    assert "payback   never" in found.output
+
+
+def test_the_same_model_scaled_up_is_searched(graph: str) -> None:
+    found = run("--target", "h100", "--graph", graph, "--cost-scale", "width=16,depth=4,tokens=32", "--json")
+    document = json.loads(found.output)
+    assert document["source"] == "modelled"
+    assert document["verdict"]["kind"] == "search"
+    assert document["verdict"]["bound_speedup"] > 1.3
+    rows = {row["name"]: row for row in document["verdict"]["rows"]}
+    assert rows["lm_head"]["best"] == "bf16"
+    assert document["payback"]["steps"] > 0
+    assert document["step"]["time_ms"] == pytest.approx(sum(document["step"]["breakdown"].values()))
+
+
+def test_sweeps_and_many_gpus() -> None:
+    found = run("--target", "h100", "--config", "nanochat-d12", "--seq", "512", "--sweep", "--gpus", "1,8,64")
+    assert found.exit_code == 0
+    assert "tokens per step" in found.output
+    assert "longer sequences" in found.output
+    assert "extrapolated: GPUs" in found.output
+    assert "pays " in found.output
+
+
+def test_json_of_everything() -> None:
+    found = run(
+        "--target", "b200", "--config", "llama3-8b", "--sweep", "--gpus", "8", "--tensor-parallel", "4", "--json"
+    )
+    document = json.loads(found.output)
+    assert len(document["batch_sweep"]) == len(document["sequence_sweep"]) == 8
+    assert document["scale_out"][0]["tensor_parallel"] == 4
+    assert document["target"] == "b200"
+
+
+def test_eager_is_slower_than_compiled(graph: str) -> None:
+    times = [
+        json.loads(run("--target", "h100", "--graph", graph, "--json", *extra).output)["step"]["time_ms"]
+        for extra in ((), ("--eager",))
+    ]
+    assert times[1] > times[0]
+
+
+def test_a_calibration_changes_the_label(graph: str, tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    document = {"schema": "autoprec.calibration/1", "device": "My H100", "date": "2026-01-02", "rates": {}}
+    path.write_text(json.dumps(document))
+    assert (
+        "calibrated on My H100 (2026-01-02)"
+        in run("--target", "h100", "--graph", graph, "--calibration", str(path)).output
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "error", "match"),
+    [
+        ([], UsageError, "none of them"),
+        (["--config", "llama3-8b", "train.py"], UsageError, "a script and --config"),
+        (["--target", "h10", "--config", "llama3-8b"], UnknownNameError, "did you mean 'h100'"),
+        (["--target", "h100", "--config", "llama3-8b", "--gpus", "8,x"], UsageError, "no list of counts"),
+        (["--target", "h100", "--config", "missing.json"], FileError, "no such file"),
+        (["--target", "h100", "--graph", "missing.json"], FileError, "no recorded step"),
+        (["--target", "h100", "--config", "llama3-8b", "--cost-scale", "widht=2"], UsageError, "unknown cost scale"),
+    ],
+)
+def test_bad_input_is_refused(args: list[str], error: type[Exception], match: str) -> None:
+    with pytest.raises(error, match=match):
+        run(*args)
+
+
+def test_a_model_without_tunable_layers_is_said_so(tmp_path: Path) -> None:
+    path = tmp_path / "graph.json"
+    report = decoder_report(DecoderConfig(64, 1, 4, 256, 64), batch=1, seq=8).to_json()
+    report["layers"] = []
+    path.write_text(json.dumps(report))
+    with pytest.raises(NothingAcceptableError, match="no trainable GEMM"):
+        run("--target", "h100", "--graph", str(path))
+
+
+@pytest.mark.slow
+def test_a_real_script_is_recorded(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        """import torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.GELU(), torch.nn.Linear(128, 64))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(5):
+    loss = model(torch.randn(32, 64)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    )
+    document = json.loads(run("--target", "h100", "--json", str(script)).output)
+    assert document["verdict"]["kind"] == "stay"
+    assert {row["name"] for row in document["verdict"]["rows"]} == {"0", "2"}

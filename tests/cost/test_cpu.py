@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoprec.cost import cpu
+from autoprec.cost.cpu import FALLBACK, CpuCost, cache_file, cpu_rates
+from autoprec.cost.scale import CostScale, GemmWork
+from autoprec.graph.report import GraphReport
+from autoprec.policy.schema import LayerPlan
+from autoprec.recipes import BUILTIN_RECIPES as R
+
+ROLES = ("fprop", "dgrad", "wgrad")
+RATES = {
+    **FALLBACK,
+    "gemm": {
+        "fp32": {role: [1e-11, 1e-11, 1e-5] for role in ROLES},
+        "bf16": {role: [2e-12, 1e-11, 1e-5] for role in ROLES},
+    },
+}
+COST = CpuCost(RATES)
+WORK = GemmWork(512, 256, 1024, 1, 1.0, ROLES)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    cpu._load.cache_clear()
+    yield
+    cpu._load.cache_clear()
+
+
+def seconds(plan: LayerPlan, activations: str = "keep", script: str = "fp32", kind: str = "linear") -> float:
+    return COST.layer_cost(WORK, plan, activations=activations, script=script, kind=kind).seconds
+
+
+def test_rates_are_measured_once_and_then_cached(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+
+    def probe() -> dict[str, object]:
+        calls.append(1)
+        return dict(RATES)
+
+    monkeypatch.setattr(cpu, "_probe", probe)
+    assert cpu_rates()[1] == "modelled, rates of this CPU"
+    cpu._load.cache_clear()
+    rates, label = cpu_rates()
+    assert label.endswith("(cached)")
+    assert len(calls) == 1
+    assert json.loads(cache_file().read_text())["gemm"] == rates["gemm"]
+    cpu_rates(refresh=True)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"gemm": 1}'])
+def test_a_damaged_cache_is_measured_again(monkeypatch: pytest.MonkeyPatch, content: str) -> None:
+    cache_file().parent.mkdir(parents=True)
+    cache_file().write_text(content)
+    monkeypatch.setattr(cpu, "_probe", lambda: dict(RATES))
+    assert cpu_rates()[1] == "modelled, rates of this CPU"
+
+
+def test_a_probe_that_cannot_run_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu.sys, "executable", "/nonexistent/python")
+    rates, label = cpu_rates()
+    assert rates == FALLBACK
+    assert "uncalibrated" in label
+
+
+def test_a_cache_that_cannot_be_written_costs_nothing_else(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+    monkeypatch.setattr(cpu, "_probe", lambda: dict(RATES))
+    assert cpu_rates()[1] == "modelled, rates of this CPU"
+
+
+def test_relative_cache_homes_are_ignored_as_the_standard_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    assert cache_file().is_absolute()
+
+
+@pytest.mark.slow
+def test_the_micro_benchmark_measures_this_machine() -> None:
+    rates, label = cpu_rates(refresh=True)
+    assert label == "modelled, rates of this CPU"
+    assert rates["seconds"] < 10  # 2 to 3 s of CPU time where nothing else runs
+    for form in ("fp32", "bf16"):
+        for role in ROLES:
+            assert 1e-14 < rates["gemm"][form][role][0] + rates["gemm"][form][role][1] < 1e-8
+
+
+def test_bf16_gains_fp8_loses_on_a_cpu() -> None:
+    keep, bf16 = seconds(LayerPlan()), seconds(LayerPlan.uniform(R["bf16"]), "bf16")
+    assert bf16 < keep / 2
+    assert bf16 == pytest.approx(seconds(LayerPlan(), "bf16"))
+    for name in ("fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4"):
+        assert seconds(LayerPlan.uniform(R[name]), "bf16") > bf16
+
+
+def test_casts_are_paid_where_the_model_stays_in_fp32() -> None:
+    alone, within = seconds(LayerPlan.uniform(R["bf16"])), seconds(LayerPlan.uniform(R["bf16"]), "bf16")
+    assert within < alone
+    assert seconds(LayerPlan.uniform(R["fp32"])) == seconds(LayerPlan())
+    assert seconds(LayerPlan(), script="bf16") < within
+
+
+def test_fp16_is_emulated_on_a_cpu() -> None:
+    assert seconds(LayerPlan.uniform(R["fp16"])) > seconds(LayerPlan.uniform(R["bf16"]))
+
+
+def test_single_gemms_can_be_emulated() -> None:
+    mixed = LayerPlan(fprop=R["fp8_rowwise"], dgrad=R["fp8_rowwise"], wgrad=R["bf16"])
+    assert seconds(LayerPlan.uniform(R["bf16"])) < seconds(mixed) < seconds(LayerPlan.uniform(R["fp8_rowwise"]))
+
+
+def test_convolutions_have_their_own_factor() -> None:
+    assert seconds(LayerPlan(), kind="conv") == pytest.approx(1.5 * seconds(LayerPlan()))
+
+
+def test_the_rest_of_a_step(tiny: GraphReport) -> None:
+    fp32 = replace(tiny, operators=tuple(replace(op, dtypes=("fp32",), bytes=2 * op.bytes) for op in tiny.operators))
+    plain = COST.rest_cost(fp32.operators, CostScale(), activations="keep", attention="keep")
+    low = COST.rest_cost(fp32.operators, CostScale(), activations="bf16", attention="keep")
+    assert plain.seconds["norm"] == low.seconds["norm"]
+    assert plain.seconds["attention"] > 0
+    pinned = COST.rest_cost(fp32.operators, CostScale(), activations="bf16", attention="fp32")
+    assert pinned.seconds["attention"] == plain.seconds["attention"]
+    more = COST.rest_cost(fp32.operators, CostScale(tokens=4), activations="keep", attention="keep")
+    assert more.seconds["pointwise"] > 2 * plain.seconds["pointwise"]
+    assert COST.update_seconds(1e6, 10) > COST.update_seconds(1e5, 10) > 0
+    assert COST.overhead_seconds(100) == pytest.approx(3e-4)

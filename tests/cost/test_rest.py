@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from typing import get_args
+
+import pytest
+
+from autoprec.cost.rates import default_rates
+from autoprec.cost.rest import OTHER, category, growth, optimizer_bytes, rest_cost, rest_operators
+from autoprec.cost.scale import CostScale
+from autoprec.graph.report import GraphReport, Operator
+from autoprec.hardware import TARGETS
+from autoprec.policy.schema import OptimizerPolicy
+
+H100 = TARGETS["h100"]
+RATES = default_rates(H100)
+
+
+def operator(cls: str, module: str = "h.0", **changes: object) -> Operator:
+    row = Operator("x", module, "op", "forward", cls, "follow", "", (), ("fp32",), 1_000_000, 4_000_000)
+    return replace(row, **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "cls", ["attention", "softmax", "norm", "pointwise", "loss", "embedding", "unheard of", "gemm"]
+)
+def test_every_class_has_a_category(cls: str) -> None:
+    assert category(cls) in OTHER
+
+
+def test_gemms_of_layers_and_views_are_not_counted_again(tiny: GraphReport) -> None:
+    weight = tiny.layers[0].weight
+    rows = (operator("gemm", weight=weight), operator("view"), operator("norm"), operator("gemm", module="loose"))
+    found = rest_operators(replace(tiny, operators=rows))
+    assert [row.cls for row in found] == ["norm", "gemm"]
+
+
+def test_growth_by_class() -> None:
+    scale = CostScale(width=2, depth=3, tokens=4, seq=2)
+    assert growth(operator("attention"), scale) == (48, 24)
+    assert growth(operator("softmax"), scale) == (24, 24)
+    assert growth(operator("loss"), scale) == (4, 4)
+    assert growth(operator("norm"), scale) == (24, 24)
+    assert growth(operator("norm", module="final"), scale) == (8, 8)
+
+
+def test_autocast_halves_pointwise_traffic_but_not_norms() -> None:
+    rows = [operator("pointwise"), operator("norm")]
+    wide, low = (rest_cost(H100, RATES, rows, CostScale(), activations=a) for a in ("keep", "bf16"))
+    assert low.seconds["pointwise"] == pytest.approx(wide.seconds["pointwise"] / 2)
+    assert low.seconds["norm"] == wide.seconds["norm"]
+
+
+def test_compilers_fuse() -> None:
+    rows = [operator("pointwise")] * 10
+    fused, eager = (rest_cost(H100, RATES, rows, CostScale(), compiled=c) for c in (True, False))
+    assert fused.seconds["pointwise"] < eager.seconds["pointwise"]
+    assert fused.kernels < eager.kernels == 10
+
+
+def test_every_optimizer_policy_has_a_size() -> None:
+    fields = OptimizerPolicy.model_fields
+    names = ("weights", "exp_avg", "exp_avg_sq", "gradients")
+    for values in product(*(get_args(fields[name].annotation) for name in names)):
+        stored, moved = optimizer_bytes(OptimizerPolicy(**dict(zip(names, values, strict=True))))
+        assert 2 < stored <= 12
+        assert 2 * stored < moved <= 2 * stored + 4

@@ -1,0 +1,110 @@
+"""The modelled bytes saved for backward against what autograd really saves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autoprec.apply import apply_policy, remove_policy
+from autoprec.cost.saved import saved_by_rules, saved_bytes
+from autoprec.cost.transformer import DecoderConfig, decoder_report
+from autoprec.graph.recorder import StepRecorder
+from autoprec.graph.report import GraphReport
+from autoprec.policy import Policy, resolve
+from autoprec.recipes import BUILTIN_RECIPES as R
+
+
+class Block(nn.Module):
+    """Attention with separate projections, and a gated MLP."""
+
+    def __init__(self, width: int, norm: Any) -> None:
+        super().__init__()
+        self.n1, self.n2 = norm(width), norm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.gate, self.up, self.down = nn.Linear(width, 80), nn.Linear(width, 80), nn.Linear(80, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        h = self.n1(x)
+        q, k, v = (f(h).view(b, t, 2, d // 2).transpose(1, 2) for f in (self.q, self.k, self.v))
+        x = x + self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, d))
+        h = self.n2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+def transformer(norm: Any) -> Callable[[], nn.Module]:
+    return lambda: nn.Sequential(nn.Linear(24, 32), Block(32, norm), Block(32, norm), nn.LayerNorm(32))
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "gated transformer": (transformer(nn.LayerNorm), (3, 20, 24)),
+    "rms transformer": (transformer(nn.RMSNorm), (3, 20, 24)),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(40, 64), nn.ReLU(), nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 8)),
+        (12, 40),
+    ),
+    "square": (lambda: nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32)), (32, 32)),
+    "convolutions": (
+        lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3)),
+        (2, 3, 10, 10),
+    ),
+}
+POLICIES = {
+    "bf16": Policy(recipes={"r": R["bf16"]}, default="r", activations="bf16"),
+    "bf16 alone": Policy(recipes={"r": R["bf16"]}, default="r"),
+    "rowwise": Policy(recipes={"r": R["fp8_rowwise"]}, default="r", activations="bf16"),
+    "tensorwise": Policy(recipes={"r": R["fp8_tensorwise_e4m3"]}, default="r", activations="bf16"),
+}
+
+
+def record(model: nn.Module, x: Tensor) -> GraphReport:
+    with StepRecorder(model) as recorder:
+        model(x).float().square().mean().backward()
+    model.zero_grad()
+    return recorder.report()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_modelled_bytes_are_what_autograd_saves(name: str, policy: str) -> None:
+    make, shape = MODELS[name]
+    if name == "convolutions" and policy.endswith("wise"):
+        pytest.skip("convolutions have no 8-bit recipe")
+    torch.manual_seed(0)
+    model, x = make(), torch.randn(*shape)
+    before = record(model, x)
+    apply_policy(POLICIES[policy], model)
+    measured = record(model, x).memory["saved_for_backward"]
+    remove_policy(model)
+    plans = resolve(POLICIES[policy], [layer.name for layer in before.tunable])
+    modelled, copies = saved_bytes(before, plans, POLICIES[policy].activations)
+    assert modelled == pytest.approx(measured, rel=0.03)
+    assert 0 <= copies <= modelled
+
+
+def test_the_script_as_written_is_what_was_counted() -> None:
+    make, shape = MODELS["mlp"]
+    report = record(make(), torch.randn(*shape))
+    assert saved_bytes(report, {})[0] == report.memory["saved_for_backward"]
+    assert sum(saved_by_rules(report, {}, "keep")) == pytest.approx(report.memory["saved_for_backward"], rel=0.03)
+
+
+def test_a_gpu_keeps_quantised_weights() -> None:
+    make, shape = MODELS["mlp"]
+    report = record(make(), torch.randn(*shape))
+    plans = resolve(POLICIES["rowwise"], [layer.name for layer in report.tunable])
+    on_cpu, on_gpu = (saved_bytes(report, plans, "bf16", gpu=gpu) for gpu in (False, True))
+    assert on_gpu[1] > on_cpu[1]
+    assert on_gpu[0] - on_cpu[0] == on_gpu[1] - on_cpu[1]
+
+
+def test_nothing_counted_means_nothing_modelled() -> None:
+    from dataclasses import replace
+
+    report = decoder_report(DecoderConfig(64, 1, 4, 256, 64), batch=1, seq=8)
+    assert saved_bytes(replace(report, memory={}), {}) == (0, 0)
