@@ -17,7 +17,7 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _storage(tensor: torch.Tensor) -> tuple[int, int]:
-    storage = _local(tensor).untyped_storage()
+    storage = _inner_tensors(tensor)[0].untyped_storage()  # a wrapper subclass has no storage of its own
     return storage.data_ptr(), storage.nbytes()
 
 

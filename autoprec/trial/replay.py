@@ -25,7 +25,7 @@ from autoprec.trial.applying import apply_document
 from autoprec.trial.discovery import Found
 from autoprec.trial.hooks import Events, Hooks, raw_loss
 from autoprec.trial.protocol import TrialSpec
-from autoprec.trial.sensitivity import NOISE_BATCHES, Gradients, local_part, relative_error
+from autoprec.trial.sensitivity import NOISE_BATCHES, Gradients, Weights, local_part, relative_error
 
 __all__ = ["Replay"]
 
@@ -93,7 +93,7 @@ class Replay(Events):
         self._unclip: dict[int, float] = {}
         self._loss = self._batch_loss = 0.0
         self._rows: list[dict[str, Any]] = []
-        self._weights: list[torch.Tensor] = []
+        self._weights: Weights | None = None
         self._original: Any = None
         self.tracked: dict[int, Any] = {}
         self.busy = False
@@ -184,11 +184,9 @@ class Replay(Events):
         if optimizer is self._found.optimizers[0]:
             self._ready()
 
-    def after_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002
-        if self._weights:  # from the first complete gradients on, weights stay as they are
-            with torch.no_grad():
-                for parameter, value in zip(self._found.parameters, self._weights, strict=True):
-                    parameter.copy_(value)
+    def after_step(self, optimizer: Optimizer) -> None:
+        if self._weights is not None:  # from the first complete gradients on, weights stay as they are
+            self._weights.restore(optimizer)
 
     def _ready(self) -> None:
         if self._batch == 0:
@@ -197,7 +195,7 @@ class Replay(Events):
         if self._batch == 0:
             self._loss = self._batch_loss
             self._probe_all()
-            self._weights = [p.detach().clone() for p in self._found.parameters]
+            self._weights = Weights(self._found)
         self._batch += 1
         self._batch_loss, self._unclip = 0.0, {}
         if self._batch >= NOISE_BATCHES or self._found.backward_only:

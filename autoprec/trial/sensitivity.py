@@ -30,7 +30,7 @@ from autoprec.trial.hooks import Events, Hooks, raw_loss
 from autoprec.trial.processes import die_with_parent
 from autoprec.trial.protocol import Probe, TrialSpec
 
-__all__ = ["Gradients", "Scan", "local_part", "relative_error"]
+__all__ = ["Gradients", "Scan", "Weights", "local_part", "relative_error"]
 
 #: Mini-batch gradients are compared over this many batches when the caller asks for fewer.
 NOISE_BATCHES = 4
@@ -95,6 +95,22 @@ class Gradients:
         mean = torch.stack(stacked).mean(0)
         variance = sum(float(torch.dot(g - mean, g - mean)) for g in stacked) / (slots - 1)
         return variance, float(torch.dot(stacked[0], stacked[0]))
+
+
+class Weights:
+    """A copy of all trained weights, to undo updates with."""
+
+    def __init__(self, found: Found) -> None:
+        self._kept = [(p, p.detach().clone()) for p in found.parameters]
+
+    def restore(self, optimizer: Optimizer | None = None) -> None:
+        """Copy the weights back; only those of ``optimizer``, when others may be in use between forward and backward."""
+        groups = optimizer.param_groups if optimizer is not None else []
+        own = {id(p) for group in groups for p in group["params"]}
+        with torch.no_grad():
+            for parameter, value in self._kept:
+                if optimizer is None or id(parameter) in own:
+                    parameter.copy_(value)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -249,12 +265,7 @@ class Scan:
             answer = {"batches": batch + 1, "loss": loss}
             if batch + 1 >= self._batches:
                 self._answer(writer, answer)
-            weights = [p.detach().clone() for p in self._found.parameters]
-
-            def restore() -> None:
-                with torch.no_grad():
-                    for parameter, value in zip(self._found.parameters, weights, strict=True):
-                        parameter.copy_(value)
+            weights = Weights(self._found)
 
             def proceed() -> None:
                 self._reference(writer, batch + 1, loss)
@@ -264,14 +275,14 @@ class Scan:
 
             def again(*_: Any) -> None:
                 self._hooks.unwatch()
-                restore()
+                weights.restore()
                 proceed()
 
             if self._found.backward_only:  # the script updates after backward: undo at the next forward
                 self._hooks.events = Events()
                 self._hooks.watch(again)
             else:
-                self._hooks.events = _Between(self._hooks, restore, proceed)
+                self._hooks.events = _Between(self._hooks, weights.restore, proceed)
 
         self._hooks.events = _Watch(self._found, done)
 
@@ -285,11 +296,11 @@ class Scan:
 class _Between(Events):
     """From complete gradients to the next step: undoes every update, then hands over at the next backward."""
 
-    def __init__(self, hooks: Hooks, undo: Callable[[], None], proceed: Callable[[], None]) -> None:
+    def __init__(self, hooks: Hooks, undo: Callable[[Optimizer], None], proceed: Callable[[], None]) -> None:
         self._hooks, self._undo, self._proceed = hooks, undo, proceed
 
-    def after_step(self, optimizer: Optimizer) -> None:  # noqa: ARG002
-        self._undo()
+    def after_step(self, optimizer: Optimizer) -> None:
+        self._undo(optimizer)
 
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
         self._proceed()
