@@ -140,7 +140,8 @@ def hooks(cwd: Path) -> list[Row]:
         print(f"    whole process: plain {plain:.2f} s, hooked {hooked:.2f} s CPU", file=sys.stderr)
     ratio = statistics.median(ratios)
     return [
-        Row("`autoprec run`, empty policy, vs plain python: training loop", "<= 2 % slower", f"{ratio - 1:+.1%}", ratio <= 1.02),
+        Row("`autoprec run`, empty policy, vs plain python: training loop", "<= 2 % slower",
+            f"{ratio - 1:+.1%}", ratio <= 1.02),
         Row("their losses", "bit-identical as printed", "identical" if same else "different", same),
     ]  # fmt: skip
 

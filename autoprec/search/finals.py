@@ -54,6 +54,8 @@ def run_finals(context: Context) -> Answer:
     jobs = len(seeds) * len(finalists)
     done = 0
     for seed in seeds:
+        if _out_of_time(context, seed):
+            break
         if seed + 1 in seeds:
             context.pool.prepare(seed + 1)
         try:
@@ -71,6 +73,15 @@ def run_finals(context: Context) -> Answer:
     errors = measure_errors(context, {str(record.number): record.policy for record in finalists})
     context.timings["finalists_s"] = time.monotonic() - began
     return _decide(context, finalists, rows, errors)
+
+
+def _out_of_time(context: Context, seed: int) -> bool:
+    """Say whether the time budget is used up; the script's own seed and one more are always measured."""
+    budget = context.options.budget_s
+    if budget is None or seed < 2 or context.elapsed() < budget:
+        return False
+    context.note(f"the time budget is used up: the finalists were measured over {seed} paired seeds")
+    return True
 
 
 def _rotated(finalists: Sequence[TrialRecord], seed: int) -> list[TrialRecord]:
@@ -198,7 +209,7 @@ def _decide(
         decision.verdict,
         decision.reason,
         chosen.tag if chosen is not None and adopted else None,
-        seeds=context.options.seeds,
+        seeds=len(chosen.divergences) if chosen is not None and adopted else 0,
         chosen=chosen if adopted else None,
         interval=decision.interval,
     )

@@ -27,6 +27,8 @@ __all__ = ["make_prior", "run_trials", "trial_record"]
 
 #: So many failures in a row end the search: the cause is then not the policy.
 FAILURES_IN_A_ROW = 5
+#: Share of a time budget that is kept for the finalists at most.
+FINALISTS_SHARE = 0.4
 #: Ask at most so many times per wanted trial when a sampler proposes what was already measured.
 ASKS_PER_TRIAL = 20
 
@@ -157,10 +159,12 @@ class _Loop:
 
 
 def reserve(context: Context) -> float:
-    """Return the seconds the finalists will need."""
+    """Return the seconds kept for the finalists: what they need, but never more than two fifths of a time budget."""
     runs = context.options.seeds * (context.options.finalists + 2)
     parallel = 1 if context.measured else context.workers
-    return runs * context.timings.get("reference_run_s", 0.0) / parallel
+    needed = runs * context.timings.get("reference_run_s", 0.0) / parallel
+    budget = context.options.budget_s
+    return needed if budget is None else min(needed, FINALISTS_SHARE * budget)
 
 
 def run_trials(context: Context) -> None:
