@@ -68,7 +68,7 @@ def emulated_multiply(
         fast: emulate Hopper's limited-precision accumulator.
     """
     if a.spec.format == b.spec.format == "int8":
-        out = torch._int_mm(a.codes if axes[0] == 1 else a.codes.t(), b.codes if axes[1] == 0 else b.codes.t())
+        out = _integer_matmul(a.codes if axes[0] == 1 else a.codes.t(), b.codes if axes[1] == 0 else b.codes.t())
     elif fast:
         left, right = operand_values(a, torch.float32), operand_values(b, torch.float32)
         out = limited_matmul(left if axes[0] == 1 else left.t(), right if axes[1] == 0 else right.t())
@@ -82,6 +82,19 @@ def emulated_multiply(
     for scale in scales:
         out.mul_(scale)
     return out.to(out_dtype)
+
+
+def _integer_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply int8 matrices exactly, through the integer kernel where it can be trusted.
+
+    On a CPU ``torch._int_mm`` misreads a transposed operand of one column (torch 2.13: wrong numbers, no error); on a GPU
+    it takes more than 16 rows and multiples of 8 only. Float64 sums of the same products are exact too.
+    """
+    rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
+    on_cpu = a.device.type == "cpu"
+    if (on_cpu and inner > 1) or (not on_cpu and rows > 16 and inner % 8 == 0 and columns % 8 == 0):
+        return torch._int_mm(a, b)
+    return a.double() @ b.double()
 
 
 def _scales(a: QuantizedOperand, b: QuantizedOperand, axes: tuple[int, int]) -> list[Tensor]:

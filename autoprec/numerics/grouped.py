@@ -128,6 +128,7 @@ def hadamard(x: Tensor) -> Tensor:
 def quantize_grouped(x: Tensor, spec: Spec, state: QuantizerState) -> QuantizedOperand:
     """Quantise a 2-D tensor in groups; see the module's table."""
     rows, columns = x.shape
+    x = x.float() if x.dtype is torch.float64 else x
     if spec.hadamard:
         x = hadamard(F.pad(x, (0, 0, 0, -rows % 16)))
     view, dims = _grouped(x, spec)

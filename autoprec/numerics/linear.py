@@ -85,6 +85,9 @@ class LinearExecution:
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
         if device not in self.native:
             self.native[device] = native_dtype(self.plan, device)
+        if autocast is not None and input.dtype is torch.float64:
+            with torch.autocast(device, enabled=False):  # which leaves float64 alone, so we do
+                return self(input, weight, bias, training=training)
         native = self.native[device]
         if native is not None:
             return self._native(input, weight, bias, native, autocast)

@@ -1,0 +1,73 @@
+"""The emulated product against exact sums and against torch's own 8-bit GEMMs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoprec.numerics.gemm import contract, emulated_multiply, fast_bf16_gemm, product_dtype
+from autoprec.numerics.operand import CONTRACTION, Spec
+from autoprec.numerics.quantize import dequantize, quantize, spec_of
+from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
+
+DETERMINISTIC = [n for n, r in BUILTIN_RECIPES.items() if not r.stochastic_rounding]
+SHAPES = {"fprop": ((64, 128), (96, 128)), "dgrad": ((64, 96), (96, 128)), "wgrad": ((64, 96), (64, 128))}
+
+
+def operands(name: str, gemm: str):
+    generator = torch.Generator().manual_seed(0)
+    for shape, operand in zip(SHAPES[gemm], GEMM_OPERANDS[gemm], strict=True):
+        x = torch.randn(shape, generator=generator)
+        yield quantize(x, spec_of(BUILTIN_RECIPES[name], gemm, operand), operand=operand)
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_products_are_exact_up_to_output_rounding(name: str, gemm: str) -> None:
+    a, b = operands(name, gemm)
+    axes = CONTRACTION[gemm]
+    exact = contract(dequantize(a).double(), axes[0], dequantize(b).double(), axes[1])
+    for product, limit in ((product_dtype(a.spec, b.spec, "cpu"), 2.5e-3), (torch.float32, 1e-6)):
+        found = emulated_multiply(a, b, axes, torch.float32, product=product)
+        fp16 = 4e-4 if name == "fp16" else limit
+        assert (found.double() - exact).norm() / exact.norm() < max(limit, fp16 if product is torch.float32 else 0)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensorwise_e4m3", "fp8_tensorwise", "fp8_rowwise"])
+@pytest.mark.parametrize("gemm", GEMMS)
+def test_scaled_mm_agrees_within_output_rounding(name: str, gemm: str) -> None:
+    from autoprec.backends.native import scaled_multiply
+    from autoprec.numerics.plan import compile_plan
+    from autoprec.policy import LayerPlan
+
+    a, b = operands(name, gemm)
+    step = getattr(compile_plan(LayerPlan.uniform(BUILTIN_RECIPES[name]), torch.float32, "cpu"), gemm)
+    theirs = scaled_multiply(a, b, step, torch.float32)
+    ours = emulated_multiply(a, b, step.axes, torch.float32, product=step.product)
+    assert (ours - theirs).norm() / theirs.norm() < 2.5e-3
+    wide = emulated_multiply(a, b, step.axes, torch.float32, product=torch.float32)
+    assert (wide - theirs).norm() / theirs.norm() < 1e-5
+
+
+def test_int8_products_are_exact_integers() -> None:
+    a, b = operands("int8", "fprop")
+    found = emulated_multiply(a, b, (1, 1), torch.float32, product=torch.float32)
+    integers = (a.codes.double() @ b.codes.double().t()) * a.scale.double() * b.scale.double().t()
+    assert (found.double() - integers).abs().max() <= 1e-5 * integers.abs().max()
+
+
+def test_product_dtype_holds_the_values() -> None:
+    cast = {name: Spec("cast", name) for name in ("fp64", "fp32", "tf32", "bf16", "fp16")}
+    assert product_dtype(cast["fp64"], cast["bf16"], "cpu") is torch.float64
+    assert product_dtype(cast["tf32"], cast["tf32"], "cuda") is torch.float32
+    assert product_dtype(cast["fp16"], cast["fp16"], "cpu") is torch.float32
+    assert product_dtype(cast["fp16"], cast["fp16"], "cuda") is torch.float16
+    assert product_dtype(cast["bf16"], cast["bf16"], "cuda") is torch.bfloat16
+    block = spec_of(BUILTIN_RECIPES["fp8_block_fp32_scales"], "fprop", "input")
+    assert product_dtype(block, block, "cuda") is torch.float32
+    assert fast_bf16_gemm("cuda")
+
+
+def test_fp16_products_overflow_to_infinity() -> None:
+    big = quantize(torch.full((4, 4), 300.0), Spec("cast", "fp16"))
+    assert emulated_multiply(big, big, (1, 1), torch.float32, product=torch.float32).isinf().all()

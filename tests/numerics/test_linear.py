@@ -1,0 +1,185 @@
+"""The three GEMMs of a linear layer: numbers, dtypes, memory, and everything a training script may do around them."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from autoprec.numerics.linear import LinearExecution
+from autoprec.policy import LayerPlan
+from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.testing.backends import reference_gemms
+
+DETERMINISTIC = [n for n, r in BUILTIN_RECIPES.items() if not r.stochastic_rounding]
+MIXED = st.sampled_from([None, *(BUILTIN_RECIPES[n] for n in DETERMINISTIC)])
+
+
+def tensors(m: int, k: int, n: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=generator).requires_grad_()
+    weight = (torch.randn(n, k, generator=generator) * 0.1).requires_grad_()
+    bias = torch.randn(n, generator=generator).requires_grad_()
+    return x, weight, bias, torch.randn(m, n, generator=generator) * 1e-3
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.integers(1, 70), st.integers(1, 150), st.integers(1, 80), MIXED, MIXED, MIXED)
+def test_any_plan_matches_the_same_quantised_arithmetic_in_float64(m, k, n, fprop, dgrad, wgrad) -> None:
+    plan = LayerPlan(fprop=fprop, dgrad=dgrad, wgrad=wgrad)
+    x, weight, _, grad = tensors(m, k, n, seed=m)
+    out = LinearExecution(plan)(x, weight, None)
+    out.backward(grad)
+    wanted = reference_gemms(x.detach(), weight.detach(), grad, plan)
+    for found, gemm in ((out, "fprop"), (x.grad, "dgrad"), (weight.grad, "wgrad")):
+        error = (found.detach().double() - wanted[gemm]).norm() / (wanted[gemm].norm() + 1e-30)
+        # bfloat16 output rounding; next to nothing where the plan computes in float32
+        assert error < (1e-5 if plan.recipe(gemm) is None else 4e-3)
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+def test_bias(name: str) -> None:
+    x, weight, bias, grad = tensors(24, 32, 16)
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES[name]))
+    out = layer(x, weight, bias)
+    out.backward(grad)
+    assert torch.allclose(out, layer(x, weight, None) + bias, atol=2e-2)
+    assert (bias.grad - grad.sum(0)).norm() <= 1e-2 * grad.sum(0).norm()
+
+
+@pytest.mark.parametrize("name", DETERMINISTIC)
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_output_dtypes_are_those_of_the_script(name: str, autocast: torch.dtype | None, dtype: torch.dtype) -> None:
+    x, weight, bias, _ = (t.detach().to(dtype).requires_grad_() for t in tensors(8, 32, 16))
+    with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
+        out = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES[name]))(x, weight, bias)
+    expected = dtype if autocast is None or dtype is torch.float64 else autocast  # autocast leaves float64 alone
+    if expected is autocast and BUILTIN_RECIPES[name].format in ("fp32", "tf32"):
+        expected = torch.float32
+    assert out.dtype is expected
+    out.sum().backward()
+    assert (x.grad.dtype, weight.grad.dtype, bias.grad.dtype) == (dtype, dtype, dtype)
+
+
+def test_a_bf16_plan_under_autocast_is_autocast() -> None:
+    x, weight, bias, _ = tensors(16, 64, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["bf16"]))(x, weight, bias)
+        theirs = F.linear(x, weight, bias)
+    assert torch.equal(ours, theirs)
+    assert len(saved_bytes(LayerPlan.uniform(BUILTIN_RECIPES["bf16"]))) == 2
+
+
+def saved_bytes(plan: LayerPlan, m: int = 64, k: int = 128, n: int = 256) -> list[int]:
+    """Bytes of what is kept for the backward pass, parameters not counted."""
+    x, weight, bias, _ = tensors(m, k, n)
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() != weight.untyped_storage().data_ptr():
+            kept[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        LinearExecution(plan)(x, weight, bias)
+    return list(kept.values())
+
+
+@pytest.mark.parametrize(("name", "limit"), [("fp8_tensorwise", 1.05), ("fp8_rowwise", 1.1), ("mxfp8", 1.1)])
+def test_8_bit_codes_are_what_is_kept(name: str, limit: float) -> None:
+    input_bytes, weight_bytes = 64 * 128, 256 * 128
+    kept = sum(saved_bytes(LayerPlan.uniform(BUILTIN_RECIPES[name])))
+    assert kept <= limit * (input_bytes + weight_bytes)
+    # an input that wgrad reads as it came needs no copy
+    assert sum(saved_bytes(LayerPlan(fprop=BUILTIN_RECIPES[name]))) <= 64 * 128 * 4 + 64
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_rowwise", "fp8_delayed", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_recomputes_the_same(name: str, reentrant: bool) -> None:
+    plan = LayerPlan.uniform(BUILTIN_RECIPES[name])
+    found = []
+    for recompute in (False, True):
+        x, weight, bias, grad = tensors(32, 64, 48)
+        layer = LinearExecution(plan)
+        for _ in range(3):
+
+            def body(x: torch.Tensor, layer=layer, weight=weight, bias=bias) -> torch.Tensor:
+                return F.gelu(layer(x, weight, bias))
+
+            out = checkpoint(body, x, use_reentrant=reentrant) if recompute else body(x)
+            out.backward(grad)
+        found.append((x.grad, weight.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_gradients_accumulate_over_micro_batches() -> None:
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp8_rowwise"]))
+    x, weight, bias, grad = tensors(32, 64, 48)
+    layer(x, weight, bias).backward(grad)
+    once = weight.grad.clone()
+    layer(x, weight, bias).backward(grad)
+    assert torch.equal(weight.grad, 2 * once)
+
+
+def test_frozen_weights_and_first_layers_run_only_what_is_needed() -> None:
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp8_tensorwise"]))
+    x, weight, bias, grad = tensors(8, 32, 16)
+    layer(x.detach(), weight, bias).backward(grad)
+    assert set(layer.executed) == {"fprop", "wgrad"}
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp8_tensorwise"]))
+    layer(x, weight.detach(), bias).backward(grad)
+    assert set(layer.executed) == {"fprop", "dgrad"}
+
+
+def test_evaluation_teaches_delayed_scaling_nothing() -> None:
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp8_delayed"]))
+    x, weight, bias, grad = tensors(8, 32, 16)
+    layer(x, weight, bias).backward(grad)
+    before = [list(d.history) for d in layer.state.delayed.values()]
+    with torch.no_grad():
+        layer(x * 100, weight, bias)
+    layer(x * 100, weight, bias, training=False)
+    assert [list(d.history) for d in layer.state.delayed.values()] == before
+
+
+def test_double_backward_is_refused_rather_than_wrong() -> None:
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp8_tensorwise"]))
+    x, weight, bias, _ = tensors(8, 32, 16)
+    (grad,) = torch.autograd.grad(layer(x, weight, bias).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_a_copied_layer_starts_its_own_history() -> None:
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp8_delayed"]))
+    x, weight, bias, _ = tensors(8, 32, 16)
+    layer(x, weight, bias)
+    twin = copy.deepcopy(layer)
+    assert layer.state.delayed
+    assert not twin.state.delayed
+    assert twin.plan == layer.plan
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
+@pytest.mark.parametrize("name", ["bf16", "fp8_rowwise", "mxfp8"])
+def test_compiled_graphs_are_whole_and_equal(name: str) -> None:
+    plan = LayerPlan.uniform(BUILTIN_RECIPES[name])
+    x, weight, bias, _ = tensors(16, 64, 32)
+    eager = LinearExecution(plan)(x, weight, bias)
+    layer = LinearExecution(plan)
+    torch._dynamo.reset()
+    graph = torch.compile(layer, backend="eager", fullgraph=True)
+    assert torch.equal(graph(x, weight, bias), eager)
+    assert set(layer.executed) == {"fprop", "dgrad", "wgrad"}
+    nn.init.zeros_(weight)
+    assert torch.equal(graph(x, weight, bias), LinearExecution(plan)(x, weight, bias))

@@ -1,0 +1,103 @@
+"""Rounding against torch's own casts, on values of every size, and on each code of each 8-bit format."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoprec.formats import FORMATS
+from autoprec.numerics.rounding import (
+    E2M1_VALUES,
+    STORAGE,
+    decode,
+    encode,
+    round_e2m1,
+    round_e2m1_stochastic,
+    round_tf32,
+    to_grid,
+)
+
+
+def wide_values(count: int = 200_000) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    normal = torch.randn(count, generator=generator)
+    spread = torch.exp(torch.randn(count, generator=generator) * 8)
+    special = torch.tensor(
+        [0.0, -0.0, 1e-45, -1e-40, 2.0**-9, 2.0**-10, 1.5 * 2.0**-9, 448, 449, 464, 480, 57344, 1e30]
+    )
+    return torch.cat([normal * spread, special, -special])
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_encoding_is_torchs_cast_of_clamped_values(name: str) -> None:
+    x, limit = wide_values(), FORMATS[name].max
+    expected = x.clamp(-limit, limit).to(STORAGE[name])
+    assert torch.equal(encode(x, name).view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_overflow_saturates_and_nan_stays(name: str) -> None:
+    limit = FORMATS[name].max
+    x = torch.tensor([float("inf"), -float("inf"), 3e38, float("nan")])
+    back = encode(x, name).float()
+    assert back[:3].tolist() == [limit, -limit, limit]
+    assert back[3].isnan()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_code_reads_back(name: str, dtype: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(STORAGE[name])
+    expected = codes.float()
+    finite = expected.isfinite()
+    assert torch.equal(decode(codes, dtype).float()[finite], expected[finite])
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2"])
+def test_the_float32_grid_is_the_cast(name: str) -> None:
+    x, f = wide_values(), FORMATS[name]
+    assert torch.equal(to_grid(x, f.mantissa, f.min_exponent, f.max), encode(x, name).float())
+
+
+def test_e2m1_takes_the_nearest_value_ties_to_even() -> None:
+    x = torch.linspace(-8, 8, 6401)
+    grid = torch.tensor([*[-v for v in reversed(E2M1_VALUES[1:])], *E2M1_VALUES])
+    rounded = round_e2m1(x)
+    assert set(rounded.tolist()) == set(grid.tolist())
+    nearest = (x.clamp(-6, 6)[:, None] - grid).abs().amin(1)
+    assert torch.allclose((x.clamp(-6, 6) - rounded).abs(), nearest)
+    ties = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    assert round_e2m1(ties).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
+
+
+def test_stochastic_rounding_is_unbiased_between_neighbours_and_repeatable() -> None:
+    x = torch.tensor([0.1, -0.3, 1.3, 2.2, -3.7, 5.5, 7.0, 0.0]).repeat(20_000, 1)
+    drawn = round_e2m1_stochastic(x, torch.Generator().manual_seed(1))
+    again = round_e2m1_stochastic(x, torch.Generator().manual_seed(1))
+    assert torch.equal(drawn, again)
+    assert set(drawn.abs().unique().tolist()) <= set(E2M1_VALUES)
+    assert torch.allclose(drawn.mean(0), x[0].clamp(-6, 6), atol=0.03)
+
+
+def test_tf32_keeps_ten_bits_ties_to_even() -> None:
+    x = wide_values(10_000)
+    rounded = round_tf32(x)
+    assert torch.equal(rounded.view(torch.int32) & 0x1FFF, torch.zeros_like(rounded, dtype=torch.int32))
+    normal = x.abs() > 1e-37
+    assert ((rounded - x).abs() <= x.abs() * 2.0**-11)[normal].all()
+    assert round_tf32(torch.tensor([1 + 2.0**-11, 1 + 3 * 2.0**-11])).tolist() == [1.0, 1 + 2.0**-9]
+    odd = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    assert torch.equal(round_tf32(odd).isnan(), odd.isnan())
+    assert torch.equal(round_tf32(odd)[1:], odd[1:])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.floats(width=32, allow_nan=False, allow_infinity=False), st.sampled_from(["e4m3", "e5m2"]))
+def test_encoding_is_monotone_and_idempotent(value: float, name: str) -> None:
+    once = encode(torch.tensor([value]), name)
+    assert torch.equal(encode(once.float(), name).view(torch.uint8), once.view(torch.uint8))
+    larger = encode(torch.tensor([value]) * 1.5 + 1, name).float()
+    if value >= 0:
+        assert (larger >= once.float()).all()

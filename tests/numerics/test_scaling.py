@@ -1,0 +1,62 @@
+"""Scales: torchao's arithmetic, powers of two, zeros, non-finite values, and Transformer Engine's delayed scaling."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoprec.numerics.scaling import DelayedScale, amax_of, inverse_of, power_of_2_floor, scale_of
+
+
+def test_amax_of_tensors_rows_and_columns() -> None:
+    x = torch.tensor([[1.0, -5.0], [3.0, 2.0]])
+    assert amax_of(x).item() == 5.0
+    assert amax_of(x, 1).tolist() == [[5.0], [3.0]]
+    assert amax_of(x, 0).tolist() == [[3.0, 5.0]]
+    assert amax_of(torch.zeros(0, 4)).item() == 0.0
+    assert amax_of(torch.zeros(0, 4), 1).shape == (0, 1)
+    assert amax_of(torch.zeros(0, 4), 0).shape == (1, 4)
+    assert amax_of(torch.tensor([[1.0, math.nan]])).isnan()
+
+
+def test_scale_brings_amax_to_the_limit_and_leaves_the_hopeless_alone() -> None:
+    amax = torch.tensor([2.0, 0.0, math.inf, math.nan, 1e-45])
+    scale = scale_of(amax, 448.0)
+    assert scale.tolist()[:4] == [224.0, 1.0, 1.0, 1.0]
+    assert scale[4] == torch.finfo(torch.float32).max
+    inverse = inverse_of(scale, amax)
+    assert inverse[:2].tolist() == pytest.approx([1 / 224.0, 1.0])
+    assert inverse[2:4].isnan().all()
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(1e-30, 1e30))
+def test_powers_of_two_are_rounded_down_exactly(value: float) -> None:
+    found = power_of_2_floor(torch.tensor([value])).item()
+    assert math.log2(found) == int(math.log2(found))
+    assert found <= torch.tensor(value).item() < 2 * found
+
+
+def test_epsilon_bounds_amax() -> None:
+    assert scale_of(torch.tensor(1e-6), 448.0, epsilon=1e-2).item() == pytest.approx(44800.0)
+
+
+def test_delayed_scaling_uses_the_past() -> None:
+    delayed = DelayedScale(448.0, length=2, algorithm="max", margin=0)
+    used = [delayed.step(torch.tensor(a), update=True).item() for a in (1.0, 4.0, 2.0, 2.0, 2.0)]
+    assert used == [448.0, 448.0, 112.0, 112.0, 224.0]
+    recent = DelayedScale(448.0, length=8, algorithm="most_recent", margin=1)
+    assert [recent.step(torch.tensor(a), update=True).item() for a in (1.0, 4.0, 2.0)] == [224.0, 224.0, 56.0]
+
+
+def test_delayed_scaling_keeps_the_scale_over_zeros_and_infinities_and_without_update() -> None:
+    delayed = DelayedScale(448.0, length=1, algorithm="max", margin=0)
+    delayed.step(torch.tensor(1.0), update=True)
+    for amax in (0.0, math.inf, math.nan):
+        assert delayed.step(torch.tensor(amax), update=True).item() == 448.0
+    assert delayed.step(torch.tensor(7.0), update=False).item() == 448.0
+    assert delayed.step(torch.tensor(7.0), update=False).item() == 448.0
