@@ -81,11 +81,11 @@ class GPT(nn.Module):
 
 
 def text(length: int, seed: int) -> Tensor:
-    """A made-up language: 400 words of 2 to 7 letters, each followed by one of 12 words (Zipf), spaces between."""
+    """A made-up language: 50 words of 2 to 7 letters, each followed by one of 8 words (Zipf), spaces between."""
     rng = torch.Generator().manual_seed(1234)
-    words = [torch.randint(1, 27, (int(n),), generator=rng) for n in torch.randint(2, 8, (400,), generator=rng)]
-    follow = torch.randint(0, 400, (400, 12), generator=rng)
-    zipf = 1.0 / torch.arange(1, 13)
+    words = [torch.randint(1, 27, (int(n),), generator=rng) for n in torch.randint(2, 8, (50,), generator=rng)]
+    follow = torch.randint(0, 50, (50, 8), generator=rng)
+    zipf = 1.0 / torch.arange(1, 9)
     draws = torch.multinomial(zipf, length, replacement=True, generator=torch.Generator().manual_seed(seed))
     out, word, count = [], 0, 0
     for draw in draws.tolist():

@@ -58,10 +58,6 @@ class StoredTensor(torch.Tensor):
         for part, fresh in zip(self.parts, self.codec.encode(values, generator), strict=True):
             part.copy_(fresh.view(part.shape))
 
-    def untyped_storage(self) -> torch.UntypedStorage:
-        """Return the storage of the codes: what tells two tensors apart in memory, and what aliases share."""
-        return self.parts[0].untyped_storage()
-
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.codec.name}, shape={tuple(self.shape)}, values={self.decode()})"
 

@@ -1,0 +1,127 @@
+import copy
+import io
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.numerics.optimizer_tensor import StoredTensor, decoded, stored_bytes
+from autoprec.numerics.state_formats import CODECS
+
+WEIGHTS = [name for what, name in CODECS if what == "weights"]
+
+
+def stored(name: str, shape=(6, 10), seed=0) -> StoredTensor:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return StoredTensor.store(values, CODECS["weights", name])
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_it_looks_like_the_fp32_tensor_it_replaces(name):
+    tensor = stored(name)
+    assert (tensor.shape, tensor.dtype, tensor.device.type) == (torch.Size((6, 10)), torch.float32, "cpu")
+    assert torch.equal(tensor * 1.0, tensor.decode())
+    assert torch.equal(tensor.t() @ tensor, tensor.decode().t() @ tensor.decode())
+    assert name.split("_")[0] in repr(tensor)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_gradients_are_those_of_its_values(name):
+    parameter = nn.Parameter(stored(name))
+    plain = nn.Parameter(parameter.decode())
+    x = torch.randn(3, 10)
+    for weight in (parameter, plain):
+        nn.functional.linear(x, weight).square().sum().backward()
+    assert torch.equal(parameter.grad, plain.grad)
+    assert isinstance(parameter, nn.Parameter)
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_in_place_operations_reach_the_stored_values(name):
+    tensor = stored(name)
+    values = tensor.exact()
+    assert tensor.mul_(2.0) is tensor
+    torch.testing.assert_close(tensor.exact(), values * 2, rtol=2**-3, atol=1e-3)
+    tensor.copy_(torch.ones(6, 10))
+    assert torch.equal(tensor.decode(), torch.ones(6, 10))
+    tensor.zero_()
+    assert tensor.abs().sum() == 0
+    torch._foreach_add_([tensor, torch.zeros(2)], 1.0)
+    assert torch.equal(tensor.decode(), torch.ones(6, 10))
+
+
+def test_detach_shares_and_clone_does_not():
+    tensor = stored("bf16_kahan")
+    alias, own = tensor.detach(), tensor.clone()
+    tensor.zero_()
+    assert alias.abs().sum() == 0
+    assert own.abs().sum() > 0
+    assert alias.parts[0].data_ptr() == tensor.parts[0].data_ptr()
+
+
+@pytest.mark.parametrize("name", ["bf16_stochastic", "bf16_kahan"])
+def test_casting_to_the_stored_dtype_costs_nothing(name):
+    tensor = stored(name)
+    assert tensor.bfloat16().data_ptr() == tensor.parts[0].data_ptr()
+    assert tensor.half().dtype == torch.float16
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_files_hold_plain_tensors_with_the_exact_value(name):
+    tensor, file = stored(name), io.BytesIO()
+    torch.save({"w": tensor, "p": nn.Parameter(tensor)}, file)
+    file.seek(0)
+    found = torch.load(file, weights_only=True)
+    assert type(found["w"]) is torch.Tensor
+    assert type(found["p"]) is nn.Parameter
+    assert torch.equal(found["w"], tensor.exact())
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_copying_between_stored_tensors_keeps_the_exact_value(name):
+    source, target = stored(name), stored(name, seed=1)
+    target.copy_(source)
+    assert torch.equal(target.exact(), source.exact())
+    plain = torch.zeros(6, 10)
+    plain.copy_(source)
+    assert torch.equal(plain, source.exact())
+
+
+def test_deepcopy_keeps_the_format():
+    layer = nn.Linear(10, 6)
+    layer.weight = nn.Parameter(stored("e4m3_master"))
+    twin = copy.deepcopy(layer)
+    assert isinstance(twin.weight, StoredTensor)
+    assert torch.equal(twin.weight.exact(), layer.weight.exact())
+    assert twin.weight.parts[0].data_ptr() != layer.weight.parts[0].data_ptr()
+
+
+def test_bytes_are_those_of_the_parts():
+    assert stored_bytes(stored("bf16_kahan")) == 6 * 10 * 4
+    assert stored_bytes(stored("e4m3_master")) == 60 * 3 + 8
+    assert stored_bytes(torch.zeros(3)) == 12
+    assert stored_bytes(None) == 0
+
+
+def test_decoded_leaves_everything_else_alone():
+    assert decoded(3) == 3
+    plain = torch.ones(2)
+    assert decoded(plain) is plain
+
+
+def test_autocast_uses_the_stored_bits():
+    layer = nn.Linear(10, 6, bias=False)
+    layer.weight = nn.Parameter(stored("bf16_stochastic"))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = layer(torch.ones(2, 10))
+    assert out.dtype == torch.bfloat16
+    expected = nn.functional.linear(torch.ones(2, 10).bfloat16(), layer.weight.parts[0])
+    assert torch.equal(out, expected)
+
+
+def test_it_passes_through_compile():
+    layer = nn.Linear(10, 6)
+    layer.weight = nn.Parameter(stored("bf16_stochastic"))
+    compiled = torch.compile(layer, backend="aot_eager")
+    x = torch.randn(3, 10)
+    torch.testing.assert_close(compiled(x), layer(x))

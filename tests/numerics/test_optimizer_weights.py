@@ -1,0 +1,95 @@
+import pytest
+import torch
+from torch import nn
+
+from autoprec.numerics.optimizer_tensor import StoredTensor
+from autoprec.numerics.optimizer_weights import StoredWeights
+from autoprec.policy import OptimizerPolicy
+
+KAHAN = OptimizerPolicy(weights="bf16_kahan")
+
+
+def model() -> nn.ModuleDict:
+    return nn.ModuleDict({"table": nn.Embedding(5, 4), "linear": nn.Linear(4, 3), "conv": nn.Conv1d(3, 2, 2)})
+
+
+def test_matrices_are_stored_vectors_and_embeddings_are_not():
+    net = model()
+    weights = StoredWeights.install(list(net.parameters()), KAHAN, net)
+    kinds = {name: isinstance(p, StoredTensor) for name, p in net.named_parameters()}
+    assert kinds == {
+        "table.weight": False,
+        "linear.weight": True,
+        "linear.bias": False,
+        "conv.weight": True,
+        "conv.bias": False,
+    }
+    assert not weights.emulated
+
+
+def test_a_tied_embedding_stays_plain():
+    net = model()
+    net["head"] = nn.Linear(4, 5, bias=False)
+    net["head"].weight = net["table"].weight
+    StoredWeights.install(list(net.parameters()), KAHAN, net)
+    assert type(net["head"].weight) is nn.Parameter
+
+
+def test_identity_attributes_and_gradient_survive_the_exchange_and_the_return():
+    layer = nn.Linear(4, 3)
+    parameter = layer.weight
+    parameter.no_decay = True
+    parameter.grad = torch.ones(3, 4)
+    before = parameter.detach().clone()
+    weights = StoredWeights.install([parameter], KAHAN, layer)
+    assert layer.weight is parameter
+    assert isinstance(parameter, StoredTensor)
+    assert parameter.no_decay
+    assert torch.equal(parameter.grad, torch.ones(3, 4))
+    assert parameter.requires_grad
+    weights.remove()
+    assert layer.weight is parameter
+    assert type(parameter) is nn.Parameter
+    assert parameter.no_decay
+    torch.testing.assert_close(parameter.detach(), before, rtol=2**-16, atol=0)
+
+
+def held_by_a_graph(layer):
+    return layer(torch.ones(1, 4)).sum()
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lambda layer: layer.weight.register_hook(lambda g: g), "gradient hooks"),
+        (lambda layer: layer.weight.register_post_accumulate_grad_hook(lambda p: None), "gradient hooks"),
+        (held_by_a_graph, "gradient accumulator"),
+        (lambda layer: layer.bfloat16(), "torch.bfloat16"),
+    ],
+)
+def test_where_it_cannot_be_exchanged_the_reason_is_kept(prepare, reason):
+    layer = nn.Linear(4, 3)
+    alive = prepare(layer)
+    exact = layer.weight.detach().float().clone()
+    weights = StoredWeights.install([layer.weight], KAHAN, layer)
+    assert [text for text in weights.emulated if reason in text], weights.emulated
+    assert not isinstance(layer.weight, StoredTensor)
+    assert layer.weight in weights
+    torch.testing.assert_close(weights.read(layer.weight), exact, rtol=2**-16, atol=0)
+    assert torch.equal(layer.weight.detach().float(), exact.bfloat16().float())
+    weights.write(layer.weight, exact + 1, torch.Generator())
+    torch.testing.assert_close(weights.checkpoint(layer.weight)["weight_exact"], exact + 1, rtol=2**-15, atol=0)
+    weights.remove()
+    assert alive is not None
+
+
+def test_gradients_are_stored_as_they_arrive():
+    layer = nn.Linear(4, 3)
+    weights = StoredWeights.install(list(layer.parameters()), OptimizerPolicy(gradients="e4m3"), layer)
+    layer(torch.ones(2, 4)).sum().backward()
+    assert isinstance(layer.weight.grad, StoredTensor)
+    assert type(layer.bias.grad) is torch.Tensor
+    weights.remove()
+    layer.zero_grad()
+    layer(torch.ones(2, 4)).sum().backward()
+    assert type(layer.weight.grad) is torch.Tensor
