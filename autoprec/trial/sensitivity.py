@@ -77,7 +77,7 @@ class Gradients:
     def compare(
         self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None
     ) -> tuple[float, float]:
-        """Return ``(||g - g_ref||^2, ||g_ref||^2)``, g being the gradients of now times their factors."""
+        """Return ``(||g - g_ref||^2, ||g_ref||^2)``; g are the gradients of now times their factors."""
         error = norm = 0.0
         for grad, factor, target in self._pieces(slot, unclip, grads):
             size = float(torch.dot(target, target))
@@ -90,7 +90,7 @@ class Gradients:
         return error, norm
 
     def spread(self, slots: int) -> tuple[float, float]:
-        """Return ``(variance of the first ``slots`` gradients around their mean, ||first||^2)``, summed over elements."""
+        """Return the variance of the first ``slots`` gradients around their mean, and the square of the first."""
         stacked = self._slots[:slots]
         mean = torch.stack(stacked).mean(0)
         variance = sum(float(torch.dot(g - mean, g - mean)) for g in stacked) / (slots - 1)
@@ -104,7 +104,7 @@ class Weights:
         self._kept = [(p, p.detach().clone()) for p in found.parameters]
 
     def restore(self, optimizer: Optimizer | None = None) -> None:
-        """Copy the weights back; only those of ``optimizer``, when others may be in use between forward and backward."""
+        """Copy the weights back; only those of ``optimizer``, as others may be in use between its passes."""
         groups = optimizer.param_groups if optimizer is not None else []
         own = {id(p) for group in groups for p in group["params"]}
         with torch.no_grad():
