@@ -1,0 +1,1 @@
+"""Whole commands in real processes, as a user types them."""

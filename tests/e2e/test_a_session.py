@@ -1,0 +1,149 @@
+"""A user's session, in order: search, look, check, verify what is claimed, run, load, export."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autoprec as package
+from tests.cli.helpers import Outcome, autoprec
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = """\
+import sys, torch
+from torch import nn
+torch.manual_seed(0)
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+if __name__ == "__main__":
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(40):
+        x = torch.randn(256, 256)
+        loss = (model(x) - x.roll(1, 1)).square().mean()
+        optimizer.zero_grad(); loss.backward(); optimizer.step()
+        print(f"step {step} loss {loss.item():.9f}", flush=True)
+    torch.save(model.state_dict(), "weights.pt")
+"""
+OPTIONS = ("-q", "--trials", "4", "--steps", "6", "--seeds", "2", "--finalists", "2", "--force")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("session")
+    (path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def searched(folder: Path) -> Outcome:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        return autoprec("search", *OPTIONS, "--json", "train.py")
+    finally:
+        os.chdir(before)
+
+
+@pytest.fixture(autouse=True)
+def _there(folder: Path, searched: Outcome, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def test_the_search_answers_on_stdout_and_writes_only_what_it_says(searched: Outcome, folder: Path) -> None:
+    assert searched.code == 0, searched.err
+    result = searched.json()
+    keys = "verdict reason policy best reference presets front trials study storage mlflow seconds".split()  # noqa: SIM905
+    assert set(keys) <= set(result)
+    assert result["verdict"] in ("adopt", "stay")
+    assert result["trials"]["complete"] >= 4
+    assert {path.name for path in folder.iterdir()} <= {"train.py", "policy.yaml", "autoprec-runs", "__pycache__"}
+    assert result["best"]["divergence"] <= 0.0025
+
+
+def test_the_emitted_policy_is_valid_and_says_how_it_was_found() -> None:
+    assert autoprec("validate", "policy.yaml").code == 0
+    document = autoprec("show", "policy.yaml", "--json").json()["policy"]
+    assert document["evidence"]["target"] == "cpu"
+    assert document["evidence"]["source"] == "measured"
+    assert document["model"]["class"] == "Net"
+
+
+def test_what_it_asks_for_is_executed() -> None:
+    found = autoprec("check", "--policy", "policy.yaml", "--json", "train.py")
+    assert found.code == 0, found.err
+    assert [row["name"] for row in found.json()["layers"]] == ["up", "down"]
+
+
+def run(*words: str) -> str:
+    root = str(Path(package.__file__).resolve().parent.parent)
+    line = [sys.executable, *words]
+    settings = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(line, env=settings, capture_output=True, text=True, timeout=300, check=True).stdout
+
+
+def test_an_empty_policy_changes_no_bit_and_the_script_may_save(folder: Path) -> None:
+    (folder / "empty.yaml").write_text("schema: autoprec.policy/1\n", encoding="utf-8")
+    plain = run("train.py")
+    weights = torch.load("weights.pt", weights_only=True)
+    Path("weights.pt").unlink()
+    assert run("-m", "autoprec", "run", "--policy", "empty.yaml", "train.py") == plain
+    again = torch.load("weights.pt", weights_only=True)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def test_the_policy_trains_like_the_script_within_the_budget() -> None:
+    def losses(text: str) -> list[float]:
+        return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("step")]
+
+    reference, found = (
+        losses(run("train.py")),
+        losses(run("-m", "autoprec", "run", "--policy", "policy.yaml", "train.py")),
+    )
+    assert len(found) == len(reference) == 40
+    gaps = [abs(a - b) / abs(b) for a, b in zip(found[20:], reference[20:], strict=True)]
+    assert sum(gaps) / len(gaps) <= 0.005
+
+
+def test_loading_and_applying_in_python() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.down(torch.relu(self.up(x)))
+            return out
+
+    model, x = Net(), torch.randn(8, 256)
+    before = model(x)
+    policy = package.load("policy.yaml")
+    policy.apply(model)
+    model(x).sum().backward()
+    assert policy.audit(model).ok
+    policy.remove(model)
+    assert torch.equal(model(x), before)
+
+
+def test_a_resumed_search_repeats_nothing(searched: Outcome) -> None:
+    study = searched.json()["study"]
+    again = autoprec("search", *OPTIONS, "--json", "--resume", "--study", study, "train.py")
+    assert again.code == 0, again.err
+    assert again.json()["trials"] == searched.json()["trials"]
+    assert again.json()["verdict"] == searched.json()["verdict"]
+
+
+def test_the_study_lies_beside_the_script(searched: Outcome, folder: Path) -> None:
+    study = folder / "autoprec-runs" / searched.json()["study"]
+    assert json.loads((study / "result.json").read_text())["verdict"] == searched.json()["verdict"]
+    assert (study / "report.html").stat().st_size > 1000

@@ -1,0 +1,70 @@
+"""What only a GPU can show: native 8-bit GEMMs agree with their emulation, and commands see the device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import autoprec
+from autoprec.policy import LayerRule
+from autoprec.recipes import BUILTIN_RECIPES
+from tests.cli.helpers import autoprec as command
+
+pytestmark = pytest.mark.gpu
+
+SCRIPT = """\
+import torch
+from torch import nn
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for _ in range(200):
+    x = torch.randn(512, 256, device="cuda")
+    loss = (model(x) - x).square().mean()
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+"""
+
+
+def uniform(name: str) -> autoprec.Policy:
+    return autoprec.Policy(recipes={name: BUILTIN_RECIPES[name]}, layers=(LayerRule(match="*", recipe=name),))
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    model(x).square().mean().backward()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_tensorwise", "fp8_rowwise"])
+def test_native_gemms_agree_with_their_emulation_and_come_off_again(name: str) -> None:
+    if name.startswith("fp8") and torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8 GEMM (compute capability below 8.9)")
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 128)).cuda()
+    x = torch.randn(64, 256, device="cuda")
+    before = gradients(model, x)
+    found = {}
+    for backend in ("native", "emulated"):
+        policy = uniform(name)
+        policy.apply(model, backend=backend)
+        found[backend] = gradients(model, x)
+        assert policy.audit(model).ok, policy.audit(model).mismatches
+        policy.remove(model)
+    for native, emulated in zip(found["native"], found["emulated"], strict=True):
+        torch.testing.assert_close(native, emulated, rtol=2e-2, atol=2e-2 * float(emulated.abs().max()))
+    for now, then in zip(gradients(model, x), before, strict=True):
+        assert torch.equal(now, then)
+
+
+def test_doctor_lists_the_gpu() -> None:
+    devices = command("doctor", "--json").json()["devices"]
+    assert any(row["name"] == torch.cuda.get_device_name(0) for row in devices)
+
+
+@pytest.mark.slow
+def test_check_passes_on_the_gpu(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
+    uniform("bf16").save(tmp_path / "policy.yaml")
+    found = command("check", "--policy", tmp_path / "policy.yaml", tmp_path / "train.py")
+    assert found.code == 0, found.err
