@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,14 @@ def recorded(model: Replicas) -> GraphReport:
     info = {"class": model.kind, "parameters": sum(x.parameters for x in layers), "fingerprint": ""}
     groups = {name: (name,) for name in model.groups}
     return GraphReport(info, tuple(layers), (), groups, total, 1.0, memory={})
+
+
+_WORKER: dict[str, Any] = {}
+
+
+def _measure(rows: Any) -> list[float]:
+    case = _WORKER["case"]
+    return list(case.measure(rows, case.model))
 
 
 @dataclass
@@ -112,11 +122,20 @@ class Case:
             np.array([r for r in rows if r.tobytes() not in self.table], dtype=np.uint8).reshape(-1, rows.shape[1]),
             axis=0,
         )
-        for start in range(0, len(new), BATCH):
-            part = new[start : start + BATCH]
-            for row, value in zip(part, self.measure(part, self.model), strict=True):
-                self.table[row.tobytes()] = value
+        parts = [part for part in np.array_split(new, max(2, math.ceil(len(new) / BATCH))) if len(part)]
+        for part, values in zip(parts, self._spread(parts), strict=True):
+            self.table |= {row.tobytes(): value for row, value in zip(part, values, strict=True)}
         return [self.table[r.tobytes()] for r in rows]
+
+    def _spread(self, parts: list[Any]) -> list[list[float]]:
+        """Measure parts in two worker processes (forked: each inherits the model)."""
+        if sum(map(len, parts)) < 8:
+            return [self.measure(part, self.model) for part in parts]
+        _WORKER["case"] = self
+        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
+            found = list(pool.map(_measure, parts))
+        self.trained += sum(map(len, parts))
+        return found
 
     def measure(self, rows: Any, model: Replicas) -> list[float]:
         """Train assignments beside the float32 reference and return their divergences."""
@@ -128,11 +147,6 @@ class Case:
         self.trained += len(rows)
         self.cpu_s += time.process_time() - began
         return [float(v) if math.isfinite(v) else 10.0 for v in gap]
-
-    def fresh(self, index: Any, seeds: range) -> list[float]:
-        """Return the divergences of one assignment under other seeds (weights and data)."""
-        row = np.asarray(index, dtype=np.uint8)[None]
-        return [self.measure(row, Replicas(self.model.kind, seed))[0] for seed in seeds]
 
 
 def _plan(problem: Problem, choice: str) -> Any:

@@ -132,13 +132,14 @@ class DivergenceModel:
             inner = np.linalg.solve(gram, target - predicted + jacobian @ theta)
             step = scaled.T @ inner - theta
             largest = float(np.max(np.abs(step) / self._sd)) if len(step) else 0.0
-            theta = theta + step * float(min(1.0, 3.0 / max(largest, 1e-9)))
+            theta += step * min(1.0, 3.0 / max(largest, 1e-9))
             if largest < 1e-3:
                 break
         predicted, jacobian = self._linearise(theta, observations)
         self._mean, self._jacobian = theta, jacobian
         self._noise = noise
-        self._solve = np.linalg.inv((jacobian * self._sd**2) @ jacobian.T + np.diag(noise))
+        gram = (jacobian * self._sd**2) @ jacobian.T + np.diag(noise)
+        self._solve = np.asarray(np.linalg.inv(gram), dtype=np.float64)
         # leave-one-out residuals of a Gaussian model, from the dual (Rasmussen and Williams, eq. 5.12)
         leave_out = (self._solve @ (target - predicted + jacobian @ theta)) / np.diag(self._solve)
         if len(target) >= 6:
@@ -251,7 +252,8 @@ class LinearModel:
         self._x, prior = self._rows(usable)
         target = np.array([o.value for o in usable]) - prior
         scaled = self._x * self._sd**2
-        self._solve = np.linalg.inv(scaled @ self._x.T + np.eye(len(target)) * self._noise**2)
+        gram = scaled @ self._x.T + np.eye(len(target)) * self._noise**2
+        self._solve = np.asarray(np.linalg.inv(gram), dtype=np.float64)
         self._mean = scaled.T @ (self._solve @ target)
 
     def _table(self, theta: Vector) -> tuple[FloatTable, float, Vector]:

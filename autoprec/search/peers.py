@@ -164,12 +164,13 @@ def make_sampler(
     max_memory: float | None = None,
     noise_floor: float = 0.0,
     trials: int = 60,
+    objective: str = "throughput",
 ) -> optuna.samplers.BaseSampler:
     """Return a sampler by name.
 
     Args:
         name: one of :data:`SAMPLERS`.
-        problem, prior, max_divergence, max_gradient, max_memory, noise_floor, seed: see
+        problem, prior, max_divergence, max_gradient, max_memory, noise_floor, seed, objective: see
             :class:`autoprec.search.sampler.PrecisionSampler`; Optuna's own samplers use only the seed.
         trials: how many trials are planned (sets NSGA-II's population).
 
@@ -185,6 +186,7 @@ def make_sampler(
             max_memory=max_memory,
             noise_floor=noise_floor,
             seed=seed,
+            objective=objective,
         )
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=10)

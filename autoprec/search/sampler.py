@@ -87,6 +87,7 @@ class _State:
     fitted: tuple[int, ...]
     divergence: DivergenceModel
     time: LinearModel
+    memory: LinearModel
     front: list[tuple[float, float]]
 
     def gain(self, step: float, gap: float) -> float:
@@ -113,6 +114,7 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         noise_floor: divergence of the benign perturbation.
         seed: with the trial's number it determines every draw.
         focus: share of trials that aim at the budget.
+        objective: what those trials minimise: ``throughput``, ``memory`` or ``balanced`` (the product of both).
     """
 
     def __init__(
@@ -126,9 +128,11 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         noise_floor: float = 0.0,
         seed: int = 0,
         focus: float = 0.5,
+        objective: str = "throughput",
     ) -> None:
         self.problem, self.prior = problem, prior
         self.max_divergence, self.noise_floor, self.seed, self.focus = max_divergence, noise_floor, seed, focus
+        self.objective = objective
         self.exhausted = False
         self._limits: list[Limit] = []
         self._max_gradient2 = None if max_gradient is None else max_gradient**2
@@ -199,9 +203,13 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             noise=self.prior.time_noise,
             trust=self.prior.time_trust,
         )
+        held = self.prior.memory if self.prior.memory is not None else np.where(self.problem.allowed, 0.0, np.inf)
+        most = max((_memory(t) for t in finished), default=0.0)
+        base = self.prior.base_memory or most
+        memory = LinearModel(held, base, np.zeros(len(self._features)), noise=1e-3, trust=0.1)
         if self._state is not None:
             divergence.residual = self._state.divergence.residual
-        gaps, times, both = [], [], []
+        gaps, times, both, sizes = [], [], [], []
         for trial in sorted(finished, key=lambda t: t.number):
             point = self._point(trial)
             gap, step = _outcome(trial, self.max_divergence)
@@ -212,9 +220,12 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             if step is not None:
                 times.append(Observation(point.index, point.features, point.base2, step))
                 both += [(step, gap)] if gap is not None else []
+            if _memory(trial) > 0:
+                sizes.append(Observation(point.index, point.features, point.base2, _memory(trial)))
         divergence.fit(gaps)
         time.fit(times)
-        self._state = _State(numbers, divergence, time, [both[i] for i in nondominated(both)])
+        memory.fit(sizes)
+        self._state = _State(numbers, divergence, time, memory, [both[i] for i in nondominated(both)])
         return self._state
 
     def _point(self, trial: FrozenTrial) -> _Point | None:
@@ -240,9 +251,10 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         """Draw a world, and return its best point for this trial's aim."""
         belief = state.divergence.draw(rng, spread)
         table, base, effects = state.time.draw(rng, spread)
+        cost, cost_effects = self._cost(state, table, effects) if aims else (table, effects)
         targets = self._targets(belief, rng, aims)
         best: tuple[float, dict[str, Any]] | None = None
-        for parameters in self._parameter_options(study, number, rng):
+        for parameters in self._parameter_options(study, number, cost_effects, rng):
             z = self._vector(parameters)
             base2 = self.prior.parameter_error2(parameters)
             limits = list(self._limits)
@@ -250,14 +262,27 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
                 limits.append(Limit(self.prior.error2, self._max_gradient2 - base2))
             for target in targets:
                 budget = belief.budget(target, z, base2)
-                index = solve(table, belief.error2, budget, limits=limits, pairs=self.prior.pairs)
+                index = solve(cost, belief.error2, budget, limits=limits, pairs=self.prior.pairs)
                 if index is None:
                     continue
-                step = base + float(table[np.arange(len(index)), index].sum() + effects @ z)
-                merit = step if aims else -state.gain(step, belief.divergence(index, z, base2))
+                rows = np.arange(len(index))
+                step = base + float(table[rows, index].sum() + effects @ z)
+                aimed = float(cost[rows, index].sum() + cost_effects @ z)
+                merit = aimed if aims else -state.gain(step, belief.divergence(index, z, base2))
                 if best is None or merit < best[0]:
                     best = (merit, self.problem.from_indices(index, parameters))
         return None if best is None else best[1]
+
+    def _cost(self, state: _State, time: FloatTable, effects: Vector) -> tuple[FloatTable, Vector]:
+        """Return what the objective minimises: time, memory, or their product (added in logarithms, to first order)."""
+        if self.objective == "throughput":
+            return time, effects
+        held, _, held_effects = state.memory.mean()
+        size, duration = max(state.memory.scale, 1e-12), max(state.time.scale, 1e-12)
+        if self.objective == "memory":
+            # time breaks ties: most choices hold the same bytes
+            return held / size + 1e-3 * time / duration, held_effects / size + 1e-3 * effects / duration
+        return held / size + time / duration, held_effects / size + effects / duration
 
     def _targets(self, belief: Belief, rng: np.random.Generator, aims: bool) -> list[float]:
         """Return the divergences to solve for: just within the budget, or along the front (log-spaced, jittered)."""
@@ -271,20 +296,30 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         grid = (np.arange(_GRID) + rng.random(_GRID)) / _GRID
         return [float(v) for v in low * (max(worst, low) / low) ** grid]
 
-    def _parameter_options(self, study: optuna.Study, number: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-        """Return the parameter values to solve under: Optuna's TPE on even trials, several at once on odd ones."""
+    def _parameter_options(
+        self, study: optuna.Study, number: int, effects: Vector, rng: np.random.Generator
+    ) -> list[dict[str, Any]]:
+        """Return the parameter values to solve under: Optuna's TPE on every third trial, else several of our own.
+
+        Those are the cheapest by the drawn effects ``[K]``, the defaults, and random ones; all there are if few.
+        """
         names = list(self.problem.parameters)
         if not names:
             return [{}]
-        if number % 2 == 0:
+        if number % 3 == 0:
             tpe, frozen = self._tpe(number), _blank(number)
             space = self.problem.distributions()
             return [{name: tpe.sample_independent(study, frozen, name, space[name]) for name in names}]
         grid = math.prod(len(values) for values in self.problem.parameters.values())
         if grid <= 8:
             return [dict(zip(names, v, strict=True)) for v in itertools.product(*self.problem.parameters.values())]
-        options = [{name: values[0] for name, values in self.problem.parameters.items()}]
-        for _ in range(5):
+        defaults = {name: values[0] for name, values in self.problem.parameters.items()}
+        cheapest, least = dict(defaults), dict.fromkeys(names, 0.0)
+        for (name, value), effect in zip(self._features, effects, strict=True):
+            if effect < least[name]:
+                cheapest[name], least[name] = value, float(effect)
+        options = [cheapest, defaults]
+        for _ in range(3):
             options.append({n: v[int(rng.integers(len(v)))] for n, v in self.problem.parameters.items()})
         return options
 
@@ -356,6 +391,11 @@ def _outcome(trial: FrozenTrial, max_divergence: float) -> tuple[float | None, f
         gap = max(1.0, 30 * max_divergence)
     gap = min(float(gap), 10.0) if gap is not None and not math.isnan(gap) else None
     return gap, float(step) if step is not None and math.isfinite(step) else None
+
+
+def _memory(trial: FrozenTrial) -> float:
+    """Return the measured bytes of a trial, 0 when it has none."""
+    return float((trial.user_attrs.get("metrics") or {}).get("memory_bytes", 0.0))
 
 
 def _blank(number: int) -> FrozenTrial:
