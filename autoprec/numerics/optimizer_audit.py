@@ -1,0 +1,69 @@
+"""Compare what a policy asks of weights, gradients, state, loss scaling and communication with what is live."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.numerics.communication import GradientHook, find_distributed
+from autoprec.numerics.optimizer import loss_scaler_of, runtime_of
+from autoprec.numerics.optimizer_tensor import StoredTensor
+from autoprec.policy import Policy
+
+__all__ = ["audit_optimizer"]
+
+_STATE = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
+
+
+def _held(values: list[Any], wanted: str) -> str:
+    """Name what the live tensors are: the policy's word, fp32, or nothing yet."""
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if not tensors:
+        return "nothing yet"
+    stored = [value for value in tensors if isinstance(value, StoredTensor)]
+    if not stored:
+        return "fp32"
+    found = {value.codec.name for value in stored}
+    return wanted if len(found) == 1 else ", ".join(sorted(found))
+
+
+def _entry(requested: str, executed: str, reason: str = "") -> dict[str, Any]:
+    return {"requested": requested, "executed": executed, "ok": requested == executed, "reason": reason}
+
+
+def audit_optimizer(
+    policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None = None
+) -> dict[str, dict[str, Any]]:
+    """Return ``{part: {requested, executed, ok, reason}}`` after at least one real step.
+
+    Parts are weights, gradients, exp_avg, exp_avg_sq, loss_scaling and, for a distributed model, communication.
+    Emulated weight storage is executed (the numerics are) and says why its bytes are not saved. A part that nothing
+    has used yet is not ok and says so.
+    """
+    runtime, choice = runtime_of(optimizer), policy.optimizer
+    matrices = [p for group in optimizer.param_groups for p in group["params"] if p.dim() >= 2]
+    out: dict[str, dict[str, Any]] = {}
+    beside = [] if runtime is None else [stored for _, stored in runtime.weights.beside.values()]
+    weights = [*(p for p in matrices if isinstance(p, StoredTensor)), *beside]
+    executed = _held(weights, choice.weights) if weights else "fp32"
+    why = [] if runtime is None else [f"{n} emulated: {text}" for text, n in runtime.weights.emulated.items()]
+    out["weights"] = _entry(choice.weights, executed, "; ".join(why))
+    gradients = [p.grad for p in matrices if p.grad is not None]
+    out["gradients"] = _entry(choice.gradients, _held(gradients, choice.gradients))
+    for part, names in _STATE.items():
+        requested = getattr(choice, part)
+        values = [optimizer.state[p].get(name) for p in matrices if p in optimizer.state for name in names]
+        found = _held(values, requested)
+        out[part] = _entry(requested, "fp32" if requested == "fp32" and found == "nothing yet" else found)
+    scaler = loss_scaler_of(optimizer)
+    if scaler is None or scaler.active:
+        out["loss_scaling"] = _entry(policy.loss_scaling, "none" if scaler is None else "dynamic")
+    else:  # the script's own scaler does it
+        out["loss_scaling"] = _entry(policy.loss_scaling, "dynamic", scaler.inactive_reason)
+    wrapper = None if model is None else find_distributed(model)
+    if wrapper is not None:
+        hook: GradientHook | None = getattr(wrapper, "_autoprec_gradient_hook", None)
+        out["communication"] = _entry(policy.communication.gradients, "fp32" if hook is None else hook.name)
+    return out

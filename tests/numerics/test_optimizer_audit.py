@@ -1,0 +1,74 @@
+import pytest
+import torch
+from torch import nn
+
+from autoprec.levels import LEVELS
+from autoprec.numerics.optimizer import wrap_optimizer
+from autoprec.numerics.optimizer_audit import audit_optimizer
+from autoprec.policy import Policy
+
+
+def step(model, optimizer):
+    optimizer.zero_grad()
+    model(torch.ones(2, 8)).square().sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_level_that_was_wrapped_is_executed(name):
+    model, policy = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), LEVELS[name].policy()
+    optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
+    step(model, optimizer)
+    found = audit_optimizer(policy, optimizer, model)
+    assert all(entry["ok"] for entry in found.values()), found
+    assert "communication" not in found  # nothing is distributed here
+
+
+@pytest.mark.parametrize("name", ["msamp-o2", "bf16-kahan", "amp-fp16"])
+def test_a_level_that_was_not_wrapped_is_a_mismatch(name):
+    model, policy = nn.Sequential(nn.Linear(8, 8)), LEVELS[name].policy()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    found = audit_optimizer(policy, optimizer, model)
+    assert not all(entry["ok"] for entry in found.values())
+    assert {entry["executed"] for entry in found.values()} <= {"fp32", "none"}
+
+
+def test_before_the_first_step_it_says_so():
+    model, policy = nn.Linear(8, 8), LEVELS["msamp-o2"].policy()
+    optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
+    found = audit_optimizer(policy, optimizer)
+    assert found["weights"]["ok"]
+    assert found["exp_avg"]["executed"] == "nothing yet"
+
+
+def test_emulated_storage_says_why():
+    model, policy = nn.Linear(8, 8), LEVELS["bf16-kahan"].policy()
+    model.weight.register_hook(lambda gradient: gradient)
+    optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
+    found = audit_optimizer(policy, optimizer)["weights"]
+    assert found["ok"]
+    assert found["reason"] == "1 emulated: gradient hooks are registered on it"
+
+
+def test_sgd_momentum_counts_as_first_moment():
+    model = nn.Linear(8, 8)
+    policy = Policy.model_validate({"schema": "autoprec.policy/1", "optimizer": {"exp_avg": "e4m3"}})
+    optimizer = wrap_optimizer(torch.optim.SGD(model.parameters(), 0.1, momentum=0.9), policy, model)
+    step(model, optimizer)
+    assert audit_optimizer(policy, optimizer)["exp_avg"] == {
+        "requested": "e4m3",
+        "executed": "e4m3",
+        "ok": True,
+        "reason": "",
+    }
+
+
+def test_the_scripts_own_scaler_counts():
+    scaler = torch.amp.GradScaler("cpu")
+    model, policy = nn.Linear(8, 8), LEVELS["amp-fp16"].policy()
+    optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
+    found = audit_optimizer(policy, optimizer)["loss_scaling"]
+    assert found["ok"]
+    assert "GradScaler" in found["reason"]
+    del scaler
