@@ -1,0 +1,53 @@
+"""A recorded step as data: JSON in and out, FLOPs that add up."""
+
+import json
+
+import pytest
+
+from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
+
+GEMMS = (
+    GemmCall("fprop", 64, 32, 128),
+    GemmCall("wgrad", 128, 64, 32),
+    GemmCall("recompute", 64, 32, 128),
+)
+
+
+def report() -> GraphReport:
+    flops = {"fprop": GEMMS[0].flops, "wgrad": GEMMS[1].flops}
+    layer = Layer("up", "Linear", "linear", "up.weight", "up", GEMMS, 4096, True, "a GEMM", ("first",), flops)
+    fixed = Layer("gate", "Linear", "linear", "gate.weight", "gate", GEMMS[:1], 64, False, "a router", ("router",))
+    operator = Operator(
+        "mm", "up", "aten.mm", "forward", "gemm", "tunable", "why", ((64, 32), (32, 128)), ("float32",), 1, 2
+    )
+    model = {"class": "Net", "parameters": 3, "fingerprint": "sha256:0"}
+    return GraphReport(
+        model, (layer, fixed), (operator,), {"up": ("up",)}, 100, 0.5, {"samples": 8}, {"parameters": 12}, ("n",)
+    )
+
+
+def test_a_report_survives_json() -> None:
+    assert GraphReport.from_json(json.loads(json.dumps(report().to_json()))) == report()
+
+
+def test_the_normative_keys_are_there() -> None:
+    document = report().to_json()
+    assert document["coverage"]["tunable_flops_share"] == 0.5
+    assert set(document["model"]) == {"class", "parameters", "fingerprint"}
+    needed = {"name", "module", "op", "phase", "class", "precision", "reason", "shapes", "flops", "bytes"}
+    assert needed <= set(document["operators"][0])
+    assert {"name", "type", "group", "gemms", "flops", "tunable", "reason"} <= set(document["layers"][0])
+
+
+def test_flops_count_both_factors_and_every_call() -> None:
+    assert GemmCall("fprop", 2, 3, 5).flops == 2 * 2 * 3 * 5
+    assert GemmCall("fprop", 2, 3, 5, calls=4, batch=2).flops == 8 * 60
+
+
+def test_layers_are_found_by_name_and_a_first_layer_has_no_dgrad() -> None:
+    found = report()
+    assert found.tunable == (found.layers[0],)
+    assert found.layer("up").roles() == ("fprop", "wgrad")
+    assert found.layer("up").total_flops == GEMMS[0].flops + GEMMS[1].flops
+    with pytest.raises(KeyError):
+        found.layer("down")

@@ -1,0 +1,57 @@
+"""Records and results survive JSON: the report, the tracker and ``--json`` read nothing else."""
+
+import json
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoprec.search.records import SearchResult, TrialRecord
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
+
+
+@given(
+    st.builds(
+        TrialRecord,
+        number=st.integers(0, 1000),
+        kind=st.sampled_from(["reference", "noise", "preset", "search", "finalist"]),
+        name=st.text(max_size=8),
+        params=st.dictionaries(st.text(max_size=5), st.text(max_size=5), max_size=3),
+        policy=st.just({}),
+        status=st.sampled_from(["ok", "oom"]),
+        metrics=st.dictionaries(st.sampled_from(["speedup", "divergence"]), NUMBERS),
+        losses=st.lists(NUMBERS, max_size=3).map(tuple),
+        tags=st.lists(st.sampled_from(["best", "pareto"]), max_size=2).map(tuple),
+    )
+)
+def test_a_record_survives(record: TrialRecord) -> None:
+    assert TrialRecord.from_json(json.loads(json.dumps(record.to_json(), allow_nan=False))) == record
+    assert record.ok == (record.status == "ok")
+
+
+def test_losses_that_are_no_numbers_are_null() -> None:
+    record = TrialRecord(0, "search", "x", {}, {}, "diverged", losses=(1.0, math.inf))
+    assert record.to_json()["losses"] == [1.0, None]
+    assert math.isnan(TrialRecord.from_json(record.to_json()).losses[1])
+
+
+def test_a_result_survives_and_has_the_keys_that_programs_read() -> None:
+    result = SearchResult(
+        "adopt",
+        "because",
+        "policy.yaml",
+        {"speedup": 2.0},
+        {},
+        ({"name": "bf16"},),
+        (),
+        {"complete": 3},
+        "s",
+        "u",
+        {},
+        1.5,
+    )
+    document = json.loads(json.dumps(result.to_json()))
+    assert SearchResult.from_json(document) == result
+    documented = ("verdict", "reason", "policy", "best", "reference", "presets", "front", "trials", "study", "storage")
+    assert set(document) >= {*documented, "mlflow", "seconds"}

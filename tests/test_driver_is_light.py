@@ -1,0 +1,35 @@
+"""The driver never imports torch: everything that touches the user's model lives in a child process."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DRIVER = [
+    "autoprec.policy",
+    "autoprec.space",
+    "autoprec.hardware",
+    "autoprec.graph.report",
+    "autoprec.cost",
+    "autoprec.trial.command",
+    "autoprec.trial.protocol",
+    "autoprec.trial.runner",
+    "autoprec.trial.script",
+    "autoprec.search.records",
+    "autoprec.search.problem",
+    "autoprec.search.solver",
+    "autoprec.search.sampler",
+    "autoprec.search.engine",
+    "autoprec.tracking",
+    "autoprec.report",
+    "autoprec.cli.search",
+]
+
+
+@pytest.mark.parametrize("module", DRIVER)
+def test_importing_a_part_of_the_driver_imports_no_torch(module: str) -> None:
+    code = f"import sys, {module}; print([n for n in ('torch', 'mlflow', 'plotly') if n in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert found.stdout.strip() == "[]"
