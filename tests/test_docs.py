@@ -11,6 +11,8 @@ import autoprec as package
 from autoprec.cli import COMMANDS, cli
 from autoprec.cli.reference import reference
 from autoprec.cli.script import TakesScript
+from autoprec.files import parse_document
+from autoprec.hardware import load_targets
 from autoprec.policy import Policy, parse_policy
 from autoprec.space import space_from_dict
 from autoprec.trial.protocol import FAILURES
@@ -44,13 +46,15 @@ def test_the_command_page_is_current() -> None:
 
 
 @pytest.mark.parametrize("snippet", snippets("yaml"), ids=str)
-def test_every_documented_file_is_valid(snippet: Snippet) -> None:
+def test_every_documented_file_is_valid(snippet: Snippet, tmp_path: Path) -> None:
     if "autoprec.space/1" in snippet.text:
-        from autoprec.files import parse_document
-
         space_from_dict(parse_document(snippet.text), where=str(snippet))
-    else:
-        parse_policy(snippet.text, where=str(snippet))
+    elif "autoprec.targets/1" in snippet.text:
+        (tmp_path / "t.yaml").write_text(snippet.text, encoding="utf-8")
+        assert load_targets(tmp_path / "t.yaml")
+    else:  # a whole policy, or some of its keys
+        whole = "" if "autoprec.policy/1" in snippet.text else "schema: autoprec.policy/1\n"
+        parse_policy(whole + snippet.text, where=str(snippet))
 
 
 @pytest.mark.parametrize("snippet", snippets("python"), ids=str)
@@ -76,11 +80,14 @@ def test_every_documented_python_snippet_runs(
 
     monkeypatch.setattr("autoprec.api.search", search)
     batches = [torch.randn(4, 16) for _ in range(3)]
-    names = {"autoprec": package, "model": model, "optimizer": optimizer, "policy": policy, "batches": batches}
+    names: dict[str, Any] = {"autoprec": package, "model": model, "optimizer": optimizer, "policy": policy}
+    names |= {"batches": batches, "data": batches, "loss_function": lambda net, batch: net(batch).square().mean()}
     try:
         exec(compile(snippet.text, str(snippet), "exec"), names)
     except SystemExit:
         assert searched
+    except ModuleNotFoundError as error:
+        pytest.skip(f"shows a package that is not installed: {error.name}")
 
 
 def test_links_inside_the_documentation_lead_somewhere() -> None:
