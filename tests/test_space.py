@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import SpaceError, UnknownNameError
-from autoprec.files import canonical_json, read_document
+from autoprec.files import canonical_json, parse_document, read_document
 from autoprec.hardware import TARGETS
 from autoprec.recipes import BUILTIN_RECIPES
 from autoprec.search.presets import presets
@@ -153,3 +153,11 @@ def test_what_transformer_engine_ignores_is_not_searched() -> None:
     text = canonical_json(read_document(spaces_dir() / "te-delayed.yaml")["parameters"])
     assert "interval" not in text
     assert "override_linear_precision" not in text
+
+
+def test_the_documented_example_is_valid() -> None:
+    page = (spaces_dir().parent / "docs" / "search-spaces.md").read_text(encoding="utf-8")
+    example = parse_document(page.split("```yaml\n")[1].split("```")[0])
+    found = space_from_dict(example)
+    assert found.parameter_values()["optimizer.exp_avg"] == ("fp32", "bf16")
+    assert all(f"`{key}`" in page for key in ("choices", "baseline", "groups", "parameters", "presets", "loss_scaling"))
