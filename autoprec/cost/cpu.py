@@ -32,7 +32,7 @@ from autoprec.recipes import GEMM_OPERANDS, Gemm
 __all__ = ["FALLBACK", "CpuCost", "cache_file", "cpu_rates"]
 
 _SCHEMA = 4
-_PROBE_TIMEOUT_S = 60.0
+_PROBE_TIMEOUT_S = 120.0
 
 #: Used when the micro-benchmark cannot run: a plain AVX2 core without bf16 instructions.
 FALLBACK: dict[str, Any] = {

@@ -54,6 +54,7 @@ def memory_estimate(
     optimizer: OptimizerPolicy,
     shards: int = 1,
     gpu: bool = False,
+    script: float | None = None,
 ) -> MemoryEstimate | None:
     """Return the modelled bytes of one step; None when the report counted no memory.
 
@@ -63,6 +64,7 @@ def memory_estimate(
         plans, activations, optimizer: the policy.
         shards: devices that share parameters, gradients and optimizer state.
         gpu: quantised layers keep their 8-bit weights from forward to backward.
+        script: see :func:`autoprec.cost.saved.saved_bytes`.
     """
     seen = report.memory
     if not seen:
@@ -75,7 +77,7 @@ def memory_estimate(
         (stored - before) * parameters / shards if seen.get("optimizer", 0) > 1.5 * seen.get("parameters", 0) else 0.0
     )
     lean = GRADIENT_BYTES[optimizer.gradients] / 4.0
-    saved, casts = saved_bytes(report, plans, activations, gpu=gpu)
+    saved, casts = saved_bytes(report, plans, activations, gpu=gpu, script=script)
     return MemoryEstimate(
         parameters=seen.get("parameters", 0) * grown,
         gradients=seen.get("gradients", 0) * grown * lean,

@@ -13,7 +13,7 @@ from autoprec.cost.kernels import LayerCost, layer_cost
 from autoprec.cost.memory import MemoryEstimate, memory_estimate
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
-from autoprec.cost.saved import saved_bytes
+from autoprec.cost.saved import saved_by_rules, saved_bytes
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.cost.verdict import Verdict, judge
 from autoprec.graph.report import GraphReport, Layer
@@ -77,6 +77,7 @@ class CostModel:
         self._known: dict[int, tuple[Recipe, int]] = {}
         self._recipes: dict[Recipe, int] = {}
         self._costs: dict[tuple[str, int, int, int, str], LayerCost] = {}
+        self._saved_as_written: float | None = None
         self._memory: dict[tuple[Any, ...], int] = {}
         self._rests: dict[tuple[str, str], RestCost] = {}
 
@@ -264,7 +265,19 @@ class CostModel:
         """Return the modelled bytes of one step by purpose; None when the report counted no memory."""
         state = optimizer or OptimizerPolicy()
         gpu = not self.target.is_cpu
-        return memory_estimate(self.report, self.scale, self.parameters, plans, activations, state, self.shards, gpu)
+        if self._saved_as_written is None:
+            self._saved_as_written = sum(saved_by_rules(self.report, {}, "keep", gpu=gpu))
+        return memory_estimate(
+            self.report,
+            self.scale,
+            self.parameters,
+            plans,
+            activations,
+            state,
+            shards=self.shards,
+            gpu=gpu,
+            script=self._saved_as_written,
+        )
 
     def saved_bytes(self, plans: Mapping[str, LayerPlan], *, activations: str = "keep") -> int:
         """Return the modelled bytes saved for backward at the recorded shapes."""

@@ -246,7 +246,12 @@ def saved_by_rules(
 
 
 def saved_bytes(
-    report: GraphReport, plans: Mapping[str, LayerPlan], activations: str = "keep", *, gpu: bool = False
+    report: GraphReport,
+    plans: Mapping[str, LayerPlan],
+    activations: str = "keep",
+    *,
+    gpu: bool = False,
+    script: float | None = None,
 ) -> tuple[int, int]:
     """Return the modelled bytes saved for backward, and how many of them are copies of weights.
 
@@ -257,10 +262,11 @@ def saved_bytes(
         plans: layer -> plan; layers not named keep the script's dtype.
         activations: autocast dtype around the model, or keep.
         gpu: see :func:`saved_by_rules`.
+        script: what the rules say of the script as written, where the caller knows it already.
     """
     counted = report.memory.get("saved_for_backward", 0)
     if not counted:
         return 0, 0
     values, weights = saved_by_rules(report, plans, activations, gpu=gpu)
-    before = sum(saved_by_rules(report, {}, "keep", gpu=gpu))
+    before = sum(saved_by_rules(report, {}, "keep", gpu=gpu)) if script is None else script
     return max(0, round(counted + values + weights - before)), round(weights)

