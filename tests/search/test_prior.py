@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoprec.policy import LayerPlan
+from autoprec.search.prior import build_prior, memory_table
+from autoprec.search.problem import Problem
+from autoprec.search.sensitivity import SensitivityTable
+from autoprec.space import load_space
+from tests.search.models import gpt
+
+PROBLEM = Problem.build(gpt(2), load_space("cpu-bf16"))
+TABLE = SensitivityTable(
+    tuple(g.name for g in PROBLEM.groups), PROBLEM.choice_names, PROBLEM.table(lambda _g, c: 1e-6 * (c != "keep"))
+)
+
+
+def layer_time(_name: str, plan: LayerPlan, _activations: str) -> float:
+    return 1.0 if plan.keeps else 0.4
+
+
+def step_cost(params: Mapping[str, Any]) -> tuple[float, float]:
+    """A step of 20 ms: GEMMs, and 10 ms of the rest, of which autocast saves 3 and fp32 attention gives back 1."""
+    cast = params.get("activations") == "bf16"
+    gemms = sum(0.4 if PROBLEM.effective(params, group) == "bf16" else 1.0 for group in PROBLEM.groups)
+    rest = 10.0 - 3.0 * cast + (1.0 if params.get("attention") == "fp32" else 0.0)
+    low = sum(PROBLEM.effective(params, group) == "bf16" for group in PROBLEM.groups)
+    return gemms + rest, 1000.0 - 10.0 * low
+
+
+def test_autocast_is_not_counted_twice() -> None:
+    prior = build_prior(PROBLEM, TABLE, layer_time, step_cost, measured=True)
+    assert prior.base_time_ms == pytest.approx(10.0)
+    assert prior.parameter_time_ms["activations", "bf16"] == pytest.approx(-3.0)
+    assert prior.parameter_time_ms["attention", "fp32"] == pytest.approx(1.0)
+    params = PROBLEM.params_of("keep", activations="bf16", attention="fp32")
+    index = PROBLEM.indices(params)
+    predicted = prior.base_time_ms + prior.time_ms[np.arange(len(index)), index].sum() - 3.0 + 1.0
+    assert predicted == pytest.approx(step_cost(params)[0])
+
+
+def test_memory_is_a_table_against_the_baseline() -> None:
+    table, whole = memory_table(PROBLEM, step_cost)
+    assert whole == 1000.0
+    assert set(table[:, PROBLEM.choice_names.index("bf16")]) == {-10.0}
+    assert set(table[:, PROBLEM.choice_names.index("keep")]) == {0.0}
+    assert build_prior(PROBLEM, TABLE, layer_time, step_cost, measured=False).memory is None
+    assert build_prior(PROBLEM, TABLE, layer_time, step_cost, measured=False, with_memory=True).base_memory == 1000.0
