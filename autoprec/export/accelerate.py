@@ -104,7 +104,7 @@ class AccelerateExporter:
         losses = Losses()
         policy = request.policy
         main = main_plan(request)
-        operator_losses(request, losses)
+        operator_losses(request, losses, attention=False)
         state_losses(request, losses)
         files: dict[str, str] = {}
         if main is not None and policy.activations != "bf16":

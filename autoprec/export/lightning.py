@@ -47,7 +47,7 @@ class LightningExporter:
         """Return ``precision_policy.py`` and ``precision_lightning.py``."""
         losses = Losses()
         source = standalone_source(request, losses)
-        operator_losses(request, losses)
+        operator_losses(request, losses, attention=False)
         state_losses(request, losses)
         files = {
             "precision_policy.py": source,

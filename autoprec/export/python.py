@@ -42,6 +42,9 @@ def standalone_source(request: Request, losses: Losses) -> str:
     own = resources.files("autoprec.export").joinpath("standalone.py").read_text(encoding="utf-8")
     before, rest = own.split(_START, 1)
     ruler, after = rest.split(_END, 1)[0].split("\n", 1)[0], rest.split(_END, 1)[1]
+    policy = request.policy
+    kinds = [k for k in ("softmax", "norm", "loss", "output") if getattr(policy.operators, k) == "fp32"]
+    protected = "(" + "".join(f'"{kind}", ' for kind in kinds).rstrip() + ")" if kinds else "()"
     table = (
         f"{_START}{ruler}\n"
         "# plan -> recipe of each product; None leaves it as the script wrote it\n"
@@ -49,6 +52,8 @@ def standalone_source(request: Request, losses: Losses) -> str:
         "# (regular expression on module names, plan); the first match wins\n"
         f"RULES: list[tuple[str, str]] = {rule_table(rules, names)}\n"
         f'ACTIVATIONS = "{request.policy.activations}"  # autocast dtype around the model: keep, bf16 or fp16\n'
+        f'ATTENTION = "{policy.operators.attention}"  # dtype of scaled_dot_product_attention\n'
+        f"PROTECTED: tuple[str, ...] = {protected}  # computed in fp32 under autocast: softmax, norm, loss, output\n"
     )
     return header(request, "Plain PyTorch") + before + table + _END + after
 
@@ -67,16 +72,16 @@ class PythonExporter:
         """Return ``precision_policy.py``."""
         losses = Losses()
         source = standalone_source(request, losses)
-        operator_losses(request, losses)
+        operator_losses(request, losses, attention=False)
         state_losses(request, losses)
         use = "import precision_policy; precision_policy.apply(model)"
         return Export(self.name, {"precision_policy.py": source}, losses.done(), (use,))
 
 
-def operator_losses(request: Request, losses: Losses) -> None:
-    """List what plain autocast does not do: a dtype for attention of its own, and loss scaling."""
+def operator_losses(request: Request, losses: Losses, *, attention: bool = True) -> None:
+    """List what plain autocast does not do: loss scaling, and a dtype of its own for attention where that is lost."""
     policy = request.policy
-    if policy.operators.attention not in ("keep", policy.activations):
+    if attention and policy.operators.attention not in ("keep", policy.activations):
         losses.add(f"operators.attention: {policy.operators.attention}", "attention in the dtype of the activations")
     if policy.loss_scaling == "dynamic":
         losses.add("loss_scaling: dynamic", "none: use torch.amp.GradScaler in the training loop")

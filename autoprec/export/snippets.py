@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["CONTEXT", "PLAN_OF", "RUN_IN", "fill"]
+__all__ = ["ATTEND", "CONTEXT", "PLAN_OF", "RUN_IN", "fill"]
 
 PLAN_OF = '''
 def plan_of(name):
@@ -24,6 +24,41 @@ def run_in(module, dtype):
 
     module.precision_dtype = dtype
     module.forward = forward
+'''
+
+ATTEND = '''
+class Attention(torch.overrides.TorchFunctionMode):
+    """Runs scaled_dot_product_attention in ATTENTION, whatever autocast says."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is not nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        query = args[0] if args else kwargs["query"]
+        kind = query.device.type
+
+        def cast(value):
+            return value.to(ATTENTION) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+        under = torch.is_autocast_enabled(kind)
+        with torch.autocast(kind, enabled=False):
+            out = func(*[cast(value) for value in args], **{key: cast(value) for key, value in kwargs.items()})
+        return out if under else out.to(query.dtype)
+
+
+def attend(model):
+    """Wrap the model's forward so that attention inside it runs in ATTENTION."""
+    if ATTENTION is None or hasattr(model, "precision_attention"):
+        return model
+    inner = model.forward
+
+    def forward(*args, **kwargs):
+        with Attention():
+            return inner(*args, **kwargs)
+
+    model.precision_attention = ATTENTION
+    model.forward = forward
+    return model
 '''
 
 CONTEXT = '''

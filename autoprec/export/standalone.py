@@ -10,12 +10,14 @@ the shapes allow it; elsewhere the same rounding is emulated, which is exact and
 
 from __future__ import annotations
 
+import contextlib
 import re
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 # --- the policy -------------------------------------------------------------------------------------------------
 # plan -> recipe of each product; None leaves it as the script wrote it
@@ -23,6 +25,8 @@ PLANS: dict[str, dict[str, Any]] = {}
 # (regular expression on module names, plan); the first match wins
 RULES: list[tuple[str, str]] = []
 ACTIVATIONS = "keep"  # autocast dtype around the model: keep, bf16 or fp16
+ATTENTION = "keep"  # dtype of scaled_dot_product_attention
+PROTECTED: tuple[str, ...] = ()  # computed in fp32 under autocast: softmax, norm, loss, output
 # --- the mechanics ----------------------------------------------------------------------------------------------
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -182,6 +186,49 @@ class _PlannedLinear:
             return _Planned.apply(x, layer.weight, layer.bias, plan, memory, keep, step)  # type: ignore[no-untyped-call]
 
 
+def _widened(value: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Cast every floating-point tensor in a nest of tuples, lists and dictionaries."""
+    if isinstance(value, Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        changed = {key: _widened(item, dtype) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    if isinstance(value, (tuple, list)):
+        changed_items = [_widened(item, dtype) for item in value]
+        return type(value)(*changed_items) if hasattr(value, "_fields") else type(value)(changed_items)
+    return value
+
+
+_PROTECTED_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "softmax": (F.softmax, F.log_softmax, torch.softmax, torch.log_softmax, Tensor.softmax, Tensor.log_softmax),
+    "norm": (F.layer_norm, F.rms_norm, F.group_norm, F.batch_norm, F.instance_norm, torch.layer_norm),
+    "loss": (F.cross_entropy, F.nll_loss, F.mse_loss, F.l1_loss, F.kl_div, F.binary_cross_entropy_with_logits),
+}
+
+
+class _Operators(TorchFunctionMode):
+    """Inside the model's forward: protected operators in float32, attention in its own dtype."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+        self.wide = {function for kind in PROTECTED for function in _PROTECTED_FUNCTIONS.get(kind, ())}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        under = torch.is_autocast_enabled(self.device)
+        if func is F.scaled_dot_product_attention and ATTENTION != "keep":
+            query = args[0] if args else kwargs["query"]
+            dtype = DTYPES[ATTENTION]
+            with torch.autocast(self.device, enabled=False):
+                out = func(*_widened(args, dtype), **_widened(kwargs, dtype))
+            return out if under else out.to(query.dtype)
+        if under and func in self.wide:
+            with torch.autocast(self.device, enabled=False):
+                return func(*_widened(args), **_widened(kwargs))
+        return func(*args, **kwargs)
+
+
 _CLASSES: dict[type, type] = {}
 
 
@@ -201,14 +248,17 @@ def apply(model: nn.Module) -> nn.Module:
                 _CLASSES[cls] = type(cls.__name__, (_PlannedLinear, cls), {})
             module.__class__ = _CLASSES[cls]
             module.__dict__ |= {"_precision_plan": plan, "_precision_memory": {}}
-    if ACTIVATIONS != "keep":
+    if ACTIVATIONS != "keep" or ATTENTION != "keep":
         inner = model.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             parameter = next(model.parameters(), None)
             device = "cpu" if parameter is None else parameter.device.type
-            with torch.autocast(device, DTYPES[ACTIVATIONS]):
-                return inner(*args, **kwargs)
+            low = ACTIVATIONS != "keep"
+            around = torch.autocast(device, DTYPES[ACTIVATIONS]) if low else contextlib.nullcontext()
+            with around, _Operators(device):
+                out = inner(*args, **kwargs)
+            return _widened(out) if low and "output" in PROTECTED else out
 
         model.__dict__ |= {"forward": forward, "_precision_activations": True}
     return model

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, name_plans, rule_table
 from autoprec.export.python import operator_losses
-from autoprec.export.snippets import CONTEXT, PLAN_OF, RUN_IN, fill
+from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill
 from autoprec.policy import LayerPlan
 from autoprec.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
 
@@ -138,6 +138,7 @@ def float8_configs(request: Request, losses: Losses) -> tuple[dict[str, str], di
 _BODY = '''import re
 
 import torch
+import torch.overrides
 from torch import nn
 from torchao.float8 import (
     CastConfig,
@@ -153,6 +154,7 @@ RULES = @RULES@
 # plans in a plain floating-point format
 DTYPES = @DTYPES@
 ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
+ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
 
 
 def configs(emulate=False):
@@ -179,9 +181,10 @@ def apply(model, emulate=False, skip=()):
         dtype = DTYPES.get(plan_of(name))
         if isinstance(module, nn.Linear) and dtype is not None and not hasattr(module, "precision_dtype"):
             run_in(module, dtype)
-    return model
+    return attend(model)
 
 @RUN_IN@
+@ATTEND@
 @CONTEXT@'''
 
 
@@ -199,6 +202,8 @@ def torchao_source(request: Request, losses: Losses) -> str:
         CONFIGS=configs,
         PLAN_OF=PLAN_OF,
         RUN_IN=RUN_IN,
+        ATTEND=ATTEND,
+        ATTENTION=_TORCH.get(request.policy.operators.attention, "None"),
         CONTEXT=CONTEXT,
     )
     return header(request, "torchao") + body
@@ -214,7 +219,7 @@ class TorchaoExporter:
         """Return ``precision_torchao.py`` with ``apply(model)`` and ``autocast()``."""
         losses = Losses()
         source = torchao_source(request, losses)
-        operator_losses(request, losses)
+        operator_losses(request, losses, attention=False)
         state_losses(request, losses)
         notes = ("import precision_torchao; precision_torchao.apply(model); with precision_torchao.autocast(): ...",)
         return Export(self.name, {"precision_torchao.py": source}, losses.done(), notes)

@@ -11,7 +11,7 @@ from typing import Any
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, literal, name_plans, rule_table
 from autoprec.export.python import operator_losses
-from autoprec.export.snippets import CONTEXT, PLAN_OF, RUN_IN, fill
+from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill
 from autoprec.policy import LayerPlan
 from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
@@ -178,12 +178,13 @@ def swap(model):
                 setattr(parent, child_name, new.train(child.training))
             elif plan in DTYPES and not hasattr(child, "precision_dtype"):
                 run_in(child, DTYPES[plan])
-    return model
+    return attend(model)
 '''
 
 _FACTORY = '''import re
 
 import torch
+import torch.overrides
 import transformer_engine.pytorch as te
 from torch import nn
 from transformer_engine.common.recipe import CustomRecipe, Format
@@ -204,6 +205,7 @@ QUANTIZED = @QUANTIZED@
 # plans in a plain floating-point format
 DTYPES = @DTYPES@
 ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
+ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
 FORMATS = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
 
 @PLAN_OF@
@@ -264,6 +266,7 @@ def recipe():
 
 @SWAP@
 @RUN_IN@
+@ATTEND@
 @CONTEXT@
 
 def context(fixed):
@@ -275,6 +278,7 @@ _NESTED = '''import functools
 import re
 
 import torch
+import torch.overrides
 import transformer_engine.pytorch as te
 from torch import nn
 from transformer_engine.common import recipe
@@ -286,6 +290,7 @@ QUANTIZED = @RECIPES@
 # plans in a plain floating-point format
 DTYPES = @DTYPES@
 ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
+ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
 MAIN = QUANTIZED[@MAIN@]  # what the outer context runs; other layers override it
 
 @PLAN_OF@
@@ -305,6 +310,7 @@ def _under(forward, own, *args, **kwargs):
         return forward(*args, **kwargs)
 
 @RUN_IN@
+@ATTEND@
 @CONTEXT@
 
 def context():
@@ -342,7 +348,7 @@ class TransformerEngineExporter:
                 plain[name] = _TORCH.get(plan.fprop.format, "torch.float32")
                 if plan.fprop.format == "tf32":
                     losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
-        operator_losses(request, losses)
+        operator_losses(request, losses, attention=False)
         state_losses(request, losses)
         shared = {
             "RULES": rule_table(rules, names),
@@ -351,6 +357,8 @@ class TransformerEngineExporter:
             "PLAN_OF": PLAN_OF,
             "SWAP": _SWAP,
             "RUN_IN": RUN_IN,
+            "ATTEND": ATTEND,
+            "ATTENTION": _TORCH.get(request.policy.operators.attention, "None"),
             "CONTEXT": CONTEXT,
         }
         top = header(request, "Transformer Engine")

@@ -64,7 +64,8 @@ def test_the_plain_module_can_be_taken_off_again() -> None:
     module.apply(model)
     assert list(model.state_dict()) == keys
     assert isinstance(model[0], nn.Linear)
-    assert model(torch.ones(2, 160)).dtype is torch.bfloat16
+    assert model(torch.ones(2, 160)).dtype is torch.float32  # operators.output
+    assert "forward" in model.__dict__
     module.remove(model)
     assert type(model[0]) is nn.Linear
     assert all(torch.equal(a, b) for a, b in zip(_gradients(model), _gradients(plain), strict=True))
@@ -94,3 +95,47 @@ def test_torchao_trains_under_the_export_and_agrees_with_apply(name: str) -> Non
         theirs(x).sum().backward()
     assert gap < 0.3 * error
     assert theirs[0].weight.grad is not None
+
+
+class _Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(16, 16)
+        self.seen: list[torch.dtype] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q = self.proj(x)
+        out = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+        self.seen = [q.dtype, out.dtype, torch.softmax(out, -1).dtype]
+        return out
+
+
+@pytest.mark.parametrize("target", ["python", "torchao"])
+@pytest.mark.parametrize("attention", ["keep", "fp32"])
+def test_attention_runs_in_its_own_dtype(target: str, attention: str) -> None:
+    if target == "torchao" and not is_available("torchao"):
+        pytest.skip("torchao is not installed")
+    document = {
+        "schema": "autoprec.policy/1",
+        "recipes": {"bf16": {"format": "bf16"}},
+        "default": "bf16",
+        "activations": "bf16",
+        "operators": {"attention": attention},
+    }
+    done = export(policy_from_dict(document, cls=Policy), target)
+    assert done.lossy == []
+    name = next(iter(done.files)).removesuffix(".py")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = load_source(done.files[f"{name}.py"], name)
+    model = module.apply(_Attending())
+    x = torch.randn(1, 2, 8, 16)
+    if target == "python":
+        out = model(x)
+        assert out.dtype is torch.float32  # operators.output
+        assert model.seen[2] is torch.float32
+    else:
+        with module.autocast("cpu"):
+            out = model(x)
+    assert model.seen[0] is torch.bfloat16
+    assert model.seen[1] is (torch.float32 if attention == "fp32" else torch.bfloat16)
