@@ -87,8 +87,8 @@ def emulated_multiply(
 def _integer_matmul(a: Tensor, b: Tensor) -> Tensor:
     """Multiply int8 matrices exactly, through the integer kernel where it can be trusted.
 
-    On a CPU ``torch._int_mm`` misreads a transposed operand of one column (torch 2.13: wrong numbers, no error); on a GPU
-    it takes more than 16 rows and multiples of 8 only. Float64 sums of the same products are exact too.
+    On a CPU ``torch._int_mm`` misreads a transposed operand of one column (torch 2.13: wrong numbers, no error), on a
+    GPU it takes more than 16 rows and multiples of 8 only. Float64 sums of the same products are exact too.
     """
     rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
     on_cpu = a.device.type == "cpu"

@@ -1,0 +1,70 @@
+"""The native backend: ``torch._scaled_mm`` and its conditions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.backends.native import NativeBackend
+from autoprec.numerics.linear import LinearExecution
+from autoprec.policy import LayerPlan
+from autoprec.recipes import BUILTIN_RECIPES
+
+ASKS = {"gemm": "fprop", "m": 64, "k": 64, "n": 64}
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> NativeBackend:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    return NativeBackend()
+
+
+@pytest.mark.parametrize(
+    ("capability", "runs"),
+    [
+        ((8, 0), {"bf16", "fp16", "fp32", "tf32", "int8"}),
+        ((8, 9), {"bf16", "fp16", "fp32", "tf32", "int8", "fp8_tensorwise", "fp8_tensorwise_e4m3", "fp8_delayed"}),
+        (
+            (9, 0),
+            {
+                *("bf16", "fp16", "fp32", "tf32", "int8"),
+                *("fp8_tensorwise", "fp8_tensorwise_e4m3", "fp8_delayed", "fp8_rowwise"),
+            },
+        ),
+    ],
+)
+def test_what_each_gpu_runs(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: set[str]) -> None:
+    backend = on_gpu(monkeypatch, capability)
+    found = {n: backend.capability(r, device="cuda:0", **ASKS) for n, r in BUILTIN_RECIPES.items()}
+    assert {n for n, c in found.items() if c} == runs
+    assert all(c.reason for c in found.values())
+
+
+def test_sizes_must_be_multiples_of_16_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = on_gpu(monkeypatch, (9, 0))
+    found = backend.capability(BUILTIN_RECIPES["fp8_rowwise"], device="cuda:0", gemm="dgrad", m=0, k=50257, n=64)
+    assert "dgrad K = 50257" in found.reason
+
+
+def test_without_a_gpu() -> None:
+    backend = NativeBackend()
+    if not torch.cuda.is_available():
+        assert "no CUDA device" in backend.available("cuda").reason
+        assert not backend.capability(BUILTIN_RECIPES["bf16"], device="cuda", **ASKS)
+    assert not backend.capability(BUILTIN_RECIPES["fp16"], device="cpu", **ASKS)
+
+
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise", "fp8_delayed"])
+def test_scaled_mm_computes_what_the_emulation_computes(name: str) -> None:
+    plan = LayerPlan.uniform(BUILTIN_RECIPES[name])
+    module, grad = nn.Linear(64, 96), torch.randn(48, 96) * 1e-3
+    results = []
+    for run in (NativeBackend().bind(plan, module, name="x", seed=0), LinearExecution(plan)):
+        module.zero_grad()
+        x = torch.randn(48, 64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        out = run(x, module.weight, module.bias)
+        out.backward(grad)
+        results.append((out.detach(), x.grad, module.weight.grad.clone()))
+    for theirs, ours in zip(*results, strict=True):
+        assert (theirs - ours).norm() / theirs.norm() < 2.5e-3

@@ -1,0 +1,175 @@
+"""The Transformer Engine backend against a stand-in that keeps TE's state machine; kernels need a GPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.apply import Policy, remove_policy
+from autoprec.backends import get
+from autoprec.backends.transformer_engine import TransformerEngineBackend
+from autoprec.errors import UnsupportedError
+from autoprec.policy import LayerPlan
+from autoprec.recipes import BUILTIN_RECIPES
+from tests.backends import fake_te
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch):
+    made = fake_te.install(monkeypatch)
+    monkeypatch.setattr("autoprec.apply._device_of", lambda model: "cuda:0")
+    return made
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.head = nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.second(torch.relu(self.first(x))))
+
+
+def policy(first: str, second: str | None = None, gemms: dict | None = None) -> Policy:
+    names = {first, second or first, "bf16", *(gemms or {}).values()} - {"keep"}
+    return Policy.model_validate(
+        {
+            "recipes": {name: BUILTIN_RECIPES[name] for name in names},
+            "layers": [
+                {"match": "first", "recipe": first, "gemms": gemms or {}},
+                {"match": "second", "recipe": second or first},
+                {"match": "head", "recipe": "bf16"},
+            ],
+        }
+    )
+
+
+def step(model: nn.Module, rows: int = 16) -> torch.Tensor:
+    model.zero_grad()
+    out = model(torch.randn(rows, 32, generator=torch.Generator().manual_seed(1)))
+    out.square().mean().backward()
+    return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def test_layers_and_gemms_run_what_the_policy_says_and_parameters_stay(te) -> None:
+    model = Model()
+    keys, parameters = list(model.state_dict()), list(model.parameters())
+    reference = step(model)
+    chosen = policy("fp8_tensorwise", "fp8_tensorwise_e4m3", {"wgrad": "bf16"})
+    chosen.apply(model, backend="transformer_engine")
+    gradient = step(model)
+    assert 1e-3 < (gradient - reference).norm() / reference.norm() < 0.15
+    report = chosen.audit(model)
+    assert report.ok, report.to_json()
+    assert [row.backend for row in report.layers] == ["transformer_engine", "transformer_engine", "native"]
+    assert list(model.state_dict()) == keys
+    assert all(a is b for a, b in zip(model.parameters(), parameters, strict=True))
+    slots = fake_te.Linear.built[0].quantizers
+    assert isinstance(slots["input"], fake_te.HybridQuantizer)
+    assert isinstance(slots["input"].options["column"], fake_te.IdentityQuantizer)
+    assert isinstance(slots["weight"], fake_te.Float8CurrentScalingQuantizer)
+    assert slots["weight"].options["fp8_dtype"] is fake_te.DType.kFloat8E4M3
+    assert slots["grad_output"].options["row"].options["fp8_dtype"] is fake_te.DType.kFloat8E5M2
+    remove_policy(model)
+    assert torch.equal(step(model), reference)
+
+
+def test_every_policy_gets_fresh_modules_and_a_reset(te) -> None:
+    model = Model()
+    for count, name in enumerate(("fp8_tensorwise", "fp8_tensorwise_e4m3"), start=1):
+        policy(name).apply(model, backend="transformer_engine")
+        step(model)
+        assert fake_te.FP8GlobalStateManager.resets == count
+    wanted = fake_te.DType.kFloat8E4M3  # a live module would have kept the E5M2 of the first policy
+    assert fake_te.Linear.built[-1].quantizers["grad_output"].options["fp8_dtype"] is wanted
+    assert len(fake_te.Linear.built) == 4
+
+
+def test_ragged_batches_are_padded(te) -> None:
+    model = Model()
+    policy("fp8_tensorwise").apply(model, backend="transformer_engine")
+    assert step(model, rows=13).isfinite().all()
+    assert model(torch.zeros(0, 32)).shape == (0, 16)
+
+
+def test_delayed_scaling_is_updated_once_per_forward_of_the_model(te, monkeypatch: pytest.MonkeyPatch) -> None:
+    depths = []
+    forward = fake_te.Linear.forward
+    monkeypatch.setattr(
+        fake_te.Linear, "forward", lambda self, x: depths.append(len(fake_te.STACK)) or forward(self, x)
+    )
+    model = Model()
+    policy("fp8_delayed").apply(model, backend="transformer_engine")
+    step(model)
+    assert depths == [2, 2]  # inside the model's context and the layer's own
+    request = fake_te.Linear.built[0].quantizers["input"]
+    assert isinstance(request, fake_te.DelayedScalingRequest)
+    assert request.options["amax_history_len"] == 16
+
+
+def test_before_2_19_layers_enter_their_own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_te.install(monkeypatch, "2.12")
+    monkeypatch.setattr("autoprec.apply._device_of", lambda model: "cuda:0")
+    model = Model()
+    delayed = BUILTIN_RECIPES["fp8_delayed"]
+    recent = delayed.model_copy(
+        update={"scaling": delayed.scaling.model_copy(update={"amax_compute_algo": "most_recent"})}
+    )
+    chosen = Policy.model_validate(
+        {
+            "recipes": {"a": delayed, "b": recent},
+            "layers": [{"match": "first", "recipe": "a"}, {"match": "second", "recipe": "b"}],
+        }
+    )
+    chosen.apply(model, backend="transformer_engine")
+    step(model)
+    # TE's own repr would have merged the two into one buffer with one algorithm
+    assert sorted(map(sorted, fake_te.FP8GlobalStateManager.buffers.values())) == [["first"], ["second"]]
+    assert chosen.audit(model).ok
+    with pytest.raises(UnsupportedError, match=r"2\.19"):
+        policy("fp8_tensorwise", gemms={"wgrad": "bf16"}).apply(model, backend="transformer_engine")
+
+
+def test_quantisation_parameters_that_constructors_drop_are_set_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_te.install(monkeypatch, "2.12")
+    from autoprec.backends.transformer_engine import _builtin_recipe
+    from autoprec.optional import require
+
+    recipe = BUILTIN_RECIPES["fp8_tensorwise"]
+    recipe = recipe.model_copy(update={"scaling": recipe.scaling.model_copy(update={"power_of_2": True})})
+    made = _builtin_recipe(require("transformer_engine.common.recipe"), recipe)
+    assert made.fp8_quant_fwd_inp.power_2_scale
+    assert made.fp8_format is fake_te.Format.HYBRID
+
+
+def test_every_no_has_a_reason(te, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TransformerEngineBackend()
+    asks = {"gemm": "fprop", "m": 32, "k": 32, "n": 32, "device": "cuda:0"}
+    expected = {
+        "fp8_rowwise": "no fp8 row",
+        "int8": "no int8",
+        "mxfp8": "compute capability",
+        "nvfp4": "compute capability",
+        "fp8_block": "not a multiple of 128",
+        "fp32": "another backend",
+    }
+    for name, reason in expected.items():
+        found = backend.capability(BUILTIN_RECIPES[name], **asks)
+        assert not found
+        assert reason in found.reason
+    assert backend.capability(BUILTIN_RECIPES["fp8_delayed"], **asks)
+    assert "K = 40" in backend.capability(BUILTIN_RECIPES["fp8_tensorwise"], **{**asks, "k": 40}).reason
+    with pytest.raises(UnsupportedError, match="nn.Linear only"):
+        backend.bind(LayerPlan.uniform(BUILTIN_RECIPES["fp8_tensorwise"]), nn.LayerNorm(4), name="x", seed=0)
+    mixed = LayerPlan(fprop=BUILTIN_RECIPES["fp8_delayed"], dgrad=BUILTIN_RECIPES["fp8_delayed"])
+    with pytest.raises(UnsupportedError, match="cannot mix delayed"):
+        backend.bind(mixed, nn.Linear(32, 32), name="x", seed=0)
+
+
+def test_without_cuda_or_the_package_it_says_so() -> None:
+    assert "needs CUDA" in get("transformer_engine").available("cpu").reason
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match="needs CUDA"):
+            policy("fp8_tensorwise").apply(Model(), backend="transformer_engine")

@@ -1,0 +1,103 @@
+"""Asked against executed: what a mismatch looks like, and what is none."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.apply import Policy, apply_policy
+from autoprec.audit import audit_model
+from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.swap import execution_of
+
+
+@pytest.fixture
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32), nn.Conv1d(1, 2, 3))
+
+
+def policy(name: str, match: str = "[01]") -> Policy:
+    return Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES[name]}, "layers": [{"match": match, "recipe": "r"}]})
+
+
+def run(model: nn.Sequential) -> None:
+    model[1](model[0](torch.randn(4, 32))).sum().backward()
+
+
+def test_applied_but_never_run(model: nn.Sequential) -> None:
+    p = policy("bf16")
+    assert [r.reason for r in p.audit(model).mismatches] == ["the policy is not applied to this layer"] * 2
+    p.apply(model)
+    assert [r.reason for r in p.audit(model).mismatches] == ["never called"] * 2
+    with torch.no_grad():
+        model[0](torch.randn(4, 32))
+    assert "wgrad has not run" in p.audit(model).layers[0].reason
+    run(model)
+    assert p.audit(model).ok
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_rowwise"])
+def test_what_did_not_need_to_run_is_no_mismatch(model: nn.Sequential, name: str) -> None:
+    model[1].weight.requires_grad_(False)
+    p = policy(name)
+    p.apply(model)
+    run(model)
+    rows = p.audit(model).layers
+    assert rows[0].ok
+    assert "no dgrad" in rows[0].reason
+    assert rows[1].ok
+    assert "no wgrad" in rows[1].reason
+
+
+def test_another_policy_is_a_mismatch(model: nn.Sequential) -> None:
+    policy("fp8_rowwise").apply(model)
+    run(model)
+    report = policy("mxfp8").audit(model)
+    assert not report.ok
+    assert "fprop ran as fp8 row" in report.layers[0].reason
+    nothing = Policy().audit(model)
+    assert "a policy is installed where none was asked for" in nothing.layers[0].reason
+
+
+def test_executed_comes_from_what_ran(model: nn.Sequential) -> None:
+    p = policy("fp8_rowwise")
+    p.apply(model)
+    run(model)
+    execution_of(model[0]).ran["wgrad"] = "bf16"
+    report = p.audit(model)
+    assert [row.name for row in report.mismatches] == ["0"]
+    assert "wgrad ran as bf16" in report.layers[0].reason
+
+
+def test_refused_layers_are_reported_when_not_strict(model: nn.Sequential) -> None:
+    p = policy("fp8_rowwise", match="*")
+    apply_policy(p, model, strict=False)
+    run(model)
+    report = p.audit(model)
+    assert [row.name for row in report.mismatches] == ["2"]
+
+
+def test_the_document_is_plain_data(model: nn.Sequential) -> None:
+    p = policy("bf16")
+    p.apply(model)
+    run(model)
+    document = json.loads(json.dumps(audit_model(p, model).to_json()))
+    assert document["ok"] is True
+    row = document["layers"][1]
+    assert {"name", "requested", "executed", "ok", "reason"} <= set(row)
+    assert row["executed"] == {"fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"}
+    assert document["operators"]["activations"]["requested"] == "keep"
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
+def test_inside_a_compiled_graph(model: nn.Sequential) -> None:
+    p = Policy.model_validate({"recipes": {"b": BUILTIN_RECIPES["bf16"]}, "default": "b", "activations": "bf16"})
+    net = nn.Sequential(model[0], nn.LayerNorm(32), model[1])
+    p.apply(net)
+    torch._dynamo.reset()
+    torch.compile(net, backend="eager", fullgraph=True)(torch.randn(4, 32)).sum().backward()
+    assert p.audit(net).ok

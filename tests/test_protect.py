@@ -1,0 +1,140 @@
+"""What runs around layers: activations, float32 operators however they are written, attention, output."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoprec.apply import Policy
+from autoprec.protect import widen
+from autoprec.swap import root_of
+
+
+class Probe(nn.Module):
+    """Records the dtype of whatever the function under test returns inside a forward."""
+
+    def __init__(self, function) -> None:
+        super().__init__()
+        self.linear, self.function, self.seen = nn.Linear(8, 8), function, {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        self.seen = {"layer": h.dtype, "result": self.function(h).dtype}
+        return h
+
+
+def hand_softmax(h: torch.Tensor) -> torch.Tensor:
+    e = torch.exp(h - h.max(-1, keepdim=True).values)
+    return e / e.sum(-1, keepdim=True)
+
+
+def hand_rms_norm(h: torch.Tensor) -> torch.Tensor:
+    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+PROTECTED = {
+    "softmax module": ("softmax", nn.Softmax(-1)),
+    "softmax function": ("softmax", lambda h: F.softmax(h, -1)),
+    "softmax method": ("softmax", lambda h: h.softmax(-1)),
+    "softmax by hand": ("softmax", hand_softmax),
+    "norm module": ("norm", nn.LayerNorm(8)),
+    "norm function": ("norm", lambda h: F.layer_norm(h, (8,))),
+    "norm by hand": ("norm", hand_rms_norm),
+    "loss": ("loss", lambda h: F.cross_entropy(h, torch.zeros(len(h), dtype=torch.long))),
+    "loss module": ("loss", nn.SmoothL1Loss()),
+}
+
+
+@pytest.mark.parametrize("case", PROTECTED)
+def test_protected_operators_run_in_float32(case: str) -> None:
+    kind, function = PROTECTED[case]
+    operation = (lambda h: function(h, torch.zeros_like(h))) if case == "loss module" else function
+    model = Probe(operation)
+    x = torch.randn(4, 8)
+    policy = Policy(activations="bf16")
+    policy.apply(model)
+    out = model(x)
+    assert model.seen == {"layer": torch.bfloat16, "result": torch.float32}
+    assert out.dtype is torch.float32
+    assert policy.audit(model).operators[kind]["executed"] == "fp32"
+
+
+def test_keep_leaves_operators_to_autocast() -> None:
+    model = Probe(lambda h: F.softmax(h, -1))
+    keep = dict.fromkeys(("softmax", "norm", "embedding", "loss", "output"), "keep")
+    Policy.model_validate({"activations": "bf16", "operators": keep}).apply(model)
+    assert model(torch.randn(4, 8)).dtype is torch.bfloat16
+    assert model.seen["result"] is torch.bfloat16
+
+
+def test_models_written_in_bfloat16_get_their_own_dtype_back() -> None:
+    model = Probe(lambda h: F.layer_norm(h, (8,))).to(torch.bfloat16)
+    exact = model.linear(x := torch.randn(4, 8).to(torch.bfloat16)).float()
+    policy = Policy.model_validate({"operators": {"attention": "fp32"}})
+    policy.apply(model)
+    model(x)
+    assert model.seen["result"] is torch.bfloat16
+    assert policy.audit(model).operators["norm"]["executed"] == "fp32"
+    assert exact.dtype is torch.float32
+
+
+@pytest.mark.parametrize("wanted", ["fp32", "bf16"])
+@pytest.mark.parametrize("activations", ["keep", "bf16"])
+def test_attention_runs_in_its_own_dtype(wanted: str, activations: str) -> None:
+    def attend(h: torch.Tensor) -> torch.Tensor:
+        q = h.reshape(1, 1, *h.shape)
+        return F.scaled_dot_product_attention(q, q, q)
+
+    model = Probe(attend)
+    policy = Policy.model_validate({"activations": activations, "operators": {"attention": wanted}})
+    policy.apply(model)
+    model(torch.randn(4, 8))
+    assert policy.audit(model).operators["attention"] == {
+        "requested": wanted,
+        "executed": wanted,
+        "ok": True,
+        "reason": "",
+    }
+    native = torch.float32 if activations == "keep" or wanted == "fp32" else torch.bfloat16
+    assert model.seen["result"] is native
+
+
+def test_fp16_activations_are_emulated_on_a_cpu() -> None:
+    model = Probe(lambda h: h @ h.t())
+    x = torch.randn(4, 8)
+    exact = model.linear(x)
+    policy = Policy(activations="fp16")
+    policy.apply(model)
+    out = model(x)
+    assert model.seen == {"layer": torch.float16, "result": torch.float16}
+    assert out.dtype is torch.float32
+    assert 0 < (out - exact).abs().max() < 5e-3
+    assert policy.audit(model).ok
+
+
+def test_the_scripts_own_autocast_is_protected_too() -> None:
+    model = Probe(lambda h: F.layer_norm(h, (8,)))
+    Policy.model_validate({"operators": {"attention": "bf16"}}).apply(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.randn(4, 8))
+    assert model.seen == {"layer": torch.bfloat16, "result": torch.float32}
+
+
+def test_outputs_of_any_nesting_are_widened() -> None:
+    low = torch.ones(2, dtype=torch.bfloat16)
+    found = widen({"a": [low, (low, 3)], "b": torch.ones(1, dtype=torch.long)})
+    assert found["a"][0].dtype is found["a"][1][0].dtype is torch.float32
+    assert found["b"].dtype is torch.long
+
+
+def test_nothing_of_low_precision_means_no_mode() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    policy = Policy.model_validate({"recipes": {"f": {"format": "fp32"}}, "default": "f"})
+    policy.apply(model)
+    model(torch.randn(4, 8)).sum().backward()
+    root = root_of(model)
+    assert not root.needed("cpu")
+    assert not root.modes
+    assert policy.audit(model).operators["norm"]["reason"] == "nothing of low precision reached it"
