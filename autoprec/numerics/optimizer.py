@@ -53,6 +53,19 @@ def _kind(optimizer: torch.optim.Optimizer) -> str:
 
 def _check(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, kind: str) -> None:
     """Refuse combinations that cannot work, with the reason."""
+    parameters = list(_parameters(optimizer))
+    if any(hasattr(p, "to_local") for p in parameters):
+        raise UnsupportedError(
+            "sharded parameters (FSDP2, DTensor) keep their state in FP32 here",
+            where="policy.optimizer",
+            fix="use autoprec.numerics.optimizer_packages.package_optimizer (torchao's optimizers shard), or fp32 state",
+        )
+    if not any(p.dim() >= 2 for p in parameters):
+        raise UnsupportedError(
+            "no parameter is a matrix (FSDP flattens them), so nothing would be stored in low precision",
+            where="policy.optimizer",
+            fix="set weights, gradients, exp_avg and exp_avg_sq to fp32",
+        )
     for group in optimizer.param_groups:
         for option in ("amsgrad", "differentiable"):
             if group.get(option):

@@ -265,6 +265,20 @@ def test_combinations_that_cannot_work_are_refused(optimizer, choice, error, mes
     assert type(model[0].weight) is nn.Parameter
 
 
+def test_flattened_and_sharded_parameters_are_refused():
+    flat = nn.Parameter(torch.zeros(100))
+    with pytest.raises(UnsupportedError, match="no parameter is a matrix"):
+        wrap_optimizer(torch.optim.AdamW([flat]), OptimizerPolicy(exp_avg="bf16"))
+
+    class Sharded(nn.Parameter):
+        def to_local(self):
+            return self
+
+    shard = Sharded(torch.zeros(4, 4))
+    with pytest.raises(UnsupportedError, match="sharded"):
+        wrap_optimizer(torch.optim.AdamW([shard]), OptimizerPolicy(exp_avg="bf16"))
+
+
 def test_the_script_may_use_its_own_grad_scaler_and_clipping():
     model = network()
     optimizer = wrap_optimizer(adamw(model), OptimizerPolicy(weights="fp16_scaled", gradients="e4m3"), model)
@@ -303,3 +317,59 @@ def test_loss_scaling_is_installed_from_the_policy():
     assert loss_scaler_of(optimizer).active
     unwrap_optimizer(optimizer)
     assert loss_scaler_of(optimizer) is None
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}, {"foreach": False}, {"maximize": False}])
+def test_implementations_of_torch_make_no_difference(options):
+    model, other = network(), network()
+    choice = OptimizerPolicy(weights="bf16_kahan", exp_avg="e4m3", exp_avg_sq="fp16_scaled")
+    expected = train(model, wrap_optimizer(adamw(model), choice, model), 10)
+    losses = train(other, wrap_optimizer(adamw(other, **options), choice, other), 10)
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_fused_optimizer_and_the_scripts_grad_scaler_agree_on_overflow():
+    model = network()
+    optimizer = wrap_optimizer(adamw(model, fused=True), OptimizerPolicy(exp_avg="e4m3"), model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    scaler.scale((model(batch(0)[0]) * torch.inf).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
+    plain = network()
+    for net, made in ((model, optimizer), (plain, adamw(plain))):
+        x, y = batch(1)
+        net.zero_grad()
+        loss = (net(x) - y).square().mean()
+        if net is model:
+            scaler.scale(loss).backward()
+            scaler.step(made)
+        else:
+            loss.backward()
+            made.step()
+    torch.testing.assert_close(model[3].bias.detach(), plain[3].bias.detach(), rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(model[0].weight.detach(), plain[0].weight.detach(), rtol=1e-2, atol=1e-3)
+
+
+def test_gradients_zeroed_in_place_stay_stored():
+    model = network()
+    optimizer = wrap_optimizer(adamw(model), OptimizerPolicy(gradients="e4m3"), model)
+    for step in range(3):
+        x, y = batch(step)
+        optimizer.zero_grad(set_to_none=False)
+        (model(x) - y).square().mean().backward()
+        optimizer.step()
+    assert isinstance(model[0].weight.grad, StoredTensor)
+    optimizer.zero_grad(set_to_none=False)
+    assert model[0].weight.grad.decode().abs().sum() == 0
+
+
+def test_parameters_added_later_are_stored_too():
+    model, late = network(), nn.Linear(8, 8)
+    optimizer = wrap_optimizer(adamw(model), OptimizerPolicy(exp_avg="e4m3"), model)
+    optimizer.add_param_group({"params": list(late.parameters())})
+    late(torch.ones(1, 8)).sum().backward()
+    optimizer.step()
+    assert isinstance(optimizer.state[late.weight]["exp_avg"], StoredTensor)
+    assert type(optimizer.state[late.bias]["exp_avg"]) is torch.Tensor
