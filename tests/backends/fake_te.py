@@ -1,8 +1,8 @@
 """A stand-in for Transformer Engine that keeps its state machine, and computes what its quantizers say in float32.
 
-What it reproduces of TE 2.20 (seen by running TE's own Python against a stub extension): quantizers of a live module are
-rebuilt only when the recipe's class, or a CustomRecipe's factory, changes; DelayedScaling buffers are keyed by the
-recipe's repr, which leaves out the amax algorithm; global buffers live until reset; unknown recipe arguments are dropped.
+What it reproduces of TE 2.20 (seen by running TE's own Python against a stub extension): quantizers of a live module
+are rebuilt only when the recipe's class, or a CustomRecipe's factory, changes; DelayedScaling buffers are keyed by the
+recipe's repr, which leaves out the amax algorithm; global buffers live until reset; unknown arguments are dropped.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import enum
 import sys
 import types
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -23,8 +24,8 @@ from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
 
 
 class DType(enum.IntEnum):
-    kFloat8E4M3 = 7
-    kFloat8E5M2 = 8
+    kFloat8E4M3 = 7  # noqa: N815 - TE's own name
+    kFloat8E5M2 = 8  # noqa: N815
 
 
 class Quantizer:
@@ -115,7 +116,7 @@ class Role:
 
 class FP8GlobalStateManager:
     resets = 0
-    buffers: dict = {}
+    buffers: ClassVar[dict] = {}
 
     @classmethod
     def reset(cls) -> None:
@@ -178,7 +179,7 @@ def _product(a, b, gemm, quantizers):
 
 
 class Linear(nn.Module):
-    built: list = []
+    built: ClassVar[list] = []
 
     def __init__(self, in_features, out_features, bias=True, params_dtype=None, device="cuda", name=None) -> None:
         super().__init__()
