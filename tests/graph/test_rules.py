@@ -1,5 +1,7 @@
 """Rules: every class says why, a user's file goes first, and a bad file is refused with the place."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -41,6 +43,12 @@ def test_every_class_has_a_reason_and_a_known_precision():
 )
 def test_builtin_rules(operator, cls):
     assert load_rules().class_of(operator) == cls
+
+
+def test_every_class_is_documented_with_its_precision():
+    page = (Path(__file__).parents[2] / "docs" / "graph.md").read_text(encoding="utf-8")
+    for name, cls in load_rules().classes.items():
+        assert f"| `{name}` | {cls.precision} |" in page
 
 
 def test_no_operator_is_in_two_classes():

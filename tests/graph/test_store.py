@@ -10,7 +10,6 @@ from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.store import load_graph, save_graph
 from tests.graph.models import Decoder, decoder_step
 
-
 NODE = '{"schema": "autoprec.graph/1", "nodes": [{"name": "x", "meta": {}, %s}]}'
 
 
