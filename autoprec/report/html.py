@@ -108,7 +108,7 @@ def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: Gra
     headings = ("", "speed", "step", "memory", "divergence", "gradient error", "figures")
     comparison = [(row.role, (*row_cells(row), row.note or row.source)) for row in summary.rows]
     layers = layer_rows(result, records, graph) if graph is not None else ()
-    facts = [f"script {result.script}" if result.script else "", f"target {result.target or 'this machine'}"]
+    facts = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
     facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
     notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
     failed = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in summary.failures[:50])
@@ -127,8 +127,8 @@ def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: Gra
                  _figure(gap_chart(summary))),
         _section("Layer by layer", "The model with the precision of each of its matrix products.",
                  layer_map(layers, summary.assignment)),
-        _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision: "
-                 "dark groups are where low precision hurts.", heat_map(result.sensitivity)),
+        _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision; "
+                 "red is where training suffers.", heat_map(result.sensitivity)),
         _section("What it cost", "", _cost(summary)),
         _section("Use it", "", _usage(result)),
         _section("Notes", "", f"<ul>{notes}</ul>" if notes else ""),

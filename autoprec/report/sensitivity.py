@@ -13,6 +13,10 @@ __all__ = ["heat_colour", "heat_map"]
 
 #: From harmless to harmful, readable under black text.
 _COLOURS = ((232, 243, 238), (250, 226, 166), (235, 140, 110))
+#: Where harmless ends, where the search's own limit lies, where training always suffers: first as a share of the
+#: mini-batch gradient noise (docs/concepts.md), then as a plain relative error, where the noise is not known.
+_SHARES = (0.01, 0.12, 1.0)
+_ERRORS = (0.001, 0.03, 0.3)
 
 
 def heat_colour(place: float) -> str:
@@ -24,28 +28,38 @@ def heat_colour(place: float) -> str:
     return "#{:02x}{:02x}{:02x}".format(*mixed)
 
 
+def _place(value: float, marks: tuple[float, float, float]) -> float:
+    """Return 0 at or below the first mark, one half at the second, 1 at or above the third; logarithmic between."""
+    low, middle, high = marks
+    if value <= middle:
+        return 0.5 * max(0.0, math.log(max(value, low) / low) / math.log(middle / low))
+    return min(1.0, 0.5 + 0.5 * math.log(value / middle) / math.log(high / middle))
+
+
 def heat_map(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the HTML of the map from rows of ``{"group", "choice", "gradient_error", "measured"}``."""
-    table: dict[str, dict[str, tuple[float, bool]]] = {}
+    """Return the HTML of the map from rows of ``{"group", "choice", "gradient_error", ...}``.
+
+    ``noise_share`` is the error in units of the mini-batch gradient noise, ``measured`` false for inferred entries.
+    """
+    table: dict[str, dict[str, tuple[float, float, bool]]] = {}
     choices: dict[str, None] = {}
     for row in rows:
-        error = number(row.get("gradient_error"))
+        error, share = number(row.get("gradient_error")), number(row.get("noise_share"))
         if error is not None and "group" in row and "choice" in row:
             choices[str(row["choice"])] = None
-            table.setdefault(str(row["group"]), {})[str(row["choice"])] = (error, bool(row.get("measured", True)))
-    errors = [error for cells in table.values() for error, _ in cells.values() if error > 0]
-    if not errors:
+            place = _place(error, _ERRORS) if share is None else _place(share, _SHARES)
+            cell = (error, place, bool(row.get("measured", True)))
+            table.setdefault(str(row["group"]), {})[str(row["choice"])] = cell
+    if not table:
         return ""
-    low, high = math.log(min(errors)), math.log(max(errors))
     lines = ["<tr><th>layers</th>" + "".join(f"<th>{escape(choice)}</th>" for choice in choices) + "</tr>"]
     for group, cells in table.items():
         line = [f"<td><code>{escape(group)}</code></td>"]
         for choice in choices:
-            error, measured = cells.get(choice, (math.nan, True))
-            if math.isnan(error):
+            if choice not in cells:
                 line.append("<td></td>")
                 continue
-            place = (math.log(error) - low) / (high - low) if error > 0 and high > low else 0.0
+            error, place, measured = cells[choice]
             hint = "measured" if measured else "inferred from other measurements"
             text = f"{100 * error:.2g} %" + ("" if measured else " ~")
             line.append(f'<td class="h" style="background:{heat_colour(place)}" title="{hint}">{text}</td>')

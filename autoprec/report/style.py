@@ -28,7 +28,8 @@ svg text{fill:var(--soft);font-size:12px}svg text.label{fill:var(--accent);font-
 svg text.axis{font-size:12.5px}
 .grid{stroke:var(--line)}.zero{stroke:var(--soft)}.limit{stroke:var(--bad);stroke-dasharray:6 4}
 .floor{stroke:var(--soft);stroke-dasharray:2 4}.front{fill:none;stroke:var(--accent);stroke-width:1.5;opacity:.7}
-.curve{fill:none;stroke-width:1.6}.curve.reference{stroke:var(--ref)}.curve.best{stroke:var(--accent);stroke-width:2.2}
+.curve{fill:none;stroke-width:1.6}.curve.reference{stroke:var(--ref);stroke-width:5;opacity:.35}
+.curve.best{stroke:var(--accent);stroke-width:2}
 .curve.preset{stroke:var(--pre);opacity:.75}.band{fill:var(--band);opacity:.35}
 .dot{stroke:var(--card)}.dot.preset{fill:var(--pre)}.dot.search{fill:var(--find)}.dot.finalist{fill:var(--bad)}
 .dot.best{fill:var(--accent)}

@@ -119,15 +119,17 @@ def metrics_row(
 
 
 def _points(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Point, ...]:
+    """Return a point per trial, and one for the policy: its mean over the finalist seeds."""
     front = {str(row.get("name")) for row in result.front}
-    best = str(result.best.get("name", ""))
     out = []
     for record in records:
         time, gap = number(record.metrics.get("step_time_ms")), number(record.metrics.get("divergence"))
         if record.ok and record.kind not in ("noise", "reference") and time is not None and gap is not None:
-            on_front = "pareto" in record.tags or record.name in front
-            chosen = "best" in record.tags or (bool(best) and record.name == best)
-            out.append(Point(record.name, record.kind, time, gap, on_front, chosen))
+            on_front = record.kind != "finalist" and ("pareto" in record.tags or record.name in front)
+            out.append(Point(record.name, record.kind, time, gap, on_front, False))
+    time, gap = number(result.best.get("step_time_ms")), number(result.best.get("divergence"))
+    if time is not None and gap is not None:
+        out.append(Point(str(result.best.get("name", "the policy")), "best", time, gap, False, True))
     return tuple(out)
 
 

@@ -75,7 +75,7 @@ class Chart:
     title: str
     width: int = 760
     height: int = 380
-    left: int = 66
+    left: int = 78
     bottom: int = 46
     _parts: list[str] = field(default_factory=list)
     _legend: list[tuple[str, str]] = field(default_factory=list)

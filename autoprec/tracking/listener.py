@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -76,15 +75,15 @@ class TrackingListener:
 
     def _marked(self, result: SearchResult) -> list[TrialRecord]:
         """Return the records whose tags are known only now: members of the front, and the best."""
-        names: dict[str, Callable[[TrialRecord], bool]] = {
-            "pareto": lambda record: record.name in {row.get("name") for row in result.front},
-            "best": lambda record: record.name == result.best.get("name"),
-        }
+        front = {row.get("name") for row in result.front}
+        own = [r for r in self._records if r.ok and r.kind in ("preset", "search")]
+        own = own or [r for r in self._records if r.ok and r.kind == "finalist"]
         out = []
-        for record in self._records:
-            new = tuple(tag for tag, holds in names.items() if tag not in record.tags and record.ok and holds(record))
-            if new and record.kind not in ("reference", "noise"):
-                out.append(replace(record, tags=(*record.tags, *new)))
+        for record in own:
+            new = {"pareto"} if record.name in front else set()
+            new |= {"best"} if record.name == result.best.get("name") else set()
+            if new - set(record.tags):
+                out.append(replace(record, tags=(*record.tags, *sorted(new - set(record.tags)))))
         return out
 
     def close(self, timeout_s: float | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,6 @@ def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _started(tmp_path: Path) -> TrackingListener:
-    from dataclasses import replace
-
     listener = TrackingListener(tmp_path)
     listener.started(replace(INFO, study_dir=str(tmp_path / "demo")))
     return listener
@@ -37,6 +36,7 @@ def test_events_are_spooled_and_the_front_is_tagged_at_the_end(
     tmp_path: Path, records: list[TrialRecord], result: SearchResult
 ) -> None:
     listener = _started(tmp_path)
+    result = replace(result, best={**result.best, "name": "search 5"})
     for record in records:
         listener.trial(record, 1, 3, None, 0.0)
     (tmp_path / "demo" / "report.html").write_text("x", encoding="utf-8")
@@ -48,7 +48,7 @@ def test_events_are_spooled_and_the_front_is_tagged_at_the_end(
     assert kinds[:2] == ["open", "study"]
     assert kinds[-3:] == ["finished", "artifacts", "end"]
     late = [e["record"] for e in events[2 + len(records) :] if e["kind"] == "trial"]
-    assert {(r["name"], tuple(r["tags"])) for r in late} == {("finalist 6", ("pareto", "best"))}
+    assert {(r["name"], tuple(r["tags"])) for r in late} == {("search 5", ("best",))}
     assert events[-1]["status"] == "FINISHED"
 
 
