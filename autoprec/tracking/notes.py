@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from autoprec.search.records import SearchResult, TrialRecord
@@ -59,17 +60,18 @@ def _rows(result: SearchResult) -> Iterable[str]:
 
 def parent_note(result: SearchResult) -> str:
     """Return the Markdown of the study's description: verdict, winner table, how to use the policy."""
-    lines = [
-        f"### {'Adopt' if result.verdict == 'adopt' else 'Stay'}: {result.reason}",
-        "",
-        f"Target **{result.target or 'this machine'}**, script `{result.script or '?'}`.",
-        "",
+    script = Path(result.script).name if result.script else "train.py"
+    lines = [  # the table first: MLflow folds a description after its first few lines
         "| what | speed | step ms | memory MiB | divergence | gradient error |",
         "|---|---:|---:|---:|---:|---:|",
         *_rows(result),
         "",
+        f"**{'Adopt' if result.verdict == 'adopt' else 'Stay'}**: {result.reason}",
+        "",
+        f"Target **{result.target or 'this machine'}**, script `{script}`.",
+        "",
         "Filter the trials with `tags.pareto = 'true'`, `tags.finalist = 'true'`, `tags.preset = 'true'`.",
     ]
     if result.policy:
-        lines += ["", "Use it:", "```", f"autoprec run --policy {result.policy} {result.script or 'train.py'}", "```"]
+        lines += ["", "Use it:", "```", f"autoprec run --policy {result.policy} {script}", "```"]
     return "\n".join(lines)
