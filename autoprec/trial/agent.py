@@ -141,6 +141,16 @@ class Agent:
         elif self._registered is not None:
             self._stop(self._registered, model, (), {})
 
+    def without_forward(self) -> None:
+        """A step was taken and no training forward seen (``model.forward(x)``, a functional call): stop after it."""
+        if self._reached or not self.hooks.backwards or self._registered is not None:
+            return
+        found = discover(self.hooks.optimizers)
+        if found is not None:
+            found.notes.append("the model's forward is not called through the module: the first step finds the model")
+            self.hooks.unseen = found.root
+            self._stop(found, found.root, (), {})
+
     def without_optimizer(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """A backward ran and there is no optimizer: the next training forward is the place to stop."""
         leaves = loss_parameters(tensors)
@@ -231,7 +241,7 @@ class Agent:
 
     # ---------------------------------------------------------------- the script ended
     def _at_exit(self) -> None:
-        if os.getpid() != self._pid:
+        if os.getpid() != (self.trial.pid if self.trial is not None else self._pid):
             return  # a fork of the script's own (a DataLoader worker)
         if self.trial is not None:
             self.trial.at_exit()
@@ -255,7 +265,7 @@ class Agent:
 
 
 class _Backwards(Events):
-    """Before anything is known: a backward with no optimizer alive means that the script updates weights itself."""
+    """Before anything is known: what happens without a training forward that could be seen."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -263,6 +273,9 @@ class _Backwards(Events):
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if not self._agent.hooks.optimizers:
             self._agent.without_optimizer(tensors)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
+        self._agent.without_forward()
 
 
 def fork_obstacle(found: Found) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 
 from autoprec.trial.discovery import Found
 
-__all__ = ["apply_document"]
+__all__ = ["apply_document", "state_document", "watch_state"]
 
 
 def apply_document(document: dict[str, Any] | None, found: Found, backend: str) -> Any:
@@ -25,3 +25,37 @@ def apply_document(document: dict[str, Any] | None, found: Found, backend: str) 
     for optimizer in found.optimizers:  # changes nothing where the policy leaves state, loss and communication alone
         policy.wrap_optimizer(optimizer, model=found.root)
     return policy
+
+
+def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:
+    """Watch about six steps of every optimizer from the inside, where a policy stores weights or state low.
+
+    Short losses flatter a broken second moment, and gradient errors do not see it: see numerics/monitors.py.
+    """
+    from autoprec.policy import OptimizerPolicy
+
+    if policy is None or policy.optimizer == OptimizerPolicy():
+        return []
+    from autoprec.numerics.monitors import StateMonitor
+
+    return [StateMonitor(optimizer, every=max(2, steps // 6)) for optimizer in found.optimizers]
+
+
+def state_document(policy: Any, found: Found, monitors: list[Any]) -> dict[str, Any]:
+    """Return what was seen of weights and state: penalty (to be added to the divergence), problems, reports, audit."""
+    from autoprec.numerics.optimizer import skipped_steps
+    from autoprec.numerics.optimizer_audit import audit_optimizer
+
+    reports = [monitor.report() for monitor in monitors]
+    audit: dict[str, Any] = {}
+    for optimizer in found.optimizers:
+        for part, row in audit_optimizer(policy, optimizer, found.root).items():
+            if part not in audit or not row["ok"]:
+                audit[part] = row
+    return {
+        "penalty": max((report.penalty() for report in reports), default=0.0),
+        "problems": [line for report in reports for line in report.problems()],
+        "skipped_steps": sum(skipped_steps(optimizer) for optimizer in found.optimizers),
+        "reports": [report.to_json() for report in reports],
+        "audit": audit,
+    }

@@ -18,7 +18,7 @@ from torch import nn
 
 from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
 from autoprec.files import canonical_json
-from autoprec.trial.applying import apply_document
+from autoprec.trial.applying import apply_document, state_document, watch_state
 from autoprec.trial.discovery import Found, batch_size
 from autoprec.trial.hooks import Events, Hooks
 from autoprec.trial.loop import Loop, early_stop
@@ -67,7 +67,9 @@ class Trial:
         self._device = next(iter(found.parameters)).device
         self._recorder: Any = None
         self._payload: dict[str, Any] = {}
+        self._monitors: list[Any] = []
         self.loop: Loop | None = None
+        self.pid = os.getpid()  # only this process tells how the script ended, not what it forks
         self._exit_action: Callable[[], None] = self._too_short
 
     # ---------------------------------------------------------------- start
@@ -83,6 +85,7 @@ class Trial:
             self._policy = apply_document(spec.policy, self.found, spec.backend)
         except AutoPrecError as error:
             self.finish(status_of(error), str(error))
+        self._monitors = watch_state(self._policy, self.found, spec.warmup + spec.steps)
         self._batch = batch_size(args, kwargs)
         first = {"record": 0, "sensitivity": spec.warmup}.get(spec.kind, spec.warmup + spec.steps)
         self.loop = Loop(
@@ -193,7 +196,7 @@ class Trial:
 
     def on_exit(self, action: Callable[[], None]) -> None:
         """Replace what happens when the script ends by itself."""
-        self._exit_action = action
+        self._exit_action, self.pid = action, os.getpid()
 
     def at_exit(self) -> None:
         """The script has ended by itself."""
@@ -246,13 +249,19 @@ class Trial:
             tokens=self._batch[1] * max(loop.backwards // loop.steps, 1),
             skipped_steps=loop.skipped,
         )
+        if self._policy is not None and self.spec.kind == "train":
+            state = self._payload["state"] = state_document(self._policy, self.found, self._monitors)
+            result = replace(result, skipped_steps=loop.skipped + state["skipped_steps"])
         return self._audited(result)
 
     def _audited(self, result: TrialResult) -> TrialResult:
         if self._policy is None or result.status != "ok":
             return result
-        report = self._policy.audit(self.found.root)
-        return replace(result, audit=report.to_json())
+        audit = self._policy.audit(self.found.root).to_json()
+        for part, row in self._payload.get("state", {}).get("audit", {}).items():
+            audit["operators"][f"optimizer.{part}"] = row
+            audit["ok"] = audit["ok"] and row["ok"]
+        return replace(result, audit=audit)
 
 
 class _AtGradients(Events):

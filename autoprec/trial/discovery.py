@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from autoprec.layers import tunable_layers
+
 __all__ = ["Found", "batch_size", "discover", "loss_parameters"]
 
 #: Modules that only carry another one: the user's model is the child that owns the same parameters.
@@ -125,6 +127,7 @@ def discover(optimizers: Sequence[Optimizer], *, loss_leaves: Iterable[torch.Ten
     roots = _tops(owned)
     if not roots:
         return None
+    roots.sort(key=lambda root: not tunable_layers(root))  # a model with nothing to decide about comes last
     mine = {id(p) for p in roots[0].parameters()}
     share = [(sum(p.numel() for p in _group_parameters(o) if id(p) in mine), o) for o in optimizers]
     ordered = [o for size, o in sorted(share, key=lambda pair: -pair[0])]

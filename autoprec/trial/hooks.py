@@ -66,7 +66,11 @@ class Hooks:
         self._steps = 0
         self._watch_undo: Callable[[], None] | None = None
         self._announce: OnCall | None = None
+        self._in_method = False
+        self._finished: tuple[torch.Tensor, ...] | None = None
         self.backwards = 0
+        #: The model whose forwards cannot be seen (``model.forward(x)``): every optimizer step announces the next.
+        self.unseen: nn.Module | None = None
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -133,6 +137,8 @@ class Hooks:
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._steps += 1
         self.events.after_step(optimizer)
+        if self.unseen is not None:
+            self.announce(self.unseen)
 
     # ---------------------------------------------------------------- backward
     def _patch_backward(self) -> None:
@@ -148,12 +154,33 @@ class Hooks:
                     out = original(tensors, *args, **kwargs)
                 finally:
                     self._depth -= 1
-                self.events.after_backward(roots)
+                if self._in_method:
+                    self._finished = roots
+                else:
+                    self.events.after_backward(roots)
                 return out
 
             return backward
 
         self._replace(torch.autograd, "backward", make)
+        self._replace(torch.Tensor, "backward", self._make_method)
+
+    def _make_method(self, original: Any) -> Any:
+        """Tell the end of ``tensor.backward()`` outside of it: torch function modes are not on their stack inside."""
+
+        def backward(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if self._in_method:
+                return original(tensor, *args, **kwargs)
+            self._in_method, self._finished = True, None
+            try:
+                out = original(tensor, *args, **kwargs)
+            finally:
+                self._in_method = False
+            if self._finished is not None:
+                self.events.after_backward(self._finished)
+            return out
+
+        return backward
 
     # ---------------------------------------------------------------- GradScaler and clipping
     def _patch_scaler(self) -> None:

@@ -1,0 +1,44 @@
+"""From an end to a status."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from autoprec.trial.classify import classify, describe_exit, last_lines
+from autoprec.trial.protocol import TrialResult
+
+
+@pytest.mark.parametrize(
+    ("code", "timed_out", "tail", "status"),
+    [
+        (-signal.SIGKILL, True, "", "hung"),
+        (-signal.SIGKILL, False, "", "oom"),
+        (-signal.SIGSEGV, False, "", "crashed"),
+        (1, False, "RuntimeError: CUDA out of memory.", "oom"),
+        (1, False, "ValueError", "crashed"),
+        (0, False, "", "too_short"),
+    ],
+)
+def test_without_a_result(code: int, timed_out: bool, tail: str, status: str) -> None:
+    result = classify(None, code, timed_out=timed_out, timeout_s=3, tail=tail)
+    assert result.status == status
+    assert result.reason
+    assert result.tail == tail
+
+
+def test_the_trials_own_result_wins() -> None:
+    ok = classify(TrialResult("ok", losses=(1.0,)), -9, timed_out=True, timeout_s=1, tail="noise")
+    assert ok.ok
+    assert ok.tail == ""
+    failed = classify(TrialResult("diverged", "nan"), 0, timed_out=False, timeout_s=1, tail="last words")
+    assert (failed.status, failed.tail) == ("diverged", "last words")
+
+
+def test_tails_are_bounded() -> None:
+    text = "\n".join(f"{i}\r" + "x" * 10_000 for i in range(100))
+    assert len(last_lines(text)) < 25 * 410
+    assert describe_exit(-11) == "killed by SIGSEGV"
+    assert describe_exit(-99).startswith("killed by signal")
+    assert describe_exit(3) == "ended with exit code 3"

@@ -1,0 +1,60 @@
+"""Understanding what a person typed."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from autoprec.errors import UsageError
+from autoprec.trial.command import ScriptCommand
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text("")
+    (tmp_path / "sub").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind", "argv", "label"),
+    [
+        (["train.py", "--lr", "1"], "script", [sys.executable, "train.py", "--lr", "1"], "train.py"),
+        (["--", "train.py"], "script", [sys.executable, "train.py"], "train.py"),
+        (["python", "train.py", "x"], "script", [sys.executable, "train.py", "x"], "train.py"),
+        (["-m", "pkg.mod", "-v"], "module", [sys.executable, "-m", "pkg.mod", "-v"], "pkg.mod"),
+        (["python", "-m", "pkg.mod"], "module", [sys.executable, "-m", "pkg.mod"], "pkg.mod"),
+    ],
+)
+def test_parse(tokens: list[str], kind: str, argv: list[str], label: str, folder: Path) -> None:
+    command = ScriptCommand.parse(tokens, cwd=folder)
+    assert (command.kind, command.argv(), command.label) == (kind, argv, label)
+    assert command.single
+
+
+def test_a_launcher_is_found_beside_this_python(folder: Path) -> None:
+    command = ScriptCommand.parse(["--", "torchrun", "--nproc-per-node", "2", "train.py"], cwd=folder)
+    assert command.kind == "launcher"
+    assert not command.single
+    assert Path(command.argv()[0]).name == "torchrun"
+    assert command.label == "torchrun train.py"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says"),
+    [
+        ([], "no training script"),
+        (["--"], "no training script"),
+        (["-m"], "module name"),
+        (["tarin.py"], "did you mean 'train.py'"),
+        (["sub"], "directory"),
+        (["--", "no-such-launcher", "train.py"], "launcher"),
+    ],
+)
+def test_what_cannot_be_understood(tokens: list[str], says: str, folder: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        ScriptCommand.parse(tokens, cwd=folder)
+    assert says in str(caught.value)
+    assert caught.value.exit_code == 2

@@ -1,0 +1,70 @@
+"""Finding the model by whose parameters are trained."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import nn
+
+from autoprec.trial.discovery import batch_size, discover, loss_parameters
+
+
+class Unusual(nn.Module):
+    """Its own class, so that other tests' modules cannot be taken for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+
+
+def test_an_ema_copy_is_left_alone() -> None:
+    model = Unusual()
+    ema = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = discover([optimizer])
+    assert found is not None
+    assert found.roots == [model]
+    assert found.root is not ema
+    assert found.optimizers == [optimizer]
+    assert len(found.parameters) == len(found.root_parameters) == 2
+
+
+def test_two_models_are_ordered_by_size() -> None:
+    small, large = Unusual(), nn.Sequential(Unusual(), Unusual())
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (small, large)]
+    found = discover(optimizers)
+    assert found is not None
+    assert found.roots == [large, small]
+    assert found.optimizers == optimizers[::-1]
+    assert "several models" in " ".join(found.notes)
+    assert len(found.root_parameters) == 4
+
+
+def test_wrappers_are_looked_through() -> None:
+    model = Unusual()
+    wrapped = torch.compile(model, backend="eager")
+    found = discover([torch.optim.SGD(wrapped.parameters(), lr=0.1)])
+    assert found is not None
+    assert found.root is model
+
+
+def test_without_an_optimizer_the_loss_tells() -> None:
+    model = Unusual()
+    leaves = loss_parameters([model.layer(torch.ones(1, 3)).sum()])
+    found = discover((), loss_leaves=leaves)
+    assert found is not None
+    assert found.backward_only
+    assert found.root is model
+
+
+def test_nothing_owned_is_nothing_found() -> None:
+    assert discover([torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)]) is None
+
+
+def test_batch_size() -> None:
+    tokens = torch.zeros(4, 16, dtype=torch.long)
+    assert batch_size((tokens,), {}) == (4, 64)
+    assert batch_size((), {"mask": torch.ones(4, 16), "input_ids": tokens}) == (4, 64)
+    assert batch_size((torch.zeros(8, 3, 2, 2),), {}) == (8, 0)
+    assert batch_size(([torch.tensor(1.0)],), {"n": 3}) == (0, 0)

@@ -1,0 +1,94 @@
+"""Counting steps."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from autoprec.trial.discovery import Found
+from autoprec.trial.hooks import Hooks
+from autoprec.trial.loop import ANNEAL_END, Loop, annealed, early_stop, gradient_norm
+from autoprec.trial.measure import CpuClock
+
+
+@given(st.integers(2, 500))
+def test_annealing_goes_down_from_one(total: int) -> None:
+    factors = [annealed(i, total) for i in range(total)]
+    assert factors[0] == 1.0
+    assert math.isclose(factors[-1], ANNEAL_END)
+    assert all(a >= b for a, b in itertools.pairwise(factors))
+    assert annealed(0, 1) == 1.0
+
+
+def test_early_stop_looks_at_the_last_quarter() -> None:
+    reference = [1.0] * 100
+    assert not early_stop([1.0] * 50, reference, 0.01, 100)
+    assert early_stop([1.0] * 40 + [1.1] * 10, reference, 0.05, 100)
+    assert not early_stop([9.0] * 3, reference, 0.01, 100)  # too few to say
+    assert not early_stop([9.0] * 40 + [1.0] * 20, reference, 0.05, 100)  # it has recovered
+
+
+def run(model: nn.Module, optimizer: Any, steps: int, **options: Any) -> Loop:
+    class EnoughError(Exception):
+        pass
+
+    def then(_loop: Loop) -> None:
+        raise EnoughError
+
+    found = Found([model], [optimizer] if optimizer else [], list(model.parameters()))
+    hooks = Hooks()
+    hooks.install()
+    loop = Loop(found, total=steps, clock=CpuClock(), then=then, **options)
+    hooks.events = loop
+    torch.manual_seed(0)
+    try:
+        loop.start()
+        for _ in range(steps + 5):
+            loss = model(torch.randn(4, 3)).square().mean()
+            if optimizer is not None:
+                optimizer.zero_grad()
+            loss.backward()
+            if optimizer is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+                optimizer.step()
+    except EnoughError:
+        pass
+    finally:
+        hooks.remove()
+    return loop
+
+
+def test_losses_times_norms_and_memory() -> None:
+    model = nn.Linear(3, 5)
+    loop = run(model, torch.optim.AdamW(model.parameters()), 4, count_memory=True)
+    assert loop.steps == len(loop.losses) == len(loop.clock.milliseconds()) == 4
+    assert all(norm > 1e-3 for norm in loop.grad_norms)  # before clipping
+    parameters = 4 * (3 * 5 + 5)
+    assert loop.memory["parameters"] == loop.memory["gradients"] == parameters
+    assert loop.memory["optimizer"] >= 2 * parameters
+    assert loop.memory["saved_for_backward"] >= 4 * 4 * 3  # the input at least
+
+
+def test_an_annealed_rate_is_put_back_after_each_step() -> None:
+    model = nn.Linear(3, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    run(model, optimizer, 3, anneal=True)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_without_an_optimizer_each_backward_is_a_step() -> None:
+    assert run(nn.Linear(3, 5), None, 3).steps == 3
+
+
+def test_gradient_norm_of_nothing_is_nan() -> None:
+    assert math.isnan(float(gradient_norm([torch.zeros(2)])))
+    p = torch.zeros(2, requires_grad=True)
+    p.grad = torch.tensor([3.0, 4.0])
+    assert float(gradient_norm([p])) == pytest.approx(5.0)

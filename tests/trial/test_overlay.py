@@ -1,0 +1,102 @@
+"""What a trial writes is seen by it and by nobody else (installed in a fork: it cannot be undone)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autoprec.trial.overlay import Overlay
+
+
+def in_fork(work: Callable[[], None]) -> bool:
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def snapshot(folder: Path) -> dict[str, str]:
+    return {str(p): p.read_text() if p.is_file() else "" for p in sorted(folder.rglob("*"))}
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Path:
+    folder = tmp_path / "user"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "a.txt").write_text("a")
+    (folder / "log.txt").write_text("one\n")
+    (tmp_path / "layer").mkdir()
+    (tmp_path / "second").mkdir()
+    return folder
+
+
+def test_everything_python_can_do_to_files(user: Path, tmp_path: Path) -> None:
+    before = snapshot(user)
+
+    def work() -> None:
+        os.chdir(user)
+        overlay = Overlay(str(tmp_path / "layer"), [str(user)], [])
+        overlay.install()
+        with open("log.txt", "a") as stream:
+            stream.write("two\n")
+        assert Path("log.txt").read_text() == "one\ntwo\n"
+        os.makedirs("out/deep")
+        assert sorted(os.listdir(".")) == ["data", "log.txt", "out"]
+        assert os.path.isdir("out/deep")
+        Path("out/x").write_text("x")
+        os.rename("out/x", "out/deep/y")
+        assert not os.path.exists("out/x")
+        assert Path("out/deep/y").read_text() == "x"
+        os.replace("data/a.txt", "data/b.txt")
+        assert os.listdir("data") == ["b.txt"]
+        with pytest.raises(FileNotFoundError):
+            open("data/a.txt")  # noqa: SIM115
+        with pytest.raises(FileNotFoundError):
+            open("no/such/dir/file", "w")  # noqa: SIM115
+        with pytest.raises(FileExistsError):
+            open("log.txt", "x")  # noqa: SIM115
+        with pytest.raises(FileExistsError):
+            os.mkdir("out")
+        os.remove("log.txt")
+        assert not os.path.exists("log.txt")
+        Path("log.txt").write_text("new")
+        assert Path("log.txt").read_text() == "new"
+        shutil.rmtree("data")
+        assert not os.path.exists("data")
+        descriptor = os.open("raw", os.O_WRONLY | os.O_CREAT)
+        os.write(descriptor, b"raw")
+        os.close(descriptor)
+        assert os.stat("raw").st_size == 3
+        os.chmod("raw", 0o600)
+        overlay.push(str(tmp_path / "second"))  # a further layer sees the first and does not change it
+        with open("raw", "a") as stream:
+            stream.write("!")
+        assert Path("raw").read_text() == "raw!"
+
+    assert in_fork(work)
+    assert snapshot(user) == before
+    assert (tmp_path / "layer").joinpath(*(user / "raw").parts[1:]).read_text() == "raw"
+
+
+def test_caches_devices_and_our_own_directories_are_free(user: Path, tmp_path: Path) -> None:
+    overlay = Overlay(str(tmp_path / "layer"), [str(user)], [str(tmp_path / "ours")])
+    assert overlay.guarded(user / "x") == str(user / "x")
+    assert overlay.guarded("/etc/x") == "/etc/x"
+    for free in ("/dev/null", tmp_path / "ours" / "log", tmp_path / "elsewhere-in-tmp", 3):
+        assert overlay.guarded(free) is None
+    assert overlay.guarded(Path.home() / ".cache" / "x") is None
+    assert overlay.guarded(user / ".." / "user" / "x") == str(user / "x")
+    overlay.allow(str(user / "logs"))
+    assert overlay.guarded(user / "logs" / "x") is None
