@@ -22,22 +22,26 @@ __all__ = ["import_"]
     show_default=True,
     help="Where the policy goes.",
 )
+@click.option("--as-space", is_flag=True, help="Write a search space with the configuration as a preset instead.")
 @click.option("--layers", type=click.Path(path_type=Path), help="Layer names of the model (inspect --json, or a list).")
 @click.option("--force", is_flag=True, help="Overwrite the output.")
-def import_(file: Path, source: str, output: Path, layers: Path | None, force: bool) -> int:
+def import_(file: Path, source: str, output: Path, layers: Path | None, as_space: bool, force: bool) -> int:
     """Read FILE (accelerate fp8_config, Megatron --te-precision-config-file, or TE recipe keys) as a policy.
 
     Settings that their library accepts and ignores are translated or refused, and named on stderr.
     """
     from autoprec.cli.export import layer_names
-    from autoprec.export.importers import import_policy
-    from autoprec.files import read_document
-    from autoprec.policy import save_policy
+    from autoprec.export import importers
+    from autoprec.files import read_document, write_atomic
+    from autoprec.policy import dump_yaml, save_policy
 
     if output.exists() and not force:
         raise FileError("this file exists", where=str(output), fix="choose another -o, or pass --force")
-    done = import_policy(read_document(file), source, layers=layer_names(layers) if layers else ())
-    click.echo(str(save_policy(done.policy, output)))
+    done = importers.import_policy(read_document(file), source, layers=layer_names(layers) if layers else ())
+    if as_space:
+        click.echo(str(write_atomic(output, dump_yaml(importers.as_space(done.policy, file.stem)))))
+    else:
+        click.echo(str(save_policy(done.policy, output)))
     for note in done.notes:
         click.echo(f"note: {note}", err=True)
     return 0

@@ -13,9 +13,9 @@ from typing import Any
 from autoprec.errors import FileError, UnknownNameError
 from autoprec.levels import level
 from autoprec.policy import Policy, escape, policy_from_dict
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.recipes import BUILTIN_RECIPES, KEEP
 
-__all__ = ["SOURCES", "Imported", "detect", "import_policy"]
+__all__ = ["SOURCES", "Imported", "as_space", "detect", "import_policy"]
 
 SOURCES = ("accelerate", "megatron", "te")
 _TE_KEYS = {
@@ -82,6 +82,36 @@ def import_policy(document: Mapping[str, Any], source: str = "auto", *, layers: 
     body = readers[found](document, layers, notes)
     policy: Policy = policy_from_dict({"schema": "autoprec.policy/1", **body}, where=f"{found} configuration")
     return Imported(policy, tuple(notes))
+
+
+def as_space(policy: Policy, name: str = "today") -> dict[str, Any]:
+    """Return a search space (``autoprec.space/1``) around a policy: each layer may run what it runs today, or bf16.
+
+    The policy itself is a preset of the space, so that a search compares with it. Where rules quantise differently,
+    every way is a preset of its own.
+    """
+    recipes = {key: recipe.to_dict() for key, recipe in policy.recipes.items()}
+    recipes.setdefault("bf16", {"format": "bf16"})
+    rules: list[dict[str, Any]] = []
+    ways: dict[str, list[str]] = {}
+    for match, recipe, gemms in [*((r.match, r.recipe, r.gemms) for r in policy.layers), ("*", policy.default, {})]:
+        way = "/".join([recipe, *(f"{gemm}={other}" for gemm, other in sorted(gemms.items()))])
+        scaled = any(key != KEEP and policy.recipes[key].scaled for key in (recipe, *gemms.values()))
+        rules.append({"match": match, "choices": [*(["bf16"] if scaled else []), way]})
+        if scaled:
+            ways.setdefault(way, []).append(match)
+        if match == "*":
+            break
+    return {
+        "schema": "autoprec.space/1",
+        "name": name,
+        "description": "what an imported configuration runs, against bf16",
+        "recipes": recipes,
+        "baseline": "bf16",
+        "choices": rules,
+        "activations": [policy.activations],
+        "presets": [{"name": name if len(ways) == 1 else f"{name}: {way}", "choice": way} for way in ways],
+    }
 
 
 def _bool(value: Any, where: str) -> bool:

@@ -68,3 +68,13 @@ def test_import_writes_a_policy_and_its_notes(tmp_path: Path) -> None:
     assert "interval 4" in done.stderr
     assert load_policy(out).default == "fp8_delayed"
     assert isinstance(CliRunner().invoke(import_, [str(source), "-o", str(out)]).exception, FileError)
+
+
+def test_import_as_a_search_space(tmp_path: Path) -> None:
+    from autoprec.space import load_space
+
+    source = tmp_path / "today.yaml"
+    source.write_text("fp8_config: {backend: TE}\n", encoding="utf-8")
+    out = tmp_path / "space.yaml"
+    assert CliRunner().invoke(import_, [str(source), "--as-space", "-o", str(out)]).exception is None
+    assert load_space(str(out)).presets[0].name == "today"

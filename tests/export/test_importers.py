@@ -9,7 +9,7 @@ import yaml
 
 from autoprec.errors import FileError, UnknownNameError
 from autoprec.export import export
-from autoprec.export.importers import detect, import_policy
+from autoprec.export.importers import as_space, detect, import_policy
 from autoprec.policy import resolve
 from autoprec.testing.exporters import MODELS, POLICIES, gemm_label
 
@@ -93,3 +93,17 @@ def test_detection_and_unknown_sources() -> None:
         detect({"foo": 1})
     with pytest.raises(UnknownNameError):
         import_policy(TE, "deepspeeed")
+
+
+def test_todays_setup_becomes_a_preset_of_a_search_space() -> None:
+    from autoprec.space import space_from_dict
+
+    done = import_policy({**TE, "override_linear_precision": [False, False, True]})
+    space = space_from_dict(as_space(done.policy, "today"))
+    (preset,) = space.presets
+    assert (preset.name, preset.choice) == ("today", "fp8_delayed/wgrad=bf16")
+    ao = space_from_dict(as_space(import_policy({"fp8_config": {"backend": "AO"}}, layers=["a", "b", "c"]).policy))
+    assert [len(rule.choices) for rule in ao.choices] == [1, 1, 2]
+    assert ao.presets[0].choice == "fp8_tensorwise"
+    mixed = space_from_dict(as_space(POLICIES["mixed"], "m"))
+    assert len(mixed.presets) == 4
