@@ -31,7 +31,7 @@ from autoprec.recipes import GEMM_OPERANDS, Gemm
 
 __all__ = ["FALLBACK", "CpuCost", "cache_file", "cpu_rates"]
 
-_SCHEMA = 4
+_SCHEMA = 5
 _PROBE_TIMEOUT_S = 120.0
 
 #: Used when the micro-benchmark cannot run: a plain AVX2 core without bf16 instructions.
@@ -53,6 +53,7 @@ FALLBACK: dict[str, Any] = {
     "attention": {form: {"forward": [2e-11, 1e-9, 2e-5], "backward": [5e-11, 3e-9, 5e-5]} for form in ("fp32", "bf16")},
     "optimizer": [5e-9, 7e-5],
     "dispatch": 3e-6,
+    "weights": {"fp32": 0.0, "bf16": 0.0, "emulated": 0.0},
     "in_situ": {"fp32": 1.0, "bf16": 1.0, "emulated": 1.0, "optimizer": 1.0},
     "torch": "",
 }
@@ -179,6 +180,8 @@ class CpuCost:
             native = "bf16" if low else "fp32"
             spent = self.gemm_seconds(native, role, *work.dims(role), work.batch)
             gemm_time += spent * (self.rates["convolution"] if kind == "conv" else self.in_situ)[native]
+            if gemm == "wgrad":
+                cast += work.elements("weight") * self.rates["weights"]["emulated" if emulated else native]
             operands = GEMM_OPERANDS[gemm]
             if emulated and recipe is not None:
                 per_value, fixed = self.rates["emulated"].get(recipe_family(recipe), self.rates["emulated"]["fp8_row"])

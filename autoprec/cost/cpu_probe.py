@@ -157,7 +157,7 @@ def _emulated(gemms: dict[str, dict[str, list[float]]]) -> dict[str, list[float]
     for family, recipe in _FAMILIES.items():
         execution = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES[recipe]))
         rows, times = [], []
-        for m, k, n in ((128, 128, 128), (256, 256, 512)):
+        for m, k, n in ((128, 128, 128), (192, 256, 384)):
             x, w = torch.randn(m, k).requires_grad_(), torch.randn(n, k).requires_grad_()
             grad = torch.randn(m, n)
 
@@ -264,7 +264,7 @@ class _Reference(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the mean square of the last block's output; ``x`` is ``[batch, seq, width]``."""
+        """Return the last block's output; ``x`` is ``[batch, seq, width]``."""
         batch, seq, width = x.shape
         for block in self.blocks:
             qkv = block["qkv"](block["norm"](x)).view(batch, seq, 3, 4, width // 4)  # type: ignore[index]
@@ -272,7 +272,7 @@ class _Reference(nn.Module):
             y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + block["out"](y.transpose(1, 2).reshape(batch, seq, width))  # type: ignore[index]
             x = x + block["down"](nn.functional.gelu(block["up"](block["mlp_norm"](x))))  # type: ignore[index]
-        return x.square().mean()
+        return x
 
 
 _IN_SITU: tuple[tuple[str, str, str], ...] = (
@@ -282,55 +282,77 @@ _IN_SITU: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def _in_situ(rates: dict[str, Any]) -> dict[str, float]:
-    """Return how much longer a whole step takes than its parts in a hot loop, by what dominates it.
+class _Stage:
+    """A small model, its recorded step, and what the step takes under a policy."""
 
-    Three steps of one model (fp32, bf16, emulated 8 bits) give three factors, one after the other.
-    """
-    model = _Reference()
-    optimizer = torch.optim.AdamW(model.parameters())
-    x = torch.randn(4, 96, 256)
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+        self.model, self.x = model, x
+        self.optimizer = torch.optim.AdamW(model.parameters())
+        with StepRecorder(model, optimizers=(self.optimizer,)) as recorder:
+            self.compute(clear=False)
+        self.report = recorder.report()
+        self.parameters = sum(p.numel() for p in model.parameters())
+        self.update_s = float("inf")
 
-    def compute() -> None:
-        optimizer.zero_grad()
-        torch.autograd.backward(model(x))
+    def compute(self, *, clear: bool = True) -> None:
+        """Run forward and backward; gradients are freed first, as scripts do."""
+        if clear:
+            self.optimizer.zero_grad()
+        torch.autograd.backward(self.model(self.x).float().square().mean())
 
-    def step(repeats: int = 5) -> tuple[float, float]:
-        """Return the shortest CPU time of forward and backward, and of the update that follows them."""
-        compute()
-        optimizer.step()
-        best = [float("inf"), float("inf")]
+    def measured(self, policy: Policy, repeats: int = 4) -> float:
+        """Return the shortest CPU time of forward and backward, the update between them as in a real loop."""
+        apply_policy(policy, self.model)
+        self.compute()
+        self.optimizer.step()
+        best = float("inf")
         for _ in range(repeats):
             start = time.process_time()
-            compute()
+            self.compute()
             middle = time.process_time()
-            optimizer.step()
-            best = [min(best[0], middle - start), min(best[1], time.process_time() - middle)]
-        return best[0], best[1]
+            self.optimizer.step()
+            best = min(best, middle - start)
+            self.update_s = min(self.update_s, time.process_time() - middle)
+        remove_policy(self.model)
+        return best
 
-    with StepRecorder(model, optimizers=(optimizer,)) as recorder:
-        torch.autograd.backward(model(x))
-    report = recorder.report()
-    found = {"fp32": 0.0, "bf16": 0.0, "emulated": 0.0}
-    for factor, recipe, activations in _IN_SITU:
+    def modelled(self, policy: Policy, rates: dict[str, Any]) -> float:
+        """Return what the model says of the same step."""
+        plans = resolve(policy, [layer.name for layer in self.report.tunable])
+        cost = CostModel(self.report, target("cpu"), cpu=rates)
+        return cost.estimate(plans, activations=policy.activations).time_ms / 1e3
+
+
+_NOTHING = {"fp32": 0.0, "bf16": 0.0, "emulated": 0.0}
+
+
+def _in_situ(rates: dict[str, Any]) -> dict[str, Any]:
+    """Return how much longer whole steps take than their operators in a hot loop, and what weights cost beside them.
+
+    Two models (one ruled by activations, one by weights) under three policies (fp32, bf16, emulated 8 bits) give two
+    unknowns per policy: a factor on the operators, and seconds per weight value (casts, gradients in fresh memory).
+    """
+    wide = nn.Sequential(nn.Linear(512, 1536), nn.ReLU(), nn.Linear(1536, 512))
+    stages = [_Stage(_Reference(), torch.randn(4, 96, 256)), _Stage(wide, torch.randn(48, 512))]
+    factors, weights = dict(_NOTHING), dict(_NOTHING)
+    for name, recipe, activations in _IN_SITU:
         recipes = {} if recipe == "keep" else {recipe: BUILTIN_RECIPES[recipe]}
         policy = Policy(recipes=recipes, default=recipe, activations=activations)
-        apply_policy(policy, model)
-        measured, update = step()
-        remove_policy(model)
-        plans = resolve(policy, [layer.name for layer in report.tunable])
-        parts = {}
-        for name in found:
-            only = {**rates, "in_situ": {**dict.fromkeys(found, 0.0), "optimizer": 0.0, name: 1.0}}
-            modelled = CostModel(report, target("cpu"), cpu=only).estimate(plans, activations=activations)
-            parts[name] = modelled.time_ms / 1e3
-        known = sum(parts[name] * found[name] for name in found if name != factor)
-        found[factor] = max(0.5, min(4.0, (measured - known) / parts[factor]))
+        rows, missing = [], []
+        for stage in stages:
+            bare = {**rates, "in_situ": {**_NOTHING, name: 1.0, "optimizer": 0.0}, "weights": _NOTHING}
+            known = {**rates, "in_situ": {**factors, "optimizer": 0.0}, "weights": weights}
+            rows.append([stage.modelled(policy, bare), float(stage.parameters)])
+            missing.append(max(1e-6, stage.measured(policy) - stage.modelled(policy, known)))
+        factors[name], weights[name] = _fit(rows, missing)
+        factors[name] = max(0.5, min(4.0, factors[name]))
     per_value, per_tensor = rates["optimizer"]
-    tensors = list(model.parameters())
-    alone = per_value * sum(p.numel() for p in tensors) + per_tensor * len(tensors)
-    found["optimizer"] = max(0.5, min(4.0, update / alone))
-    return found
+    first = stages[0]
+    alone = per_value * first.parameters + per_tensor * len(list(first.model.parameters()))
+    return {
+        "in_situ": {**factors, "optimizer": max(0.5, min(4.0, first.update_s / alone))},
+        "weights": weights,
+    }
 
 
 def measure() -> dict[str, Any]:
@@ -350,7 +372,7 @@ def measure() -> dict[str, Any]:
         "optimizer": _optimizer(),
         "dispatch": _dispatch(),
     }
-    out["in_situ"] = _in_situ(out)
+    out |= _in_situ(out)
     return {**out, "torch": torch.__version__, "seconds": time.process_time() - start}
 
 

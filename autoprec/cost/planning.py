@@ -198,38 +198,30 @@ def scale_out(
     if not 1 <= ways <= _NODE:
         raise UsageError(f"tensor parallel over {ways} GPUs leaves the node", fix=f"use 1 to {_NODE}")
     shard = model.split(lambda work: _split(work, ways)) if ways > 1 else model
-    tokens = max((work.tokens for layer in model.report.tunable for work in model.works(layer.name)), default=0)
-    hidden = _hidden(model)
-    blocks = _blocks(model)
-    exchanged = 4.0 * blocks * tokens * hidden * 2.0 * 2.0 * (ways - 1) / ways / links["scale_up"]
+    exchanged = _exchanged_bytes(model, ways) / links["scale_up"]
     out = []
     for count in gpus:
         if count < ways or count % ways:
             raise UsageError(f"{count} GPUs are no whole number of replicas of {ways}", fix="choose multiples")
         replicas = count // ways
-        state = int(model.parameters / ways * (4 + 4 + 8 / replicas))
-        times = []
-        exposed = 0.0
+        sharded, times, exposed = shard.with_shards(replicas), [], 0.0
         for chosen, form in ((baseline, baseline_gradients), (plans, gradients)):
-            compute = shard.with_shards(replicas).estimate(chosen, activations=activations).time_ms / 1e3
+            compute = sharded.estimate(chosen, activations=activations).time_ms / 1e3
             traffic = _reduce_seconds(model.parameters / ways * _GRADIENT_BYTES[form], replicas, ways, links)
             waiting = max(0.0, traffic - _OVERLAP * compute * 2 / 3)
             times.append(compute + exchanged + waiting)
             exposed = (exchanged + waiting) / times[-1] if times[-1] else 0.0
-        out.append(
-            ScalePoint(
-                gpus=count,
-                tensor_parallel=ways,
-                data_parallel=replicas,
-                baseline_ms=times[0] * 1e3,
-                policy_ms=times[1] * 1e3,
-                speedup=times[0] / times[1],
-                exposed=exposed,
-                state_bytes=state,
-                fits=state < model.target.memory_bytes,
-            )
-        )
+        state = int(model.parameters / ways * (4 + 4 + 8 / replicas))
+        fits = state < model.target.memory_bytes
+        speedup = times[0] / times[1]
+        out.append(ScalePoint(count, ways, replicas, times[0] * 1e3, times[1] * 1e3, speedup, exposed, state, fits))
     return out
+
+
+def _exchanged_bytes(model: CostModel, ways: int) -> float:
+    """Return what tensor parallelism moves in one step: four all-reduces of 16-bit activations per block."""
+    tokens = max((work.tokens for layer in model.report.tunable for work in model.works(layer.name)), default=0)
+    return 4.0 * _blocks(model) * tokens * _hidden(model) * 2.0 * 2.0 * (ways - 1) / ways
 
 
 def _hidden(model: CostModel) -> int:

@@ -123,6 +123,28 @@ def _speedup(base: StepEstimate, other: StepEstimate) -> float:
     return base.time_ms / other.time_ms if other.time_ms else 1.0
 
 
+def _best_uniform(
+    model: Estimator,
+    choices: Mapping[str, Mapping[str, LayerPlan]],
+    names: list[str],
+    baseline: str,
+    base: StepEstimate,
+    activations: str,
+) -> tuple[str, float]:
+    """Return the fastest single choice and its speed-up; layers that cannot run it take the baseline."""
+    best = (baseline, 1.0)
+    fallback = choices.get(baseline, {})
+    for choice, plans in choices.items():
+        feasible = {}
+        for name in names:
+            plan = plans.get(name, _KEEP_PLAN)
+            feasible[name] = plan if _allowed(model, name, plan)[0] else fallback.get(name, _KEEP_PLAN)
+        gained = _speedup(base, model.estimate(feasible, activations=activations))
+        if gained > best[1]:
+            best = (choice, gained)
+    return best
+
+
 def judge(
     model: Estimator,
     plans_by_choice: Mapping[str, Mapping[str, LayerPlan]],
@@ -154,16 +176,7 @@ def judge(
         assignment[name] = choices[best].get(name, _KEEP_PLAN)
     base = model.estimate(choices.get(first, {}), activations=cast)
     bound = model.estimate(assignment, activations=cast)
-    uniform: tuple[str, float] = (first, 1.0)
-    for choice, plans in choices.items():
-        runnable = {n: plans.get(n, _KEEP_PLAN) for n in names}
-        feasible = {
-            n: plan if _allowed(model, n, plan)[0] else choices.get(first, {}).get(n, _KEEP_PLAN)
-            for n, plan in runnable.items()
-        }
-        gained = _speedup(base, model.estimate(feasible, activations=cast))
-        if gained > uniform[1]:
-            uniform = (choice, gained)
+    uniform = _best_uniform(model, choices, names, first, base, cast)
     speedup = max(_speedup(base, bound), uniform[1])
     total = sum(base.breakdown.values()) or 1.0
     shares = {key: value / total for key, value in base.breakdown.items()}
