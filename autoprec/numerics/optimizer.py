@@ -58,7 +58,7 @@ def _check(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, kind: str)
         raise UnsupportedError(
             "sharded parameters (FSDP2, DTensor) keep their state in FP32 here",
             where="policy.optimizer",
-            fix="use autoprec.numerics.optimizer_packages.package_optimizer (torchao's optimizers shard), or fp32 state",
+            fix="use autoprec.numerics.optimizer_packages.package_optimizer (torchao shards its own), or fp32 state",
         )
     if not any(p.dim() >= 2 for p in parameters):
         raise UnsupportedError(
@@ -116,7 +116,7 @@ class OptimizerRuntime:
         """Say whether this parameter is updated here: a matrix with any part in low precision."""
         if not parameter.is_floating_point():
             return False
-        if parameter in self.weights or isinstance(parameter.grad, StoredTensor):
+        if parameter in self.weights:
             return True
         return parameter.dim() >= 2 and (self.choice.exp_avg, self.choice.exp_avg_sq) != ("fp32", "fp32")
 
@@ -146,7 +146,7 @@ class OptimizerRuntime:
 
     def _update(self, optimizer: torch.optim.Optimizer, group: dict[str, Any], parameter: Tensor) -> None:
         state = optimizer.state[parameter]
-        gradient = decoded(parameter.grad).float()
+        gradient = self.weights.gradient(parameter)
         scale = getattr(optimizer, "grad_scale", None)  # set by GradScaler when the optimizer is fused
         if scale is not None:
             gradient = gradient / scale.to(gradient.device)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.numerics.communication import GradientHook, find_distributed
-from autoprec.numerics.optimizer import loss_scaler_of, runtime_of
+from autoprec.numerics.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of
 from autoprec.numerics.optimizer_tensor import StoredTensor
 from autoprec.policy import Policy
 
@@ -33,6 +33,15 @@ def _entry(requested: str, executed: str, reason: str = "") -> dict[str, Any]:
     return {"requested": requested, "executed": executed, "ok": requested == executed, "reason": reason}
 
 
+def _gradients(requested: str, runtime: OptimizerRuntime | None, matrices: list[Tensor]) -> dict[str, Any]:
+    """Audit gradient storage; gradients may have been set to None since they were stored."""
+    if runtime is not None and runtime.weights.gradients_stored:
+        rounded = len(runtime.weights.rounded)
+        return _entry(requested, requested, f"{rounded} rounded at the step, not stored (DDP)" if rounded else "")
+    found = _held([p.grad for p in matrices], requested)
+    return _entry(requested, "fp32" if requested == "fp32" and found == "nothing yet" else found)
+
+
 def audit_optimizer(
     policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -50,8 +59,7 @@ def audit_optimizer(
     executed = _held(weights, choice.weights) if weights else "fp32"
     why = [] if runtime is None else [f"{n} emulated: {text}" for text, n in runtime.weights.emulated.items()]
     out["weights"] = _entry(choice.weights, executed, "; ".join(why))
-    gradients = [p.grad for p in matrices if p.grad is not None]
-    out["gradients"] = _entry(choice.gradients, _held(gradients, choice.gradients))
+    out["gradients"] = _gradients(choice.gradients, runtime, matrices)
     for part, names in _STATE.items():
         requested = getattr(choice, part)
         values = [optimizer.state[p].get(name) for p in matrices if p in optimizer.state for name in names]

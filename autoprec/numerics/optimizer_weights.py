@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.numerics.optimizer_tensor import StoredTensor
+from autoprec.numerics.optimizer_tensor import StoredTensor, decoded
 from autoprec.numerics.state_formats import Codec, codec
 from autoprec.policy import OptimizerPolicy
 
@@ -62,21 +62,26 @@ class StoredWeights:
             int, tuple[Tensor, StoredTensor]
         ] = {}  # by id: torch will not exchange what is weakly referenced
         self.emulated: dict[str, int] = {}
+        self.gradients: Codec | None = None
+        self.rounded: set[int] = set()  # ids of parameters whose gradient is rounded at the step instead of stored
+        self.gradients_stored = 0
         self._handles: list[Any] = []
 
     @classmethod
     def install(cls, parameters: Sequence[Tensor], choice: OptimizerPolicy, model: nn.Module | None) -> StoredWeights:
         """Exchange every matrix among ``parameters`` that is no embedding, and hook its gradient storage."""
         made = cls(codec("weights", choice.weights))
-        gradients, embeddings = codec("gradients", choice.gradients), _embeddings(model)
+        made.gradients, embeddings = codec("gradients", choice.gradients), _embeddings(model)
         for parameter in parameters:
             if parameter.dim() < 2 or not parameter.is_floating_point() or id(parameter) in embeddings:
                 continue
             obstacle = _obstacle(parameter)
             if made.codec is not None:
                 made._add(parameter, obstacle)
-            if gradients is not None and not (obstacle and "holds it" in obstacle):
-                hook = parameter.register_post_accumulate_grad_hook(_gradient_hook(gradients))  # type: ignore[no-untyped-call]
+            if made.gradients is not None and "holds it" in obstacle:  # DDP works on the gradient after our hook would
+                made.rounded.add(id(parameter))
+            elif made.gradients is not None:
+                hook = parameter.register_post_accumulate_grad_hook(made._store_gradient)  # type: ignore[no-untyped-call]
                 made._handles.append(hook)
         return made
 
@@ -97,7 +102,23 @@ class StoredWeights:
             parameter.copy_(stored.decode())
 
     def __contains__(self, parameter: Tensor) -> bool:
-        return isinstance(parameter, StoredTensor) or id(parameter) in self.beside
+        """Say whether this parameter or its gradient is in low precision here."""
+        found = isinstance(parameter, StoredTensor) or id(parameter) in self.beside or id(parameter) in self.rounded
+        return found or isinstance(parameter.grad, StoredTensor)
+
+    def gradient(self, parameter: Tensor) -> Tensor:
+        """Return the gradient the update uses, as FP32: decoded, or rounded now where it could not be stored."""
+        gradient: Tensor = decoded(parameter.grad).float()
+        if self.gradients is not None and id(parameter) in self.rounded:
+            self.gradients_stored += 1
+            return self.gradients.decode(self.gradients.encode(gradient), gradient.shape)
+        return gradient
+
+    def _store_gradient(self, parameter: Tensor) -> None:
+        assert self.gradients is not None
+        self.gradients_stored += 1
+        if parameter.grad is not None and not isinstance(parameter.grad, StoredTensor):
+            parameter.grad = StoredTensor.store(parameter.grad, self.gradients)
 
     def read(self, parameter: Tensor) -> Tensor:
         """Return the FP32 value the optimizer updates: the parameter itself when it is plain FP32, else a copy."""
@@ -143,12 +164,4 @@ class StoredWeights:
         for parameter, stored in self.beside.values():
             with torch.no_grad():
                 parameter.copy_(stored.exact())
-        self.real, self.beside = [], {}
-
-
-def _gradient_hook(how: Codec) -> Any:
-    def hook(parameter: Tensor) -> None:
-        if parameter.grad is not None and not isinstance(parameter.grad, StoredTensor):
-            parameter.grad = StoredTensor.store(parameter.grad, how)
-
-    return hook
+        self.real, self.beside, self.rounded = [], {}, set()

@@ -18,6 +18,7 @@ from autoprec.numerics.communication import (
     wire_bytes,
 )
 from autoprec.numerics.optimizer import runtime_of, wrap_optimizer
+from autoprec.numerics.optimizer_audit import audit_optimizer
 
 
 def gradients(ranks: int, count: int = 5000, seed: int = 0) -> list[torch.Tensor]:
@@ -128,6 +129,10 @@ def rank_main(rank: int, folder: str) -> None:
     assert torch.equal(first, second)
     assert torch.equal(model[0].weight, model[0].weight.bfloat16().float())
     assert list(runtime_of(optimizer).weights.emulated.values()) == [2]
+    audit = audit_optimizer(policy, optimizer, model)
+    assert all(entry["ok"] for entry in audit.values()), audit
+    assert audit["communication"]["executed"] == "fp8"
+    assert "DDP" in audit["gradients"]["reason"]
     # one bucket, directly: the hook computes what the simulation computes
     model = network()
     wrapped = nn.parallel.DistributedDataParallel(model)

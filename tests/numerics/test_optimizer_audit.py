@@ -42,6 +42,16 @@ def test_before_the_first_step_it_says_so():
     assert found["exp_avg"]["executed"] == "nothing yet"
 
 
+def test_gradients_that_were_cleared_since_still_count():
+    model, policy = nn.Linear(8, 8), LEVELS["msamp-o1"].policy()
+    optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
+    step(model, optimizer)
+    optimizer.zero_grad()
+    assert audit_optimizer(policy, optimizer)["gradients"]["ok"]
+    plain = torch.optim.AdamW(model.parameters())
+    assert audit_optimizer(LEVELS["amp-bf16"].policy(), plain)["gradients"]["ok"]
+
+
 def test_emulated_storage_says_why():
     model, policy = nn.Linear(8, 8), LEVELS["bf16-kahan"].policy()
     model.weight.register_hook(lambda gradient: gradient)
