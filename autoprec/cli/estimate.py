@@ -170,6 +170,7 @@ def _more_lines(more: dict[str, Any]) -> list[str]:
 @click.option("--batch", default=1, show_default=True, metavar="N", help="With --config: sequences per device.")
 @click.option("--seq", default=8192, show_default=True, metavar="N", help="With --config: tokens per sequence.")
 @click.option("--eager", is_flag=True, help="The script is not compiled: nothing is fused, every launch is paid.")
+@click.option("--fused-casts", is_flag=True, help="Norms and activations write quantised inputs (TE's fused modules).")
 @click.option("--calibration", type=click.Path(path_type=Path), help="A file written by `autoprec calibrate`.")
 @click.option("--threshold", default=0.03, show_default=True, metavar="X", help="Smallest bound worth a search.")
 @click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Until the first training step.")
@@ -187,6 +188,7 @@ def estimate(
     batch: int,
     seq: int,
     eager: bool,
+    fused_casts: bool,
     calibration: Path | None,
     threshold: float,
     timeout: float,
@@ -212,7 +214,7 @@ def estimate(
             "there is no trainable GEMM to tune", fix="`autoprec inspect` lists every operator and why"
         )
     found, _ = resolve_target(target, device)
-    model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured)
+    model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured, fused_casts=fused_casts)
     chosen = load_space(space) if space else default_space(found.name)
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}

@@ -300,7 +300,7 @@ class _Stage:
             self.optimizer.zero_grad()
         torch.autograd.backward(self.model(self.x).float().square().mean())
 
-    def measured(self, policy: Policy, repeats: int = 4) -> float:
+    def measured(self, policy: Policy, repeats: int = 3) -> float:
         """Return the shortest CPU time of forward and backward, the update between them as in a real loop."""
         apply_policy(policy, self.model)
         self.compute()

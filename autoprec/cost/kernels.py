@@ -110,7 +110,14 @@ def kept_family(activations: str, script: str) -> str:
 
 
 def operand_cast_seconds(
-    target: Target, rates: Rates, recipe: Recipe, elements: float, uses: tuple[int, ...], source: float
+    target: Target,
+    rates: Rates,
+    recipe: Recipe,
+    elements: float,
+    uses: tuple[int, ...],
+    source: float,
+    *,
+    fused: bool = False,
 ) -> float:
     """Return the time to cast one operand to a recipe's format.
 
@@ -121,13 +128,16 @@ def operand_cast_seconds(
         elements: how many values.
         uses: which of the operand's two reduction dimensions are used: (0,), (1,) or (0, 1).
         source: bytes per value in high precision; nothing is cast when the operand has the format already.
+        fused: the operator before writes the codes itself (a norm or activation fused with the cast), so one read
+            of the source and one kernel are spared.
     """
     family = recipe_family(recipe)
     if recipe.scaled:
-        moved, _ = cast_traffic(family, len(uses), uses == (1,), source, target.layouts)
-        return elements * moved / (target.bandwidth * rates.cast.get(family, 0.5)) + (
-            rates.quantise_us.get(family, 5.0) * 1e-6
-        )
+        moved, kernels = cast_traffic(family, len(uses), uses == (1,), source, target.layouts)
+        fixed = rates.quantise_us.get(family, 5.0) * 1e-6
+        if fused:
+            moved, fixed = moved - source, fixed * (1.0 - 1.0 / kernels)
+        return elements * moved / (target.bandwidth * rates.cast.get(family, 0.5)) + fixed
     size = operand_bytes(family)
     if size >= source:
         return 0.0
@@ -143,6 +153,7 @@ def layer_cost(
     activations: str = "keep",
     script: str = "fp32",
     weight_reuse: float = 1.0,
+    fused: bool = False,
 ) -> LayerCost:
     """Return the time of one layer's GEMMs and casts under a plan.
 
@@ -154,6 +165,7 @@ def layer_cost(
         activations: autocast dtype around the model, or keep.
         script: dtype in which the script itself runs this layer.
         weight_reuse: how many calls share one cast of the weight (gradient accumulation with cached casts).
+        fused: the operator before the layer writes the quantised input itself.
     """
     kept = kept_family(activations, script)
     gemm_time = error = 0.0
@@ -178,7 +190,15 @@ def layer_cost(
         source = _source_bytes(operand, activations, script)
         share = 1.0 / weight_reuse if operand == "weight" else 1.0
         for chosen, uses in wanted.items():
-            spent = operand_cast_seconds(target, rates, chosen, work.elements(operand), uses, source)
+            spent = operand_cast_seconds(
+                target,
+                rates,
+                chosen,
+                work.elements(operand),
+                uses,
+                source,
+                fused=fused and operand == "input" and 0 in uses,
+            )
             cast += spent * share
             if spent:
                 family = recipe_family(chosen)

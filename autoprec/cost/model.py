@@ -39,6 +39,8 @@ class CostModel:
         weight_reuse: calls that share one cast of a weight (gradient accumulation with cached casts).
         rates: replaces the default rates of the target's architecture.
         shards: devices that share the optimizer step and its state (ZeRO, FSDP).
+        fused_casts: norms and activations write the quantised input of the layer behind them (as Transformer
+            Engine's fused modules do); a GPU's casts are separate kernels otherwise.
         cpu: rates of a CPU in place of this machine's (target ``cpu`` only).
 
     ``estimate`` looks up what it has computed before, so that a search may ask thousands of times.
@@ -56,9 +58,11 @@ class CostModel:
         rates: Rates | None = None,
         shards: int = 1,
         cpu: Mapping[str, Any] | None = None,
+        fused_casts: bool = False,
     ) -> None:
         self.report, self.target, self.scale = report, target, scale or CostScale()
         self.compiled, self.weight_reuse, self.shards = compiled, weight_reuse, shards
+        self.fused_casts = fused_casts
         self.rates: Rates = rates or default_rates(target)
         self._cpu: CpuCost | None = None
         if target.is_cpu:
@@ -110,6 +114,7 @@ class CostModel:
             rates=self.rates,
             shards=self.shards,
             cpu=self._cpu.rates if self._cpu else None,
+            fused_casts=self.fused_casts,
         )
 
     def with_shards(self, shards: int) -> CostModel:
@@ -173,6 +178,7 @@ class CostModel:
                 activations=activations,
                 script=self._script[name],
                 weight_reuse=self.weight_reuse,
+                fused=self.fused_casts,
             )
             for work in self._works[name]
         ]

@@ -147,3 +147,19 @@ def test_an_operand_already_in_the_format_is_not_cast() -> None:
 def test_kept_layers_follow_autocast() -> None:
     assert kept_family("keep", "fp32") == "fp32"
     assert kept_family("bf16", "fp32") == "bf16"
+
+
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_block"])
+def test_a_cast_fused_with_the_operator_before_is_cheaper(name: str) -> None:
+    work = linear(8192, 4096, 4096)
+    plan = LayerPlan.uniform(R[name])
+    apart, fused = (layer_cost(H100, RATES, work, plan, script="bf16", fused=f).cast for f in (False, True))
+    assert 0 < fused < apart
+    spared = 8192 * 4096 * 2.0 / (H100.bandwidth * RATES.cast[_family(name)])
+    assert apart - fused == pytest.approx(spared, rel=0.2)
+
+
+def _family(name: str) -> str:
+    from autoprec.hardware import recipe_family
+
+    return recipe_family(R[name])
