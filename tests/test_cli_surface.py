@@ -27,7 +27,7 @@ SURFACE = {
     "validate": "--json",
     "diff": "--all --json",
     "export": "--allow-lossy --force --layers --output --to",
-    "import": "--force --from --layers --output",
+    "import": "--as-space --force --from --layers --output",
     "targets": "--file --json",
     "calibrate": "--device --json --output --target",
     "doctor": "--json",
