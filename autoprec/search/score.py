@@ -62,6 +62,8 @@ def score(
     gap = divergence(result.losses, reference.losses)
     if not math.isfinite(gap):
         return Scored("diverged", "the loss became non-finite", {}, {})
+    # Weights or state that lose updates can flatter a short loss curve: what was seen of them from the inside counts.
+    gap += float(result.payload.get("state", {}).get("penalty", 0.0))
     where = "measured" if estimate is None else "modelled"
     step_ms = step_time(result.step_ms, result.warmup) if estimate is None else estimate.time_ms
     memory = result.memory_bytes if estimate is None else estimate.memory_bytes

@@ -44,3 +44,9 @@ def test_a_loss_that_ends_non_finite_is_diverged_and_has_no_metrics() -> None:
 def test_failures_keep_their_reason() -> None:
     scored = score(TrialResult("oom", "out of memory"), REFERENCE, estimate=None, gradient_error=0.0)
     assert (scored.status, scored.reason, scored.metrics) == ("oom", "out of memory", {})
+
+
+def test_state_that_loses_updates_adds_to_the_divergence() -> None:
+    """A stalled second moment may well end at a lower loss; what was seen of it from the inside counts."""
+    scored = score(result(payload={"state": {"penalty": 0.3}}), REFERENCE, estimate=None, gradient_error=0.0)
+    assert scored.metrics["divergence"] == pytest.approx(0.3)
