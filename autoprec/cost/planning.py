@@ -97,7 +97,7 @@ def search_seconds(
     step_ms: float, *, trials: int = 30, steps: int = 23, finalists: int = 3, seeds: int = 4, probes: int = 60
 ) -> float:
     """Return what the training steps of a search cost on the target: trials, paired finalists, sensitivity probes."""
-    long_runs = finalists * seeds * 2 * steps * 2
+    long_runs = (finalists + 1) * seeds * 2 * steps  # the reference runs beside the finalists, each twice as long
     return (trials * steps + long_runs + probes) * step_ms / 1e3
 
 
