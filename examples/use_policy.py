@@ -13,14 +13,14 @@ import autoprec
 
 policy = autoprec.load(sys.argv[1])  # data only: nothing in the file is run
 torch.manual_seed(0)
-model = GPT(width=256, depth=4, heads=4, context=64)
+model = GPT(width=384, depth=3, heads=6, context=64)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 policy.apply(model)  # in place, before or after the optimizer is built
 optimizer = policy.wrap_optimizer(optimizer)  # the same object; does nothing unless the policy asks for it
 
 text, offsets = read_text(1_000_000), torch.arange(65)
 for step in range(5):
-    window = text[torch.randint(len(text) - 65, (12, 1)) + offsets]
+    window = text[torch.randint(len(text) - 65, (8, 1)) + offsets]
     loss = model(window[:, :-1], window[:, 1:])
     optimizer.zero_grad()
     loss.backward()
