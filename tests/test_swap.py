@@ -1,0 +1,95 @@
+"""The class swap: everything of a module but its forward stays."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrizations
+
+from autoprec.apply import Policy, remove_policy
+from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.swap import execution_of, root_of, swapped_base
+
+
+def bf16(**more: object) -> Policy:
+    return Policy.model_validate({"recipes": {"b": BUILTIN_RECIPES["bf16"]}, "default": "b", **more})
+
+
+class Tagged(nn.Linear):
+    tag = "mine"
+
+    def extra_repr(self) -> str:
+        return "tagged"
+
+
+def test_subclasses_keep_attributes_methods_and_repr() -> None:
+    model = nn.Sequential(Tagged(8, 8))
+    bf16().apply(model)
+    assert isinstance(model[0], Tagged)
+    assert type(model[0]).__name__ == "Tagged"
+    assert (model[0].tag, swapped_base(model[0])) == ("mine", Tagged)
+    assert repr(model[0]) == "Tagged(tagged, precision=(bf16))"
+    remove_policy(model)
+    assert repr(model[0]) == "Tagged(tagged)"
+    assert type(model[0]) is Tagged
+
+
+def test_parametrised_weights_are_computed_anew_in_each_forward() -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)))
+    policy = bf16()
+    policy.apply(model)
+    x = torch.randn(4, 8)
+    before = model(x)
+    with torch.no_grad():
+        model[0].parametrizations.weight.original0.mul_(2)
+    after = model(x)
+    assert torch.allclose(after - model[0].bias, 2 * (before - model[0].bias), atol=0.1)
+    after.sum().backward()
+    assert policy.audit(model).ok
+
+
+def test_a_root_that_is_itself_a_layer() -> None:
+    model = nn.Linear(8, 8)
+    policy = bf16(activations="bf16")
+    policy.apply(model)
+    x = torch.randn(4, 8, requires_grad=True)
+    out = model(x)
+    assert out.dtype is torch.float32
+    out.sum().backward()
+    assert policy.audit(model).ok
+    remove_policy(model)
+    assert type(model) is nn.Linear
+    assert execution_of(model) is None
+    assert root_of(model) is None
+
+
+def test_a_forward_replaced_on_the_root_instance_is_wrapped_and_given_back() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    original = model.forward
+
+    def replaced(x: torch.Tensor) -> torch.Tensor:
+        return original(x) + 1
+
+    model.forward = replaced
+    policy = bf16(activations="bf16")
+    policy.apply(model)
+    model(torch.randn(4, 8)).sum().backward()
+    assert policy.audit(model).operators["activations"]["executed"] == "bf16"
+    remove_policy(model)
+    assert model.forward is replaced
+
+
+def test_an_optimizer_built_before_or_after_trains_the_same_parameters() -> None:
+    results = []
+    for before in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1))
+        optimizer = torch.optim.AdamW(model.parameters()) if before else None
+        bf16(activations="bf16").apply(model)
+        optimizer = optimizer or torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+        results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*results)
