@@ -53,8 +53,8 @@ class TakesScript(click.Command):
         try:
             return super().parse_args(ctx, [*own, "--", *script])
         except click.NoSuchOption as error:
-            error.message += " Arguments of the script itself come after the script's name."
-            raise
+            message = f"{error.message} Arguments of the script itself come after the script's name."
+            raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from error
 
     def collect_usage_pieces(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
         return ["[OPTIONS]", "train.py [SCRIPT ARGS]..."]
