@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -158,4 +159,5 @@ def peer_table(models: dict[str, Callable[[], Any]]) -> list[str]:
         lines.append(
             f"| {title} | {ok} / {len(chosen)} | {named} / {total} | {attributed} / {len(chosen)} | {seconds:.0f} s |"
         )
+        print(lines[-1], file=sys.stderr)
     return [*lines, "", "Not captured:", "", *failures]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from autoprec.layers import clean_name, tunable_units, unwrap
 
@@ -36,6 +37,7 @@ class ModelNames:
             clean = clean_name(name)
             self.parameters[clean] = parameter
             self.aliases[clean] = first.setdefault(id(parameter), clean)
+        self._parameter_names = first
         self.tied = {canonical for name, canonical in self.aliases.items() if name != canonical}
 
     def name_of(self, module: nn.Module) -> str:
@@ -49,7 +51,7 @@ class ModelNames:
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Iterate over parameters, each once under its first name, then buffers."""
         for name, parameter in self.parameters.items():
-            if self.aliases[name] == name:
+            if self.aliases[name] == name and not isinstance(parameter, UninitializedParameter):
                 yield name, parameter
         for name, buffer in self.root.named_buffers():
             yield clean_name(name), buffer
@@ -64,14 +66,19 @@ class ModelNames:
         if holder is None:
             return ""
         prefix = f"{module}." if module else ""
-        for attribute in holder._parameters:
+        for attribute, _ in holder.named_parameters(recurse=False):  # also of scripted modules
             if self.canonical(f"{prefix}{attribute}") == parameter:
                 return f"{prefix}{attribute}"
         return ""
 
+    def name_of_parameter(self, tensor: torch.Tensor) -> str:
+        """Return a parameter's first name, empty for another tensor (lazy layers make theirs during the step)."""
+        return self._parameter_names.get(id(tensor), "")
+
     def identity(self) -> dict[str, object]:
         """Return class, number of parameters (ties once) and a fingerprint of names, shapes and dtypes."""
-        rows = [f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in self.parameters.items()]
-        count = sum(int(p.numel()) for n, p in self.parameters.items() if self.aliases[n] == n)
+        made = {n: p for n, p in self.parameters.items() if not isinstance(p, UninitializedParameter)}
+        rows = [f"{n}:{tuple(p.shape)}:{p.dtype}" for n, p in made.items()]
+        count = sum(int(p.numel()) for n, p in made.items() if self.aliases[n] == n)
         digest = hashlib.sha256("\n".join(rows).encode()).hexdigest()
         return {"class": type(self.root).__name__, "parameters": count, "fingerprint": f"sha256:{digest[:32]}"}

@@ -7,6 +7,7 @@ recurrent layers, in-place operators and both kinds of checkpointing, where modu
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoprec.graph.modules import ModelNames
 from autoprec.graph.report import GraphReport
 from autoprec.graph.rules import Rules, load_rules
+from autoprec.graph.saved import SavedTensors
 from autoprec.graph.storages import StorageTable
 from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
 
@@ -35,6 +38,12 @@ _NAMED_FUNCTIONS: dict[Any, str] = {
 _graph_task = torch._C._current_graph_task_id
 _autograd_node = torch._C._current_autograd_node
 _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _is_wrapper(cls: type) -> bool:
+    """Say whether a tensor class (nested, DTensor, quantised) consists of plain tensors that its operators work on."""
+    return hasattr(cls, "__tensor_flatten__") and cls is not FakeTensor
 
 
 class _Functions(TorchFunctionMode):
@@ -62,31 +71,24 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Args:
         model: the model as the script calls it; wrappers (DDP, compile, FSDP) are looked through.
         optimizers: their state is counted in ``memory``; state that does not exist yet is predicted.
-        measure_saved: count tensors saved for backward with saved-tensor hooks. ``torch.func`` transforms refuse to
-            run under such hooks: record those scripts with False (the live tensors at the start of backward are
-            counted instead).
 
     Tensors are not kept alive and nothing is written into the model: recording changes no bit of the step.
     """
 
     supports_higher_order_operators = True
 
-    def __init__(
-        self, model: nn.Module, *, optimizers: Sequence[torch.optim.Optimizer] = (), measure_saved: bool = True
-    ) -> None:
+    def __init__(self, model: nn.Module, *, optimizers: Sequence[torch.optim.Optimizer] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.names = ModelNames(model)
         self.optimizers = tuple(optimizers)
         self.trace = Trace()
-        self._measure_saved = measure_saved
         self._stack: list[tuple[str, int]] = []
         self._hooks: list[Any] = []
-        self._saved_hooks: Any = None
         self._quiet: Any = None
         self._functions = _Functions()
         self._storages = StorageTable()
+        self._saved = SavedTensors(self._storages)
         self._known: dict[tuple[Any, ...], int] = {}
-        self._saved: dict[int, int] = {}
         self._last_task = -1
         self._after_backward = False
         self._finished = False
@@ -120,9 +122,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             register_module_forward_pre_hook(self._enter_module),
             register_module_forward_hook(self._leave_module, always_call=True),
         ]
-        if self._measure_saved:
-            self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
-            self._saved_hooks.__enter__()
+        self._saved.start()
         self._functions.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -132,9 +132,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> None:
         super().__exit__(kind, value, traceback)  # type: ignore[no-untyped-call]
         self._functions.__exit__(kind, value, traceback)  # type: ignore[no-untyped-call]
-        if self._saved_hooks is not None:
-            self._saved_hooks.__exit__(kind, value, traceback)
-            self._saved_hooks = None
+        self._saved.stop()
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -193,29 +191,14 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if call.module == SCRIPT and call.phase == "forward":
                 call.module = ""
 
-    # -- saved tensors --------------------------------------------------------------------------------------------
-
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if _graph_task() != -1:  # a checkpointed block run again inside backward: short-lived
-            return tensor
-        try:
-            storage = tensor.untyped_storage()
-            self._saved[storage._cdata] = storage.nbytes()
-            self._storages.watch(storage)
-        except (RuntimeError, NotImplementedError, AttributeError):
-            pass  # a tensor subclass without storage: not counted, never a reason to stop the script
-        return tensor
-
-    @staticmethod
-    def _unpack(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     # -- operators ------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if any(map(_is_wrapper, types)):
+            return NotImplemented  # the subclass takes it apart; its inner operators come back here
         namespace = getattr(func, "namespace", "")
         if namespace in _SKIPPED:
             return func(*args, **kwargs)
@@ -273,8 +256,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _lookup(self, tensor: torch.Tensor) -> int:
         key = self._storages.key(tensor)
         found = self._known.get(key)
-        if found is None:
-            found = self._new_value(tensor, "input")
+        if found is not None and not (isinstance(tensor, nn.Parameter) and self.trace.values[found].origin == "op"):
+            return found
+        name = self.names.name_of_parameter(tensor) if isinstance(tensor, nn.Parameter) else ""
+        if found is None or name:  # a parameter that was filled during the step (lazy layers) is the parameter
+            found = self._new_value(tensor, "parameter" if name else "input", name=name)
             self._known[key] = found
             self._storages.exclude(tensor)
         return found
@@ -329,9 +315,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count_saved()
 
     def _count_saved(self) -> None:
-        activations = sum(size for address, size in self._saved.items() if not self._storages.excluded(address))
-        self.trace.saved_bytes = max(self.trace.saved_bytes, activations)
-        self._saved.clear()
+        self.trace.saved_bytes = max(self.trace.saved_bytes, self._saved.take())
 
 
 def record_step(

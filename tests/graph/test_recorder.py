@@ -239,12 +239,35 @@ def test_an_exception_in_the_script_passes_through_and_hooks_are_gone():
     assert not torch.nn.modules.module._global_forward_pre_hooks
 
 
-def test_torch_func_runs_without_the_saved_tensor_hooks():
+def test_torch_func_runs_as_it_would_alone():
     model = nn.Linear(4, 4)
-    with StepRecorder(model, measure_saved=False) as recorder:
+    original = torch.autograd.graph.disable_saved_tensors_hooks
+
+    def step():
         torch.func.grad(lambda x: model(x).sum())(torch.randn(4))
-        model(torch.randn(2, 4)).sum().backward()
-    assert recorder.report().memory["saved_for_backward"] >= 0
+        model(torch.randn(2, 4)).square().sum().backward()
+
+    report = record_step(model, step)
+    assert report.memory["saved_for_backward"] == report.memory["live_at_backward"]
+    assert report.layer("").flops["fprop"] > 0
+    assert torch.autograd.graph.disable_saved_tensors_hooks is original
+    assert not torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def test_nested_scripted_and_lazy_models():
+    nested = nn.Linear(8, 4)
+
+    def step():
+        rows = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+        nested(rows).values().sum().backward()
+
+    assert record_step(nested, step).layer("").flops["fprop"] == 2 * 5 * 8 * 4
+    lazy = nn.Sequential(nn.LazyLinear(8), nn.Linear(8, 4))
+    report = record_step(lazy, lambda: lazy(torch.randn(2, 6)).sum().backward())
+    assert {layer.name: layer.flops["fprop"] for layer in report.layers} == {"0": 2 * 2 * 6 * 8, "1": 2 * 2 * 8 * 4}
+    sparse = nn.Sequential(nn.Embedding(10, 8, sparse=True), nn.Linear(8, 4))
+    report = record_step(sparse, lambda: sparse(torch.tensor([[1, 2]])).sum().backward())
+    assert report.layer("1").roles() == ("fprop", "dgrad", "wgrad")
 
 
 def test_gradient_clipping_is_no_forward_operator():
