@@ -183,7 +183,7 @@ def run_case(name: str, strategies: Sequence[str], seeds: int, rounds: int) -> d
         runs += [start(case, strategy, seed, trials) for seed in range(count)]
     for round_ in range(max(BUDGETS)):
         advance(case, runs)
-        if round_ % 10 == 9:
+        if round_ % 5 == 4:
             case.save()
             print(f"{name}: trial {round_ + 1}, {case.trained} trained, {case.cpu_s:.0f} s CPU", flush=True)
     front = true_front(case, rounds)

@@ -144,7 +144,7 @@ class DivergenceModel:
         leave_out = (self._solve @ (target - predicted + jacobian @ theta)) / np.diag(self._solve)
         if len(target) >= 6:
             spread = 0.5 * float(np.sqrt(np.median(leave_out**2))) * 1.2
-            self.residual = float(np.clip(0.5 * self.residual + 0.5 * spread, 0.03, 0.6))
+            self.residual = float(np.clip(spread, 0.03, 0.6))
 
     def _linearise(self, theta: Vector, observations: Sequence[Observation]) -> tuple[Vector, npt.NDArray[np.float64]]:
         belief = self._unpack(theta)

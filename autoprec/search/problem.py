@@ -146,6 +146,10 @@ class Problem:
 
     def distributions(self) -> dict[str, CategoricalDistribution]:
         """Return the Optuna distributions of everything there is to decide."""
+        return dict(self._distributions)
+
+    @cached_property
+    def _distributions(self) -> dict[str, CategoricalDistribution]:
         from optuna.distributions import CategoricalDistribution
 
         out = {layer_key(g.name): CategoricalDistribution(g.choices) for g in self.free_groups}

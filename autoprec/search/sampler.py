@@ -113,7 +113,7 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         max_memory: bytes; needs ``prior.memory``.
         noise_floor: divergence of the benign perturbation.
         seed: with the trial's number it determines every draw.
-        focus: share of trials that aim at the budget.
+        focus: share of trials that aim at the budget; None is a half, three quarters for the memory objectives.
         objective: what those trials minimise: ``throughput``, ``memory`` or ``balanced`` (the product of both).
     """
 
@@ -127,11 +127,12 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         max_memory: float | None = None,
         noise_floor: float = 0.0,
         seed: int = 0,
-        focus: float = 0.5,
+        focus: float | None = None,
         objective: str = "throughput",
     ) -> None:
         self.problem, self.prior = problem, prior
-        self.max_divergence, self.noise_floor, self.seed, self.focus = max_divergence, noise_floor, seed, focus
+        self.max_divergence, self.noise_floor, self.seed = max_divergence, noise_floor, seed
+        self.focus = focus if focus is not None else 0.5 if objective == "throughput" else 0.75
         self.objective = objective
         self.exhausted = False
         self._limits: list[Limit] = []
@@ -207,8 +208,6 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         most = max((_memory(t) for t in finished), default=0.0)
         base = self.prior.base_memory or most
         memory = LinearModel(held, base, np.zeros(len(self._features)), noise=1e-3, trust=0.1)
-        if self._state is not None:
-            divergence.residual = self._state.divergence.residual
         gaps, times, both, sizes = [], [], [], []
         for trial in sorted(finished, key=lambda t: t.number):
             point = self._point(trial)
@@ -223,6 +222,7 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             if _memory(trial) > 0:
                 sizes.append(Observation(point.index, point.features, point.base2, _memory(trial)))
         divergence.fit(gaps)
+        divergence.fit(gaps)  # again, with the residual that the first fit found
         time.fit(times)
         memory.fit(sizes)
         self._state = _State(numbers, divergence, time, memory, [both[i] for i in nondominated(both)])
@@ -287,7 +287,8 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     def _targets(self, belief: Belief, rng: np.random.Generator, aims: bool) -> list[float]:
         """Return the divergences to solve for: just within the budget, or along the front (log-spaced, jittered)."""
         if aims:
-            return [self.max_divergence * float(rng.uniform(0.9, 1.0))]
+            # within the noise floor nobody can tell: the decision accepts what lies there
+            return [max(self.max_divergence, self.noise_floor) * float(rng.uniform(0.9, 1.0))]
         none = np.zeros(len(self._features))
         masked = np.where(np.isfinite(belief.error2), belief.error2, -1.0)
         worst = belief.divergence(np.argmax(masked, axis=1), none, 0.0)
@@ -362,10 +363,21 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         return all(float(limit.cost[rows, index].sum()) <= limit.bound for limit in self._limits)
 
     def _anything_new(self, seen: set[tuple[Any, ...]], rng: np.random.Generator) -> dict[str, Any]:
-        """Return a random unseen point; when there is none, say so in :attr:`exhausted` and repeat the baseline."""
+        """Return a random unseen point within the limits; when none is found, say so in :attr:`exhausted`.
+
+        Groups are changed one by one from the safest point, as long as the limits hold. The point that is returned
+        when the space is exhausted is the baseline, which is known.
+        """
+        safest: IntVector = np.argmin(np.where(self.problem.allowed, self.prior.error2, np.inf), axis=1)
         for _ in range(200):
             params: dict[str, Any] = {n: v[int(rng.integers(len(v)))] for n, v in self.problem.parameters.items()}
-            index = np.array([rng.choice(np.flatnonzero(row)) for row in self.problem.allowed], dtype=np.int64)
+            base2, index, share = self.prior.parameter_error2(params), safest.copy(), rng.random()
+            for g in rng.permutation(len(index)):
+                if rng.random() < share:
+                    before = index[g]
+                    index[g] = rng.choice(np.flatnonzero(self.problem.allowed[g]))
+                    if not self._within_limits(index, base2):
+                        index[g] = before
             point = self.problem.from_indices(index, params)
             if self.problem.key(point) not in seen:
                 return point

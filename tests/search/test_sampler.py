@@ -35,15 +35,25 @@ def optimum(found: World) -> float:
     return found.base_ms + float(found.prior.time_ms[np.arange(len(index)), index].sum())
 
 
-def test_it_comes_near_the_optimum_and_beats_optunas_own() -> None:
-    regrets, others = [], []
-    for seed in range(3):
-        found = world(seed=seed)
+def test_it_comes_near_the_optimum() -> None:
+    regrets = []
+    for seed in range(2):
+        found = world(seed=seed, misfit=0.3)
         ours = study(PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET, seed=seed))
         regrets.append(best(drive(found, ours, 50)) / optimum(found) - 1)
-        others.append(best(drive(found, study(make_sampler("tpe", found.problem, found.prior, seed=seed)), 50)))
-    assert np.mean(regrets) < 0.045
-    assert all(np.isinf(o) for o in others) or np.mean(others) > np.mean(regrets)
+    assert np.mean(regrets) < 0.025  # 0.016 measured
+
+
+def test_it_beats_the_solver_on_one_pass_scores_and_optunas_own_when_the_scores_are_poor() -> None:
+    ours, solver, tpe = [], [], []
+    for seed in range(2):
+        found = world(seed=seed, misfit=0.6)
+        sampler = PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET, seed=seed)
+        ours.append(best(drive(found, study(sampler), 50)))
+        solver.append(best(drive(found, study(make_sampler("ilp", found.problem, found.prior, seed=seed)), 50)))
+        tpe.append(best(drive(found, study(make_sampler("tpe", found.problem, found.prior, seed=seed)), 50)))
+    assert np.mean(ours) < np.mean(solver)
+    assert np.mean(ours) < np.mean(tpe)
 
 
 def test_nothing_is_proposed_twice() -> None:
@@ -198,7 +208,7 @@ def test_the_memory_objective_finds_small_points() -> None:
     def held(params: dict[str, object]) -> float:
         return 100.0 + sum(table.get(str(params[name]), 4.0) for name, table in small.items())
 
-    least = {}
+    smallest = {}
     for objective in ("throughput", "memory"):
         at = study(PrecisionSampler(problem, prior, max_divergence=BUDGET, objective=objective))
         sizes = []
@@ -209,5 +219,6 @@ def test_the_memory_objective_finds_small_points() -> None:
             trial.set_user_attr("metrics", metrics)
             at.tell(trial, [step, gap])
             sizes.append(metrics["memory_bytes"])
-        least[objective] = float(np.mean(sizes[8:]))
-    assert least["memory"] < least["throughput"] - 0.3
+        smallest[objective] = sum(size == 103.0 for size in sizes[8:])
+    assert smallest["memory"] >= 5
+    assert smallest["memory"] > smallest["throughput"]
