@@ -182,7 +182,6 @@ class _Server:
             os.close(child.output)
             del self._children[pid]
             end_group(pid)  # what it started and left behind ...
-            sweep(f"{self._mark}.{child.request.id}\0", [pid], patience_s=1.0)  # ... also in sessions of its own
             answer = {
                 "op": "done",
                 "id": child.request.id,
@@ -192,6 +191,8 @@ class _Server:
             }
             with contextlib.suppress(OSError):
                 self._control.sendall(json.dumps(answer).encode() + b"\n")
+            if status:  # also in sessions of its own; after a good end this can wait for the end of the family
+                sweep(f"{self._mark}.{child.request.id}\0", [pid], patience_s=1.0)
 
 
 def flush_streams() -> None:

@@ -1,0 +1,46 @@
+"""When a process must not be forked, with stand-ins for what this machine lacks."""
+
+from __future__ import annotations
+
+import multiprocessing
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.trial.agent import fork_obstacle, host_info, model_info
+from autoprec.trial.discovery import Found
+
+
+def found(device: str = "cpu") -> Found:
+    model = nn.Sequential(nn.Linear(4, 4, device=device))
+    return Found([model], [torch.optim.SGD(model.parameters())], list(model.parameters()))
+
+
+def test_a_plain_cpu_process_may_be_forked() -> None:
+    assert fork_obstacle(found()) == ""
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value", "says"),
+    [
+        (torch.cuda, "is_initialized", lambda: True, "CUDA"),
+        (torch.distributed, "is_initialized", lambda: True, "process group"),
+        (multiprocessing, "active_children", lambda: [1], "worker processes"),
+    ],
+)
+def test_obstacles(owner: Any, name: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(owner, name, value)
+    assert says in fork_obstacle(found())
+
+
+def test_host_info() -> None:
+    info = host_info(found(), "process", 1.5, "CUDA is initialised")
+    assert info.layers == ("0",)
+    assert info.optimizers == ("SGD",)
+    assert info.device == "cpu"
+    assert "CUDA is initialised" in info.notes[-1]
+    assert info.model == model_info(found().root)
+    assert info.model["parameters"] == 20

@@ -1,0 +1,66 @@
+"""Replaying a step gives the gradients that running it again would have given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoprec.trial.discovery import Found
+from autoprec.trial.hooks import Hooks
+from autoprec.trial.protocol import Probe, TrialSpec
+from autoprec.trial.replay import Replay
+
+from .conftest import uniform
+
+
+class DoneError(Exception):
+    pass
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_loss_outside_the_model_dropout_autocast_and_scaling(autocast: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    found = Found([model], [optimizer], list(model.parameters()))
+    hooks = Hooks()
+    hooks.install()
+    payloads: list[dict[str, Any]] = []
+
+    def done(payload: dict[str, Any]) -> None:
+        payloads.append(payload)
+        raise DoneError
+
+    probes = (Probe("none", None), Probe("bf16", uniform("bf16")), Probe("wrong", uniform("bf16", "nothing.*")))
+    replay = Replay(TrialSpec(kind="sensitivity", probes=probes), found, hooks, done)
+    weights = [p.detach().clone() for p in model.parameters()]
+    try:
+        hooks.watch(lambda module, args, kwargs: (hooks.unwatch(), replay.start(module, args, kwargs)))
+        for _ in range(10):
+            x, y = torch.randn(8, 6), torch.randint(0, 5, (8,))
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = model(x)
+                loss = F.cross_entropy(out * 2.0, y) + out.square().mean()
+            optimizer.zero_grad()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    except DoneError:
+        pass
+    finally:
+        hooks.remove()
+    rows = {row["id"]: row for row in payloads[0]["probes"]}
+    assert rows["none"]["gradient_error"] == pytest.approx(0.0, abs=1e-7)
+    assert rows["none"]["loss"] == pytest.approx(payloads[0]["reference_loss"], rel=1e-6)
+    if not autocast:
+        assert 1e-4 < rows["bf16"]["gradient_error"] < 0.05
+    assert "nothing.*" in rows["wrong"]["failed"]
+    assert payloads[0]["noise_batches"] == 4
+    assert 0.1 < payloads[0]["gradient_noise"] < 10
+    changed = [not torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)]
+    assert not any(changed[1:]) or not autocast  # weights of the scan stay; the last update is the script's own

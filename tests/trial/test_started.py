@@ -1,0 +1,53 @@
+"""A started process: bounded output, a whole tree ended."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autoprec.trial.processes import marked_processes
+from autoprec.trial.started import Started
+
+
+def start(code: str, tmp_path: Path, log: Path | None = None) -> Started:
+    env = {**os.environ, "AUTOPREC_TEST": "m-started"}
+    return Started([sys.executable, "-S", "-c", code], env, tmp_path, "m-started", log)
+
+
+def test_output_goes_to_a_bounded_log_and_the_tail(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "host.log"
+    process = start("print('first')\nfor i in range(100000): print('x' * 100)\nprint('last')", tmp_path, log)
+    assert process.wait(60) == 0
+    process.settle()
+    assert process.tail.endswith("last\n")
+    assert len(process.tail) <= 32_768
+    assert log.stat().st_size == 4 * 1024 * 1024
+    assert log.read_text().startswith("first")
+    process.end()
+
+
+def test_end_reaches_descendants_that_ignore_sigterm(tmp_path: Path) -> None:
+    code = (
+        "import os, signal, subprocess, time\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "subprocess.Popen(['sleep', '1000'], start_new_session=True)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(1000)"
+    )
+    process = start(code, tmp_path)
+    end = time.monotonic() + 30
+    while "ready" not in process.tail and time.monotonic() < end:
+        time.sleep(0.01)
+    assert len(marked_processes("m-started")) == 2
+    process.end(grace_s=0.1)
+    assert process.poll() == -9
+    assert marked_processes("m-started") == []
+
+
+def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Started(["/no/such/program"], {}, tmp_path, "m", None)
