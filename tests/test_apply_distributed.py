@@ -1,0 +1,91 @@
+"""Policies under DDP and FSDP2, applied before or after the wrapping: two processes over gloo."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+from autoprec.apply import Policy, remove_policy
+from autoprec.recipes import BUILTIN_RECIPES
+
+POLICY = Policy.model_validate(
+    {
+        "recipes": {"f": BUILTIN_RECIPES["fp8_rowwise"], "b": BUILTIN_RECIPES["bf16"]},
+        "layers": [{"match": "0", "recipe": "f"}, {"match": "2", "recipe": "b"}],
+        "activations": "bf16",
+    }
+)
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
+
+
+def wrap(model: nn.Module, how: str) -> nn.Module:
+    if how == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in (model[0], model[2]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def train(model: nn.Module, rank: int) -> list[float]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = model(torch.randn(8, 32, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def compare_orders(rank: int, how: str) -> dict[str, list[float]]:
+    runs = {}
+    for order in ("before", "after", "never", "removed"):
+        model = build()
+        if order in ("before", "removed"):
+            POLICY.apply(model)
+        wrapped = wrap(model, how)
+        if order == "after":
+            POLICY.apply(wrapped)
+        if order == "removed":
+            remove_policy(wrapped)
+        runs[order] = train(wrapped, rank)
+        if order in ("before", "after"):
+            report = POLICY.audit(wrapped)
+            assert report.ok, report.to_json()
+    return runs
+
+
+def worker(rank: int, port: int, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.save({how: compare_orders(rank, how) for how in ("ddp", "fsdp2")}, f"{out}.{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_order_does_not_matter_and_removal_restores(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(worker, args=(port, str(tmp_path / "out")), nprocs=2, join=True)
+    for runs in (found for rank in range(2) for found in torch.load(tmp_path / f"out.{rank}").values()):
+        assert runs["before"] == runs["after"]
+        assert runs["removed"] == runs["never"]
+        assert runs["before"] != runs["never"]
+        assert runs["before"] == pytest.approx(runs["never"], rel=0.05)
