@@ -130,11 +130,11 @@ def run_gpt(
     return {"train": loss.item(), "validation": value.item(), "state": report.to_json(), "report": report}
 
 
-def section_loss(steps: int, seeds: int) -> dict[str, Any]:
+def section_loss(steps: int, seeds: int, levels: list[str]) -> dict[str, Any]:
     data = text(60_000, 0), text(16_000, 1)
     rows: dict[str, list[dict[str, Any]]] = {}
     names: dict[str, tuple[OptimizerPolicy | None, bool]] = {"fp32": (None, False), "fp32 perturbed": (None, True)}
-    names |= {name: (choice, False) for name, choice in STATES.items()}
+    names |= {name: (choice, False) for name, choice in STATES.items() if name in levels}
     for seed in range(seeds):
         for name, (choice, perturb) in names.items():
             rows.setdefault(name, []).append(run_gpt(choice, seed, steps, data, perturb))
@@ -304,6 +304,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=["bytes", "snr", "speed", "resume", "guard", "loss"])
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--levels", nargs="*", default=list(STATES), choices=list(STATES), help="of the loss section")
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -315,7 +316,7 @@ def main() -> None:
         "speed": section_speed,
         "resume": section_resume,
         "guard": section_guard,
-        "loss": lambda: section_loss(options.steps, options.seeds),
+        "loss": lambda: section_loss(options.steps, options.seeds, options.levels),
     }
     results: dict[str, Any] = {}
     for name in options.only or sections:
