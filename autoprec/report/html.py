@@ -110,6 +110,7 @@ def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: Gra
     layers = layer_rows(result, records, graph) if graph is not None else ()
     facts = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
     facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
+    facts += [f"times and memory {summary.source}"] if summary.source else []
     notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
     failed = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in summary.failures[:50])
     terms = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in _GLOSSARY)

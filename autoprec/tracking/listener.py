@@ -93,6 +93,8 @@ class TrackingListener:
         with contextlib.suppress(Exception):
             if self._finished and self._study_dir is not None:
                 self._tracker.attach([path for name in _FILES if (path := self._study_dir / name).exists()])
+            if timeout_s is None and not self._finished:
+                timeout_s = 1.0  # somebody pressed Ctrl-C: the background process writes the rest
             self._tracker.close(timeout_s, status="FINISHED" if self._finished else "KILLED")
         self._tracker = None
 

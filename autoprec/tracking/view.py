@@ -33,7 +33,8 @@ def share_key(uid: str) -> str:
 
 
 def _filter(study: str) -> str:
-    return f"tags.`autoprec.role` = 'trial' AND tags.`autoprec.study` = '{study}'"
+    quote_mark = '"' if "'" in study else "'"
+    return f"tags.`autoprec.role` = 'trial' AND tags.`autoprec.study` = {quote_mark}{study}{quote_mark}"
 
 
 def shared_view(uid: str, study: str) -> tuple[str, str]:
