@@ -22,7 +22,7 @@ from torch import Tensor
 
 from autoprec.formats import FORMATS
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
-from autoprec.numerics.rounding import decode, encode, round_e2m1, round_e2m1_stochastic
+from autoprec.numerics.rounding import decode, encode, round_e2m1, round_e2m1_stochastic, stores_values
 from autoprec.numerics.scaling import inverse_of, scale_of
 from autoprec.recipes import Scaling
 
@@ -108,7 +108,8 @@ def _nvfp4(x: Tensor, dims: tuple[int, ...], spec: Spec, state: QuantizerState) 
     scale = wanted.nan_to_num(nan=1.0).to(torch.float8_e4m3fn)
     scaled = x * ((1.0 / tensor) / scale.float())
     rounded = round_e2m1_stochastic(scaled, state.generator(x.device)) if spec.stochastic else round_e2m1(scaled)
-    return rounded.to(torch.float8_e4m3fn), scale, torch.where(amax.isfinite(), tensor, torch.nan).reshape(1, 1)
+    stored = torch.bfloat16 if stores_values(x.device) else torch.float8_e4m3fn
+    return rounded.to(stored), scale, torch.where(amax.isfinite(), tensor, torch.nan).reshape(1, 1)
 
 
 def hadamard(x: Tensor) -> Tensor:
