@@ -81,7 +81,7 @@ def _cost(summary: Summary) -> str:
 
 
 def _usage(result: SearchResult) -> str:
-    if not result.policy:
+    if not result.policy or result.verdict != "adopt":
         return ""
     policy, script = escape(result.policy), escape(result.script or "train.py")
     return (

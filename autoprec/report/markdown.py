@@ -38,7 +38,7 @@ def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
     """Return the report's text."""
     summary = summarise(result, records)
     lines = [f"# AutoPrec: {summary.title}", "", f"**{summary.verdict.capitalize()}.** {summary.reason}", ""]
-    facts = [f"target {result.target or 'this machine'}", f"script `{result.script}`"]
+    facts = [f"target {result.target or 'this machine'}", f"script `{Path(result.script).name}`"]
     facts += [f"noise floor {percent(summary.noise_floor)}"] if summary.noise_floor is not None else []
     facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
     facts += [f"times {summary.source}"] if summary.source else []
@@ -55,7 +55,7 @@ def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
         lines += ["", "## Trials that failed", "", *[f"- {name}: {reason}" for name, reason in summary.failures[:20]]]
     if result.notes:
         lines += ["", "## Notes", "", *[f"- {note}" for note in result.notes]]
-    if result.policy:
+    if result.policy and result.verdict == "adopt":
         lines += ["", "## Use it", "", "```python", f'autoprec.load("{result.policy}").apply(model)', "```"]
     return "\n".join(lines) + "\n"
 

@@ -128,7 +128,7 @@ def _points(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Point
             on_front = record.kind != "finalist" and ("pareto" in record.tags or record.name in front)
             out.append(Point(record.name, record.kind, time, gap, on_front, False))
     time, gap = number(result.best.get("step_time_ms")), number(result.best.get("divergence"))
-    if time is not None and gap is not None:
+    if time is not None and gap is not None and out:
         out.append(Point(str(result.best.get("name", "the policy")), "best", time, gap, False, True))
     return tuple(out)
 
@@ -187,7 +187,9 @@ def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
     named = _by_name(records)
     best = number(result.best.get("step_time_ms"))
     label = "the policy" if result.verdict == "adopt" else "fastest candidate"
-    rows = [metrics_row(result.best, "best", named, label)] if best is not None else []
+    # a verdict from the cost model alone has no candidate: its best is the reference itself
+    candidate = result.verdict == "adopt" or result.best.get("name") != result.reference.get("name")
+    rows = [metrics_row(result.best, "best", named, label)] if best is not None and candidate else []
     rows.append(metrics_row(result.reference, "reference", named, "reference: the script as written"))
     rows += [metrics_row(preset, "preset", named) for preset in result.presets]
     floors = [number(source.get("noise_floor")) for source in (result.best, result.reference, result.budget)]
@@ -207,5 +209,5 @@ def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
         sensitivity=result.sensitivity,
         payback=_payback(result),
         failures=tuple((r.name, f"{r.status}: {r.reason}" if r.reason else r.status) for r in failed),
-        source=rows[0].source,
+        source=next((row.source for row in rows if row.source), ""),
     )

@@ -52,7 +52,10 @@ def _line(name: str, row: Mapping[str, Any]) -> str:
 
 
 def _rows(result: SearchResult) -> Iterable[str]:
-    yield _line("**the policy**", result.best) if result.verdict == "adopt" else _line("best measured", result.best)
+    if result.verdict == "adopt":
+        yield _line("**the policy**", result.best)
+    elif result.best.get("name") != result.reference.get("name"):
+        yield _line("best measured", result.best)
     yield _line("reference (the script as written)", result.reference)
     for preset in result.presets:
         yield _line(f"preset: {preset.get('name', '?')}", preset)
@@ -72,6 +75,6 @@ def parent_note(result: SearchResult) -> str:
         "",
         "Filter the trials with `tags.pareto = 'true'`, `tags.finalist = 'true'`, `tags.preset = 'true'`.",
     ]
-    if result.policy:
+    if result.policy and result.verdict == "adopt":
         lines += ["", "Use it:", "```", f"autoprec run --policy {result.policy} {script}", "```"]
     return "\n".join(lines)

@@ -160,6 +160,14 @@ def test_a_verdict_of_stay_without_any_trial(tmp_path: Path, result: SearchResul
     assert report.write_markdown(tmp_path / "r.md", stay, []).exists()
 
 
+def test_a_verdict_from_the_cost_model_alone_shows_no_candidate(result: SearchResult) -> None:
+    stay = replace(result, verdict="stay", best=dict(result.reference), presets=(), front=(), trials={"complete": 0})
+    assert [row.role for row in summarise(stay, []).rows] == ["reference"]
+    for text in (html_report(stay, []), markdown(stay, [])):
+        assert "candidate" not in text
+        assert ".apply(model)" not in text  # there is nothing to load
+
+
 def test_non_finite_figures_are_missing_not_printed(result: SearchResult, records: list[TrialRecord]) -> None:
     nan = float("nan")
     broken = replace(result, best={**result.best, "divergence": nan, "memory_bytes": None})

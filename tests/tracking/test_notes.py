@@ -18,7 +18,9 @@ def test_the_winner_table_comes_first(result: SearchResult) -> None:
 
 def test_a_study_without_figures_still_has_a_note(result: SearchResult) -> None:
     stay = replace(result, verdict="stay", best={}, reference={}, presets=(), policy="", script="")
-    assert "| best measured | - | - | - | - | - |" in parent_note(stay)
+    assert "| reference (the script as written) | - | - | - | - | - |" in parent_note(stay)
+    assert "best measured" not in parent_note(stay)
+    assert "best measured" in parent_note(replace(stay, best={"name": "all bf16", "speedup": 0.9}))
 
 
 def test_parameters_are_flat_text() -> None:
