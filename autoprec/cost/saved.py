@@ -49,6 +49,7 @@ class _Walk:
     activations: str
     layers: Mapping[str, Layer]
     gpu: bool = False
+    recomputed: frozenset[str] = frozenset()
     values: list[_Value] = field(default_factory=list)
     total: float = 0.0
     weights: float = 0.0
@@ -232,16 +233,21 @@ def saved_by_rules(
     """
     by_weight = {layer.weight: layer for layer in report.layers}
     by_name = {layer.name: layer for layer in report.layers}
-    walk = _Walk(plans, activations, by_name, gpu)
+    # checkpointing runs these modules again in the backward pass: their forward saves nothing
+    again = frozenset(row.module for row in report.operators if row.phase == "recompute")
+    walk = _Walk(plans, activations, by_name, gpu, again)
     for operator in report.operators:
         if operator.phase != "forward" or operator.cls in ("view", "allocation") or not operator.shapes:
             continue
         sizes = _sizes(operator)
         layer = by_weight.get(operator.weight) or by_name.get(operator.module)
+        kept = walk.total, walk.weights
         if operator.cls in ("gemm", "conv") and layer is not None and layer.gemms:
             _linear(walk, operator, layer, sizes)
         else:
             _other(walk, operator, sizes)
+        if operator.module in walk.recomputed:
+            walk.total, walk.weights = kept
     return walk.total, walk.weights
 
 

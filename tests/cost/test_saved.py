@@ -108,3 +108,29 @@ def test_nothing_counted_means_nothing_modelled() -> None:
 
     report = decoder_report(DecoderConfig(64, 1, 4, 256, 64), batch=1, seq=8)
     assert saved_bytes(replace(report, memory={}), {}) == (0, 0)
+
+
+class Checkpointed(nn.Module):
+    """Blocks that run again in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block(32, nn.LayerNorm) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        for block in self.h:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+def test_checkpointed_blocks_save_their_inputs_only() -> None:
+    torch.manual_seed(0)
+    model, x = Checkpointed(), torch.randn(3, 20, 32)
+    before = record(model, x)
+    apply_policy(POLICIES["bf16"], model)
+    measured = record(model, x).memory["saved_for_backward"]
+    remove_policy(model)
+    plans = resolve(POLICIES["bf16"], [layer.name for layer in before.tunable])
+    assert saved_bytes(before, plans, "bf16")[0] == pytest.approx(measured, rel=0.05)
