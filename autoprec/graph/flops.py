@@ -145,8 +145,6 @@ def _recurrent(trace: Trace, call: Call) -> int:
 
 def call_flops(trace: Trace, call: Call, cls: str) -> int:
     """Return the operations of one call of class gemm, conv or attention; 0 for what has no formula."""
-    if cls == "attention" and call.name not in ("bmm", "baddbmm", "mm", "matmul"):
-        return _attention(trace, call)
     gemm = gemm_of(trace, call)
     if gemm is not None:
         return gemm.flops
@@ -156,4 +154,4 @@ def call_flops(trace: Trace, call: Call, cls: str) -> int:
             mask = call.args[-1]
             return convolution.flops * (int(bool(mask[0])) + int(bool(mask[1])))
         return convolution.flops
-    return _recurrent(trace, call)
+    return _attention(trace, call) if cls == "attention" else _recurrent(trace, call)

@@ -256,9 +256,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _lookup(self, tensor: torch.Tensor) -> int:
         key = self._storages.key(tensor)
         found = self._known.get(key)
-        if found is not None and not (isinstance(tensor, nn.Parameter) and self.trace.values[found].origin == "op"):
+        if found is not None and not (type(tensor) is nn.Parameter and self.trace.values[found].origin == "op"):
             return found
-        name = self.names.name_of_parameter(tensor) if isinstance(tensor, nn.Parameter) else ""
+        name = self.names.name_of_parameter(tensor) if type(tensor) is nn.Parameter else ""
         if found is None or name:  # a parameter that was filled during the step (lazy layers) is the parameter
             found = self._new_value(tensor, "parameter" if name else "input", name=name)
             self._known[key] = found

@@ -1,0 +1,52 @@
+"""FLOPs of operators against closed forms that are written out here."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from autoprec.graph.recorder import record_step
+
+
+def flops(function, *inputs, phase="forward"):
+    class Net(nn.Module):
+        def forward(self, *args):
+            return function(*args)
+
+    model = Net()
+    report = record_step(model, lambda: model(*inputs).sum().backward())
+    return sum(o.flops for o in report.operators if o.phase == phase)
+
+
+def tensor(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "expected"),
+    [
+        (torch.mm, [(3, 4), (4, 5)], 2 * 3 * 4 * 5),
+        (torch.bmm, [(2, 3, 4), (2, 4, 5)], 2 * 2 * 3 * 4 * 5),
+        (torch.mv, [(3, 4), (4,)], 2 * 3 * 4),
+        (torch.dot, [(7,), (7,)], 2 * 7),
+        (torch.addmm, [(5,), (3, 4), (4, 5)], 2 * 3 * 4 * 5),
+        (torch.baddbmm, [(2, 3, 5), (2, 3, 4), (2, 4, 5)], 2 * 2 * 3 * 4 * 5),
+        (F.linear, [(2, 3, 4), (5, 4)], 2 * 2 * 3 * 4 * 5),
+        (torch.matmul, [(2, 6, 3, 4), (4, 5)], 2 * 2 * 6 * 3 * 4 * 5),
+    ],
+)
+def test_products(function, shapes, expected):
+    inputs = [tensor(*shape) for shape in shapes]
+    assert flops(function, *inputs) == expected
+    assert flops(function, *inputs, phase="backward") in (0, 2 * expected)  # mv and dot differentiate by outer products
+
+
+def test_fused_attention_is_two_products_forward_and_five_backward():
+    q, k, v = tensor(2, 3, 8, 16), tensor(2, 3, 10, 16), tensor(2, 3, 10, 16)
+    product = 2 * 2 * 3 * 8 * 10 * 16
+    assert flops(F.scaled_dot_product_attention, q, k, v) == 2 * product
+    assert flops(F.scaled_dot_product_attention, q, k, v, phase="backward") == 5 * product
+
+
+def test_elementwise_operators_count_nothing():
+    assert flops(lambda x: (x * 2).exp(), tensor(8, 8)) == 0
