@@ -61,7 +61,7 @@ class Session:
             chosen = load(policy) if isinstance(policy, (str, Path)) else policy
             chosen.apply(model, backend=backend)
             if optimizer is not None:
-                chosen.wrap_optimizer(optimizer)
+                chosen.wrap_optimizer(optimizer, model)
 
     def step(self, loss: torch.Tensor) -> None:
         """Run backward, update the weights, and clear the gradients."""
