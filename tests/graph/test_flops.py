@@ -38,7 +38,11 @@ def tensor(*shape):
 def test_products(function, shapes, expected):
     inputs = [tensor(*shape) for shape in shapes]
     assert flops(function, *inputs) == expected
-    assert flops(function, *inputs, phase="backward") in (0, 2 * expected)  # mv and dot differentiate by outer products
+    assert flops(function, *inputs, phase="backward") in (
+        0,
+        expected,
+        2 * expected,
+    )  # outer products of vectors are no GEMM
 
 
 def test_fused_attention_is_two_products_forward_and_five_backward():
