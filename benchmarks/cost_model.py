@@ -8,6 +8,7 @@ Parameters were fitted on the rows marked `fit` and nothing else; goals are judg
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import statistics
 import subprocess
@@ -293,6 +294,19 @@ def llama() -> Lines:
     return lines
 
 
+def environment() -> str:
+    """Hardware, versions and command, in one line."""
+    from autoprec.cost.cpu import _cpu_model
+    from autoprec.optional import installed_version
+
+    versions = [
+        f"{name} {installed_version(name)}" for name in ("torch", "torchao", "transformers") if installed_version(name)
+    ]
+    command = " ".join(["python", "benchmarks/cost_model.py", *sys.argv[1:]])
+    load = os.getloadavg()[0]
+    return f"{_cpu_model()}, load {load:.0f}, Python {platform.python_version()}, {', '.join(versions)}; `{command}`"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="published,peer,cpu,memory,widths,llama")
@@ -310,12 +324,7 @@ def main() -> None:
         lines += widths()
     if "llama" in which:
         lines += llama()
-    head = [
-        f"# Cost model, {time.strftime('%Y-%m-%d')}",
-        "",
-        f"{platform.processor() or platform.machine()}, Python {platform.python_version()}",
-        "",
-    ]
+    head = [f"# Cost model, {time.strftime('%Y-%m-%d')}", "", environment(), ""]
     head += ["| what | goal | found | met |", "|---|---|---|---|"]
     head += [f"| {what} | {wanted} | {found} | {'yes' if met else 'NO'} |" for what, wanted, found, met in GOALS]
     text = "\n".join([*head, "", *lines]) + "\n"
