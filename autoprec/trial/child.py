@@ -173,6 +173,8 @@ class Trial:
 
         self._recorder = StepRecorder(self.found.root, optimizers=self.found.optimizers)
         self._recorder.__enter__()
+        if self.loop is not None:
+            self.loop.at_ready = self._end_record
         if not any(child is self.found.root for child in module.modules()):
             self._recorder.push_root()  # its forward runs already: this is one of its children
 

@@ -86,6 +86,7 @@ class Loop(Events):
         self._closure_call = 0
         self._rates: list[tuple[dict[str, Any], Any]] = []
         self._saved = SavedBytes(found.parameters) if count_memory else None
+        self.at_ready: Callable[[], None] | None = None  # called once, when the gradients of a step are complete
         self.saved_peak = 0
         self.memory: dict[str, int] = {}
         self.skipped = 0
@@ -151,6 +152,9 @@ class Loop(Events):
 
     def ready(self) -> None:
         """Gradients of the step are complete: what was saved for backward is gone."""
+        if self.at_ready is not None:
+            action, self.at_ready = self.at_ready, None
+            action()
         if self._saved is not None:
             self._saved.__exit__(None, None, None)
             self.saved_peak, self._saved = self._saved.peak, None

@@ -139,6 +139,7 @@ def test_record_anneal_seed_and_mismatch(host: Any) -> None:
         annealed = runner.run(TrialSpec(steps=4, warmup=0, anneal=True))
         seeded = [runner.run(TrialSpec(steps=2, warmup=0, seed=7)).losses for _ in range(2)]
         wrong = runner.run(TrialSpec(steps=2, policy=uniform("bf16", "transformer.h.*")))
+        audited = runner.run(TrialSpec(steps=3, warmup=0, policy=uniform("bf16"), record_graph=True))
     assert graph.payload["graph"]["coverage"]["tunable_flops_share"] > 0.9
     assert plain.losses == again.losses  # same weights, data and random streams
     assert pruned.status == "pruned"
@@ -147,6 +148,10 @@ def test_record_anneal_seed_and_mismatch(host: Any) -> None:
     assert annealed.losses[2:] != plain.losses[2:]
     assert seeded[0] == seeded[1]
     assert seeded[0] != plain.losses[:2]
+    assert audited.audit is not None
+    assert audited.audit["ok"]
+    assert len(audited.losses) == 3
+    assert "operators" in audited.payload["graph"]
     assert wrong.status == "mismatch"
     assert "transformer.h.*" in wrong.reason
 
