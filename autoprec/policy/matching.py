@@ -14,6 +14,7 @@ __all__ = ["escape", "first_match", "glob_matches", "glob_regex", "resolve", "un
 
 @lru_cache(maxsize=4096)
 def _compiled(pattern: str) -> re.Pattern[str]:
+    pattern = re.sub(r"\*+", "*", pattern)
     out, index = "", 0
     while index < len(pattern):
         char = pattern[index]
@@ -37,12 +38,12 @@ def _compiled(pattern: str) -> re.Pattern[str]:
 
 def glob_matches(pattern: str, name: str) -> bool:
     """Say whether a glob matches a whole module name; ``*`` also crosses dots, and case counts."""
-    return _compiled(re.sub(r"\*+", "*", pattern)).fullmatch(name) is not None
+    return _compiled(pattern).fullmatch(name) is not None
 
 
 def glob_regex(pattern: str) -> str:
     """Return the regular expression whose ``fullmatch`` is :func:`glob_matches` (for exported files)."""
-    return _compiled(re.sub(r"\*+", "*", pattern)).pattern
+    return _compiled(pattern).pattern
 
 
 def escape(name: str) -> str:
