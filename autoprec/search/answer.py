@@ -22,9 +22,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "emitted_policy", "empty_policy", "search_result"]
 
-#: What the long run should watch, and when to fall back; short trials see early divergence only.
-GUARD_THRESHOLDS = {"loss_gap": 0.02, "gradient_norm_ratio": 3.0, "saturated_share": 0.01, "nonfinite_steps": 3.0}
-GUARD_FALLBACK = ("wgrad_bf16", "head_bf16", "all_bf16", "script")
+#: What the long run should watch (short trials see early divergence only), and what to fall back to, in order; the
+#: names are those of :mod:`autoprec.guard`.
+GUARD_ALWAYS = {"loss_gap": 0.02, "gradient_norm_ratio": 3.0, "nonfinite_steps": 3.0}
+GUARD_QUANTISED = {"saturated_share": 0.01, "underflow_share": 0.5}
+FALLBACK_QUANTISED = ("wgrad_bf16", "head_bf16", "all_bf16", "script")
 KEPT_METRICS = (
     "throughput", "samples_per_s", "step_time_ms", "memory_bytes", "divergence", "noise_floor", "gradient_error",
     "speedup", "effective_speedup",
@@ -121,8 +123,15 @@ def emitted_policy(context: Context, answer: Answer) -> Policy:
     if answer.record is None:
         return empty_policy(context, answer.reason)
     policy = context.problem.policy(answer.record.params, evidence=_evidence(context, answer))
-    guard = Guard(metrics=tuple(GUARD_THRESHOLDS), thresholds=GUARD_THRESHOLDS, fallback=GUARD_FALLBACK)
-    return policy.model_copy(update={"guard": guard})
+    return policy.model_copy(update={"guard": guard_for(policy)})
+
+
+def guard_for(policy: Policy) -> Guard:
+    """Return what to watch and what to fall back to, as far as it applies to a policy."""
+    quantised = any(recipe.scaled for recipe in policy.recipes.values())
+    thresholds = GUARD_ALWAYS | (GUARD_QUANTISED if quantised else {})
+    fallback = FALLBACK_QUANTISED if quantised else ("script",)
+    return Guard(metrics=tuple(thresholds), thresholds=thresholds, fallback=fallback)
 
 
 def empty_policy(context: Context, reason: str) -> Policy:
