@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 import threading
 import uuid
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.processes import sweep
+from autoprec.trial.processes import private_folder, sweep
 from autoprec.trial.started import Output
 
 __all__ = ["Family", "Forked"]
@@ -62,7 +61,7 @@ class Family:
         self._members = 0
         self._count = 0
         self._lock = threading.Lock()
-        self._folder = Path(tempfile.mkdtemp(prefix="autoprec-"))
+        self._folder = private_folder()
         self._connection: socket.socket | None = None
         self._children: dict[int, Forked] = {}
         self.address = str(self._folder / "zygote")

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
-__all__ = ["born", "die_with_parent", "end_group", "marked_processes", "sweep", "watch_driver"]
+__all__ = ["born", "die_with_parent", "end_group", "marked_processes", "private_folder", "sweep", "watch_driver"]
 
 _PR_SET_PDEATHSIG = 1
 
@@ -25,6 +28,16 @@ def born(pid: int) -> str:
     """When a process started, in kernel ticks, so that a reused number is not taken for it; empty when it is gone."""
     fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
+
+
+def private_folder() -> Path:
+    """Make a temporary directory for this process, and remove those of processes that are gone (kill -9)."""
+    base = Path(tempfile.gettempdir())
+    for old in base.glob("autoprec-p*-*"):
+        owner = old.name.split("-")[1][1:]
+        if owner.isdigit() and not born(int(owner)):
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"autoprec-p{os.getpid()}-"))
 
 
 def watch_driver(pid: int, since: str) -> threading.Event:

@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import socket
-import tempfile
 import threading
 import time
 import uuid
@@ -25,7 +24,7 @@ from autoprec.trial.classify import classify, describe_exit, exit_code, last_lin
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.environment import MARK_VARIABLE, trial_environment
 from autoprec.trial.family import Family
-from autoprec.trial.processes import born
+from autoprec.trial.processes import born, private_folder
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.trial.started import Output, Started
 
@@ -130,7 +129,7 @@ class TrialRunner:
 
     def _start_host(self) -> HostInfo:
         if self._private is None:
-            self._private = Path(tempfile.mkdtemp(prefix="autoprec-"))
+            self._private = private_folder()
         address = self._private / f"control-{self._restarts}"
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
             listener.bind(str(address))

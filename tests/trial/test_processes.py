@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
-from autoprec.trial.processes import born, marked_processes, sweep
+import pytest
+
+from autoprec.trial.processes import born, marked_processes, private_folder, sweep
 
 
 def sleeper(mark: str) -> subprocess.Popen[bytes]:
@@ -23,6 +27,17 @@ def test_a_mark_is_a_prefix_and_exact_with_a_nul() -> None:
         assert sweep("m-test.") == []
     finally:
         assert one.wait(5) == ten.wait(5) == -9
+
+
+def test_folders_of_processes_that_are_gone_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / f"autoprec-p{gone.pid}-abc" / "overlay").mkdir(parents=True)
+    (tmp_path / "autoprec-other").mkdir()
+    mine = private_folder()
+    again = private_folder()
+    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "autoprec-other", mine, again])
 
 
 def test_born_tells_processes_apart() -> None:
