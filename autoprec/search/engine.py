@@ -7,12 +7,15 @@ precision; it asks :mod:`~autoprec.search.problem`, :mod:`~autoprec.search.sampl
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 from autoprec.cost import CostModel, CostScale, Verdict
+from autoprec.cost.cpu import cpu_rates
 from autoprec.errors import NothingAcceptableError, SearchInterruptedError
 from autoprec.files import file_lock, write_json
 from autoprec.graph.report import GraphReport
@@ -30,6 +33,7 @@ from autoprec.search.problem import Problem
 from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.search.references import measure_reference
 from autoprec.search.sensing import measure_table
+from autoprec.search.slots import visible_gpus
 from autoprec.search.study import StudyStore, default_storage
 from autoprec.search.targeting import resolve_target
 from autoprec.search.trials import run_trials
@@ -93,11 +97,13 @@ class Search:
     def _run(self, pool: HostPool, stack: ExitStack) -> SearchResult:
         self.listener.phase("script", self.command.label)
         pool.prepare(0)
+        probe = self._probe_cpu()
         store = self._open_store()
         stack.callback(store.close)
         host = pool.info(0)
         self.listener.phase("graph")
         graph = self.graph = self._record(pool)
+        probe.join()
         context = self.context = self._context(pool, store, host, graph)
         self._sign(context)
         self.listener.started(self._info(context))
@@ -115,6 +121,13 @@ class Search:
         answer = run_finals(context)
         self.listener.phase("answer")
         return self._finish(context, answer, verdict)
+
+    def _probe_cpu(self) -> threading.Thread:
+        """Fit the rates of this CPU (seconds, once per machine) while the script starts, never beside a timed step."""
+        cpu = self.options.target == "cpu" or (self.options.target == "auto" and not visible_gpus(dict(os.environ)))
+        thread = threading.Thread(target=cpu_rates if cpu else time.time, name="cpu-rates", daemon=True)
+        thread.start()
+        return thread
 
     def _open_store(self) -> StudyStore:
         url = self.options.storage or default_storage(self.study_dir)
