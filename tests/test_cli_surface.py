@@ -16,8 +16,8 @@ SURFACE = {
     ),
     "inspect": "--graph --html --json --rules --save --timeout",
     "estimate": (
-        "--batch --calibration --config --cost-scale --eager --gpus --graph --json --seq --space --sweep "
-        "--target --tensor-parallel --threshold --timeout"
+        "--batch --calibration --config --cost-scale --eager --fused-casts --gpus --graph --json --seq "
+        "--space --sweep --target --tensor-parallel --threshold --timeout"
     ),
     "sensitivity": "--json --passes --space --target --warmup",
     "run": "--audit --backend --policy",
