@@ -18,18 +18,19 @@ __all__ = ["verify"]
 
 
 @script_command("verify")
-@click.option("--policy", "policy_path", required=True, metavar="FILE")
+@click.option("--policy", "policy_path", required=True, metavar="FILE", help="Policy file to verify.")
 @click.option("--steps", default=40, show_default=True, metavar="N", help="Measured steps per run.")
 @click.option("--warmup", default=3, show_default=True, metavar="N", help="Steps before measuring.")
 @click.option("--seeds", default=4, show_default=True, metavar="N", help="Paired seeds.")
-@click.option("--max-divergence", default="0.25%", show_default=True, callback=parsed("parse_share"), metavar="SHARE")
+@click.option("--max-divergence", default="0.25%", show_default=True, callback=parsed("parse_share"), metavar="SHARE",
+              help="Largest acceptable mean relative loss gap.")  # fmt: skip
 @click.option("--anneal/--no-anneal", default=True, show_default=True, help="Decay the learning rate over a run.")
 @click.option("--backend", default="auto", metavar="NAME", help="Who runs the GEMMs.")
 @click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
 @click.option("-q", "--quiet", is_flag=True, help="No progress.")
 def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool, **values: Any) -> int:
     """Verify a policy on SCRIPT over several paired seeds; exit 1 when it does not hold."""
-    from autoprec.policy import load_policy
+    from autoprec.policy import Policy, load_policy
     from autoprec.search.hosts import HostPool
     from autoprec.search.verify import contenders
     from autoprec.search.verify import verify as run_verification
@@ -37,30 +38,30 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
     from autoprec.trial.protocol import TrialSpec
     from autoprec.trial.runner import TrialRunner
 
-    policy = load_policy(policy_path)
+    policy: Policy = load_policy(policy_path)
     command = ScriptCommand.parse(script)
-    with tempfile.TemporaryDirectory(prefix="autoprec-verify-") as scratch:
-        with HostPool(
-            lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed), Path(scratch)
-        ) as pool:
-            host = pool.info(0)
-            emulated = host.device == "cpu" and any(recipe.scaled for recipe in policy.recipes.values())
-            spec = TrialSpec(
-                steps=values["steps"],
-                warmup=values["warmup"],
-                anneal=values["anneal"],
-                backend=values["backend"],
-                seed=None if host.launch == "fork" else 0,
-            )
-            result = run_verification(
-                pool,
-                contenders(policy),
-                spec,
-                seeds=values["seeds"],
-                timed=not emulated,
-                max_divergence=values["max_divergence"],
-                tell=lambda line: None if quiet else click.echo(line, err=True),
-            )
+    with (
+        tempfile.TemporaryDirectory(prefix="autoprec-verify-") as scratch,
+        HostPool(lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed), Path(scratch)) as pool,
+    ):
+        host = pool.info(0)
+        emulated = host.device == "cpu" and any(recipe.scaled for recipe in policy.recipes.values())
+        spec = TrialSpec(
+            steps=values["steps"],
+            warmup=values["warmup"],
+            anneal=values["anneal"],
+            backend=values["backend"],
+            seed=None if host.launch == "fork" else 0,
+        )
+        result = run_verification(
+            pool,
+            contenders(policy),
+            spec,
+            seeds=values["seeds"],
+            timed=not emulated,
+            max_divergence=values["max_divergence"],
+            tell=lambda line: None if quiet else click.echo(line, err=True),
+        )
     if as_json:
         json.dump(result.to_json(), sys.stdout, indent=1)
         sys.stdout.write("\n")
