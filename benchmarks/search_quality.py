@@ -30,6 +30,8 @@ from search_strategies import DETERMINISTIC, STRATEGIES, sampler
 from autoprec.search.decision import Candidate, choose
 from autoprec.search.pareto import hypervolume, nondominated
 from autoprec.search.presets import presets
+from autoprec.search.records import TrialRecord
+from autoprec.search.shortlist import shortlist
 from autoprec.search.solver import solve
 
 BUDGETS, MAX_DIVERGENCE, PRESETS = (30, 60, 120), 0.0025, 6
@@ -144,7 +146,11 @@ def table_of(runs: Sequence[Run], front: Sequence[tuple[float, float, bytes]], s
 
 def finalists(case: Case, runs: Sequence[Run], fresh: int = 16) -> dict[str, Any]:
     """Decide as the product does (4 paired seeds, upper bound), then ask 16 fresh seeds whether the budget holds."""
-    picked = {r.seed: sorted({e for e in r.log if e[1] <= MAX_DIVERGENCE})[:3] for r in runs if r.strategy == "ours"}
+    picked = {}
+    for run in (r for r in runs if r.strategy == "ours"):
+        records = [record(case, k, *entry) for k, entry in enumerate(run.log)]
+        best = shortlist(case.problem, case.scan, records, max_divergence=MAX_DIVERGENCE)
+        picked[run.seed] = [run.log[r.number] for r in best]
     paired = under_seeds(case, [row for best in picked.values() for _, _, row in best], range(1, 5))
     chosen = []
     for best in picked.values():
@@ -155,6 +161,13 @@ def finalists(case: Case, runs: Sequence[Run], fresh: int = 16) -> dict[str, Any
     again = under_seeds(case, chosen, range(100, 100 + fresh))
     means = [float(np.mean(again[row])) for row in chosen]
     return {"decided": len(means), "violated": sum(m > MAX_DIVERGENCE for m in means), "means": means}
+
+
+def record(case: Case, number: int, step: float, gap: float, row: bytes) -> TrialRecord:
+    """Return a logged trial as the record the search keeps."""
+    params = case.problem.from_indices(np.frombuffer(row, dtype=np.uint8), {})
+    metrics = {"step_time_ms": step, "divergence": gap}
+    return TrialRecord(number, "search", f"trial {number}", params, {}, "ok", metrics=metrics)
 
 
 def under_seeds(case: Case, rows: Sequence[bytes], seeds: range) -> dict[bytes, list[float]]:

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import numpy as np
+
+from autoprec.search.records import TrialRecord
+from autoprec.search.sensitivity import SensitivityTable
+from autoprec.search.shortlist import shortlist, smoothed_divergence
+from tests.search.synthetic import World, world
+
+BUDGET = 0.0025
+
+
+def records(found: World, noise: float, count: int = 60) -> list[TrialRecord]:
+    rng = np.random.default_rng(1)
+    out = []
+    for k in range(count):
+        index = np.array([rng.choice([0, 1, 2]) if rng.random() < (k % 10) / 10 else 0 for _ in found.problem.groups])
+        params = found.problem.from_indices(index, {})
+        step, gap = found.step(params)
+        metrics = {"step_time_ms": step, "divergence": gap * float(np.exp(noise * rng.normal()))}
+        out.append(TrialRecord(k, "search", f"trial {k}", params, {}, "ok", metrics=metrics))
+    return out
+
+
+def table(found: World) -> SensitivityTable:
+    names = tuple(g.name for g in found.problem.groups)
+    return SensitivityTable(names, found.problem.choice_names, found.prior.error2)
+
+
+def test_smoothing_takes_away_most_of_the_noise() -> None:
+    found = world(misfit=0.3)
+    noisy = records(found, 0.5)
+    true = np.log([found.step(r.params)[1] for r in noisy])
+    raw = np.log([r.metrics["divergence"] for r in noisy]) - true
+    smooth = np.log(smoothed_divergence(found.problem, table(found), noisy)) - true
+    assert np.std(smooth) < 0.7 * np.std(raw)
+
+
+def test_a_lucky_trial_is_not_shortlisted() -> None:
+    found = world(misfit=0.2)
+    noisy = records(found, 0.1)
+    fast = found.problem.params_of("fp8_tensorwise")
+    step, gap = found.step(fast)
+    assert gap > 1.5 * BUDGET
+    lucky = TrialRecord(
+        99, "search", "lucky", fast, {}, "ok", metrics={"step_time_ms": step, "divergence": 0.9 * BUDGET}
+    )
+    picked = shortlist(found.problem, table(found), [*noisy, lucky], max_divergence=BUDGET)
+    assert 1 <= len(picked) <= 3
+    assert lucky not in picked
+    assert all(found.step(r.params)[1] <= 1.2 * BUDGET for r in picked)
+    steps = [r.metrics["step_time_ms"] for r in picked]
+    assert steps == sorted(steps)
+
+
+def test_nothing_within_the_budget_is_an_empty_list() -> None:
+    found = world()
+    assert shortlist(found.problem, table(found), records(found, 0.1), max_divergence=1e-9) == []
