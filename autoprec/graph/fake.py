@@ -1,11 +1,13 @@
 """Recording a step of a model that is too big for this machine: shapes flow, no data does.
 
 Two things cannot be known without data and are answered by a stated guess, counted in the report's notes: a value
-brought to Python (``.item()``: true, one) and the number of non-zero entries (an eighth).
+brought to Python (``.item()``: one; or true, and false every sixteenth time so that a waiting loop ends) and the number
+of non-zero entries (an eighth).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,8 @@ from autoprec.graph.rules import Rules
 __all__ = ["FakeStepRecorder", "record_fake"]
 
 _NONZERO_SHARE = 8
+_TURNS = 16
+_ASKED = itertools.count()
 
 
 def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
@@ -64,7 +68,7 @@ class FakeStepRecorder(StepRecorder):  # type: ignore[no-untyped-call]
 
 def _guess(tensor: torch.Tensor) -> bool | int | float:
     if tensor.dtype is torch.bool:
-        return True
+        return next(_ASKED) % _TURNS != _TURNS - 1  # now and then False: a loop that waits for it must end
     return 1.0 if tensor.dtype.is_floating_point else 1
 
 
