@@ -144,6 +144,7 @@ class TrialRunner:
                 raise
         if message["op"] == "ended":
             control.close()
+            control.close()
             self._host.wait(10.0)
             self._host.end()
             raise self._nothing_trained(message["seen"], self._host)
@@ -325,6 +326,7 @@ class TrialRunner:
         with self._lock:
             if self._control is control:
                 self._control = None
+            control.close()
             lost = [f for f in self._waiting.values() if not f.done()]
         for future in lost:
             future.set_result({"wait_status": 9, "timed_out": False, "tail": "the host process ended"})
