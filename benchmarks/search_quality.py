@@ -1,6 +1,6 @@
-"""How good is the search? Ours against every alternative on real training runs (see benchmarks/README.md).
+"""How good is the search? Ours against every alternative on real training runs.
 
-    python benchmarks/search_quality.py                 # all strategies, 8 seeds, figures to benchmarks/results/
+    python benchmarks/search_quality.py --output NAME   # all strategies, 8 seeds; NAME.md and .json in results/
     python benchmarks/search_quality.py --strategies ours,ilp --seeds 2
 
 Every (strategy, seed) is an Optuna study; all advance in lockstep, and each round's new assignments are trained as one
