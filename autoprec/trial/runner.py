@@ -22,7 +22,7 @@ from typing import Any
 from autoprec.errors import ScriptError
 from autoprec.trial.classify import classify, describe_exit, exit_code, last_lines
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.environment import MARK_VARIABLE, trial_environment
+from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
 from autoprec.trial.family import Family
 from autoprec.trial.processes import born, private_folder
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
@@ -185,14 +185,15 @@ class TrialRunner:
         """Start the script: from the zygote if there is one and it may be used, else as a new process."""
         private = Path(config["private"])
         config["mark"] = mark
+        path = private / f"{config['mode']}-{uuid.uuid4().hex[:12]}.json"
         copies = self.command.single and threads == 1 and self._launch != "process"
         if copies and self._family.ready:
-            extra = {**self._environment, MARK_VARIABLE: mark}
+            path.write_text(json.dumps(config), encoding="utf-8")  # for what the script itself starts (mp.spawn)
+            extra = {**self._environment, MARK_VARIABLE: mark, CONFIG_VARIABLE: str(path)}
             forked = self._family.fork(config, extra, mark, log)
             if forked is not None:
                 return forked
         config["zygote"] = self._family.address if copies and config["mode"] == "host" else ""
-        path = private / f"{config['mode']}-{uuid.uuid4().hex[:12]}.json"
         path.write_text(json.dumps(config), encoding="utf-8")
         env = trial_environment(path, self._family.mark, private, threads=threads) | self._environment
         return Started(self.command.argv(), env, self.command.cwd, mark, log)

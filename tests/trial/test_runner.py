@@ -171,10 +171,13 @@ def test_replay_gives_what_forking_gives(host: Any) -> None:
         assert got.payload["gradient_noise"] == pytest.approx(expected.payload["gradient_noise"])
 
 
+TORCHRUN = ("torchrun", "--nproc-per-node", "2")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("script", ["ddp.py", "fsdp.py"])
-def test_torchrun(script: str, host: Any) -> None:
-    with host("torchrun", "--nproc-per-node", "2", script, real=True) as runner:
+@pytest.mark.parametrize("tokens", [(*TORCHRUN, "ddp.py"), (*TORCHRUN, "fsdp.py"), ("spawned.py",)])
+def test_several_ranks(tokens: tuple[str, ...], host: Any) -> None:
+    with host(*tokens, real=True) as runner:
         info = runner.start()
         trial = runner.run(TrialSpec(steps=3, warmup=0, policy=uniform("bf16")))
     assert (info.launch, info.world_size) == ("process", 2)
