@@ -106,7 +106,8 @@ class AttentionExecutions:
 
     def _heads(self, x: Tensor) -> Tensor:
         """``[batch, length, embed]`` to ``[batch, heads, length, embed / heads]``."""
-        return x.unflatten(-1, (self.module.num_heads, -1)).transpose(1, 2)
+        heads = self.module.num_heads
+        return x.reshape(*x.shape[:-1], heads, x.shape[-1] // heads).transpose(1, 2)
 
 
 def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -75,7 +75,8 @@ def kind_of(module: nn.Module) -> str:
     multiplies by the weight.
     """
     base = swapped_base(module)
-    weight = module._parameters.get("weight")
+    weight = getattr(module, "weight", None)  # a scripted module has no mapping of parameters
+    weight = weight if isinstance(weight, nn.Parameter) else None
     if weight is None and isinstance(module, nn.Linear):
         weight = getattr(module, "weight", None)  # parametrised: the weight is computed
     if (

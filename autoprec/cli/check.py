@@ -29,7 +29,7 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
     from autoprec.trial.runner import TrialRunner
 
     command = ScriptCommand.parse(script)
-    spec = TrialSpec(policy=document, steps=steps, warmup=0, backend=backend, timeout_s=timeout_s)
+    spec = TrialSpec(policy=document, steps=steps, warmup=0, backend=backend, timeout_s=timeout_s, record_graph=True)
     with (
         tempfile.TemporaryDirectory(prefix="autoprec-check-") as directory,
         TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner,
@@ -37,13 +37,34 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
         runner.start()
         result = runner.run(spec)
     if result.audit is not None:
-        return result.audit
+        return _with_recording(result.audit, result.payload.get("graph"), document)
     kind = _REFUSALS.get(result.status, ScriptError)
     raise kind(
         f"the policy could not be checked: {result.reason or result.status}",
         where=command.label,
         fix=result.tail or "run the script under it with `autoprec run` to see more",
     )
+
+
+def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:
+    """Hold the protections against what a recorded step ran: seen, not believed.
+
+    A step that could not be recorded (custom kernels, several processes) leaves the audit as the executing code
+    reported it.
+    """
+    if not graph:
+        return audit
+    from autoprec.graph.audit import protection_rows
+    from autoprec.graph.report import GraphReport
+    from autoprec.policy import Policy, policy_from_dict
+
+    policy: Policy = policy_from_dict(document)
+    operators = policy.operators.model_dump()
+    for name, row in protection_rows(GraphReport.from_json(graph), operators).items():
+        if row["requested"] == "fp32" and row["executed"]:
+            seen = ", ".join(sorted(row["executed"]))
+            audit["operators"][name] = {**row, "executed": seen if row["ok"] else f"{seen} (recorded)"}
+    return audit
 
 
 def _gemms(values: dict[str, str]) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoprec.graph.report import GemmCall, GraphReport, Layer
-from autoprec.policy import LayerPlan, policy_from_dict, resolve
+from autoprec.policy import LayerPlan, Policy, policy_from_dict, resolve
 from autoprec.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
@@ -113,7 +113,7 @@ class SimulatedScript:
         names = [layer.name for layer in self.graph.tunable]
         if document is None:
             return dict.fromkeys(names, LayerPlan())
-        policy = policy_from_dict(dict(document))
+        policy: Policy = policy_from_dict(dict(document))
         plans = resolve(policy, names)
         if policy.activations == "keep":
             return plans
