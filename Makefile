@@ -1,6 +1,7 @@
 # make demo   install into .venv and search examples/train_gpt.py on this machine
 # make test   the whole test suite           make lint   ruff and mypy
-# make gpu    the tests that need a GPU      make docs   write docs/cli.md, then test every page
+# make docs   write docs/cli.md, then test every page
+# make gpu    everything that needs a GPU, resumable; make gpu-bundle collects the wheels a GPU machine may lack
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -11,7 +12,7 @@ INDEX  := https://download.pytorch.org/whl/cpu
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 
-.PHONY: demo test lint gpu docs clean install
+.PHONY: demo test lint gpu gpu-bundle docs clean install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -44,8 +45,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# On a GPU machine without a network nothing can be installed: python benchmarks/gpu_run.py, with the bundle's wheels.
 gpu: $(STAMP)
-	$(BIN)/python -m pytest -m gpu -rs
+	$(BIN)/python benchmarks/gpu_run.py
+
+gpu-bundle: $(STAMP)
+	$(BIN)/python benchmarks/gpu_bundle.py
 
 docs: $(STAMP)
 	$(BIN)/python -m autoprec.cli.reference docs/cli.md
