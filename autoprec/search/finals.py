@@ -22,6 +22,7 @@ from autoprec.search.records import TrialRecord
 from autoprec.search.references import reference_of
 from autoprec.search.score import Reference, score
 from autoprec.search.sensing import measure_errors
+from autoprec.search.shortlist import shortlist
 
 __all__ = ["pick_finalists", "run_finals"]
 
@@ -32,15 +33,30 @@ TIE = 0.03
 
 
 def pick_finalists(context: Context) -> list[TrialRecord]:
-    """Return the records worth measuring again: the best few, the best preset, and the safest of the fast ones."""
+    """Return the records worth measuring again.
+
+    The best few by the objective, the best preset, and the safest of the fast ones; and, because the fastest of many
+    noisy trials is within the budget partly by luck, those whose divergence the model of all trials believes.
+    """
     fit = sorted((r for r in context.store.learned() if context.acceptable(r)), key=context.rank)
     fit = [record for record in fit if not context.problem.is_script(record.params)]
-    picked = fit[: context.options.finalists]
+    if not fit:
+        return []
+    count = context.options.finalists
+    believed: list[TrialRecord] = []
+    if context.table is not None and len(fit) > count:
+        floor = context.references[0].noise_floor
+        budget = context.limits.divergence
+        believed = shortlist(
+            context.problem, context.table, fit, max_divergence=budget, noise_floor=floor, count=max(1, count - 1)
+        )
     best_preset = [record for record in fit if record.kind == "preset"][:1]
     close = [record for record in fit if context.rank(record) <= context.rank(fit[0]) * (1 + TIE)]
     safest = sorted(close, key=lambda record: record.metrics["gradient_error"])[:1]
-    unique: dict[int, TrialRecord] = {record.number: record for record in (*picked, *best_preset, *safest)}
-    return list(unique.values())
+    unique: dict[int, TrialRecord] = {}
+    for record in (fit[0], *believed, *best_preset, *safest, *fit[1:count]):
+        unique.setdefault(record.number, record)
+    return list(unique.values())[: count + 1]
 
 
 def run_finals(context: Context) -> Answer:
@@ -207,12 +223,20 @@ def _decide(
     adopted = decision.verdict == "adopt" and chosen is not None
     return Answer(
         decision.verdict,
-        decision.reason,
+        decision.reason + (_over_sixteen_bits(context, chosen) if chosen is not None and adopted else ""),
         chosen.tag if chosen is not None and adopted else None,
         seeds=len(chosen.divergences) if chosen is not None and adopted else 0,
         chosen=chosen if adopted else None,
         interval=decision.interval,
     )
+
+
+def _over_sixteen_bits(context: Context, chosen: Candidate) -> str:
+    """Say what a policy gains over plain bf16, which is what most people would run instead; modelled times only."""
+    plain = [r for r in context.store.learned() if r.ok and r.kind == "preset" and r.name == "all bf16"]
+    if context.measured or not plain or plain[0].name == chosen.name:
+        return ""
+    return f"; {chosen.speedup / plain[0].metrics['speedup']:.2f}x over all bf16"
 
 
 def _why_nothing(context: Context) -> str:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoprec.cost import StepEstimate
 from autoprec.search.objectives import divergence, effective_speedup, step_time
@@ -42,6 +44,20 @@ class Scored:
     sources: dict[str, str]
 
 
+def audit_failure(audit: Mapping[str, Any] | None) -> str:
+    """Return what a trial did not execute as asked; empty when it did, or was not audited.
+
+    A layer that this step never called (an expert without tokens) says nothing against the policy.
+    """
+    rows = [] if audit is None else [*audit.get("layers", ()), *audit.get("operators", {}).values()]
+    wrong = [row for row in rows if not row["ok"] and row.get("executed")]
+    if not wrong:
+        return ""
+    first = wrong[0]
+    why = first.get("reason") or f"ran as {first['executed']}"
+    return f"{len(wrong)} layers or operators did not run as asked, first {first.get('name', 'an operator')}: {why}"
+
+
 def score(
     result: TrialResult,
     reference: Reference,
@@ -59,6 +75,9 @@ def score(
     """
     if not result.ok:
         return Scored(result.status, result.reason, {}, {})
+    not_run = audit_failure(result.audit)
+    if not_run:
+        return Scored("mismatch", not_run, {}, {})
     gap = divergence(result.losses, reference.losses)
     if not math.isfinite(gap):
         return Scored("diverged", "the loss became non-finite", {}, {})

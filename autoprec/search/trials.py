@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
-import numpy as np
 import optuna
 
 from autoprec.errors import NothingAcceptableError
 from autoprec.search.context import Context
 from autoprec.search.peers import make_sampler
 from autoprec.search.presets import presets
-from autoprec.search.problem import GroupVariable
+from autoprec.search.prior import build_prior
 from autoprec.search.records import TrialRecord
 from autoprec.search.sampler import Prior
 from autoprec.search.score import score
-from autoprec.space import Choice
+from autoprec.search.stopping import stop_gap
 
 __all__ = ["make_prior", "run_trials", "trial_record"]
 
 #: So many failures in a row end the search: the cause is then not the policy.
 FAILURES_IN_A_ROW = 5
+#: Presets may take half of the trials, but never fewer than these are tried.
+FEWEST_PRESETS = 8
 #: Share of a time budget that is kept for the finalists at most.
 FINALISTS_SHARE = 0.4
 #: Ask at most so many times per wanted trial when a sampler proposes what was already measured.
@@ -39,44 +39,38 @@ def make_prior(context: Context) -> Prior:
     Raises:
         NothingAcceptableError: the sensitivity table was not measured.
     """
-    problem, cost, table = context.problem, context.cost, context.table
-    if table is None:
+    if context.table is None:
         raise NothingAcceptableError("the sensitivity table is missing", fix="measure it before the trials")
-    baseline = problem.params_of(problem.baseline)
-    activations = str(problem.value(baseline, "activations"))
-    recipes = problem.space.recipes_with(baseline)
 
-    def milliseconds(group: GroupVariable, choice: str) -> float:
-        plan = Choice.parse(choice).plan(recipes)
-        return sum(cost.layer_time_ms(layer, plan, activations=activations) for layer in group.layers)
+    def step_cost(params: Mapping[str, Any]) -> tuple[float, float]:
+        estimate = context.estimate(params)
+        return estimate.time_ms, float(estimate.memory_bytes)
 
-    def against_default(name: str, value: Any) -> float:
-        return context.estimate(problem.params_of(problem.baseline, **{name: value})).time_ms - whole
-
-    times = problem.table(milliseconds)
-    whole = context.estimate(baseline).time_ms
-    chosen = times[np.arange(len(problem.groups)), problem.indices(baseline)]
-    return Prior(
-        time_ms=times,
-        error2=table.error2,
-        base_time_ms=max(whole - float(chosen.sum()), 0.0),
-        parameter_error2=partial(table.parameter_error2, problem),
-        parameter_time_ms={
-            (n, v): against_default(n, v) for n, values in problem.parameters.items() for v in values[1:]
-        },
-        time_noise=0.03 if context.measured else 1e-4,
-        time_trust=0.3 if context.measured else 0.02,
+    with_memory = context.limits.memory is not None or context.options.objective != "throughput"
+    return build_prior(
+        context.problem,
+        context.table,
+        context.cost.layer_time_ms,
+        step_cost,
+        measured=context.measured,
+        with_memory=with_memory,
     )
 
 
-def stop_gap(context: Context) -> float:
+def hopeless_gap(context: Context, params: Mapping[str, Any]) -> float:
     """Return the loss gap beyond which a trial is hopeless and is ended early.
 
     Single steps of a harmless FP8 run are off by up to ten times the usual budget; twenty times the budget, or ten
-    times the noise floor, on average over the last quarter is no chance any more.
+    times the noise floor, on average over the last quarter is no chance any more. Where the step time is modelled the
+    front of the finished trials may say so sooner.
     """
     floor = context.references[0].noise_floor
-    return max(20.0 * context.limits.divergence, 10.0 * floor)
+    fixed = max(20.0 * context.limits.divergence, 10.0 * floor)
+    if context.measured:
+        return fixed
+    front = [(r.metrics["step_time_ms"], r.metrics["divergence"]) for r in context.store.learned() if r.ok]
+    expected = context.estimate(params).time_ms
+    return min(fixed, stop_gap(expected, front, max_divergence=context.limits.divergence, noise_floor=floor))
 
 
 def trial_record(
@@ -86,7 +80,7 @@ def trial_record(
     policy = context.problem.policy(params).to_dict()
     reference = context.references[seed]
     began = time.time()
-    hopeless = {"reference_losses": reference.losses, "stop_gap": stop_gap(context)}
+    hopeless = {"reference_losses": reference.losses, "stop_gap": hopeless_gap(context, params)}
     result = context.run(context.spec(policy, **(hopeless | spec)), seed)
     estimate = None if context.measured else context.estimate(params)
     scored = score(result, reference, estimate=estimate, gradient_error=context.gradient_error(params))
@@ -184,8 +178,11 @@ def run_trials(context: Context) -> None:
         max_memory=context.limits.memory,
         noise_floor=context.references[0].noise_floor,
         seed=options.seed,
+        trials=options.trials,
+        objective=options.objective,
     )
-    store.start(sampler, problem.distributions(), presets(problem))
+    first = presets(problem, limit=max(FEWEST_PRESETS, options.trials // 2))
+    store.start(sampler, problem.distributions(), first)
     loop = _Loop(context, options.trials, done=len(store.learned()))
     loop.seen = {problem.key(record.params): record for record in store.learned()}
     context.timings["search_began_s"] = context.elapsed()

@@ -50,3 +50,22 @@ def test_state_that_loses_updates_adds_to_the_divergence() -> None:
     """A stalled second moment may well end at a lower loss; what was seen of it from the inside counts."""
     scored = score(result(payload={"state": {"penalty": 0.3}}), REFERENCE, estimate=None, gradient_error=0.0)
     assert scored.metrics["divergence"] == pytest.approx(0.3)
+
+
+def test_a_trial_that_did_not_execute_its_policy_is_a_failure() -> None:
+    row = {
+        "name": "blocks.0.fc",
+        "requested": {"fprop": "fp8"},
+        "executed": {"fprop": "bf16"},
+        "ok": False,
+        "reason": "",
+    }
+    scored = score(result(audit={"layers": [row], "operators": {}}), REFERENCE, estimate=None, gradient_error=0.0)
+    assert scored.status == "mismatch"
+    assert "blocks.0.fc" in scored.reason
+
+
+def test_a_layer_the_step_never_called_says_nothing_against_a_policy() -> None:
+    row = {"name": "experts.7", "requested": {"fprop": "fp8"}, "executed": {}, "ok": False, "reason": "never called"}
+    scored = score(result(audit={"layers": [row], "operators": {}}), REFERENCE, estimate=None, gradient_error=0.0)
+    assert scored.status == "ok"
