@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -140,9 +141,11 @@ _PolicyDumper.add_representer(tuple, lambda d, v: _represent_list(d, list(v)))
 
 def dump_yaml(document: dict[str, Any]) -> str:
     """Return the YAML text of plain data, keys in the given order, short leaves on one line."""
+    # a control character such as NEL, written as it is, would be read back as a line break: then all is escaped
+    readable = json.dumps(document, ensure_ascii=False).isprintable()
     parts = []
     for key, value in document.items():
-        parts.append(yaml.dump({key: value}, Dumper=_TopDumper, sort_keys=False, width=118, allow_unicode=True))
+        parts.append(yaml.dump({key: value}, Dumper=_TopDumper, sort_keys=False, width=118, allow_unicode=readable))
     return "".join(parts)
 
 
@@ -165,7 +168,5 @@ def save_policy(policy: Policy, path: Path | str) -> Path:
     path = Path(path)
     document = policy.to_dict()
     if path.suffix == ".json":
-        import json
-
         return write_atomic(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
     return write_atomic(path, dump_yaml(document))
