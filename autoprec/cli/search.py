@@ -128,7 +128,8 @@ def print_result(engine: Any, result: Any, files: dict[str, Path]) -> None:
 
     from autoprec import report
 
-    console = Console(no_color=bool(os.environ.get("NO_COLOR")), highlight=False)
+    width = None if sys.stdout.isatty() else 110  # a log has no width of its own, and names should not wrap
+    console = Console(no_color=bool(os.environ.get("NO_COLOR")), highlight=False, width=width)
     console.print(report.terminal_table(result, engine.records))
     lines = [f"verdict: {result.verdict}. {result.reason}", f"policy:  {result.policy}", f"report:  {files['report']}"]
     uri = result.mlflow.get("tracking_uri")

@@ -212,7 +212,9 @@ class Search:
         verdict = context.cost.verdict(plans)
         context.timings["verdict_s"] = time.monotonic() - self._started
         if verdict.kind != "stay":
-            self.listener.note(verdict.reason)
+            # beside real timings the model's sentence would claim too much: it bounds the GEMMs, not attention or casts
+            bound = f"GEMMs could gain up to {verdict.bound_speedup:.2f}x by the cost model; the trials decide"
+            self.listener.note(bound if context.measured else verdict.reason)
         return verdict
 
     def _stay(self, context: Context, verdict: Verdict) -> SearchResult:
