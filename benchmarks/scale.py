@@ -72,7 +72,10 @@ def main() -> None:
         )
         clock = Clock()
         search = Search(
-            options, ScriptCommand.parse(options.command), Listeners(clock), lambda seed, _: SimulatedRunner(script, seed)
+            options,
+            ScriptCommand.parse(options.command),
+            Listeners(clock),
+            lambda seed, _: SimulatedRunner(script, seed),
         )
         search.run()
         os.chdir(ROOT)

@@ -45,7 +45,13 @@ def test_pins_satisfy_what_the_project_asks_for() -> None:
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
 @pytest.mark.parametrize(
-    ("target", "runs"), [("demo", "autoprec search examples/train_gpt.py"), ("test", "-m pytest"), ("gpu", "benchmarks/gpu_run.py"), ("gpu-bundle", "benchmarks/gpu_bundle.py")]
+    ("target", "runs"),
+    [
+        ("demo", "autoprec search examples/train_gpt.py"),
+        ("test", "-m pytest"),
+        ("gpu", "benchmarks/gpu_run.py"),
+        ("gpu-bundle", "benchmarks/gpu_bundle.py"),
+    ],
 )
 def test_make_targets(target: str, runs: str) -> None:
     line = ["make", "-n", target, "VENV=/nowhere/venv"]
