@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import sysconfig
 from dataclasses import replace
+from pathlib import Path
 
 from autoprec.trial.protocol import TrialResult
 
-__all__ = ["TAIL_LINES", "classify", "describe_exit", "last_lines"]
+__all__ = ["TAIL_LINES", "classify", "describe_exit", "is_own_fault", "last_lines"]
 
 TAIL_LINES = 25
 
@@ -17,6 +20,21 @@ def last_lines(text: str, limit: int = TAIL_LINES) -> str:
     """Return the last ``limit`` lines, each cut at 400 characters."""
     lines = [line.rpartition("\r")[2][:400] for line in text.rstrip().splitlines()]
     return "\n".join(lines[-limit:])
+
+
+def is_own_fault(tail: str) -> bool:
+    """Say whether a traceback ends in AutoPrec's own code rather than in the script or a library it called.
+
+    Frames of Python's standard library are passed over: who called them is to blame.
+    """
+    frames: list[str] = re.findall(r'^  File "([^"]+)", line \d+', tail, flags=re.MULTILINE)
+    library = sysconfig.get_paths()["stdlib"] + os.sep
+    ours = str(Path(__file__).resolve().parents[1]) + os.sep
+    for frame in reversed(frames):
+        if frame.startswith("<") or (frame.startswith(library) and "site-packages" not in frame):
+            continue
+        return frame.startswith(ours)
+    return False
 
 
 def describe_exit(code: int) -> str:

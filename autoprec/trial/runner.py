@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import ScriptError
-from autoprec.trial.classify import classify, describe_exit, exit_code, last_lines
+from autoprec.trial.classify import classify, describe_exit, exit_code, is_own_fault, last_lines
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
 from autoprec.trial.family import Family
@@ -226,6 +226,13 @@ class TrialRunner:
                 where=self.command.label,
                 fix="does it train a torch model in this Python environment? Loops that hooks cannot see can use "
                 "autoprec.Session",
+            )
+        if is_own_fault(tail):
+            return ScriptError(
+                "AutoPrec's own code failed inside the script's process; this is not the script's fault\n"
+                + last_lines(tail),
+                where=self.command.label,
+                fix="please report it with the output above and `autoprec doctor`",
             )
         return ScriptError(
             f"the script {describe_exit(code)} before its first training step (not an AutoPrec failure)\n"

@@ -42,3 +42,21 @@ def test_tails_are_bounded() -> None:
     assert describe_exit(-11) == "killed by SIGSEGV"
     assert describe_exit(-99).startswith("killed by signal")
     assert describe_exit(3) == "ended with exit code 3"
+
+
+def test_a_traceback_that_ends_in_our_code_is_our_fault() -> None:
+    import sysconfig
+
+    import autoprec.trial.agent as agent
+    from autoprec.trial.classify import is_own_fault
+
+    library = sysconfig.get_paths()["stdlib"]
+
+    def traceback(*files: str) -> str:
+        frames = "".join(f'  File "{name}", line 3, in somewhere\n    do()\n' for name in files)
+        return f"Traceback (most recent call last):\n{frames}ValueError: no\n"
+
+    assert is_own_fault(traceback("train.py", str(agent.__file__), f"{library}/pathlib.py"))
+    assert not is_own_fault(traceback("train.py", str(agent.__file__), "model.py"))
+    assert not is_own_fault(traceback("train.py", str(agent.__file__), f"{library}/site-packages/torch/optim/adamw.py"))
+    assert not is_own_fault("killed")
