@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autoprec.cost import Verdict
     from autoprec.search.context import Context
 
-__all__ = ["Answer", "emitted_policy", "empty_policy", "search_result"]
+__all__ = ["Answer", "emitted_policy", "search_result"]
 
 #: What the long run should watch (short trials see early divergence only), and what to fall back to, in order; the
 #: names are those of :mod:`autoprec.guard`.
@@ -121,7 +121,7 @@ def _evidence(context: Context, answer: Answer) -> dict[str, Any]:
 def emitted_policy(context: Context, answer: Answer) -> Policy:
     """Return the policy to write: the chosen point, how it was found, and what to watch."""
     if answer.record is None:
-        return empty_policy(context, answer.reason)
+        return _empty_policy(context, answer.reason)
     policy = context.problem.policy(answer.record.params, evidence=_evidence(context, answer))
     return policy.model_copy(update={"guard": guard_for(policy)})
 
@@ -134,7 +134,7 @@ def guard_for(policy: Policy) -> Guard:
     return Guard(metrics=tuple(thresholds), thresholds=thresholds, fallback=fallback)
 
 
-def empty_policy(context: Context, reason: str) -> Policy:
+def _empty_policy(context: Context, reason: str) -> Policy:
     """Return the policy that changes nothing, saying why."""
     answer = Answer("stay", reason, None, seeds=0)
     evidence = _evidence(context, answer) if context.references else {"verdict": "stay", "reason": reason}
@@ -144,11 +144,6 @@ def empty_policy(context: Context, reason: str) -> Policy:
 def _row(record: TrialRecord) -> dict[str, Any]:
     kept = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
     return {"name": record.name, "number": record.number, "status": record.status, "reason": record.reason, **kept}
-
-
-def front_records(context: Context) -> list[TrialRecord]:
-    """Return the Pareto front of the measured trials, fastest first."""
-    return front(context.store.learned())
 
 
 def search_result(context: Context, answer: Answer, verdict: Verdict, *, policy_path: str) -> SearchResult:
@@ -165,7 +160,7 @@ def search_result(context: Context, answer: Answer, verdict: Verdict, *, policy_
         best=final_metrics(context, answer),
         reference=reference_metrics(context),
         presets=tuple(_row(r) for r in context.store.learned() if r.kind == "preset"),
-        front=tuple(_row(r) for r in front_records(context)),
+        front=tuple(_row(r) for r in front(context.store.learned())),
         trials=context.store.count(),
         study=context.options.study,
         storage=context.store.url,

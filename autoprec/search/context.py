@@ -198,9 +198,3 @@ class Context:
         """Write the best policy so far into the study's folder, so that not even kill -9 loses it."""
         if best is not None:
             save_policy(Policy.model_validate(best.policy), self.study_dir / "best.yaml")
-
-    def policy_of(self, answer: Any) -> Policy:
-        """Return the policy to emit for an answer, with its evidence and guard."""
-        from autoprec.search.answer import emitted_policy
-
-        return emitted_policy(self, answer)

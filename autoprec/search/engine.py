@@ -20,7 +20,7 @@ from autoprec.errors import NothingAcceptableError, SearchInterruptedError
 from autoprec.files import file_lock, write_json
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
-from autoprec.search.answer import Answer, empty_policy, search_result
+from autoprec.search.answer import Answer, emitted_policy, search_result
 from autoprec.search.context import Context, Limits
 from autoprec.search.early import check_early
 from autoprec.search.events import Listener, SearchInfo
@@ -222,7 +222,7 @@ class Search:
         return self._finish(context, answer, verdict)
 
     def _finish(self, context: Context, answer: Answer, verdict: Verdict) -> SearchResult:
-        policy = context.policy_of(answer) if answer.record else empty_policy(context, answer.reason)
+        policy = emitted_policy(context, answer)
         save_policy(policy, self.options.output)
         save_policy(policy, self.study_dir / "best.yaml")
         result = search_result(context, answer, verdict, policy_path=self.options.output)
@@ -242,7 +242,7 @@ class Search:
         context, kept = self.context, "nothing was measured yet"
         best = context.best() if context else None
         if context is not None and best is not None:
-            policy = context.policy_of(Answer("adopt", "interrupted before the finalists", best, seeds=1))
+            policy = emitted_policy(context, Answer("adopt", "interrupted before the finalists", best, seeds=1))
             save_policy(policy, self.options.output)
             kept = f"the best policy so far ({best.metrics['speedup']:.2f}x) is in {self.options.output}"
         return SearchInterruptedError(

@@ -20,9 +20,10 @@ from autoprec.search.context import Context
 from autoprec.search.decision import Candidate, choose
 from autoprec.search.records import TrialRecord
 from autoprec.search.references import reference_of
-from autoprec.search.score import Reference, score
+from autoprec.search.score import Reference
 from autoprec.search.sensing import measure_errors
 from autoprec.search.shortlist import shortlist, smoothed_divergence
+from autoprec.search.trials import measured
 
 __all__ = ["pick_finalists", "run_finals"]
 
@@ -204,31 +205,15 @@ def _measure(
         known = _stored(context, "finalist", original.name, seed)
         if known is not None:
             return original, known, False
-        began = time.time()
-        result = context.run(context.spec(original.policy, anneal=True), seed)
-        estimate = None if context.measured else context.estimate(original.params)
-        scored = score(result, reference, estimate=estimate, gradient_error=original.metrics["gradient_error"])
-        record = replace(
-            original,
-            kind="finalist",
-            status=scored.status,
-            reason=scored.reason,
-            metrics=scored.metrics,
-            sources=scored.sources,
-            losses=result.losses,
-            reference_losses=reference.losses,
-            tags=("finalist",),
-            started=began,
-            seconds=time.time() - began,
-            seed=seed,
-        )
+        plan = replace(original, kind="finalist", tags=("finalist",), seed=seed)
+        record = measured(context, plan, reference, original.metrics["gradient_error"], anneal=True)
         return original, record, True
 
     parallel = 1 if context.measured else context.workers
     with ThreadPoolExecutor(max_workers=parallel, thread_name_prefix="finalist") as threads:
-        measured = list(threads.map(one, finalists))
+        finished = list(threads.map(one, finalists))
     out = []
-    for original, record, is_new in measured:
+    for original, record, is_new in finished:
         if is_new:
             record = replace(record, number=context.store.next_number())
             context.store.add(record)
@@ -264,12 +249,12 @@ def _decide(
     speeds = []
     for record in finalists:
         runs = rows[record.number]
-        measured = [run for run in runs if run.ok]
-        speeds.append([run.metrics["speedup"] for run in measured])
+        good = [run for run in runs if run.ok]
+        speeds.append([run.metrics["speedup"] for run in good])
         candidates.append(
             Candidate(
                 name=record.name,
-                speedup=statistics.median(speeds[-1]) if measured else 0.0,
+                speedup=statistics.median(speeds[-1]) if good else 0.0,
                 # a failed seed is an infinite divergence: such a candidate is never accepted
                 divergences=tuple(run.metrics["divergence"] if run.ok else math.inf for run in runs),
                 gradient_error=errors.get(str(record.number), record.metrics["gradient_error"]),

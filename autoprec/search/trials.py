@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import optuna
@@ -18,10 +18,10 @@ from autoprec.search.presets import presets
 from autoprec.search.prior import build_prior
 from autoprec.search.records import TrialRecord
 from autoprec.search.sampler import Prior
-from autoprec.search.score import score
+from autoprec.search.score import Reference, score
 from autoprec.search.stopping import stop_gap
 
-__all__ = ["make_prior", "run_trials", "trial_record"]
+__all__ = ["make_prior", "measured", "run_trials", "trial_record"]
 
 #: So many failures in a row end the search: the cause is then not the policy.
 FAILURES_IN_A_ROW = 5
@@ -73,23 +73,16 @@ def hopeless_gap(context: Context, params: Mapping[str, Any]) -> float:
     return min(fixed, stop_gap(expected, front, max_divergence=context.limits.divergence, noise_floor=floor))
 
 
-def trial_record(
-    context: Context, number: int, kind: str, name: str, params: dict[str, Any], seed: int = 0, **spec: Any
+def measured(
+    context: Context, plan: TrialRecord, reference: Reference, gradient_error: float, **spec: Any
 ) -> TrialRecord:
-    """Run one policy and return its scored record."""
-    policy = context.problem.policy(params).to_dict()
-    reference = context.references[seed]
+    """Run the policy of a record under the record's paired seed; return it with everything that was measured."""
     began = time.time()
-    hopeless = {"reference_losses": reference.losses, "stop_gap": hopeless_gap(context, params)}
-    result = context.run(context.spec(policy, **(hopeless | spec)), seed)
-    estimate = None if context.measured else context.estimate(params)
-    scored = score(result, reference, estimate=estimate, gradient_error=context.gradient_error(params))
-    return TrialRecord(
-        number=number,
-        kind=kind,
-        name=name,
-        params=params,
-        policy=policy,
+    result = context.run(context.spec(plan.policy, **spec), plan.seed)
+    estimate = None if context.measured else context.estimate(plan.params)
+    scored = score(result, reference, estimate=estimate, gradient_error=gradient_error)
+    return replace(
+        plan,
         status=scored.status,
         reason=scored.reason,
         tail=result.tail,
@@ -97,11 +90,19 @@ def trial_record(
         sources=scored.sources,
         losses=result.losses,
         reference_losses=reference.losses,
-        tags=("preset",) if kind == "preset" else (),
         started=began,
         seconds=time.time() - began,
-        seed=seed,
     )
+
+
+def trial_record(context: Context, number: int, kind: str, name: str, params: dict[str, Any]) -> TrialRecord:
+    """Run one policy of the study and return its scored record."""
+    policy = context.problem.policy(params).to_dict()
+    tags = ("preset",) if kind == "preset" else ()
+    plan = TrialRecord(number, kind, name, params, policy, status="", tags=tags)
+    reference = context.references[0]
+    hopeless = {"reference_losses": reference.losses, "stop_gap": hopeless_gap(context, params)}
+    return measured(context, plan, reference, context.gradient_error(params), **hopeless)
 
 
 @dataclass(slots=True)
