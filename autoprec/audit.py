@@ -144,7 +144,7 @@ def _quantised(plan: LayerPlan) -> bool:
 def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> dict[str, dict[str, Any]]:
     """Return requested / executed / ok / reason of activations and of each operator class."""
     found = root_of(root)
-    executed = {} if found is None else dict(found.executed)
+    executed = {} if found is None else found.ran
     wanted = {"activations": policy.activations} | policy.operators.model_dump()
     active = policy.activations != KEEP or policy.operators.attention != KEEP or layers_changed
     rows: dict[str, dict[str, Any]] = {}

