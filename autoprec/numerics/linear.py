@@ -92,9 +92,7 @@ class LinearExecution:
         if native is not None:
             return self._native(input, weight, bias, native, autocast)
         keep = autocast or input.dtype
-        steps = self.compiled.get((device, keep))
-        if steps is None:
-            steps = self.compiled[device, keep] = compile_plan(self.plan, keep, device, self.multiply)
+        steps = self._steps(device, keep)
         out_dtype = torch.float32 if steps.wide_output and autocast is not None else keep
         if input.numel() == 0:
             return _cast_linear(input, weight, bias, out_dtype)  # nothing to quantise, nothing to learn from
@@ -105,6 +103,14 @@ class LinearExecution:
             return _run(input, weight, bias, self, steps, out_dtype, training and grad, grad)
         with torch.autocast(device, enabled=False):
             return _run(input, weight, bias, self, steps, out_dtype, training and grad, grad)
+
+    def _steps(self, device: str, keep: torch.dtype) -> Steps:
+        if torch.compiler.is_compiling():  # Dynamo guards on a dictionary it sees read: no second trace for a miss
+            return compile_plan(self.plan, keep, device, self.multiply)
+        steps = self.compiled.get((device, keep))
+        if steps is None:
+            steps = self.compiled[device, keep] = compile_plan(self.plan, keep, device, self.multiply)
+        return steps
 
     def describe(self) -> str:
         """Return what ``print(model)`` shows of this layer's policy."""

@@ -178,8 +178,16 @@ def test_compiled_graphs_are_whole_and_equal(name: str) -> None:
     eager = LinearExecution(plan)(x, weight, bias)
     layer = LinearExecution(plan)
     torch._dynamo.reset()
-    graph = torch.compile(layer, backend="eager", fullgraph=True)
+    traced: list[int] = []
+
+    def backend(module: torch.fx.GraphModule, _inputs: object) -> object:
+        traced.append(len(module.graph.nodes))
+        return module.forward
+
+    graph = torch.compile(layer, backend=backend, fullgraph=True)
     assert torch.equal(graph(x, weight, bias), eager)
+    assert torch.equal(graph(x, weight, bias), eager)
+    assert len(traced) == 1
     assert set(layer.executed) == {"fprop", "dgrad", "wgrad"}
     nn.init.zeros_(weight)
     assert torch.equal(graph(x, weight, bias), LinearExecution(plan)(x, weight, bias))
