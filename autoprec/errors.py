@@ -24,6 +24,7 @@ Each says what went wrong, where, and how to fix it: ``str(error)`` is what a pe
 from __future__ import annotations
 
 import difflib
+import heapq
 from collections.abc import Iterable
 
 __all__ = [
@@ -45,10 +46,18 @@ __all__ = [
     "nearest",
 ]
 
+#: Bounds of the search for near misses: names in a file may be of any length and number.
+LONGEST_NAME = 200
+MOST_NAMES = 2000
+
 
 def nearest(name: str, valid: Iterable[str], limit: int = 1) -> list[str]:
     """Return up to ``limit`` valid names that look most like ``name``, best first."""
-    options = sorted(set(valid))
+    if len(name) > LONGEST_NAME:  # nobody mistyped that, and comparing takes time that grows with the square
+        return []
+    options = sorted(option for option in set(valid) if len(option) <= LONGEST_NAME)
+    if len(options) > MOST_NAMES:
+        options = sorted(heapq.nsmallest(MOST_NAMES, options, key=lambda option: abs(len(option) - len(name))))
     lowered = {option.lower(): option for option in options}
     found = difflib.get_close_matches(name.lower(), list(lowered), n=limit, cutoff=0.5)
     return [lowered[key] for key in found]

@@ -21,6 +21,7 @@ from typing import Any
 import yaml
 
 from autoprec.errors import FileError, NoSpaceError, StudyError
+from autoprec.plain import MAX_DEPTH, parse_yaml
 
 __all__ = [
     "MAX_BYTES",
@@ -31,12 +32,12 @@ __all__ = [
     "file_lock",
     "parse_document",
     "read_document",
+    "read_text",
     "write_atomic",
     "write_json",
 ]
 
 MAX_BYTES = 4 * 1024 * 1024
-MAX_DEPTH = 32
 MAX_INTEGER = 2**63
 
 
@@ -151,44 +152,6 @@ def file_lock(path: Path | str, *, what: str = "study") -> Iterator[None]:
         os.close(handle)
 
 
-class _DataLoader(yaml.SafeLoader):
-    """YAML without aliases, tags beyond plain data, or duplicate keys."""
-
-    def __init__(self, stream: str) -> None:
-        super().__init__(stream)
-        self.depth = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="YAML aliases are not accepted", problem_mark=event.start_mark)
-        self.depth += 1
-        if self.depth > MAX_DEPTH:
-            event = self.peek_event()  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {MAX_DEPTH}", problem_mark=event.start_mark)
-        node = super().compose_node(parent, index)
-        self.depth -= 1
-        return node
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
-            if not isinstance(key, str):
-                raise yaml.MarkedYAMLError(problem=f"key {key!r} is not text", problem_mark=key_node.start_mark)
-            if key in seen:
-                raise yaml.MarkedYAMLError(problem=f"key '{key}' appears twice", problem_mark=key_node.start_mark)
-            seen.add(key)
-        return super().construct_mapping(node, deep=deep)
-
-
-def _plain_timestamps(_loader: _DataLoader, node: yaml.ScalarNode) -> str:
-    return str(node.value)
-
-
-_DataLoader.add_constructor("tag:yaml.org,2002:timestamp", _plain_timestamps)
-
-
 def _check_plain(value: Any, where: str, depth: int = 0) -> None:
     if depth > MAX_DEPTH:
         raise FileError(f"nested deeper than {MAX_DEPTH}", where=where)
@@ -221,19 +184,20 @@ def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return out
 
 
-def parse_document(text: str, *, where: str = "document") -> dict[str, Any]:
+def parse_document(text: str, *, where: str = "document", most_bytes: int = MAX_BYTES) -> dict[str, Any]:
     """Parse a YAML or JSON mapping as plain data.
 
     Raises:
         FileError: too large, malformed, aliased, nested too deep, not a mapping, or holding a non-finite number.
     """
-    if len(text) > MAX_BYTES:
-        raise FileError(f"larger than {MAX_BYTES} bytes", where=where, fix="this is no AutoPrec file")
+    if len(text) > most_bytes:
+        raise FileError(f"larger than {most_bytes} bytes", where=where, fix="is it the right file?")
+    text = text.removeprefix("\ufeff")
     try:
         if text.lstrip()[:1] in ("{", "["):
             value = json.loads(text, object_pairs_hook=_refuse_duplicates)
         else:
-            value = yaml.load(text, Loader=_DataLoader)
+            value = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         first = " ".join(str(error).split())[:300]
         raise FileError(f"cannot be read as YAML or JSON: {first}", where=where, fix="correct the file") from error
@@ -243,21 +207,28 @@ def parse_document(text: str, *, where: str = "document") -> dict[str, Any]:
     return value
 
 
-def read_document(path: Path | str) -> dict[str, Any]:
-    """Read a YAML or JSON file as plain data; see :func:`parse_document`.
+def read_text(path: Path | str, *, most_bytes: int = MAX_BYTES) -> str:
+    """Read a UTF-8 file of bounded size.
 
     Raises:
-        FileError: missing, unreadable, not UTF-8, or not a valid document.
+        FileError: missing, unreadable, larger than ``most_bytes``, or not UTF-8.
     """
     path = Path(path)
     try:
         with path.open("rb") as stream:
-            raw = stream.read(MAX_BYTES + 1)
-        text = raw.decode("utf-8")
+            raw = stream.read(most_bytes + 1)
+        if len(raw) > most_bytes:
+            raise FileError(f"larger than {most_bytes} bytes", where=str(path), fix="is it the right file?")
+        return raw.decode("utf-8")
     except FileNotFoundError as error:
         raise FileError("no such file", where=str(path), fix="check the path") from error
     except UnicodeDecodeError as error:
         raise FileError("is not UTF-8 text", where=str(path), fix="is it the right file?") from error
-    except OSError as error:
-        raise FileError(f"cannot be read: {error.strerror}", where=str(path), fix="check the path") from error
-    return parse_document(text, where=str(path))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        why = getattr(error, "strerror", None) or str(error)
+        raise FileError(f"cannot be read: {why}", where=str(path), fix="check the path") from error
+
+
+def read_document(path: Path | str, *, most_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """Read a YAML or JSON file as plain data; see :func:`read_text` and :func:`parse_document`."""
+    return parse_document(read_text(path, most_bytes=most_bytes), where=str(path), most_bytes=most_bytes)

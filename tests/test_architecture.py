@@ -10,7 +10,7 @@ PACKAGE = ROOT / "autoprec"
 
 #: Rooms from the foundation up, by the first part of a module's name inside the package.
 ROOMS = {
-    "foundation": ("_version", "errors", "files", "optional"),
+    "foundation": ("_version", "errors", "plain", "files", "optional"),
     "vocabulary": ("formats", "recipes", "hardware"),
     "policy": ("policy", "space", "levels"),
     "numerics": ("numerics",),

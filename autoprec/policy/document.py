@@ -11,12 +11,16 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from autoprec.errors import FileError, PolicyError, nearest
-from autoprec.files import parse_document, read_document, write_atomic
+from autoprec.files import parse_document, read_text, write_atomic
+from autoprec.policy.checksum import checksum_line, verify_checksum
 from autoprec.policy.schema import Policy
 
 __all__ = ["dump_yaml", "explain", "load_policy", "parse_policy", "policy_from_dict", "save_policy"]
 
 P = TypeVar("P", bound=Policy)
+
+#: A policy with one rule for each of 10,000 layers fits; what does not is no policy, and is not worth a second's time.
+MAX_POLICY_BYTES = 1024 * 1024
 
 
 def _models_in(annotation: Any) -> list[type[BaseModel]]:
@@ -90,9 +94,10 @@ def policy_from_dict(document: dict[str, Any], *, where: str = "policy", cls: ty
 def parse_policy(text: str, *, where: str = "policy", cls: type[P] = Policy) -> P:  # type: ignore[assignment]
     """Parse a policy from YAML or JSON text; see :func:`policy_from_dict`."""
     try:
-        document = parse_document(text, where=where)
+        document = parse_document(text, where=where, most_bytes=MAX_POLICY_BYTES)
     except FileError as error:
         raise PolicyError(error.what, where=error.where, fix=error.fix) from error
+    verify_checksum(text, document, where=where)
     return policy_from_dict(document, where=where, cls=cls)
 
 
@@ -100,13 +105,13 @@ def load_policy(path: Path | str, *, cls: type[P] = Policy) -> P:  # type: ignor
     """Load a policy file (YAML or JSON). Data only: nothing is imported or run.
 
     Raises:
-        PolicyError: missing, unreadable, or not a valid policy.
+        PolicyError: missing, unreadable, not a valid policy, or not what its checksum line says.
     """
     try:
-        document = read_document(path)
+        text = read_text(path, most_bytes=MAX_POLICY_BYTES)
     except FileError as error:
         raise PolicyError(error.what, where=error.where, fix=error.fix) from error
-    return policy_from_dict(document, where=str(path), cls=cls)
+    return parse_policy(text, where=str(path), cls=cls)
 
 
 class _PolicyDumper(yaml.SafeDumper):
@@ -164,9 +169,16 @@ class _TopDumper(_PolicyDumper):
 
 
 def save_policy(policy: Policy, path: Path | str) -> Path:
-    """Write a policy atomically, as YAML, or as JSON when the name ends in ``.json``."""
+    """Write a policy atomically, as YAML, or as JSON when the name ends in ``.json``.
+
+    A policy with evidence is what a search measured: its YAML begins with a checksum line (JSON has no comments; cut
+    off, it does not parse).
+    """
     path = Path(path)
     document = policy.to_dict()
     if path.suffix == ".json":
         return write_atomic(path, json.dumps(document, indent=2, allow_nan=False) + "\n")
-    return write_atomic(path, dump_yaml(document))
+    text = dump_yaml(document)
+    if policy.evidence:
+        text = checksum_line(parse_document(text, where=str(path))) + text
+    return write_atomic(path, text)

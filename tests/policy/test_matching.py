@@ -1,6 +1,7 @@
 """Globs on module names: first match wins, hostile names, and a rule that matches nothing is an error."""
 
 import fnmatch
+import re
 import time
 
 import pytest
@@ -8,7 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.errors import PolicyMismatchError
-from autoprec.policy import LayerRule, Policy, escape, first_match, glob_matches, resolve, unmatched_rules
+from autoprec.policy import (
+    LayerRule,
+    Policy,
+    escape,
+    first_match,
+    glob_matches,
+    glob_regex,
+    resolve,
+    unmatched_rules,
+)
 from autoprec.recipes import Recipe
 
 NAMES = st.text(alphabet="ab.0[]*?!^-\\", max_size=12)
@@ -118,3 +128,18 @@ def test_every_layer_gets_exactly_one_plan(names: list[str], globs: list[str]) -
         rule = first_match(rules.layers, name)
         assert rule is not None  # "*" is among them
         assert plan == rules.plan_of_rule(rule)
+
+
+def test_a_glob_of_many_stars_takes_no_time() -> None:
+    began = time.process_time()
+    assert not glob_matches("*a" * 40 + "*b", "a" * 400)
+    assert glob_matches("*a" * 40 + "*b", "a" * 400 + "b")
+    assert time.process_time() - began < 0.5
+
+
+GLOB = st.text("ab*?[]!^", max_size=8)
+
+
+@given(GLOB, st.text("ab", max_size=8))
+def test_the_bounded_form_and_the_exported_one_agree(pattern: str, name: str) -> None:
+    assert glob_matches(pattern, name) == (re.compile(glob_regex(pattern), re.DOTALL).fullmatch(name) is not None)
