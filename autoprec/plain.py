@@ -1,4 +1,4 @@
-"""YAML as plain data: built from the parser's events, so that nothing but text, numbers, lists and mappings can come out.
+"""YAML as plain data, built from the parser's events: nothing but text, numbers, lists and mappings can come out.
 
 A loader that composes nodes and then constructs objects has to forbid what it must not do, tag by tag, and spends
 1 KiB on every value before it can refuse anything. Here a value is made from an event or not at all; aliases, tags,
@@ -24,7 +24,7 @@ _CORE = "tag:yaml.org,2002:"
 _SCALARS = frozenset(_CORE + name for name in ("null", "bool", "int", "float", "str", "timestamp"))
 
 if yaml.__with_libyaml__:  # ten times faster, and on every platform that has a wheel
-    from yaml.cyaml import CParser as _Parser
+    from yaml.cyaml import CParser as _Parser  # type: ignore[attr-defined]
 else:  # pragma: no cover - the pure Python parser, where PyYAML was built without libyaml
 
     class _Parser(yaml.reader.Reader, yaml.scanner.Scanner, yaml.parser.Parser):  # type: ignore[no-redef]
@@ -34,7 +34,7 @@ else:  # pragma: no cover - the pure Python parser, where PyYAML was built witho
             yaml.parser.Parser.__init__(self)
 
 
-def _refuse(problem: str, event: yaml.Event) -> yaml.YAMLError:
+def _refuse(problem: str, event: Any) -> yaml.YAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
 
 
@@ -43,7 +43,7 @@ class _Builder:
 
     def __init__(self, text: str) -> None:
         self._parser: Any = _Parser(text)
-        self._names = yaml.resolver.Resolver()
+        self._names: Any = yaml.resolver.Resolver()
         self._numbers = yaml.constructor.SafeConstructor()
         self._count = 0
 

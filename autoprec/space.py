@@ -32,6 +32,9 @@ __all__ = [
 ]
 
 SCHEMA = "autoprec.space/1"
+MAX_SPACE_BYTES = 1024 * 1024
+#: Values of recipe parameters in one space; each is tried on its recipe when the space is read.
+MOST_PARAMETER_VALUES = 1000
 #: Flags and kinds of layers that a rule can ask for (see :class:`autoprec.graph.report.Layer`).
 LayerFlag = Literal["first", "head", "tied", "router"]
 
@@ -152,21 +155,26 @@ class SearchSpace(_Frozen):
         for index, rule in enumerate(self.choices):
             named += [(f"choices[{index}]", choice) for choice in rule.choices]
         named += [(f"presets '{p.name}'", Choice.parse(p.choice)) for p in self.presets if p.choice]
+        recipes = self.all_recipes
         for where, choice in named:
             for recipe in {choice.recipe, *choice.gemms.values()}:
-                if recipe != KEEP and recipe not in self.all_recipes:
-                    close = nearest(recipe, [*self.all_recipes, KEEP])
+                if recipe != KEEP and recipe not in recipes:
+                    close = nearest(recipe, [*recipes, KEEP])
                     hint = f"; did you mean '{close[0]}'?" if close else ""
                     raise ValueError(f"{where}: unknown recipe '{recipe}'{hint}")
+        count = sum(len(values) for values in self.parameters.values())
+        if count > MOST_PARAMETER_VALUES:
+            raise ValueError(f"parameters: {count} values; more than {MOST_PARAMETER_VALUES} no search can try")
         for path, values in self.parameters.items():
             if not values:
                 raise ValueError(f"parameters.{path}: no values")
             for value in values:
-                with_value(self.all_recipes, path, value)
+                with_value(recipes, path, value)
         self._state_is_valid()
+        known = self.parameter_values()
         for preset in self.presets:
             for key, value in preset.parameters.items():
-                if value not in self.parameter_values().get(key, ()):
+                if value not in known.get(key, ()):
                     raise ValueError(f"preset '{preset.name}': {key} = {value!r} is not in this space")
         return self
 
@@ -237,7 +245,9 @@ def space_from_dict(document: dict[str, Any], *, where: str = "space") -> Search
     """
     if document.get("schema") != SCHEMA:
         raise SpaceError(
-            f"schema is {document.get('schema')!r}, not '{SCHEMA}'", where=where, fix="is it a search-space file?"
+            f"schema is {str(document.get('schema'))[:120]!r}, not '{SCHEMA}'",
+            where=where,
+            fix="is it a search-space file?",
         )
     try:
         return SearchSpace.model_validate(document)
@@ -265,7 +275,7 @@ def _shipped(name: str) -> SearchSpace:
 
 def _read(path: Path) -> SearchSpace:
     try:
-        document = read_document(path)
+        document = read_document(path, most_bytes=MAX_SPACE_BYTES)
     except FileError as error:
         raise SpaceError(error.what, where=error.where, fix=error.fix) from error
     return space_from_dict(document, where=str(path))

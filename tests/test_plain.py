@@ -1,5 +1,6 @@
 """Plain YAML: the same values as the safe loader where both accept, and bounds where that one has none."""
 
+import contextlib
 import time
 from typing import Any
 
@@ -85,8 +86,6 @@ def test_any_text_is_a_value_or_an_error(text: str) -> None:
 def test_a_megabyte_of_anything_is_over_in_a_second(unit: str) -> None:
     text = "a: [" + unit * (2**20 // len(unit)) if unit == "[]," else unit * (2**20 // len(unit))
     began = time.process_time()
-    try:
+    with contextlib.suppress(yaml.YAMLError, ValueError):
         parse_yaml(text)
-    except (yaml.YAMLError, ValueError):
-        pass
     assert time.process_time() - began < 1.0

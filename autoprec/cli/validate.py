@@ -35,9 +35,9 @@ def _describe(path: Path) -> str:
     if schema != "autoprec.policy/1":
         known = ("autoprec.policy/1", "autoprec.space/1", "autoprec.targets/1")
         raise FileError(f"schema is {schema!r}", where=str(path), fix=f"the first line names one of {', '.join(known)}")
-    from autoprec.policy import Policy, policy_from_dict
+    from autoprec.policy import Policy, load_policy
 
-    policy: Policy = policy_from_dict(document, where=str(path))
+    policy: Policy = load_policy(path)
     return f"policy, {len(policy.layers)} rules, {len(policy.recipes)} recipes"
 
 

@@ -49,25 +49,31 @@ def _path(location: Iterable[Any]) -> str:
     return out
 
 
+def _shown(value: Any, most: int = 120) -> str:
+    """Return a value of the file fit for a message: a key may be a megabyte long."""
+    text = str(value)
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
     """Turn a pydantic error into (what is wrong, how to fix it), with near-miss suggestions for unknown keys."""
     lines, fixes = [], []
     for item in error.errors(include_url=False)[:6]:
         location = item["loc"]
-        where = _path(location) or "document"
+        where = _shown(_path(location)) or "document"
         if item["type"] == "extra_forbidden":
             valid = _keys_at(model, location[:-1])
             close = nearest(str(location[-1]), valid)
-            lines.append(f"{where}: unknown key '{location[-1]}'")
+            lines.append(f"{where}: unknown key '{_shown(location[-1])}'")
             fixes.append(f"did you mean '{close[0]}'?" if close else f"valid keys: {', '.join(valid)}")
         elif item["type"] == "literal_error":
             expected = str(item.get("ctx", {}).get("expected", "")).replace(" or ", ", ")
             valid = [value.strip("' ") for value in expected.split(",")]
             close = nearest(str(item["input"]), valid)
-            lines.append(f"{where}: '{item['input']}' is not one of {', '.join(valid)}")
+            lines.append(f"{where}: '{_shown(item['input'])}' is not one of {', '.join(valid)}")
             fixes.append(f"did you mean '{close[0]}'?" if close else f"use one of {', '.join(valid)}")
         else:
-            message = str(item["msg"]).removeprefix("Value error, ")
+            message = _shown(str(item["msg"]).removeprefix("Value error, "), 1000)
             lines.append(f"{where}: {message}" if location else message)
     return "; ".join(lines), " ".join(dict.fromkeys(fixes)) or "correct the value; see docs/policy-format.md"
 
@@ -80,7 +86,7 @@ def policy_from_dict(document: dict[str, Any], *, where: str = "policy", cls: ty
     """
     if document.get("schema") != "autoprec.policy/1":
         raise PolicyError(
-            f"schema is {document.get('schema')!r}, not 'autoprec.policy/1'",
+            f"schema is {_shown(repr(document.get('schema')))}, not 'autoprec.policy/1'",
             where=where,
             fix="this version of autoprec reads autoprec.policy/1; is it a policy file?",
         )
