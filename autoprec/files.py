@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -29,10 +30,13 @@ __all__ = [
     "append_line",
     "canonical_json",
     "check_writable",
+    "checksum",
     "file_lock",
     "parse_document",
     "read_document",
     "read_text",
+    "with_checksum",
+    "without_checksum",
     "write_atomic",
     "write_json",
 ]
@@ -92,6 +96,29 @@ def write_atomic(path: Path | str, text: str) -> Path:
 def write_json(path: Path | str, value: Any, *, indent: int | None = 1) -> Path:
     """Write a JSON document atomically (NaN and infinity are refused)."""
     return write_atomic(path, json.dumps(value, indent=indent, allow_nan=False) + "\n")
+
+
+def checksum(value: Any) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of plain data, whatever the order of its keys."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def with_checksum(document: dict[str, Any]) -> dict[str, Any]:
+    """Return a document of plain data with its own checksum beside its other keys."""
+    return {**document, "checksum": checksum(document)}
+
+
+def without_checksum(document: dict[str, Any], *, where: str) -> dict[str, Any]:
+    """Return the document that :func:`with_checksum` was given.
+
+    Raises:
+        FileError: it has no checksum, or another one: the contents are not those that were written.
+    """
+    rest = {key: value for key, value in document.items() if key != "checksum"}
+    if document.get("checksum") != checksum(rest):
+        raise FileError("is damaged: its checksum does not match its contents", where=where)
+    return rest
 
 
 def append_line(path: Path | str, line: str) -> None:

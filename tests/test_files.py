@@ -25,6 +25,8 @@ from autoprec.files import (
     file_lock,
     parse_document,
     read_document,
+    with_checksum,
+    without_checksum,
     write_atomic,
     write_json,
 )
@@ -259,3 +261,15 @@ def test_nothing_but_json_and_yaml_is_ever_loaded() -> None:
         text = path.read_text(encoding="utf-8")
         for name in ("import pickle", "pickle.load", "yaml.unsafe", "yaml.full_load", "marshal.load"):
             assert name not in text, f"{path.name} uses {name}"
+
+
+# ------------------------------------------------------------------ checksums
+@given(DOCUMENTS)
+def test_a_checksum_comes_off_again_and_notices_a_change(document: dict[str, Any]) -> None:
+    document.pop("checksum", None)
+    sealed = json.loads(json.dumps(with_checksum(document)))
+    assert without_checksum(sealed, where="x") == document
+    with pytest.raises(FileError, match="x: is damaged"):
+        without_checksum({**sealed, "added": 1}, where="x")
+    with pytest.raises(FileError, match="damaged"):
+        without_checksum(document, where="x")

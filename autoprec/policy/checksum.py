@@ -8,12 +8,11 @@ over what the file says, not how: comments and layout may change, values may not
 
 from __future__ import annotations
 
-import hashlib
 import re
 from typing import Any
 
 from autoprec.errors import PolicyError
-from autoprec.files import canonical_json
+from autoprec.files import checksum
 
 __all__ = ["checksum_line", "verify_checksum"]
 
@@ -22,13 +21,9 @@ _LINE = re.compile(r"# checksum sha256:([0-9a-f]{16}) \(after an edit by hand, d
 _TRACES = ("checksum", "sha256:", "edit by hand", "delete this line")
 
 
-def _digest(document: dict[str, Any]) -> str:
-    return hashlib.sha256(canonical_json(document).encode()).hexdigest()[:16]
-
-
 def checksum_line(document: dict[str, Any]) -> str:
     """Return the line to write above the YAML text of a plain-data document (as that text is read back)."""
-    return f"# checksum sha256:{_digest(document)} (after an edit by hand, delete this line)\n"
+    return f"# checksum sha256:{checksum(document)} (after an edit by hand, delete this line)\n"
 
 
 def _lines(text: str) -> list[str]:
@@ -50,7 +45,7 @@ def verify_checksum(text: str, document: dict[str, Any], *, where: str) -> None:
     """
     for line in _lines(text):
         found = _LINE.fullmatch(line)
-        if found is None or found.group(1) != _digest(document):
+        if found is None or found.group(1) != checksum(document):
             raise PolicyError(
                 "the file was changed or damaged after AutoPrec wrote it (its checksum does not match), so its "
                 "evidence no longer describes it",

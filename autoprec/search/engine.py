@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autoprec.cost import CostModel, CostScale, Verdict
 from autoprec.cost.cpu import cpu_rates
-from autoprec.errors import NothingAcceptableError, SearchInterruptedError
+from autoprec.errors import NothingAcceptableError, SearchInterruptedError, StudyError
 from autoprec.files import file_lock, write_json
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
@@ -131,7 +131,9 @@ class Search:
 
     def _open_store(self) -> StudyStore:
         url = self.options.storage or default_storage(self.study_dir)
-        begun = not self.options.storage and (self.study_dir / "study.db").exists()
+        # killed before the study's first transaction, unless the graph is there, which is written after it
+        begun = not self.options.storage and not (self.study_dir / "graph.json").exists()
+        begun = begun and (self.study_dir / "study.db").exists()
         objectives = ("step_time_ms", "divergence")
         return StudyStore(url, self.options.study, objectives, resume=self.options.resume, begun=begun)
 
@@ -159,7 +161,9 @@ class Search:
         target, here = resolve_target(options.target, host.device)
         space: SearchSpace = load_space(options.space) if options.space else default_space(target.name)
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
-        cost = CostModel(graph, target, scale=scale)
+        measured = here and scale is None
+        space = space.executed(compiled=host.compiled, measured=measured)
+        cost = CostModel(graph, target, scale=scale, compiled=host.compiled or not measured)
         problem = Problem.build(graph, space, cost.can_run)
         return Context(
             options=options,
@@ -169,7 +173,7 @@ class Search:
             host=host,
             graph=graph,
             target=target,
-            measured=here and scale is None,
+            measured=measured,
             space=space,
             problem=problem,
             cost=cost,
@@ -181,6 +185,12 @@ class Search:
     def _sign(self, context: Context) -> None:
         signature = self.options.signature(context.space.model_dump_json(), str(context.graph.model["fingerprint"]))
         stored = context.store.signature
+        if stored is None and context.store.records:
+            raise StudyError(
+                "the study is damaged: it has trials and no setup",
+                where=f"{context.store.url}, study {self.options.study}",
+                fix="put an intact copy of the database back, or begin again with --study NEW",
+            )
         if stored is None:
             context.store.set_signature(signature)
         else:

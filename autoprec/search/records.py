@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from autoprec.files import with_checksum, without_checksum
+
 __all__ = ["SearchResult", "TrialRecord"]
 
 
@@ -59,6 +61,19 @@ class TrialRecord:
         for name in ("losses", "reference_losses"):
             out[name] = [v if v == v and abs(v) != float("inf") else None for v in out[name]]
         return out
+
+    def to_stored(self) -> dict[str, Any]:
+        """Return the form that a study's database holds: :meth:`to_json` and its checksum."""
+        return with_checksum(self.to_json())
+
+    @classmethod
+    def from_stored(cls, document: dict[str, Any], *, where: str = "record") -> TrialRecord:
+        """Rebuild from :meth:`to_stored`.
+
+        Raises:
+            FileError: it is not what was stored.
+        """
+        return cls.from_json(without_checksum(document, where=where))
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrialRecord:

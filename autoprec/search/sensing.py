@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoprec.errors import FileError, NothingAcceptableError
-from autoprec.files import read_document, write_json
+from autoprec.files import read_document, with_checksum, without_checksum, write_json
 from autoprec.search.context import Context
 from autoprec.search.scan import SensitivityScan
 from autoprec.search.sensitivity import SensitivityTable
@@ -30,7 +30,7 @@ def measure_table(context: Context) -> SensitivityTable:
     path = context.study_dir / "sensitivity.json"
     if context.options.resume and path.exists():
         try:
-            context.table = SensitivityTable.from_json(read_document(path))
+            context.table = SensitivityTable.from_json(without_checksum(read_document(path), where=str(path)))
             return context.table
         except (FileError, KeyError, ValueError, TypeError) as error:
             context.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
@@ -41,7 +41,7 @@ def measure_table(context: Context) -> SensitivityTable:
     table = context.table = asked.table()
     context.timings["sensitivity_s"] = time.monotonic() - began
     context.timings["sensitivity_passes"] = float(asked.passes)
-    write_json(path, table.to_json(), indent=None)
+    write_json(path, with_checksum(table.to_json()), indent=None)
     return table
 
 

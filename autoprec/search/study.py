@@ -18,9 +18,10 @@ from typing import Any, TypeVar
 import optuna
 from optuna.trial import FrozenTrial, TrialState
 
-from autoprec.errors import NoSpaceError, StudyError
+from autoprec.errors import FileError, NoSpaceError, StudyError
 from autoprec.files import canonical_json
 from autoprec.search.records import TrialRecord
+from autoprec.search.sqlite_check import check_sqlite
 
 __all__ = ["StudyStore", "default_storage", "without_password"]
 
@@ -70,6 +71,7 @@ class StudyStore:
 
     def __init__(self, url: str, name: str, objectives: Sequence[str], *, resume: bool, begun: bool = False) -> None:
         self.url, self.name, self.objectives = without_password(url), name, tuple(objectives)
+        check_sqlite(url)
         self._storage = self._guarded(lambda: optuna.storages.RDBStorage(url))
         existing = name in {s.study_name for s in self._guarded(self._storage.get_all_studies)}
         if existing and not resume:
@@ -133,11 +135,26 @@ class StudyStore:
             self._claim = None
 
     def _load(self) -> list[TrialRecord]:
+        """Return every stored record, or none: a study with a damaged trial would go on from what nobody measured."""
+        trials = self._guarded(lambda: self._rdb.get_trials(deepcopy=False))
+        documents = [trial.user_attrs.get("record") for trial in trials]
+        # studies of AutoPrec before checksums have none at all; one record without, among others with, is damage
+        checked = any(isinstance(document, dict) and "checksum" in document for document in documents)
         out = []
-        for trial in self._guarded(lambda: self._rdb.get_trials(deepcopy=False)):
-            document = trial.user_attrs.get("record")
-            if trial.state.is_finished() and isinstance(document, dict):
-                out.append(TrialRecord.from_json(document))
+        for number, (trial, document) in enumerate(zip(trials, documents, strict=True)):
+            where = f"{self.url}, study {self.name}, trial {trial.number}"
+            try:
+                if trial.number != number or not trial.state.is_finished() or not isinstance(document, dict):
+                    raise FileError("is damaged: its record is missing", where=where)
+                out.append(TrialRecord.from_stored(document) if checked else TrialRecord.from_json(document))
+            except (FileError, TypeError, ValueError) as error:
+                what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
+                raise StudyError(
+                    what,
+                    where=where,
+                    fix="put an intact copy of the database back, or begin again with --study NEW; nothing was "
+                    "changed, and the policies that were saved are still good",
+                ) from error
         return out
 
     # --- settings ---------------------------------------------------------------------------------------------------
@@ -233,7 +250,7 @@ class StudyStore:
             values=values,
             params=params,
             distributions={key: known[key] for key in params},
-            user_attrs={"record": record.to_json()} if store else attrs,
+            user_attrs={"record": record.to_stored()} if store else attrs,
         )
 
     def count(self) -> dict[str, int]:

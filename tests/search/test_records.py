@@ -3,9 +3,11 @@
 import json
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoprec.errors import FileError
 from autoprec.search.records import SearchResult, TrialRecord
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
@@ -55,3 +57,12 @@ def test_a_result_survives_and_has_the_keys_that_programs_read() -> None:
     assert SearchResult.from_json(document) == result
     documented = ("verdict", "reason", "policy", "best", "reference", "presets", "front", "trials", "study", "storage")
     assert set(document) >= {*documented, "mlflow", "seconds"}
+
+
+def test_a_stored_record_is_refused_when_it_is_not_what_was_stored() -> None:
+    record = TrialRecord(3, "search", "x", {}, {}, "ok", metrics={"speedup": 1.25, "divergence": math.nan})
+    stored = json.loads(json.dumps(record.to_stored()))
+    assert TrialRecord.from_stored(stored).metrics["speedup"] == 1.25
+    stored["metrics"]["speedup"] = 1.5
+    with pytest.raises(FileError, match="trial 3: is damaged"):
+        TrialRecord.from_stored(stored, where="trial 3")

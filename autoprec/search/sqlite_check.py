@@ -1,0 +1,44 @@
+"""Is this SQLite file whole? Asked before anything opens it that would create tables, or read half a study."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+from pathlib import Path
+from urllib.parse import quote
+
+from autoprec.errors import StudyError
+
+__all__ = ["check_sqlite"]
+
+
+def check_sqlite(url: str) -> None:
+    """Check the structure of an existing SQLite database; other URLs, and a file that is not there yet, pass.
+
+    A transaction that a crash left half-written is rolled back, as SQLite does on every opening; nothing else is
+    written.
+
+    Raises:
+        StudyError: it is truncated, damaged, or no SQLite file.
+    """
+    prefix = "sqlite:///"
+    path = Path(url.removeprefix(prefix).partition("?")[0])
+    if not url.startswith(prefix) or not path.is_file():
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=rw", uri=True)) as connection:
+            found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(1)")]
+            astray = connection.execute("PRAGMA foreign_key_check").fetchone()
+        why = "" if found == ["ok"] else found[0]
+        why = why or (f"a row of {astray[0]} belongs to nothing" if astray is not None else "")
+    except sqlite3.DatabaseError as error:
+        if "locked" in str(error):  # in use: what follows says by whom
+            return
+        why = str(error)
+    if why:
+        raise StudyError(
+            f"the study's database is damaged or truncated: {' '.join(why.split())[:200]}",
+            where=url,
+            fix="put an intact copy of it back, or begin again with --study NEW; nothing was changed, and the "
+            "policies that were saved are still good",
+        )
