@@ -5,10 +5,10 @@ Nothing heavy is imported before a command runs, so ``autoprec --help`` costs wh
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import importlib
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -17,12 +17,10 @@ from typing import Any, NoReturn
 import click
 
 from autoprec._version import __version__
+from autoprec.cli.signals import EXIT_INTERRUPTED, ended_once
 from autoprec.errors import AutoPrecError, NoSpaceError, UnknownNameError
 
-__all__ = ["COMMANDS", "EXIT_INTERRUPTED", "EXIT_TERMINATED", "cli"]
-
-EXIT_INTERRUPTED = 130
-EXIT_TERMINATED = 143
+__all__ = ["COMMANDS", "cli"]
 
 #: command -> (module and attribute, the line that ``autoprec --help`` prints), in the order of a first visit
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -82,12 +80,8 @@ class LazyGroup(click.Group):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
         """Run a command line and leave with its exit code (docs/exit-codes.md)."""
         extra["standalone_mode"] = False
-        previous = _raise_on_sigterm()
-        try:
+        with ended_once():
             code = self._run(args, prog_name or "autoprec", extra)
-        finally:
-            if previous is not None:
-                signal.signal(signal.SIGTERM, previous)
         sys.exit(code)
 
     def _run(self, args: Sequence[str] | None, prog_name: str, extra: dict[str, Any]) -> int:
@@ -115,7 +109,8 @@ class LazyGroup(click.Group):
 
 
 def _say(line: str) -> None:
-    click.echo(f"autoprec: {line}", err=True)
+    with contextlib.suppress(OSError):  # a terminal that was closed cannot be told, and the exit code still counts
+        click.echo(f"autoprec: {line}", err=True)
 
 
 def _report(error: AutoPrecError) -> int:
@@ -129,18 +124,6 @@ def _report_defect() -> int:
     traceback.print_exc()
     _say("error: this is a defect of AutoPrec, not of your script; `autoprec doctor` prints what a report needs")
     return 1
-
-
-def _raise_on_sigterm() -> Any:
-    """Let SIGTERM unwind the stack, so that files are finished and children ended; None outside the main thread."""
-
-    def leave(_number: int, _frame: object) -> NoReturn:
-        raise SystemExit(EXIT_TERMINATED)
-
-    try:
-        return signal.signal(signal.SIGTERM, leave)
-    except ValueError:  # signals belong to the main thread
-        return None
 
 
 @click.group(

@@ -10,7 +10,6 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -210,14 +209,13 @@ def _measure(
         return original, record, True
 
     parallel = 1 if context.measured else context.workers
-    with ThreadPoolExecutor(max_workers=parallel, thread_name_prefix="finalist") as threads:
-        finished = list(threads.map(one, finalists))
     out = []
-    for original, record, is_new in finished:
-        if is_new:
-            record = replace(record, number=context.store.next_number())
-            context.store.add(record)
-        out.append((original, record))
+    with context.pool.threads(parallel, "finalist") as threads:
+        for original, record, is_new in threads.map(one, finalists):
+            if is_new:  # stored as soon as it is known, so that a killed search repeats as little as possible
+                record = replace(record, number=context.store.next_number())
+                context.store.add(record)
+            out.append((original, record))
     return out
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
+from autoprec.errors import AutoPrecError
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
 __all__ = ["HostPool", "Runner", "RunnerFactory"]
@@ -36,13 +39,21 @@ class HostPool:
         self._factory, self._run_dir = factory, run_dir
         self._runners: dict[int, Runner] = {}
         self._infos: dict[int, Future[HostInfo]] = {}
+        self._lock, self._closed = threading.Lock(), False
         self._starter = ThreadPoolExecutor(max_workers=1, thread_name_prefix="host")
 
     def prepare(self, seed: int) -> None:
-        """Begin to start the host of a seed in the background."""
-        if seed not in self._infos:
-            runner = self._runners[seed] = self._factory(seed, self._run_dir / f"host-{seed}")
-            self._infos[seed] = self._starter.submit(runner.start)
+        """Begin to start the host of a seed in the background.
+
+        Raises:
+            AutoPrecError: the pool was closed: an interrupted search starts nothing new.
+        """
+        with self._lock:
+            if self._closed:
+                raise AutoPrecError("this search has ended", fix="start another, or --resume it")
+            if seed not in self._infos:
+                runner = self._runners[seed] = self._factory(seed, self._run_dir / f"host-{seed}")
+                self._infos[seed] = self._starter.submit(runner.start)
 
     def info(self, seed: int = 0) -> HostInfo:
         """Return what the host found, waiting for it.
@@ -70,8 +81,25 @@ class HostPool:
         if runner is not None:
             runner.close()
 
+    @contextmanager
+    def threads(self, count: int, name: str) -> Iterator[ThreadPoolExecutor]:
+        """Lend threads that run trials; when the block is left by an error or Ctrl-C, running trials are ended.
+
+        A plain ``ThreadPoolExecutor`` would wait for every running trial first: minutes, for somebody who wants out.
+        """
+        threads = ThreadPoolExecutor(max_workers=count, thread_name_prefix=name)
+        try:
+            yield threads
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            self.close()
+            raise
+        threads.shutdown()
+
     def close(self) -> None:
-        """End every host."""
+        """End every host, and whatever runs there."""
+        with self._lock:
+            self._closed = True
         self._starter.shutdown(wait=False, cancel_futures=True)
         for seed in list(self._runners):
             self.release(seed)

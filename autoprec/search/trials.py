@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -77,7 +77,7 @@ def measured(
     context: Context, plan: TrialRecord, reference: Reference, gradient_error: float, **spec: Any
 ) -> TrialRecord:
     """Run the policy of a record under the record's paired seed; return it with everything that was measured."""
-    began = time.time()
+    began, clock = time.time(), time.monotonic()  # the wall clock may jump; durations must not
     result = context.run(context.spec(plan.policy, **spec), plan.seed)
     estimate = None if context.measured else context.estimate(plan.params)
     scored = score(result, reference, estimate=estimate, gradient_error=gradient_error)
@@ -91,7 +91,7 @@ def measured(
         losses=result.losses,
         reference_losses=reference.losses,
         started=began,
-        seconds=time.time() - began,
+        seconds=time.monotonic() - clock,
     )
 
 
@@ -187,12 +187,8 @@ def run_trials(context: Context) -> None:
     loop = _Loop(context, options.trials, done=len(store.learned()))
     loop.seen = {problem.key(record.params): record for record in store.learned()}
     context.timings["search_began_s"] = context.elapsed()
-    with ThreadPoolExecutor(max_workers=context.workers, thread_name_prefix="trial") as threads:
-        try:
-            _drive(loop, threads.submit)
-        finally:
-            for future in loop.running:
-                future.cancel()
+    with context.pool.threads(context.workers, "trial") as threads:
+        _drive(loop, threads.submit)
 
 
 def _drive(loop: _Loop, submit: Callable[..., Future[TrialRecord]]) -> None:

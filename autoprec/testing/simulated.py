@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -88,11 +88,13 @@ class SimulatedScript:
     """What the simulated script is like.
 
     ``fail`` may return (status, reason) for a policy document and so fail that trial; ``delay_s`` is slept per trial;
-    ``calls`` lists every spec that ran, by seed.
+    ``calls`` lists every spec that ran, by seed. ``error_scale`` multiplies every gradient error: a layer's share of
+    the whole gradient shrinks with the root of their number, so a model of 500 layers is no worse than one of nine.
     """
 
     graph: GraphReport = field(default_factory=simulated_graph)
     head_factor: float = 6.0
+    error_scale: float = 1.0
     step_ms: float = 100.0
     fail: Callable[[Mapping[str, Any] | None], tuple[str, str] | None] | None = None
     delay_s: float = 0.0
@@ -103,7 +105,7 @@ class SimulatedScript:
         """Return the relative gradient error of a policy."""
         total = 0.0
         for name, plan in self.plans(document).items():
-            factor = self.head_factor if name == "head" else 1.0
+            factor = self.error_scale * (self.head_factor if name == "head" else 1.0)
             shares = [ERROR[recipe.format] ** 2 if recipe else 0.0 for recipe in (plan.fprop, plan.dgrad, plan.wgrad)]
             total += factor**2 * sum(shares) / 3
         return math.sqrt(total)
@@ -136,6 +138,7 @@ class SimulatedRunner:
 
     def __init__(self, script: SimulatedScript, seed: int = 0) -> None:
         self.script, self.seed = script, seed
+        self._closed = threading.Event()
 
     def start(self) -> HostInfo:
         """Return what a host would have found."""
@@ -148,7 +151,7 @@ class SimulatedRunner:
         script = self.script
         script.calls.append((self.seed, spec))
         if script.delay_s:
-            time.sleep(script.delay_s)
+            self._closed.wait(script.delay_s)
         failure = script.fail(spec.policy) if script.fail else None
         if failure is not None:
             return TrialResult(failure[0], failure[1], tail="the last line of its output")
@@ -180,4 +183,5 @@ class SimulatedRunner:
         )
 
     def close(self) -> None:
-        """Nothing to end."""
+        """End the running trial."""
+        self._closed.set()
