@@ -46,6 +46,7 @@ class GlobTable:
             if row.any():
                 seen.setdefault(np.packbits(row).tobytes(), glob)
         self.globs = tuple(seen.values())
+        self.index = {glob: i for i, glob in enumerate(self.globs)}
         self.matches: npt.NDArray[np.float32] = np.array(
             [[glob_matches(glob, name) for name in self.names] for glob in self.globs], dtype=np.float32
         ).reshape(len(self.globs), len(self.names))
@@ -67,42 +68,30 @@ def compact_rules(table: GlobTable, assignment: Mapping[str, str], default: str)
     target = np.array([choices.index(choice) for choice in wanted], dtype=np.int64)
     current = np.full(len(target), choices.index(default) if default in choices else -1, dtype=np.int64)
     rules: list[tuple[str, str]] = []
+    wants = np.arange(len(choices))[:, None]
     while (current != target).any():
-        best: tuple[float, float, int, int] | None = None
-        for code in range(len(choices)):
-            is_code = target == code
-            gain = (is_code & (current != code)).astype(np.float32) - (~is_code & (current == target)).astype(
-                np.float32
-            )
-            scores = table.matches @ gain
-            top = int(np.argmax(scores))  # candidates are sorted by length: the shortest of equals comes first
-            key = (float(scores[top]), -float(len(table.globs[top])), code, top)
-            if best is None or key[:2] > best[:2]:
-                best = key
-        if best is None:
-            break
-        _, _, code, top = best
-        rules.insert(0, (table.globs[top], choices[code]))
-        current[table.matches[top] > 0] = code
+        is_code, right = target == wants, current == target
+        gains = (is_code & (current != wants)).astype(np.float32) - (~is_code & right).astype(np.float32)
+        scores = table.matches @ gains.T  # [globs, choices]: names corrected, net of those spoilt
+        tops = scores.argmax(axis=0)  # candidates are sorted by length: the shortest of equals comes first
+        keys = [(float(scores[top, code]), -len(table.globs[top])) for code, top in enumerate(tops)]
+        code = max(range(len(keys)), key=keys.__getitem__)
+        rules.insert(0, (table.globs[tops[code]], choices[code]))
+        current[table.matches[tops[code]] > 0] = code
     return _without_idle(table, rules, default)
 
 
 def _without_idle(table: GlobTable, rules: list[tuple[str, str]], default: str) -> list[tuple[str, str]]:
     """Drop rules whose absence changes nothing (an earlier rule came to cover all they cover)."""
-    index = {glob: i for i, glob in enumerate(table.globs)}
-
-    def outcome(candidate: Sequence[tuple[str, str]]) -> list[str]:
-        out = [default] * len(table.names)
-        for glob, choice in reversed(candidate):
-            for i in np.flatnonzero(table.matches[index[glob]]):
-                out[i] = choice
-        return out
-
-    full = outcome(rules)
-    position = len(rules) - 1
-    while position >= 0:
-        shorter = rules[:position] + rules[position + 1 :]
-        if outcome(shorter) == full:
-            rules = shorter
-        position -= 1
-    return rules
+    codes = {choice: code for code, choice in enumerate(dict.fromkeys([default, *(choice for _, choice in rules)]))}
+    rows = [table.matches[table.index[glob]] > 0 for glob, _ in rules]
+    covered = [np.zeros(len(table.names), dtype=bool)]  # by any rule before each
+    for row in rows:
+        covered.append(covered[-1] | row)
+    kept: list[tuple[str, str]] = []
+    beneath = np.zeros(len(table.names), dtype=np.int64)  # what the rules kept so far, all of them later ones, give
+    for (glob, choice), row, before in zip(reversed(rules), reversed(rows), reversed(covered[:-1]), strict=True):
+        if (beneath[row & ~before] != codes[choice]).any():
+            kept.insert(0, (glob, choice))
+            beneath[row] = codes[choice]
+    return kept
