@@ -58,6 +58,12 @@ class Belief:
         log = self.scale + float(self.parameter @ features) + self.power * math.log(max(total, 1e-30) / self.unit)
         return math.sqrt(self.floor**2 + math.exp(min(log, 60.0)))
 
+    def divergences(self, index: npt.NDArray[np.int64], features: FloatTable, base2: Vector) -> Vector:
+        """Return the divergence ``[N]`` of many assignments ``[N, G]`` with features ``[N, K]`` in this world."""
+        total = base2 + self.error2[np.arange(index.shape[1]), index].sum(axis=1)
+        log = self.scale + features @ self.parameter + self.power * np.log(np.maximum(total, 1e-30) / self.unit)
+        return np.asarray(np.sqrt(self.floor**2 + np.exp(np.minimum(log, 60.0))))
+
     def budget(self, divergence: float, features: Vector, base2: float) -> float:
         """Return the sum of squared errors (parameters' share taken off) that comes to this divergence."""
         excess = divergence**2 - self.floor**2
@@ -165,9 +171,8 @@ class DivergenceModel:
         jacobian[:, 1] = weight * level
         jacobian[:, 2 : 2 + k] = weight[:, None] * z
         lines = np.arange(len(observations))
-        for group in range(g):
-            np.add.at(jacobian, (lines, 2 + k + index[:, group]), part[:, group])
-            jacobian[:, 2 + k + c + self._families[group]] += part[:, group]
+        np.add.at(jacobian, (lines[:, None], 2 + k + index), part)
+        np.add.at(jacobian, (lines[:, None], 2 + k + c + self._families), part)
         offset = 2 + k + c + f
         jacobian[:, offset : offset + g] = part
         jacobian[lines[:, None], offset + g + rows * c + index] = part
@@ -238,8 +243,7 @@ class LinearModel:
         x[:, 0] = 1.0
         x[:, 1] = picked.sum(axis=1)
         lines = np.arange(len(observations))
-        for group in range(g):
-            np.add.at(x, (lines, 2 + index[:, group]), picked[:, group])
+        np.add.at(x, (lines[:, None], 2 + index), picked)
         x[:, 2 + c : 2 + c + k] = z
         x[lines[:, None], 2 + c + k + np.arange(g) * c + index] = 1.0
         return x, self._base + picked.sum(axis=1) + z @ self._prior

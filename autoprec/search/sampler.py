@@ -1,9 +1,11 @@
-"""Our Optuna sampler: posterior draw of the tables, knapsack over the draw, one trial; refitted after every trial.
+"""Our Optuna sampler: draw a world from the posterior, ask for the point that would help most in it, refit.
 
-Half of the trials aim at the fastest point within the divergence budget, the other half spread over the whole front.
-The first of each come from the prior alone, which is the scan's and the cost model's answer; every finished trial
-corrects it. Nothing is proposed twice, nothing the problem refuses is proposed at all, and a trial depends only on the
-seed, its number, and the trials finished before it.
+A world is one set of tables that the scan, the cost model and all trials so far allow, each entry drawn with its own
+uncertainty. In it everything is known: where the points asked so far really lie (their single noisy measurements are
+only what the posterior learned from), the whole front of the knapsack, and hence which point of it adds most to what
+was asked. Half of the trials ask for that; the others ask for the fastest point within the divergence budget. Trials
+that still run are points like all others, so parallel asks differ. Nothing is proposed twice, nothing the problem
+refuses is proposed at all, and a trial depends only on the seed, its number, and the trials before it.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -21,20 +23,26 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.search.model import Belief, DivergenceModel, LinearModel, Observation
-from autoprec.search.pareto import hypervolume, nondominated
+from autoprec.search.pareto import added_area
 from autoprec.search.problem import Problem
 from autoprec.search.sensitivity import families
-from autoprec.search.solver import solve
+from autoprec.search.solver import corners, solve
 from autoprec.search.tables import FloatTable, IntVector, Limit, PairCosts
 
 __all__ = ["PrecisionSampler", "Prior"]
 
 Vector = npt.NDArray[np.float64]
 
-#: Points along the front that are solved for in a trial that spreads.
-_GRID = 8
+#: Points along the front that are solved for in a trial that spreads, beside the corners of the relaxed front.
+_GRID, _CORNERS = 6, 64
 #: Width of posterior draws, in posterior standard deviations.
 _SPREAD = 0.5
+#: Trials see one paired seed, whose ln(divergence) is off by so much for all of them alike (standard deviation over
+#: seeds; benchmarks/search_quality.py): points that aim at the budget are spread accordingly.
+_SEED_SD = 0.2
+#: The models are fitted to this many trials at most, and beyond it only once in so many: fitting costs their square.
+#: The first ones (presets and the scan of every group) and the newest ones (near the answer) are kept.
+_MOST_FITTED, _FIRST_FITTED, _REFIT_EVERY = 256, 64, 16
 
 
 def _zero(_params: Mapping[str, Any]) -> float:
@@ -88,18 +96,40 @@ class _State:
     divergence: DivergenceModel
     time: LinearModel
     memory: LinearModel
-    front: list[tuple[float, float]]
 
-    def gain(self, step: float, gap: float) -> float:
-        """Return the area that a point adds to the measured front in (relative time, ln divergence)."""
-        slowest = max([step, *(t for t, _ in self.front)]) * 1.02
-        highest = max([gap, *(d for _, d in self.front), 1e-9]) * 1.1
 
-        def at(t: float, d: float) -> tuple[float, float]:
-            return t / slowest, math.log(max(d, 1e-9) / highest)
+@dataclass(frozen=True)
+class _World:
+    """A drawn truth, and where everything that was asked lies in it: ``asked`` is (relative time, ln divergence)."""
 
-        points = [at(t, d) for t, d in self.front]
-        return hypervolume([*points, at(step, gap)], (1.0, 0.0)) - hypervolume(points, (1.0, 0.0))
+    belief: Belief
+    table: FloatTable
+    base: float
+    effects: Vector
+    unit: float
+    asked: FloatTable
+
+    def places(self, index: FloatTable, features: FloatTable, base2: Vector) -> FloatTable:
+        """Return (relative time, ln divergence) ``[N, 2]`` of assignments ``[N, G]``."""
+        times = self.base + self.table[np.arange(index.shape[1]), index].sum(axis=1) + features @ self.effects
+        gaps = self.belief.divergences(index, features, base2)
+        return np.stack([times / self.unit, np.log(np.maximum(gaps, 1e-9))], axis=1)
+
+    def gains(self, places: FloatTable) -> Vector:
+        """Return by how much each place would enlarge what was asked."""
+        every = np.concatenate([self.asked, places])
+        corner = every.max(axis=0)
+        return added_area(self.asked, places, (float(corner[0]) * 1.02, float(corner[1]) + 0.1))
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    """A point that could be asked."""
+
+    index: IntVector
+    parameters: dict[str, Any]
+    features: Vector
+    base2: float
 
 
 class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
@@ -175,24 +205,97 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         """Return the params of trial ``number``, different from every other trial of the study."""
         rng = np.random.default_rng([self.seed, number])
         trials = [t for t in study.get_trials(deepcopy=False) if t.number != number]
-        seen = {point.key for t in trials if (point := self._point(t)) is not None}
+        points = [point for t in trials if (point := self._point(t)) is not None]
+        seen = {point.key for point in points}
         state = self._refit(trials)
         aims = rng.random() < self.focus
-        for attempt in range(8):
-            spread = (0.0 if attempt == 0 and number % 4 == 0 else _SPREAD) + 0.35 * attempt
-            found = self._solve(study, number, state, rng, spread, aims)
-            if found is not None and self.problem.key(found) not in seen:
-                return found
-            if found is not None and attempt >= 2:
-                near = self._neighbour(found, seen, state, rng)
-                if near is not None:
-                    return near
-        return self._anything_new(seen, rng)
+        found: dict[str, Any] | None = None
+        for attempt in range(6):
+            spread = _SPREAD + 0.35 * attempt
+            world = self._world(state, points, rng, spread, aims)
+            options = self._parameter_options(study, number, world.effects, rng)
+            if aims and attempt < 3:
+                wanted = self._within_budget(world, state, options)
+            else:
+                wanted = self._along_front(world, options, rng)
+            for candidate in wanted:
+                found = self.problem.from_indices(candidate.index, candidate.parameters)
+                if self.problem.key(found) not in seen:
+                    return found
+        near = self._neighbour(found, seen, state, rng) if found is not None else None
+        return near if near is not None else self._anything_new(seen, rng)
+
+    def _world(
+        self, state: _State, points: Sequence[_Point], rng: np.random.Generator, spread: float, aims: bool
+    ) -> _World:
+        """Draw a world; where the budget counts, other seeds may lie higher or lower than the one that is measured."""
+        belief = state.divergence.draw(rng, spread)
+        if aims:
+            belief = replace(belief, scale=belief.scale + 2 * _SEED_SD * float(rng.normal()))
+        table, base, effects = state.time.draw(rng, spread)
+        world = _World(belief, table, base, effects, max(state.time.scale, 1e-12), np.zeros((0, 2)))
+        if not points:
+            return world
+        index = np.stack([point.index for point in points])
+        features = np.stack([point.features for point in points]).reshape(len(points), -1)
+        return replace(world, asked=world.places(index, features, np.array([point.base2 for point in points])))
+
+    def _within_budget(self, world: _World, state: _State, options: Sequence[dict[str, Any]]) -> list[_Candidate]:
+        """Return the points that are best within the divergence budget, one per parameter option, best first."""
+        cost, effects = self._cost(state, world.table, world.effects)
+        # within the noise floor nobody can tell: the decision accepts what lies there
+        target = max(self.max_divergence, self.noise_floor)
+        found = []
+        for parameters in options:
+            z, base2 = self._vector(parameters), self.prior.parameter_error2(parameters)
+            index = self._solve(cost, world.belief, target, z, base2)
+            if index is not None:
+                merit = float(cost[np.arange(len(index)), index].sum() + effects @ z)
+                found.append((merit, _Candidate(index, parameters, z, base2)))
+        return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
+
+    def _along_front(
+        self, world: _World, options: Sequence[dict[str, Any]], rng: np.random.Generator
+    ) -> list[_Candidate]:
+        """Return the points of the world's front that add anything to what was asked, those that add most first."""
+        found: list[_Candidate] = []
+        supported = corners(world.table, world.belief.error2, _CORNERS)
+        for turn, parameters in enumerate(options):
+            z, base2 = self._vector(parameters), self.prior.parameter_error2(parameters)
+            kept = [index for index in supported if self._within_limits(index, base2)]
+            if turn == 0 or len(kept) < len(supported):
+                targets = self._targets(world.belief, rng)
+                solved = (self._solve(world.table, world.belief, target, z, base2) for target in targets)
+                kept += [index for index in solved if index is not None]
+            found += [_Candidate(index, parameters, z, base2) for index in kept]
+        if not found:
+            return []
+        places = world.places(
+            np.stack([c.index for c in found]),
+            np.stack([c.features for c in found]).reshape(len(found), -1),
+            np.array([c.base2 for c in found]),
+        )
+        gains = world.gains(places)
+        return [found[i] for i in np.argsort(-gains, kind="stable") if gains[i] > 0]
+
+    def _solve(
+        self, cost: FloatTable, belief: Belief, target: float, features: Vector, base2: float
+    ) -> IntVector | None:
+        """Return the cheapest assignment of a world within a divergence and within all limits."""
+        limits = list(self._limits)
+        if self._max_gradient2 is not None and math.isfinite(base2):
+            limits.append(Limit(self.prior.error2, self._max_gradient2 - base2))
+        budget = belief.budget(target, features, base2)
+        return solve(cost, belief.error2, budget, limits=limits, pairs=self.prior.pairs)
 
     def _refit(self, trials: Sequence[FrozenTrial]) -> _State:
         """Return models fitted to the finished trials (the last ones when nothing changed)."""
         finished = [t for t in trials if t.state in (TrialState.COMPLETE, TrialState.PRUNED, TrialState.FAIL)]
-        numbers = tuple(sorted(t.number for t in finished))
+        finished.sort(key=lambda t: t.number)
+        if len(finished) > _MOST_FITTED:
+            # counted from the beginning, so that a resumed study refits where an uninterrupted one did
+            del finished[len(finished) - (len(finished) - _MOST_FITTED) % _REFIT_EVERY :]
+        numbers = tuple(t.number for t in finished)
         if self._state is not None and self._state.fitted == numbers:
             return self._state
         effects = np.array([self.prior.parameter_time_ms.get(f, 0.0) for f in self._features], dtype=np.float64)
@@ -208,24 +311,26 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         most = max((_memory(t) for t in finished), default=0.0)
         base = self.prior.base_memory or most
         memory = LinearModel(held, base, np.zeros(len(self._features)), noise=1e-3, trust=0.1)
-        gaps, times, both, sizes = [], [], [], []
-        for trial in sorted(finished, key=lambda t: t.number):
+        gaps, times, sizes = [], [], []
+        newest = len(finished) - (_MOST_FITTED - _FIRST_FITTED)
+        for turn, trial in enumerate(finished):
             point = self._point(trial)
             gap, step = _outcome(trial, self.max_divergence)
             if point is None:
+                continue
+            if _FIRST_FITTED <= turn < newest:
                 continue
             if gap is not None:
                 gaps.append(Observation(point.index, point.features, point.base2, gap))
             if step is not None:
                 times.append(Observation(point.index, point.features, point.base2, step))
-                both += [(step, gap)] if gap is not None else []
             if _memory(trial) > 0:
                 sizes.append(Observation(point.index, point.features, point.base2, _memory(trial)))
         divergence.fit(gaps)
         divergence.fit(gaps)  # again, with the residual that the first fit found
         time.fit(times)
         memory.fit(sizes)
-        self._state = _State(numbers, divergence, time, memory, [both[i] for i in nondominated(both)])
+        self._state = _State(numbers, divergence, time, memory)
         return self._state
 
     def _point(self, trial: FrozenTrial) -> _Point | None:
@@ -245,34 +350,6 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     def _vector(self, params: Mapping[str, Any]) -> Vector:
         return np.array([self.problem.value(params, name) == value for name, value in self._features], dtype=np.float64)
 
-    def _solve(
-        self, study: optuna.Study, number: int, state: _State, rng: np.random.Generator, spread: float, aims: bool
-    ) -> dict[str, Any] | None:
-        """Draw a world, and return its best point for this trial's aim."""
-        belief = state.divergence.draw(rng, spread)
-        table, base, effects = state.time.draw(rng, spread)
-        cost, cost_effects = self._cost(state, table, effects) if aims else (table, effects)
-        targets = self._targets(belief, rng, aims)
-        best: tuple[float, dict[str, Any]] | None = None
-        for parameters in self._parameter_options(study, number, cost_effects, rng):
-            z = self._vector(parameters)
-            base2 = self.prior.parameter_error2(parameters)
-            limits = list(self._limits)
-            if self._max_gradient2 is not None and math.isfinite(base2):
-                limits.append(Limit(self.prior.error2, self._max_gradient2 - base2))
-            for target in targets:
-                budget = belief.budget(target, z, base2)
-                index = solve(cost, belief.error2, budget, limits=limits, pairs=self.prior.pairs)
-                if index is None:
-                    continue
-                rows = np.arange(len(index))
-                step = base + float(table[rows, index].sum() + effects @ z)
-                aimed = float(cost[rows, index].sum() + cost_effects @ z)
-                merit = aimed if aims else -state.gain(step, belief.divergence(index, z, base2))
-                if best is None or merit < best[0]:
-                    best = (merit, self.problem.from_indices(index, parameters))
-        return None if best is None else best[1]
-
     def _cost(self, state: _State, time: FloatTable, effects: Vector) -> tuple[FloatTable, Vector]:
         """Return what the objective minimises: time, memory, or their product (added in logarithms, to first order)."""
         if self.objective == "throughput":
@@ -284,11 +361,8 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
             return held / size + 1e-3 * time / duration, held_effects / size + 1e-3 * effects / duration
         return held / size + time / duration, held_effects / size + effects / duration
 
-    def _targets(self, belief: Belief, rng: np.random.Generator, aims: bool) -> list[float]:
-        """Return the divergences to solve for: just within the budget, or along the front (log-spaced, jittered)."""
-        if aims:
-            # within the noise floor nobody can tell: the decision accepts what lies there
-            return [max(self.max_divergence, self.noise_floor) * float(rng.uniform(0.9, 1.0))]
+    def _targets(self, belief: Belief, rng: np.random.Generator) -> list[float]:
+        """Return divergences along the front to solve for: log-spaced, jittered."""
         none = np.zeros(len(self._features))
         masked = np.where(np.isfinite(belief.error2), belief.error2, -1.0)
         worst = belief.divergence(np.argmax(masked, axis=1), none, 0.0)

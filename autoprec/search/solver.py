@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from autoprec.search.relaxation import solve_relaxed
 from autoprec.search.tables import FloatTable, IntVector, Limit, PairCosts
 
-__all__ = ["Limit", "PairCosts", "Solution", "evaluate", "front", "solve"]
+__all__ = ["Limit", "PairCosts", "Solution", "corners", "evaluate", "front", "solve"]
 
 _MAX_STATES = 4096
 
@@ -111,7 +112,14 @@ class _Hull:
 
 
 def _hull(time: FloatTable, error2: FloatTable) -> _Hull:
+    """Return the hull of two tables; the same tables are solved for several budgets in a row."""
+    return _hull_of(time.shape, np.asarray(time, np.float64).tobytes(), np.asarray(error2, np.float64).tobytes())
+
+
+@lru_cache(maxsize=2)
+def _hull_of(shape: tuple[int, int], time_bytes: bytes, error2_bytes: bytes) -> _Hull:
     """Return every group's least-error choice and the steps along its lower convex hull."""
+    time, error2 = (np.frombuffer(raw).reshape(shape) for raw in (time_bytes, error2_bytes))
     start = np.zeros(len(time), dtype=np.int64)
     steps: list[tuple[int, int, float, float]] = []
     for g in range(len(time)):
@@ -240,6 +248,25 @@ def _bound(
     left = room - base_error
     out: FloatTable = used + base_time - np.interp(left, spent, saved)
     return np.where(left < -1e-12 * (1 + abs(base_error)), np.inf, out)
+
+
+def corners(time: FloatTable, error2: FloatTable, points: int = 64) -> npt.NDArray[np.int64]:
+    """Return assignments ``[P, G]`` along the front from least error to least time: its corners, all exactly optimal.
+
+    They are the prefixes of the walk along all groups' hulls, each the fastest assignment of its own error; evenly
+    chosen if there are more than ``points``. What lies between two corners is found by :func:`solve`.
+    """
+    usable = np.where(np.isfinite(time) & np.isfinite(error2), time, np.inf)
+    hull = _hull(usable, error2)
+    count = len(hull.group) + 1
+    kept = np.unique(np.linspace(0, count - 1, min(count, max(2, points))).astype(np.int64))
+    out = np.empty((len(kept), len(time)), dtype=np.int64)
+    choice, done = hull.start.copy(), 0
+    for line, steps in enumerate(kept):
+        # a group's steps come in the order of its hull: the last one taken is where it stands
+        choice[hull.group[done:steps]] = hull.column[done:steps]
+        out[line], done = choice, int(steps)
+    return out
 
 
 def front(
