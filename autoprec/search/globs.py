@@ -50,6 +50,7 @@ class GlobTable:
         self.matches: npt.NDArray[np.float32] = np.array(
             [[glob_matches(glob, name) for name in self.names] for glob in self.globs], dtype=np.float32
         ).reshape(len(self.globs), len(self.names))
+        self.columns = np.ascontiguousarray(self.matches.T)
 
 
 def compact_rules(table: GlobTable, assignment: Mapping[str, str], default: str) -> list[tuple[str, str]]:
@@ -69,10 +70,15 @@ def compact_rules(table: GlobTable, assignment: Mapping[str, str], default: str)
     current = np.full(len(target), choices.index(default) if default in choices else -1, dtype=np.int64)
     rules: list[tuple[str, str]] = []
     wants = np.arange(len(choices))[:, None]
+    is_code = target == wants
+    before = np.zeros((len(choices), len(target)), dtype=np.float32)
+    scores = np.zeros((len(table.globs), len(choices)), dtype=np.float32)  # names corrected, net of those spoilt
     while (current != target).any():
-        is_code, right = target == wants, current == target
+        right = current == target
         gains = (is_code & (current != wants)).astype(np.float32) - (~is_code & right).astype(np.float32)
-        scores = table.matches @ gains.T  # [globs, choices]: names corrected, net of those spoilt
+        changed = (gains != before).any(axis=0)  # a special rule moves few names: small whole numbers, so exact
+        scores += table.columns[changed].T @ (gains - before)[:, changed].T
+        before = gains
         tops = scores.argmax(axis=0)  # candidates are sorted by length: the shortest of equals comes first
         keys = [(float(scores[top, code]), -len(table.globs[top])) for code, top in enumerate(tops)]
         code = max(range(len(keys)), key=keys.__getitem__)
