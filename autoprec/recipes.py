@@ -167,10 +167,11 @@ class Recipe(_Frozen):
         return out
 
     def describe(self) -> str:
-        """Return a short name a person recognises, such as ``fp8 row e4m3/e4m3/e4m3``."""
+        """Return a short name a person recognises, such as ``fp8 row e4m3/e4m3/e4m3``; fast accumulation is named."""
         if self.format == "fp8" and self.scaling is not None and self.operands is not None:
             kind = "delayed" if self.scaling.scale == "delayed" else self.scaling.granularity
-            return f"fp8 {kind} {self.operands.input}/{self.operands.weight}/{self.operands.grad_output}"
+            fast = " fast" if self.accumulation == "fast" else ""
+            return f"fp8 {kind} {self.operands.input}/{self.operands.weight}/{self.operands.grad_output}{fast}"
         return self.format
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoprec.numerics.plan import describe_plan
+from autoprec.numerics.plan import DTYPE_NAMES, describe_plan
 from autoprec.policy import LayerPlan
 from autoprec.recipes import GEMMS, KEEP
 
@@ -39,10 +39,11 @@ class LibraryExecution:
     Attributes:
         plan: what was asked for.
         backend: name of the backend.
-        product: ``(input [M, K], weight [N, K]) -> [M, N]``, differentiable.
+        product: ``(input [M, K], weight [N, K]) -> [M, N]``, differentiable; the weight comes as it is stored.
         labels: what the library runs, by GEMM.
         rows: multiple of M that the library's kernels need.
         compute: dtype in which operands are handed over; None for what the script computes in.
+        casts_weight: the weight is cast to ``compute`` as well; otherwise the library quantises it as it is stored.
     """
 
     plan: LayerPlan
@@ -51,6 +52,7 @@ class LibraryExecution:
     labels: dict[str, str]
     rows: int = 1
     compute: torch.dtype | None = None
+    casts_weight: bool = True
     note: str = ""
     called: bool = False
     ran: dict[str, str] = field(default_factory=dict)
@@ -78,22 +80,30 @@ class LibraryExecution:
             return F.linear(input, weight, bias)
         padding = -x.shape[0] % self.rows
         with torch.autocast(device, enabled=False):
-            out = self.product(F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous(), weight.to(compute))
+            out = self.product(F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous(), weight)
             if out.requires_grad:
                 out.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
             out = out[: x.shape[0]].to(out_dtype)
             if bias is not None:
                 out = out + bias.to(out_dtype)
         out = out.reshape(*input.shape[:-1], out.shape[-1])
-        self.ran["fprop"] = self.labels["fprop"]
+        labels = self._labels(out_dtype)
+        self.ran["fprop"] = labels["fprop"]
         if out.requires_grad and self.watched != (autocast, input.dtype) and not torch.compiler.is_compiling():
-            self._watch(out, (autocast, input.dtype), input.requires_grad, weight.requires_grad)
+            ran = {"dgrad": input.requires_grad, "wgrad": weight.requires_grad}
+            self._watch(out, (autocast, input.dtype), {gemm: labels[gemm] for gemm, did in ran.items() if did})
         return out
 
-    def _watch(self, out: Tensor, key: Any, dgrad: bool, wgrad: bool) -> None:
+    def _labels(self, script: torch.dtype) -> dict[str, str]:
+        """What the GEMMs run as: one that is kept runs in ``compute``, which may not be what the script computes in."""
+        if self.compute is None or self.compute is script:
+            return self.labels
+        other = DTYPE_NAMES[self.compute]
+        return {gemm: other if label == KEEP else label for gemm, label in self.labels.items()}
+
+    def _watch(self, out: Tensor, key: Any, labels: dict[str, str]) -> None:
         def seen(_grad: Tensor) -> None:
             self.watched = key
-            ran = {"dgrad": dgrad, "wgrad": wgrad}
-            self.ran.update({gemm: self.labels[gemm] for gemm, did in ran.items() if did})
+            self.ran.update(labels)
 
         out.register_hook(seen)  # type: ignore[no-untyped-call]

@@ -25,7 +25,7 @@ __all__ = ["TorchaoBackend", "float8_config"]
 _HIGH = ("bf16",)
 
 
-def _float8_refusal(recipe: Recipe) -> str:
+def _float8_refusal(recipe: Recipe, device: str) -> str:
     scaling = recipe.scaling
     if recipe.format in _HIGH or recipe.format == "mxfp8":
         return ""
@@ -37,6 +37,8 @@ def _float8_refusal(recipe: Recipe) -> str:
         return "torchao's block-wise linear needs Triton and is not bound here"
     if scaling.amax_epsilon:
         return "torchao has no amax_epsilon"
+    if recipe.accumulation == "fast" and not device.startswith("cuda"):
+        return "torchao's emulation ignores fast accumulation"
     return ""
 
 
@@ -120,7 +122,7 @@ class TorchaoBackend:
     def capability(self, recipe: Recipe, *, gemm: Gemm, m: int, k: int, n: int, device: str) -> Capability:
         """Say whether torchao runs one GEMM under a recipe; 0 stands for a size not known yet."""
         del m
-        refusal = _float8_refusal(recipe)
+        refusal = _float8_refusal(recipe, device)
         if refusal:
             return Capability(False, refusal)
         if recipe.format == "mxfp8" and (k % 32 or n % 32):
@@ -151,7 +153,7 @@ class TorchaoBackend:
         product = _mx_product(plan, emulate) if mx else _float8_product(plan, emulate)
         note = "torchao's emulation" if emulate else ""
         return LibraryExecution(
-            plan, self.name, product, plan_labels(plan), 32 if mx else 16 if not emulate else 1, compute, note
+            plan, self.name, product, plan_labels(plan), 32 if mx else 16 if not emulate else 1, compute, note=note
         )
 
 
@@ -167,7 +169,7 @@ def _float8_product(plan: LayerPlan, emulate: bool) -> Any:
     )
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        out: Tensor = linear.matmul_with_hp_or_float8_args.apply(x, weight.t(), mm, config)
+        out: Tensor = linear.matmul_with_hp_or_float8_args.apply(x, weight.to(x.dtype).t(), mm, config)
         return out
 
     return product
@@ -181,7 +183,7 @@ def _mx_product(plan: LayerPlan, emulate: bool) -> Any:
     high = plan.wgrad is None or plan.wgrad.format != "mxfp8"
 
     def product(x: Tensor, weight: Tensor) -> Tensor:
-        out: Tensor = mx._to_mxfp8_then_scaled_mm(x, weight, kernel, modes.ScaleCalculationMode.RCEIL, high)
+        out: Tensor = mx._to_mxfp8_then_scaled_mm(x, weight.to(x.dtype), kernel, modes.ScaleCalculationMode.RCEIL, high)
         return out
 
     return product

@@ -23,10 +23,10 @@ from autoprec.numerics.quantize import quantize
 from autoprec.policy import LayerPlan
 from autoprec.recipes import Gemm
 
-__all__ = ["LinearExecution"]
+__all__ = ["LinearExecution", "in_backward"]
 
 
-def _in_backward() -> bool:
+def in_backward() -> bool:
     """True inside the backward pass: a forward that runs there repeats an earlier one (activation checkpointing)."""
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
@@ -189,7 +189,7 @@ class _PlannedLinear(torch.autograd.Function):
         update: bool,
         keep_for_backward: bool,
     ) -> Tensor:
-        recompute = _in_backward()
+        recompute = in_backward()
         options: dict[str, Any] = {"state": layer.state, "update": update and not recompute, "recompute": recompute}
         x = input.reshape(-1, input.shape[-1])
         a = quantize(x, steps.fprop.first, operand="input", **options)

@@ -46,31 +46,28 @@ class Check:
     detail: str = ""
 
 
-def _reference(a: Tensor, b: Tensor, recipe: Recipe | None, gemm: Gemm, compute: torch.dtype) -> Tensor:
+def _reference(a: Tensor, b: Tensor, recipe: Recipe | None, gemm: Gemm) -> Tensor:
     axes = CONTRACTION[gemm]
     if recipe is None:
-        left, right = a.to(compute).double(), b.to(compute).double()
+        left, right = a.double(), b.double()
     else:
         state = QuantizerState()
         left, right = (
-            dequantize(quantize(x.to(compute), spec_of(recipe, gemm, operand), operand=operand, state=state)).double()
+            dequantize(quantize(x, spec_of(recipe, gemm, operand), operand=operand, state=state)).double()
             for x, operand in zip((a, b), GEMM_OPERANDS[gemm], strict=True)
         )
     return contract(left, axes[0], right, axes[1])
 
 
-def reference_gemms(
-    x: Tensor, weight: Tensor, grad_output: Tensor, plan: LayerPlan, compute: torch.dtype = torch.float32
-) -> dict[str, Tensor]:
+def reference_gemms(x: Tensor, weight: Tensor, grad_output: Tensor, plan: LayerPlan) -> dict[str, Tensor]:
     """Return fprop, dgrad and wgrad of a plan in float64: quantised operands, exact sums.
 
     Args:
-        x: ``[M, K]``; weight: ``[N, K]``; grad_output: ``[M, N]``.
+        x: ``[M, K]``; weight: ``[N, K]``; grad_output: ``[M, N]``; in the dtypes in which they reach the quantiser.
         plan: deterministic recipes (stochastic rounding has no single reference).
-        compute: dtype in which operands reach the quantiser.
     """
     operands = {"fprop": (x, weight), "dgrad": (grad_output, weight), "wgrad": (grad_output, x)}
-    return {gemm: _reference(*operands[gemm], plan.recipe(gemm), gemm, compute) for gemm in GEMMS}
+    return {gemm: _reference(*operands[gemm], plan.recipe(gemm), gemm) for gemm in GEMMS}
 
 
 def _relative(found: Tensor, wanted: Tensor) -> float:
@@ -106,7 +103,8 @@ def _numbers(bench: _Bench) -> str:
     out, grad_input = bench.run(bench.x, bench.grad)
     compute = getattr(bench.execution, "compute", None) or torch.float32
     weight: Any = bench.module.weight
-    wanted = reference_gemms(bench.x, weight.detach(), bench.grad, bench.plan, compute)
+    stored = compute if getattr(bench.execution, "casts_weight", True) else weight.dtype
+    wanted = reference_gemms(bench.x.to(compute), weight.detach().to(stored), bench.grad.to(compute), bench.plan)
     found = {"fprop": out - bench.module.bias.detach(), "dgrad": grad_input, "wgrad": weight.grad}
     for gemm in GEMMS:
         value = found[gemm]

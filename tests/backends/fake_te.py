@@ -1,8 +1,9 @@
 """A stand-in for Transformer Engine that keeps its state machine, and computes what its quantizers say in float32.
 
-What it reproduces of TE 2.20 (seen by running TE's own Python against a stub extension): quantizers of a live module
-are rebuilt only when the recipe's class, or a CustomRecipe's factory, changes; DelayedScaling buffers are keyed by the
-recipe's repr, which leaves out the amax algorithm; global buffers live until reset; unknown arguments are dropped.
+It is for decisions that need no TE; ``te_scenarios`` runs TE's own Python where it is at hand. What it reproduces of
+TE 2.20: quantizers of a live module are rebuilt only when the recipe's class, or a CustomRecipe's factory, changes;
+DelayedScaling buffers are keyed by the recipe's repr, which leaves out the amax algorithm; global buffers live until
+reset, and a module registers once; unknown arguments of recipes are dropped.
 """
 
 from __future__ import annotations
@@ -53,10 +54,6 @@ class NVFP4Quantizer(Quantizer):
     pass
 
 
-class DelayedScalingRequest(Quantizer):
-    pass
-
-
 class HybridQuantizer(Quantizer):
     def __init__(self, rowwise_quantizer, columnwise_quantizer) -> None:
         for part in (rowwise_quantizer, columnwise_quantizer):
@@ -73,6 +70,20 @@ class Format(enum.Enum):
 class QParams:
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+
+
+@dataclass
+class MMParams:
+    use_split_accumulator: bool = True
+
+
+@dataclass(frozen=True)
+class DelayedScalingRequest:
+    fp8_format: Format = Format.HYBRID
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str = "max"
+    options: ClassVar[dict] = {}
 
 
 class DelayedScaling:
@@ -114,6 +125,10 @@ class Role:
     name: str
 
 
+class TransformerEngineBaseModule(nn.Module):
+    pass
+
+
 class FP8GlobalStateManager:
     resets = 0
     buffers: ClassVar[dict] = {}
@@ -123,8 +138,29 @@ class FP8GlobalStateManager:
         cls.resets += 1
         cls.buffers = {}
 
+    @staticmethod
+    def get_buffer_info() -> str:
+        return "buffer"
+
+    @staticmethod
+    def is_fp8_enabled() -> bool:
+        return bool(STACK) and STACK[-1] is not None
+
+    @staticmethod
+    def get_fp8_recipe():
+        return STACK[-1]
+
+    @staticmethod
+    def is_first_fp8_module() -> bool:
+        return False
+
+    @staticmethod
+    def reduce_and_update_fp8_tensors(forward=True) -> None:
+        UPDATES.append(forward)
+
 
 STACK: list = []
+UPDATES: list = []
 
 
 @contextlib.contextmanager
@@ -134,6 +170,8 @@ def autocast(enabled=True, recipe=None):
         yield
     finally:
         STACK.pop()
+        if not STACK and enabled and torch.is_grad_enabled():
+            FP8GlobalStateManager.reduce_and_update_fp8_tensors(forward=True)
 
 
 def _gemm_recipe(quantizers, gemm):
@@ -145,9 +183,12 @@ def _gemm_recipe(quantizers, gemm):
     )
     assert isinstance(first, IdentityQuantizer) == isinstance(second, IdentityQuantizer), "operands disagree"
     if isinstance(first, IdentityQuantizer):
+        assert first.options.get("dtype") == second.options.get("dtype"), "operands of two dtypes"
         return BUILTIN_RECIPES["bf16"]
     if isinstance(first, MXFP8Quantizer):
         return BUILTIN_RECIPES["mxfp8"]
+    if isinstance(first, DelayedScalingRequest):
+        return BUILTIN_RECIPES["fp8_tensorwise"]
     e5m2 = DType.kFloat8E5M2 in (first.options.get("fp8_dtype"), second.options.get("fp8_dtype"))
     return BUILTIN_RECIPES["fp8_tensorwise" if e5m2 or gemm == "fprop" else "fp8_tensorwise_e4m3"]
 
@@ -178,13 +219,13 @@ def _product(a, b, gemm, quantizers):
     return contract(parts[0], axes[0], parts[1], axes[1])
 
 
-class Linear(nn.Module):
+class Linear(TransformerEngineBaseModule):
     built: ClassVar[list] = []
 
     def __init__(self, in_features, out_features, bias=True, params_dtype=None, device="cuda", name=None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype, device=device))
-        self.name, self.recipe, self.quantizers = name, None, {}
+        self.name, self.recipe, self.quantizers, self.fp8_meta = name, None, {}, {}
         Linear.built.append(self)
 
     def forward(self, x):
@@ -209,7 +250,8 @@ class Linear(nn.Module):
                     for o in ("input", "weight", "grad_output")
                 }
             assert None not in self.quantizers.values()
-        if isinstance(recipe, DelayedScaling):
+        if isinstance(recipe, DelayedScaling) and "buffer" not in self.fp8_meta:
+            self.fp8_meta["buffer"] = repr(recipe)
             FP8GlobalStateManager.buffers.setdefault(repr(recipe), []).append(self.name)
         return _Run.apply(x, self.weight, self.quantizers)
 
@@ -229,16 +271,20 @@ def install(monkeypatch, version: str = "2.20.2") -> types.ModuleType:
     recipes = types.ModuleType("transformer_engine.common.recipe")
     for name in ("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling", "CustomRecipe"):
         setattr(recipes, name, getattr(here, name))
-    recipes.Format, recipes.QParams = Format, QParams
+    recipes.Format, recipes.QParams, recipes.MMParams = Format, QParams, MMParams
     state = types.ModuleType("transformer_engine.pytorch.quantization")
     state.FP8GlobalStateManager = FP8GlobalStateManager
+    base = types.ModuleType("transformer_engine.pytorch.module.base")
+    base.TransformerEngineBaseModule = TransformerEngineBaseModule
     root, common = types.ModuleType("transformer_engine"), types.ModuleType("transformer_engine.common")
-    for module in (root, common, te, recipes, state):
+    for module in (root, common, te, recipes, state, base):
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr("autoprec.optional.installed_version", lambda name: version)
     monkeypatch.setattr("autoprec.backends.transformer_engine.installed_version", lambda name: version)
     FP8GlobalStateManager.resets, FP8GlobalStateManager.buffers, Linear.built = 0, {}, []
     STACK.clear()
+    UPDATES.clear()
     return te
 
 

@@ -103,10 +103,12 @@ def test_delayed_scaling_is_updated_once_per_forward_of_the_model(te, monkeypatc
     model = Model()
     policy("fp8_delayed").apply(model, backend="transformer_engine")
     step(model)
-    assert depths == [2, 2]  # inside the model's context and the layer's own
+    assert depths == [1, 1]  # inside the model's context, which the layers do not enter again
+    assert fake_te.UPDATES == [True]
+    step(model)
+    assert fake_te.UPDATES == [True, False, True]  # the backward scales when the next forward begins
     request = fake_te.Linear.built[0].quantizers["input"]
-    assert isinstance(request, fake_te.DelayedScalingRequest)
-    assert request.options["amax_history_len"] == 16
+    assert request == fake_te.DelayedScalingRequest(fake_te.Format.HYBRID, 0, 16, "max")
 
 
 def test_before_2_19_layers_enter_their_own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,12 +136,12 @@ def test_before_2_19_layers_enter_their_own_recipes(monkeypatch: pytest.MonkeyPa
 
 def test_quantisation_parameters_that_constructors_drop_are_set_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_te.install(monkeypatch, "2.12")
-    from autoprec.backends.transformer_engine import _builtin_recipe
+    from autoprec.backends.te_quantizers import builtin_recipe
     from autoprec.optional import require
 
     recipe = BUILTIN_RECIPES["fp8_tensorwise"]
     recipe = recipe.model_copy(update={"scaling": recipe.scaling.model_copy(update={"power_of_2": True})})
-    made = _builtin_recipe(require("transformer_engine.common.recipe"), recipe)
+    made = builtin_recipe(require("transformer_engine.common.recipe"), recipe, LayerPlan.uniform(recipe))
     assert made.fp8_quant_fwd_inp.power_2_scale
     assert made.fp8_format is fake_te.Format.HYBRID
 

@@ -1,0 +1,94 @@
+"""Transformer Engine's global state, entered and left so that delayed scales are updated once per step.
+
+TE updates forward scales when the outermost ``autocast`` ends, and backward scales in the backward of whichever module
+came first in its context; a context per layer would make every layer the first one. Here the first-module mark is
+always taken, and backward scales are updated when the next training forward begins. What TE's own Python does was
+seen by running it (``tests/backends/te_scenarios.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autoprec.optional import require
+
+__all__ = ["EngineState", "delayed_buffers"]
+
+
+class EngineState:
+    """TE's ``autocast`` and its ``FP8GlobalStateManager``, for one policy."""
+
+    def __init__(self, purpose: str) -> None:
+        self.te = require("transformer_engine.pytorch", purpose=purpose)
+        self.manager: Any = require("transformer_engine.pytorch.quantization", purpose=purpose).FP8GlobalStateManager
+        self.base: type[nn.Module] = require(
+            "transformer_engine.pytorch.module.base", purpose=purpose
+        ).TransformerEngineBaseModule
+        self.backward_seen = False
+
+    def start_over(self) -> None:
+        """Drop the buffers of modules that no policy uses any more; living modules register again when they run.
+
+        TE's reset forgets every module, and a module believes that it is registered as long as its ``fp8_meta`` says
+        so: its scales would never change again.
+        """
+        self.manager.reset()
+        mark = self.manager.get_buffer_info()
+        for module in [found for found in gc.get_objects() if self.base in type(found).__mro__]:
+            module.fp8_meta.pop(mark, None)
+
+    @contextlib.contextmanager
+    def entered(self, recipe: Any) -> Iterator[None]:
+        """Be inside ``autocast`` with a recipe object, once: what encloses it already is not entered again."""
+        inside = self.manager.is_fp8_enabled()
+        if inside and self.manager.get_fp8_recipe() is recipe:
+            yield
+            return
+        if not inside and self.backward_seen and torch.is_grad_enabled():
+            self.manager.reduce_and_update_fp8_tensors(forward=False)
+            self.backward_seen = False
+        with self.te.autocast(enabled=True, recipe=recipe):
+            self.manager.is_first_fp8_module()
+            yield
+
+    @contextlib.contextmanager
+    def repeated(self, recipe: Any, shell: nn.Module, scale: Tensor | None) -> Iterator[None]:
+        """Recompute a forward (activation checkpointing) with the scales that the first one had, learning nothing.
+
+        ``scale`` is a copy of what the first forward used, float32 ``[operands]``; None where nothing is delayed.
+        """
+        state = delayed_buffers(shell)
+        now = None if state is None else tuple(buffer.clone() for buffer in state)
+        if state is not None and scale is not None:
+            state[0].copy_(scale)
+        try:
+            # an outermost context that is not enabled updates nothing when it ends
+            with self.te.autocast(enabled=False, recipe=recipe), self.te.autocast(enabled=True, recipe=recipe):
+                self.manager.is_first_fp8_module()
+                yield
+        finally:  # checkpointing leaves by an exception as soon as it has what it needs
+            if state is not None and now is not None:
+                for buffer, value in zip(state, now, strict=True):
+                    buffer.copy_(value)
+
+    def watch(self, out: Tensor) -> None:
+        """Remember that a backward pass gave delayed scales something to learn."""
+
+        def seen(_grad: Tensor) -> None:
+            self.backward_seen = True
+
+        if out.requires_grad:
+            out.register_hook(seen)  # type: ignore[no-untyped-call]
+
+
+def delayed_buffers(shell: Any) -> tuple[Tensor, Tensor] | None:
+    """Return scale and amax history of a module's forward operands, or None where it has none."""
+    state = shell.fp8_meta.get("scaling_fwd")
+    scale, history = getattr(state, "scale", None), getattr(state, "amax_history", None)
+    return None if scale is None or history is None else (scale, history)
