@@ -12,8 +12,20 @@ from autoprec.errors import StudyError
 __all__ = ["check_sqlite"]
 
 
-def check_sqlite(url: str) -> None:
+def _damaged(why: str, url: str) -> StudyError:
+    return StudyError(
+        f"the study's database is damaged or truncated: {' '.join(why.split())[:200]}",
+        where=url,
+        fix="put an intact copy of it back, or begin again with --study NEW; nothing was changed, and the policies "
+        "that were saved are still good",
+    )
+
+
+def check_sqlite(url: str, *, may_be_empty: bool = True) -> None:
     """Check the structure of an existing SQLite database; other URLs, and a file that is not there yet, pass.
+
+    To SQLite an empty file is a database without tables: it is what a crash before the first transaction leaves, and
+    what is left of a study that was truncated to nothing (``may_be_empty`` is false where that cannot be the former).
 
     A transaction that a crash left half-written is rolled back, as SQLite does on every opening; nothing else is
     written.
@@ -25,6 +37,8 @@ def check_sqlite(url: str) -> None:
     path = Path(url.removeprefix(prefix).partition("?")[0])
     if not url.startswith(prefix) or not path.is_file():
         return
+    if not may_be_empty and path.stat().st_size == 0:
+        raise _damaged("it is empty", url)
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=rw", uri=True)) as connection:
             found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(1)")]
@@ -35,10 +49,7 @@ def check_sqlite(url: str) -> None:
         if "locked" in str(error):  # in use: what follows says by whom
             return
         why = str(error)
+    except UnicodeDecodeError:  # SQLite quotes the damaged bytes
+        why = "its schema is not text"
     if why:
-        raise StudyError(
-            f"the study's database is damaged or truncated: {' '.join(why.split())[:200]}",
-            where=url,
-            fix="put an intact copy of it back, or begin again with --study NEW; nothing was changed, and the "
-            "policies that were saved are still good",
-        )
+        raise _damaged(why, url)

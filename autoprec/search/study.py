@@ -71,7 +71,7 @@ class StudyStore:
 
     def __init__(self, url: str, name: str, objectives: Sequence[str], *, resume: bool, begun: bool = False) -> None:
         self.url, self.name, self.objectives = without_password(url), name, tuple(objectives)
-        check_sqlite(url)
+        check_sqlite(url, may_be_empty=begun or not resume)
         self._storage = self._guarded(lambda: optuna.storages.RDBStorage(url))
         existing = name in {s.study_name for s in self._guarded(self._storage.get_all_studies)}
         if existing and not resume:

@@ -57,3 +57,10 @@ def test_a_file_in_use_is_for_others_to_report(path: Path) -> None:
     connection.execute("begin exclusive")
     check_sqlite(f"sqlite:///{path}")
     connection.close()
+
+
+def test_an_empty_file_is_a_study_that_was_not_begun_or_was_truncated(path: Path) -> None:
+    path.write_bytes(b"")
+    check_sqlite(f"sqlite:///{path}")
+    with pytest.raises(StudyError, match="it is empty"):
+        check_sqlite(f"sqlite:///{path}", may_be_empty=False)
