@@ -1,68 +1,84 @@
-"""The ``native`` backend: casts run by torch, and 8-bit GEMMs by ``torch._scaled_mm`` where the device has them.
+"""The ``native`` backend: casts run by torch, and 8-bit and 4-bit GEMMs through torch where the device has them.
 
-Requirements of ``torch._scaled_mm`` on CUDA: compute capability 8.9 (tensor scales) or 9.0 (row scales), both K and N
-multiples of 16. On the CPU it exists for tensor and row scales but converts upwards and is slower than float32, so
-it serves there as a reference only.
+What each GPU runs is in :data:`_NEEDS`; on the CPU ``torch._scaled_mm`` exists for tensor and row scales, but converts
+upwards and is slower than float32, so it serves there as a reference only. int8 runs by ``torch._int_mm`` anywhere.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import nn
 
 from autoprec.backends.base import Capability
+from autoprec.backends.scaled_mm import blocked_multiply, scaled_multiply
 from autoprec.numerics.linear import LinearExecution
-from autoprec.numerics.operand import QuantizedOperand, QuantizerState
-from autoprec.numerics.plan import GemmStep, multiply_emulated
+from autoprec.numerics.operand import QuantizerState
+from autoprec.numerics.plan import Multiply
 from autoprec.policy import LayerPlan
-from autoprec.recipes import GEMMS, Gemm, Recipe
+from autoprec.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
-__all__ = ["NativeBackend", "scaled_multiply"]
+__all__ = ["NativeBackend"]
 
 _CASTS = ("fp32", "tf32", "bf16", "fp16")
 
 
-def scaled_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
-    """Multiply two FP8 operands through ``torch._scaled_mm``; sizes it cannot take are emulated.
+@dataclass(frozen=True, slots=True)
+class _Need:
+    """What a kind of GEMM needs: compute capabilities from ``low`` to below ``high``, CUDA, and multiples of sizes."""
 
-    The first operand must be row-major and the second column-major, both contracted over their inner axis.
-    """
-    axes = step.axes
-    left = a.codes if axes[0] == 1 else a.codes.t()
-    right = b.codes.t() if axes[1] == 1 else b.codes
-    on_gpu = left.device.type == "cuda"
-    if on_gpu and (left.shape[0] % 16 or left.shape[1] % 16 or right.shape[1] % 16):
-        return multiply_emulated(a, b, step, out_dtype)  # e.g. a ragged last batch in wgrad
-    if left.numel() == 0 or right.numel() == 0:
-        return multiply_emulated(a, b, step, out_dtype)
-    if a.scale is None or b.scale is None:
-        return multiply_emulated(a, b, step, out_dtype)
-    scale_a = a.scale if axes[0] == 1 else a.scale.t()
-    scale_b = b.scale.t() if axes[1] == 1 else b.scale
-    rowwise = "row" in (a.spec.scheme, b.spec.scheme)
-    if rowwise:
-        # a transposed scale has stride 1 in the wrong dimension, which _scaled_mm checks
-        scale_a = scale_a.expand(left.shape[0], 1).reshape(-1).contiguous().unsqueeze(1)
-        scale_b = scale_b.expand(1, right.shape[1]).reshape(-1).contiguous().unsqueeze(0)
-    else:
-        scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
-    # row scales return bfloat16 only on GPUs
-    produced = torch.bfloat16 if rowwise and on_gpu else out_dtype
-    out: Tensor = torch._scaled_mm(
-        left.contiguous(),
-        right.t().contiguous().t(),
-        scale_a=scale_a,
-        scale_b=scale_b,
-        out_dtype=produced,
-        use_fast_accum=step.fast,
-    )
-    return out.to(out_dtype)
+    low: tuple[int, int]
+    high: tuple[int, int] = (99, 0)
+    cuda: tuple[int, int] = (12, 0)
+    multiple: int = 16
+    e4m3: bool = False
 
 
-def _capability_of(device: str) -> tuple[int, int] | None:
-    if not device.startswith("cuda") or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_capability(device)
+#: By scaling granularity or format; sources: torch ``ScaledBlas.cpp`` (``_check_deepseek_support`` and the recipe
+#: checks) and cuBLAS 12.9. Blackwell's blocks run as MXFP8, which is another recipe.
+_NEEDS = {
+    "tensor": _Need((8, 9)),
+    "row": _Need((9, 0)),
+    "block": _Need((9, 0), (10, 0), (12, 9), e4m3=True),
+    "mxfp8": _Need((10, 0), cuda=(12, 8), multiple=32, e4m3=True),
+    "nvfp4": _Need((10, 0), cuda=(12, 8), multiple=32),
+}
+
+
+def _kind(recipe: Recipe) -> str:
+    """Return the key of :data:`_NEEDS` for a recipe, or an empty string where torch has no such GEMM."""
+    if recipe.format == "fp8" and recipe.scaling is not None:
+        return recipe.scaling.granularity
+    return recipe.format if recipe.format in _NEEDS else ""
+
+
+def _cuda_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
+
+
+def _refusal(kind: str, recipe: Recipe, gemm: Gemm, device: str) -> str:
+    """Return why a GPU cannot run a kind of GEMM, or an empty string."""
+    need, cc = _NEEDS[kind], torch.cuda.get_device_capability(device)
+    what = recipe.describe()
+    if cc < need.low:
+        return f"{what} needs compute capability {need.low[0]}.{need.low[1]}, this device has {cc[0]}.{cc[1]}"
+    if cc >= need.high:
+        return (
+            f"{what} runs below compute capability {need.high[0]}.{need.high[1]} only, this device has {cc[0]}.{cc[1]}"
+        )
+    if kind in ("block", "mxfp8", "nvfp4"):
+        if not hasattr(F, "scaled_mm"):
+            return f"{what} needs torch.nn.functional.scaled_mm (torch 2.10), this is torch {torch.__version__}"
+        if _cuda_version() < need.cuda:
+            return f"{what} needs CUDA {need.cuda[0]}.{need.cuda[1]}, torch is built with {torch.version.cuda}"
+        if recipe.accumulation == "fast":
+            return f"{what} has no fast accumulation on a GPU"
+    formats = {recipe.operand_format(operand) for operand in GEMM_OPERANDS[gemm]}
+    if need.e4m3 and formats != {"e4m3"}:
+        return f"{what} multiplies E4M3 by E4M3 only, {gemm} has {' and '.join(sorted(formats))}"
+    return ""
 
 
 class NativeBackend:
@@ -87,28 +103,27 @@ class NativeBackend:
             return Capability(True, f"{recipe.format} GEMMs run natively")
         if recipe.format == "int8":
             return Capability(True, "torch._int_mm")
-        if recipe.format != "fp8" or recipe.scaling is None or recipe.scaling.granularity == "block":
+        kind = _kind(recipe)
+        on_cpu = not device.startswith("cuda")
+        if not kind or (on_cpu and kind not in ("tensor", "row")):
             return Capability(False, f"torch has no {recipe.describe()} training GEMM on {device}")
-        cc = _capability_of(device)
-        if cc is None:
+        if on_cpu:
             return Capability(True, "torch._scaled_mm on the CPU: correct, but slower than float32")
-        need = (9, 0) if recipe.scaling.granularity == "row" else (8, 9)
-        if cc < need:
-            return Capability(
-                False,
-                f"{recipe.describe()} needs compute capability {need[0]}.{need[1]}, this device has {cc[0]}.{cc[1]}",
-            )
+        refusal = _refusal(kind, recipe, gemm, device)
+        if refusal:
+            return Capability(False, refusal)
         for label, size in (("M", m), ("K", k), ("N", n)):
-            if size % 16:
-                return Capability(False, f"{gemm} {label} = {size} is not a multiple of 16")
-        return Capability(True, "torch._scaled_mm")
+            if size % _NEEDS[kind].multiple:
+                return Capability(False, f"{gemm} {label} = {size} is not a multiple of {_NEEDS[kind].multiple}")
+        return Capability(True, "torch._scaled_mm" if kind in ("tensor", "row") else "torch.nn.functional.scaled_mm")
 
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LinearExecution:
-        """Return an execution whose FP8 GEMMs go through ``torch._scaled_mm``."""
+        """Return an execution whose FP8, MXFP8 and NVFP4 GEMMs go through torch's scaled products."""
         del module, name
-        multiply = {}
+        multiply: dict[Gemm, Multiply] = {}
         for gemm in GEMMS:
             recipe = plan.recipe(gemm)
-            if recipe is not None and recipe.format == "fp8" and recipe.scaling is not None:
-                multiply[gemm] = scaled_multiply
+            kind = "" if recipe is None else _kind(recipe)
+            if kind:
+                multiply[gemm] = scaled_multiply if kind in ("tensor", "row") else blocked_multiply
         return LinearExecution(plan, self.name, multiply, QuantizerState(seed))

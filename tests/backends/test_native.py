@@ -17,21 +17,23 @@ ASKS = {"gemm": "fprop", "m": 64, "k": 64, "n": 64}
 def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> NativeBackend:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     return NativeBackend()
+
+
+CASTS = {"bf16", "fp16", "fp32", "tf32", "int8"}
+TENSOR = {"fp8_tensorwise", "fp8_tensorwise_e4m3", "fp8_delayed"}
+BLOCK = {"fp8_block", "fp8_block_fp32_scales"}
+BLACKWELL = {"mxfp8", "nvfp4", "nvfp4_plain"}
 
 
 @pytest.mark.parametrize(
     ("capability", "runs"),
     [
-        ((8, 0), {"bf16", "fp16", "fp32", "tf32", "int8"}),
-        ((8, 9), {"bf16", "fp16", "fp32", "tf32", "int8", "fp8_tensorwise", "fp8_tensorwise_e4m3", "fp8_delayed"}),
-        (
-            (9, 0),
-            {
-                *("bf16", "fp16", "fp32", "tf32", "int8"),
-                *("fp8_tensorwise", "fp8_tensorwise_e4m3", "fp8_delayed", "fp8_rowwise"),
-            },
-        ),
+        ((8, 0), CASTS),
+        ((8, 9), CASTS | TENSOR),
+        ((9, 0), CASTS | TENSOR | {"fp8_rowwise"} | BLOCK),
+        ((10, 0), CASTS | TENSOR | {"fp8_rowwise"} | BLACKWELL),
     ],
 )
 def test_what_each_gpu_runs(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], runs: set[str]) -> None:
@@ -39,6 +41,21 @@ def test_what_each_gpu_runs(monkeypatch: pytest.MonkeyPatch, capability: tuple[i
     found = {n: backend.capability(r, device="cuda:0", **ASKS) for n, r in BUILTIN_RECIPES.items()}
     assert {n for n, c in found.items() if c} == runs
     assert all(c.reason for c in found.values())
+
+
+def test_blocks_need_a_newer_torch_and_cuda_and_e4m3(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = BUILTIN_RECIPES["fp8_block"]
+    asks = ASKS | {"device": "cuda:0"}
+    backend = on_gpu(monkeypatch, (9, 0))
+    hybrid = block.model_copy(update={"operands": block.operands.model_copy(update={"grad_output": "e5m2"})})
+    assert backend.capability(hybrid, **asks)  # fprop has no grad_output
+    assert "dgrad has e4m3 and e5m2" in backend.capability(hybrid, **(asks | {"gemm": "dgrad"})).reason
+    fast = block.model_copy(update={"accumulation": "fast"})
+    assert "no fast accumulation" in backend.capability(fast, **asks).reason
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert "needs CUDA 12.9" in backend.capability(block, **asks).reason
+    monkeypatch.delattr(torch.nn.functional, "scaled_mm")
+    assert "torch 2.10" in backend.capability(block, **asks).reason
 
 
 def test_sizes_must_be_multiples_of_16_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

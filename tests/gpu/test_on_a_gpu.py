@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import autoprec
+from autoprec.backends import get
 from autoprec.policy import LayerRule
 from autoprec.recipes import BUILTIN_RECIPES
 from tests.cli.helpers import autoprec as command
@@ -36,10 +37,14 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp8_tensorwise", "fp8_rowwise"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "int8", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4_plain"]
+)
 def test_native_gemms_agree_with_their_emulation_and_come_off_again(name: str) -> None:
-    if name.startswith("fp8") and torch.cuda.get_device_capability() < (8, 9):
-        pytest.skip("this GPU has no FP8 GEMM (compute capability below 8.9)")
+    asks = {"m": 64, "k": 512, "n": 256, "device": "cuda:0"}
+    able = get("native").capability(BUILTIN_RECIPES[name], gemm="dgrad", **asks)
+    if not able:
+        pytest.skip(able.reason)
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 128)).cuda()
     x = torch.randn(64, 256, device="cuda")
