@@ -6,6 +6,7 @@ No torch here: everything that touches the user's model lives in the processes t
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
@@ -19,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoprec.errors import ScriptError
+from autoprec.errors import NoSpaceError, ScriptError
 from autoprec.trial.classify import classify, describe_exit, exit_code, is_own_fault, last_lines
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
@@ -30,7 +31,13 @@ from autoprec.trial.started import Output, Started
 
 __all__ = ["TrialRunner"]
 
-_MAX_RESTARTS = 2
+#: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
+_RETRIES = 2
+_MAX_LOST = 3
+
+
+class _HostLostError(Exception):
+    """The host ended while a trial ran: killed by a person, or by the kernel for its memory."""
 
 
 class TrialRunner:
@@ -73,7 +80,7 @@ class TrialRunner:
         self._lock = threading.RLock()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._next = 0
-        self._restarts = 0
+        self._restarts = self._lost = 0
         self._running: set[Output] = set()
         self._closed = self._left = False
 
@@ -113,7 +120,10 @@ class TrialRunner:
 
     def _try_one_step(self) -> None:
         """Find out at once, in one fork, whether the script ever takes a step; it costs as long as one step."""
-        result = self._run_fork(TrialSpec(steps=1, warmup=0, timeout_s=self._setup_timeout))
+        try:
+            result = self._run_fork(TrialSpec(steps=1, warmup=0, timeout_s=self._setup_timeout))
+        except _HostLostError:
+            result = TrialResult("crashed", "the host process was killed")
         if result.status in ("ok", "diverged"):
             return
         self._info = None
@@ -255,16 +265,40 @@ class TrialRunner:
 
     # ---------------------------------------------------------------- trials
     def run(self, spec: TrialSpec) -> TrialResult:
-        """Run one trial and return how it ended, whatever it does. Safe to call from several threads at once."""
+        """Run one trial and return how it ended, whatever it does. Safe to call from several threads at once.
+
+        Raises:
+            NoSpaceError: there is no room for its files; that says nothing about the policy.
+        """
         try:
-            info = self.start()
-            if info.launch == "fork":
-                return self._run_fork(spec)
-            return self._run_process(spec)
+            result = self._run(spec)
         except ScriptError as error:
             return TrialResult("crashed", str(error))
         except OSError as error:
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                raise self._no_space(str(error)) from error
             return TrialResult("crashed", f"the trial could not be started: {error}")
+        if not result.ok and "No space left on device" in result.reason + result.tail:
+            raise self._no_space(result.reason)
+        return result
+
+    def _run(self, spec: TrialSpec) -> TrialResult:
+        if self.start().launch != "fork":
+            return self._run_process(spec)
+        for _ in range(1 + _RETRIES):
+            with contextlib.suppress(_HostLostError):
+                return self._run_fork(spec)
+        code = self._host.poll() if self._host is not None else None
+        ended = describe_exit(code) if code is not None else "ended"
+        reason = f"the host process {ended} {1 + _RETRIES} times while this trial ran; see {self._log}"
+        return TrialResult("oom" if code == -9 else "crashed", reason)
+
+    def _no_space(self, reason: str) -> NoSpaceError:
+        return NoSpaceError(
+            f"a trial found no space left: {reason}",
+            where=str(self._private or self.run_dir),
+            fix="free some space there, or name another place with TMPDIR; then --resume",
+        )
 
     def _run_fork(self, spec: TrialSpec) -> TrialResult:
         began = time.monotonic()
@@ -277,7 +311,7 @@ class TrialRunner:
             self._waiting[number] = future
             control, private = self._control, self._private
         if control is None or private is None:
-            return TrialResult("crashed", "the host process is gone")
+            raise _HostLostError
         path = private / f"result-{number}.json"
         request = {
             "op": "run",
@@ -291,13 +325,23 @@ class TrialRunner:
             with self._lock:
                 control.sendall(json.dumps(request).encode() + b"\n")
             answer = future.result(timeout=spec.timeout_s + 30.0)
-        except (OSError, TimeoutError):
+        except TimeoutError:  # the host, whose task it is to end the trial, hangs itself: the next trial gets another
             answer = {"wait_status": 9, "timed_out": True, "tail": ""}
+            if self._host is not None:
+                self._host.end()
+        except OSError as error:
+            raise _HostLostError from error
         finally:
             self._waiting.pop(number, None)
             shutil.rmtree(private / f"overlay-{number}", ignore_errors=True)
+        written = _load_result(path)
+        if answer.get("lost") and written is None:
+            if self._closed:
+                return TrialResult("crashed", "this runner was closed")
+            raise _HostLostError
+        self._lost = 0
         result = classify(
-            _load_result(path),
+            written,
             exit_code(int(answer["wait_status"])),
             timed_out=bool(answer["timed_out"]),
             timeout_s=spec.timeout_s,
@@ -306,9 +350,13 @@ class TrialRunner:
         return _with_wall(result, began)
 
     def _restart(self) -> None:
-        """The host has died (for instance killed for memory): start another, a few times."""
-        if self._closed or self._restarts >= _MAX_RESTARTS:
-            raise ScriptError("the host process has died too often", where=self.command.label, fix=str(self._log))
+        """The host has died (for instance killed for memory): start another, unless none ever lives long enough."""
+        if self._closed or self._lost > _MAX_LOST:
+            raise ScriptError(
+                "the host process has died too often" if self._lost else "this runner is closed",
+                where=self.command.label,
+                fix=f"its last output is in {self._log}; is there enough memory for two copies of the script?",
+            )
         self._restarts += 1
         if self._host is not None:
             self._host.end()
@@ -331,13 +379,18 @@ class TrialRunner:
                 future = self._waiting.get(int(answer["id"]))
                 if future is not None and not future.done():
                     future.set_result(answer)
+        self._answer_lost()  # before the lock: whoever waits for an answer may hold it (see start)
         with self._lock:
             if self._control is control:
                 self._control = None
+                self._lost += 1
             control.close()
-            lost = [f for f in self._waiting.values() if not f.done()]
-        for future in lost:
-            future.set_result({"wait_status": 9, "timed_out": False, "tail": "the host process ended"})
+        self._answer_lost()
+
+    def _answer_lost(self) -> None:
+        answer = {"wait_status": 9, "timed_out": False, "tail": "the host process ended", "lost": True}
+        for future in [f for f in self._waiting.values() if not f.done()]:
+            future.set_result(answer)
 
     def _run_process(self, spec: TrialSpec) -> TrialResult:
         began = time.monotonic()

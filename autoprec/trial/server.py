@@ -20,7 +20,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoprec.trial.environment import MARK_VARIABLE
-from autoprec.trial.processes import die_with_parent, end_group, sweep
+from autoprec.trial.processes import (
+    adopt_orphans,
+    die_with_parent,
+    end_group,
+    end_orphans,
+    offer_to_the_kernel,
+    sweep,
+)
 
 __all__ = ["TAIL_BYTES", "Request", "serve", "settle"]
 
@@ -75,6 +82,7 @@ class _Server:
         self._control, self._mark = control, mark
         self._buffer = b""
         self._children: dict[int, _Child] = {}
+        self._own = adopt_orphans()  # what the script itself had started before
 
     def turn(self) -> Request | None:
         """Handle what has happened; returns a request only in a child made for it."""
@@ -117,6 +125,7 @@ class _Server:
         for child in self._children.values():
             end_group(child.pid)
         sweep(self._mark, [c.pid for c in self._children.values()], patience_s=1.0)
+        end_orphans(())
         os._exit(0)
 
     # ---------------------------------------------------------------- children
@@ -131,6 +140,7 @@ class _Server:
             return False
         os.setsid()
         die_with_parent()
+        offer_to_the_kernel()
         os.dup2(writer, 1)
         os.dup2(writer, 2)
         for descriptor in (reader, writer, *(c.output for c in self._children.values())):
@@ -193,6 +203,8 @@ class _Server:
                 self._control.sendall(json.dumps(answer).encode() + b"\n")
             if status:  # also in sessions of its own; after a good end this can wait for the end of the family
                 sweep(f"{self._mark}.{child.request.id}\0", [pid], patience_s=1.0)
+            if not self._children:  # then every orphan is of a trial that has ended
+                end_orphans(self._own)
 
 
 def flush_streams() -> None:

@@ -47,8 +47,9 @@ class Output(ABC):
             stack.callback(os.close, self._reader)
             sink = None
             if self._log is not None:
-                self._log.parent.mkdir(parents=True, exist_ok=True)
-                sink = stack.enter_context(self._log.open("ab"))
+                with contextlib.suppress(OSError):  # without a log there is still the tail; an unread pipe would block
+                    self._log.parent.mkdir(parents=True, exist_ok=True)
+                    sink = stack.enter_context(self._log.open("ab"))
             while True:
                 try:
                     chunk = os.read(self._reader, 65536)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -49,3 +50,21 @@ def test_born_tells_processes_apart() -> None:
     process.wait()
     assert born(process.pid) == ""
     assert born(os.getpid()) == mine
+
+
+def test_a_daemon_without_a_mark_is_found_as_an_orphan() -> None:
+    code = """
+import os, subprocess, time
+from autoprec.trial.processes import adopt_orphans, end_orphans
+own = subprocess.Popen(["sleep", "1000"])
+known = adopt_orphans()
+assert known == {own.pid}, known
+subprocess.run(["setsid", "--fork", "env", "-i", "sleep", "1000"], check=True)
+deadline = time.monotonic() + 10
+while not (count := end_orphans(known)) and time.monotonic() < deadline:
+    time.sleep(0.01)
+assert count == 1, count
+assert own.poll() is None
+assert end_orphans(()) == 1
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
