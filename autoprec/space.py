@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from autoprec.errors import FileError, SpaceError, UnknownNameError, nearest
 from autoprec.files import read_document
 from autoprec.policy import CommunicationPolicy, LayerPlan, OperatorPolicy, OptimizerPolicy, explain, glob_matches
+from autoprec.policy.schema import LONGEST_GLOB
 from autoprec.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
@@ -37,6 +38,7 @@ MAX_SPACE_BYTES = 1024 * 1024
 MOST_PARAMETER_VALUES = 1000
 #: Flags and kinds of layers that a rule can ask for (see :class:`autoprec.graph.report.Layer`).
 LayerFlag = Literal["first", "head", "tied", "router"]
+Glob = Annotated[str, Field(min_length=1, max_length=LONGEST_GLOB)]
 
 
 class _Frozen(BaseModel):
@@ -76,7 +78,7 @@ class ChoiceRule(_Frozen):
     ``flag`` narrows the glob to layers in a position that no name tells (``head``, ``first``, ``tied``, ``router``).
     """
 
-    match: str = Field("*", min_length=1, description="glob on module names")
+    match: Glob = Field("*", description="glob on module names")
     flag: LayerFlag | None = Field(None, description="only layers that carry this flag")
     choices: tuple[Choice, ...] = Field(min_length=1)
 
@@ -112,7 +114,7 @@ class SpacePreset(_Frozen):
 
     name: str = Field(min_length=1)
     choice: str = Field("", description="for every layer that offers it; empty is the baseline")
-    layers: tuple[str, ...] = Field(("*",), description="globs of the layers that get the choice")
+    layers: tuple[Glob, ...] = Field(("*",), description="globs of the layers that get the choice")
     parameters: dict[str, Any] = Field(default_factory=dict)
 
 
@@ -127,7 +129,7 @@ class SearchSpace(_Frozen):
     recipes: dict[str, Recipe] = Field(default_factory=dict, description="recipes beside the built-in ones")
     baseline: str = Field(KEEP, description="the choice of layers no rule is about, and of presets' other layers")
     choices: tuple[ChoiceRule, ...] = ()
-    groups: tuple[tuple[str, ...], ...] = Field(
+    groups: tuple[tuple[Glob, ...], ...] = Field(
         (), description="globs of layers that move together, beside the graph's"
     )
     operators: OperatorPolicy = OperatorPolicy()
@@ -136,6 +138,9 @@ class SearchSpace(_Frozen):
     optimizer: OptimizerSpace = OptimizerSpace()
     communication: CommunicationSpace = CommunicationSpace()
     loss_scaling: Literal["none", "dynamic"] = Field("none", description="dynamic: where a policy uses fp16")
+    execution: tuple[Literal["keep", "compile", "eager"], ...] = Field(
+        ("keep",), min_length=1, description="torch.compile around the model; tried where trials are timed"
+    )
     parameters: dict[str, tuple[bool | int | float | str, ...]] = Field(
         default_factory=dict, description="recipe parameters: <recipe>.<field>[.<field>] to values, the default first"
     )
@@ -203,7 +208,19 @@ class SearchSpace(_Frozen):
         for name in OptimizerSpace.model_fields:
             out[f"optimizer.{name}"] = getattr(self.optimizer, name)
         out["communication.gradients"] = self.communication.gradients
+        out["execution"] = self.execution
         return out | {path: tuple(values) for path, values in self.parameters.items()}
+
+    def executed(self, *, compiled: bool, measured: bool) -> SearchSpace:
+        """Return the space with only those values of ``execution`` that differ on this script.
+
+        Args:
+            compiled: the script compiles its model itself.
+            measured: trials are timed; a rehearsal's time is modelled and its numerics are the same either way.
+        """
+        same = {"compile" if compiled else "eager"}
+        values = tuple(v for v in self.execution if v not in same) if measured else ("keep",)
+        return self.model_copy(update={"execution": values or ("keep",)})
 
     def recipes_with(self, parameters: Mapping[str, Any]) -> dict[str, Recipe]:
         """Return all recipes with the values of recipe parameters put in."""

@@ -13,6 +13,7 @@ from autoprec.errors import nearest
 from autoprec.recipes import GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
+    "LONGEST_GLOB",
     "REFUSED_STATE",
     "SCHEMA",
     "CommunicationPolicy",
@@ -27,6 +28,8 @@ __all__ = [
 
 SCHEMA = "autoprec.policy/1"
 Protection = Literal["keep", "fp32"]
+#: Characters of a glob: module names are shorter, and a pattern of a megabyte takes seconds to compile.
+LONGEST_GLOB = 1000
 
 #: Storage that is known to break training, with the reason a person reads (measured: docs/state.md).
 REFUSED_STATE: dict[tuple[str, str], str] = {
@@ -59,7 +62,11 @@ class LayerRule(_Frozen):
     ``gemms`` overrides the recipe of single GEMMs; ``optional`` allows the rule to match nothing.
     """
 
-    match: str = Field(min_length=1, description="glob on module names: * any text, ? one character, [ab] a choice")
+    match: str = Field(
+        min_length=1,
+        max_length=LONGEST_GLOB,
+        description="glob on module names: * any text, ? one character, [ab] a choice",
+    )
     recipe: str = Field(description="a name in recipes, or keep")
     gemms: dict[Gemm, str] = Field(default_factory=dict, description="recipe of single GEMMs: fprop, dgrad, wgrad")
     optional: bool = Field(False, description="the rule may match nothing")
