@@ -21,6 +21,7 @@ from autoprec.errors import UnsupportedError
 from autoprec.functional import FunctionalExecutions
 from autoprec.layers import Unit, tunable_layers, tunable_units, unwrap
 from autoprec.numerics.conv import CONV_FORMATS, ConvExecution
+from autoprec.numerics.delayed import DelayedReduction
 from autoprec.policy import LayerPlan, load_policy, resolve, save_policy
 from autoprec.protect import RootExecution
 from autoprec.recipes import GEMMS
@@ -67,6 +68,8 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
         around = getattr(chosen, "around_model", lambda: None)()
         root_execution = RootExecution(_ACTIVATIONS.get(policy.activations), policy.operators, kind, low)
         root_execution.context = around
+        reduction = DelayedReduction(root, executions.values())
+        root_execution.before = reduction if reduction.slots else None
         install_root(root, root_execution)
 
 

@@ -198,6 +198,7 @@ class RootExecution:
         device: device type of the model (cpu, cuda).
         low_precision: the model holds bfloat16 or float16 parameters.
         context: what a backend needs around the whole forward, if anything.
+        before: called before each forward, if anything.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
     """
 
@@ -210,6 +211,7 @@ class RootExecution:
     traced: bool = False
     modes: dict[bool, OperatorMode] = field(init=False, default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] | None = None
+    before: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         # both from the start: one made during a traced call would make Dynamo compile that call twice
@@ -232,6 +234,8 @@ class RootExecution:
         if torch.compiler.is_compiling():
             self.traced = True
         device = self.device
+        if self.before is not None:
+            self.before()
         if self.context is not None:
             with self.context():
                 return self._run(forward, args, kwargs, device)

@@ -13,6 +13,7 @@ from torch import nn
 
 from autoprec.apply import Policy, remove_policy
 from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.swap import execution_of
 
 POLICY = Policy.model_validate(
     {
@@ -89,3 +90,73 @@ def test_order_does_not_matter_and_removal_restores(tmp_path: Path) -> None:
         assert runs["removed"] == runs["never"]
         assert runs["before"] != runs["never"]
         assert runs["before"] == pytest.approx(runs["never"], rel=0.05)
+
+
+class Routed(nn.Module):
+    """Two experts, of which each rank calls one only in its first steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Linear(32, 32)
+        self.experts = nn.ModuleList([nn.Linear(32, 32), nn.Linear(32, 32)])
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        return self.experts[chosen](self.base(x))
+
+
+DELAYED = Policy.model_validate({"recipes": {"d": BUILTIN_RECIPES["fp8_delayed"]}, "default": "d"})
+
+
+def delayed_scales(rank: int, how: str) -> dict[str, list[float]]:
+    """Three training forwards and an evaluation on rank 0 alone; then the scales of every layer."""
+    model = Routed()
+    DELAYED.apply(model)
+    if how == "ddp":
+        wrapped: nn.Module = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    elif how == "fsdp2":
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in (model.base, *model.experts):
+            fully_shard(layer)
+        wrapped = fully_shard(model)
+    else:
+        wrapped = model
+    generator = torch.Generator().manual_seed(rank)
+    for step in range(3):
+        x = torch.randn(16, 32, generator=generator) * (rank + 1)
+        wrapped(x, rank if step < 2 and how != "fsdp2" else 0).square().mean().backward()
+        if rank == 0 and how != "fsdp2":
+            with torch.no_grad():
+                model(x * 100, 0)
+    found = {}
+    for name in ("base", "experts.0", "experts.1"):
+        delayed = execution_of(model.get_submodule(name)).state.delayed
+        found |= {
+            f"{name} {operand} {spec.format}": [float(d.scale), len(d.history)]
+            for (operand, spec), d in delayed.items()
+        }
+    return found
+
+
+def delayed_worker(rank: int, port: int, out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    torch.save({how: delayed_scales(rank, how) for how in ("ddp", "fsdp2", "alone")}, f"{out}.{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_delayed_scales_agree_on_all_ranks(tmp_path: Path) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(delayed_worker, args=(port, str(tmp_path / "out")), nprocs=2, join=True)
+    first, second = (torch.load(tmp_path / f"out.{rank}") for rank in range(2))
+    for how in ("ddp", "fsdp2"):
+        assert first[how] == second[how], how
+    assert {history for _, history in first["ddp"].values()} == {2}  # three forwards, two reductions between them
+    assert len(first["ddp"]) == 9  # also the operands of experts that a rank has not called
+    assert first["ddp"]["experts.1 grad_output e5m2"][0] not in (0.0, 1.0)
+    shared = first["alone"].keys() & second["alone"].keys()
+    assert all(first["alone"][key][0] != second["alone"][key][0] for key in shared if " weight " not in key)

@@ -66,13 +66,15 @@ class QuantizedOperand:
 class QuantizerState:
     """What quantisation of one layer remembers between calls: delayed scales and private random streams.
 
-    Nothing here touches torch's global random streams, so that paired runs stay paired.
+    Nothing here touches torch's global random streams, so that paired runs stay paired. ``shared`` is true where ranks
+    agree on delayed scales before they are computed (``numerics.delayed``).
     """
 
-    __slots__ = ("delayed", "generators", "last", "seed")
+    __slots__ = ("delayed", "generators", "last", "seed", "shared")
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
+        self.shared = False
         self.delayed: dict[tuple[str, Spec], DelayedScale] = {}
         self.last: dict[tuple[str, Spec], Tensor] = {}
         self.generators: dict[torch.device, torch.Generator] = {}
@@ -94,9 +96,23 @@ class QuantizerState:
         key = (operand, spec)
         if recompute and key in self.last:
             return self.last[key]
-        scaling = spec.scaling or Scaling()
+        scale = self.last[key] = self._history(key).step(amax, update=update, shared=self.shared)
+        return scale
+
+    def seen(self, operand: str, spec: Spec) -> Tensor | None:
+        """Return the largest amax noted since scales were last computed, or None; float32, 0-d."""
+        found = self.delayed.get((operand, spec))
+        return None if found is None else found.seen
+
+    def learn(self, operand: str, spec: Spec, amax: Tensor) -> None:
+        """Take in an amax that all ranks agree on; zero, which no rank has seen, teaches nothing."""
+        self._history((operand, spec)).learn(amax)
+
+    def _history(self, key: tuple[str, Spec]) -> DelayedScale:
         found = self.delayed.get(key)
         if found is None:
+            spec = key[1]
+            scaling = spec.scaling or Scaling()
             found = self.delayed[key] = DelayedScale(
                 FORMATS[spec.format].max,
                 length=scaling.amax_history_len,
@@ -104,5 +120,4 @@ class QuantizerState:
                 margin=scaling.margin,
                 power_of_2=scaling.power_of_2,
             )
-        scale = self.last[key] = found.step(amax, update=update)
-        return scale
+        return found

@@ -58,13 +58,15 @@ class DelayedScale:
     gradients underflow to zero, so that a short trial would measure the start-up and not the recipe).
     """
 
-    __slots__ = ("algorithm", "history", "length", "limit", "margin", "power_of_2", "scale")
+    __slots__ = ("algorithm", "history", "length", "limit", "margin", "power_of_2", "scale", "seen", "used")
 
     def __init__(self, limit: float, *, length: int, algorithm: str, margin: int, power_of_2: bool = False) -> None:
         self.limit, self.length, self.algorithm = limit, length, algorithm
         self.margin, self.power_of_2 = margin, power_of_2
         self.history: list[Tensor] = []
         self.scale: Tensor | None = None
+        self.seen: Tensor | None = None
+        self.used = False
 
     def _next(self, amax: Tensor, previous: Tensor | None) -> Tensor:
         fresh = scale_of(amax, self.limit, power_of_2=self.power_of_2) * 2.0**-self.margin
@@ -72,14 +74,33 @@ class DelayedScale:
             return fresh
         return torch.where(torch.isfinite(amax) & (amax > 0), fresh, previous)
 
-    def step(self, amax: Tensor, *, update: bool) -> Tensor:
-        """Return the scale to use for a tensor whose amax is ``amax``; then, if ``update``, take the amax in."""
-        scale = self.scale
-        if scale is None:
+    def step(self, amax: Tensor, *, update: bool, shared: bool = False) -> Tensor:
+        """Return the scale to use for a tensor whose amax is ``amax``; then, if ``update``, take the amax in.
+
+        ``shared`` only notes the amax (in ``seen``): ranks compare theirs first, then :meth:`learn` is called.
+        """
+        if self.scale is None:
             scale = self._next(amax, None)
-        if update:
-            self.history.append(amax.detach())
-            del self.history[: -self.length]
-            latest = self.history[-1] if self.algorithm == "most_recent" else torch.stack(self.history).amax()
-            self.scale = self._next(latest, scale)
+        elif self.used:
+            scale = self.scale
+        else:  # other ranks may have filled the history; 0 says that none has
+            scale = torch.where(self.scale > 0, self.scale, self._next(amax, None))
+        if not update:
+            return scale
+        if self.scale is not None or not shared:
+            self.scale = scale
+        self.used = True
+        if shared:
+            self.seen = amax.detach() if self.seen is None else torch.maximum(self.seen, amax.detach())
+        else:
+            self.learn(amax.detach())
         return scale
+
+    def learn(self, amax: Tensor) -> None:
+        """Take an amax into the history and compute the next scale; zero keeps the previous one."""
+        self.seen = None
+        self.history.append(amax)
+        del self.history[: -self.length]
+        latest = self.history[-1] if self.algorithm == "most_recent" else torch.stack(self.history).amax()
+        previous = amax.new_zeros(()) if self.scale is None and not self.used else self.scale
+        self.scale = self._next(latest, previous)

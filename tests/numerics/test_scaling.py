@@ -60,3 +60,24 @@ def test_delayed_scaling_keeps_the_scale_over_zeros_and_infinities_and_without_u
         assert delayed.step(torch.tensor(amax), update=True).item() == 448.0
     assert delayed.step(torch.tensor(7.0), update=False).item() == 448.0
     assert delayed.step(torch.tensor(7.0), update=False).item() == 448.0
+
+
+def test_shared_amaxes_are_noted_and_learned_together() -> None:
+    delayed = DelayedScale(448.0, length=4, algorithm="max", margin=0)
+    own = [delayed.step(torch.tensor(a), update=True, shared=True).item() for a in (1.0, 2.0)]
+    assert own == [448.0, 224.0]  # no history yet: each tensor by its own amax
+    assert delayed.seen == 2.0
+    delayed.learn(torch.tensor(4.0))  # another rank saw more
+    assert delayed.step(torch.tensor(1.0), update=True, shared=True).item() == 112.0
+    assert len(delayed.history) == 1
+
+
+def test_an_operand_only_other_ranks_have_seen() -> None:
+    delayed = DelayedScale(448.0, length=4, algorithm="max", margin=0)
+    delayed.learn(torch.tensor(0.0))
+    assert delayed.step(torch.tensor(2.0), update=False).item() == 224.0  # zero taught nothing
+    delayed.learn(torch.tensor(4.0))
+    assert delayed.step(torch.tensor(2.0), update=True, shared=True).item() == 112.0
+    late = DelayedScale(448.0, length=4, algorithm="max", margin=0)
+    late.learn(torch.tensor(0.0))
+    assert [late.step(torch.tensor(a), update=True, shared=True).item() for a in (2.0, 1.0)] == [224.0, 224.0]

@@ -1,0 +1,105 @@
+"""Delayed scales that agree on all ranks: amaxes are reduced over the data-parallel group once per training forward.
+
+As Transformer Engine does: every rank quantises with the same scale although it sees other data. One small all-reduce
+carries the largest magnitudes of all delayed operands of a model, those a rank has not seen as zeros, so that experts
+it did not route to are no obstacle. The group is that of DDP, or the mesh of FSDP2; elsewhere a rank learns alone.
+The first step has no history: there each rank scales by its own amax.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+
+from autoprec.numerics.linear import LinearExecution, in_backward
+from autoprec.numerics.operand import QuantizerState, Spec
+from autoprec.numerics.quantize import spec_of
+from autoprec.recipes import GEMM_OPERANDS, GEMMS
+
+__all__ = ["DelayedReduction", "data_parallel_groups"]
+
+Slot = tuple[QuantizerState, str, Spec]
+
+
+def _slots(executions: Iterable[Any]) -> Iterator[Slot]:
+    """Yield every delayed operand of every layer, in an order that depends on the policy and the model alone."""
+    for execution in executions:
+        if not isinstance(execution, LinearExecution):
+            continue
+        seen: set[tuple[str, Spec]] = set()
+        for gemm in GEMMS:
+            recipe = execution.plan.recipe(gemm)
+            if recipe is None or recipe.scaling is None or recipe.scaling.scale != "delayed":
+                continue
+            for operand in GEMM_OPERANDS[gemm]:
+                spec = spec_of(recipe, gemm, operand)
+                if (operand, spec) not in seen:
+                    seen.add((operand, spec))
+                    yield execution.state, operand, spec
+
+
+def _mesh_of(root: nn.Module) -> Any:
+    """Return the device mesh of a model under FSDP2, or None; inside a forward its Parameters may be gathered."""
+    for parameter in root.parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is not None:
+            return mesh
+    for module in root.modules():
+        state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        for group in groups:
+            if group is not None:
+                return group.mesh_info.mesh
+    return None
+
+
+def data_parallel_groups(root: nn.Module) -> list[Any]:
+    """Return the process groups over which a model's ranks see other data, as seen from inside its forward."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return []
+    wrapper: Any = nn.parallel.DistributedDataParallel
+    active = getattr(wrapper, "_get_active_ddp_module", lambda: None)()
+    if active is not None:
+        return [active.process_group]
+    mesh = _mesh_of(root)
+    return [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+
+
+class DelayedReduction:
+    """Runs before each forward of a model whose policy has delayed scaling; ``slots`` is empty where none has."""
+
+    def __init__(self, root: nn.Module, executions: Iterable[Any]) -> None:
+        self.root, self.slots = root, list(_slots(executions))
+        self.pending = False
+
+    @_disable_dynamo
+    def __call__(self) -> None:
+        """Reduce what the last training forward and backward have seen, and compute the scales of the next ones."""
+        if not (self.root.training and torch.is_grad_enabled()) or in_backward():
+            return
+        groups = [group for group in data_parallel_groups(self.root) if dist.get_world_size(group) > 1]
+        for state, _, _ in self.slots:
+            state.shared = bool(groups)
+        if not groups:
+            return
+        if self.pending:
+            self._reduce(groups)
+        self.pending = True
+
+    def _reduce(self, groups: list[Any]) -> None:
+        device = next(
+            (amax.device for state, *key in self.slots if (amax := state.seen(*key)) is not None), torch.device("cpu")
+        )
+        zero = torch.zeros((), device=device)
+        found: list[Tensor] = [zero if (amax := state.seen(*key)) is None else amax for state, *key in self.slots]
+        # a NaN has no largest; infinity keeps the previous scale as well
+        largest = torch.stack(found).nan_to_num_(nan=torch.inf, posinf=torch.inf)
+        for group in groups:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        for (state, operand, spec), amax in zip(self.slots, largest.unbind(), strict=True):
+            state.learn(operand, spec, amax)
