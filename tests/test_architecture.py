@@ -10,12 +10,12 @@ PACKAGE = ROOT / "autoprec"
 
 #: Rooms from the foundation up, by the first part of a module's name inside the package.
 ROOMS = {
-    "foundation": ("_version", "errors", "plain", "files", "optional"),
+    "foundation": ("_version", "errors", "plain", "files", "optional", "redact"),
     "vocabulary": ("formats", "recipes", "hardware"),
     "policy": ("policy", "space", "levels"),
     "numerics": ("numerics",),
     "backends": ("backends",),
-    "applying": ("layers", "attention", "functional", "swap", "protect", "apply", "audit", "guard"),
+    "applying": ("layers", "attention", "functional", "swap", "compiling", "protect", "apply", "audit", "guard"),
     "graph": ("graph",),
     "cost": ("cost",),
     "trial": ("trial", "session"),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoprec._version import __version__
 from autoprec.policy import Guard, ModelInfo, Policy
+from autoprec.redact import redact_arguments
 from autoprec.search.decision import Candidate
 from autoprec.search.pareto import front
 from autoprec.search.records import SearchResult, TrialRecord
@@ -167,7 +168,7 @@ def search_result(context: Context, answer: Answer, verdict: Verdict, *, policy_
         mlflow={},
         seconds=seconds,
         target=context.target.name,
-        script=" ".join(context.options.command),
+        script=" ".join(redact_arguments(context.options.command)),
         budget={
             "max_divergence": context.limits.divergence,
             "max_gradient_error": context.limits.gradient_error,

@@ -11,6 +11,7 @@ from typing import Any
 
 from autoprec.errors import StudyError, UsageError
 from autoprec.files import canonical_json
+from autoprec.redact import redact_arguments
 
 __all__ = ["SearchOptions", "check_signature", "parse_bytes", "parse_duration", "parse_share"]
 
@@ -69,7 +70,7 @@ class SearchOptions:
         """Return everything that would change the answer: a resumed search must agree on all of it."""
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
         out: dict[str, Any] = {key: value for key, value in asdict(self).items() if key in kept}
-        out["script"] = shlex.join(self.command)
+        out["script"] = shlex.join(redact_arguments(self.command))  # a new password is no other script
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
         out["model"] = fingerprint
         return out

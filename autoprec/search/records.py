@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from autoprec.files import with_checksum, without_checksum
+from autoprec.redact import redact_text
 
 __all__ = ["SearchResult", "TrialRecord"]
 
@@ -49,6 +50,11 @@ class TrialRecord:
     started: float = 0.0
     seconds: float = 0.0
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Hide secrets in what the script said: records go to databases, reports and tracking servers."""
+        object.__setattr__(self, "reason", redact_text(self.reason))
+        object.__setattr__(self, "tail", redact_text(self.tail))
 
     @property
     def ok(self) -> bool:

@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 
 from autoprec.errors import StudyError
 from autoprec.files import file_lock
+from autoprec.redact import redact_text, redact_uri
 from autoprec.search.records import SearchResult, TrialRecord
-from autoprec.tracking.redact import redact_text, redact_uri
 from autoprec.tracking.spool import Spool, State
 
 __all__ = ["ENVIRONMENT", "drain", "drain_until_end", "reachable"]
@@ -80,12 +80,14 @@ class _Writer:
         elif kind == "trial":
             self.store.write_trial(TrialRecord.from_json(event["record"]), event.get("groups"))
         elif kind == "finished":
-            paths = [Path(path) for path in event.get("artifacts") or ()]
-            self.store.write_result(SearchResult.from_json(event["result"]), paths)
+            self.store.write_result(SearchResult.from_json(event["result"]), self._files(event))
         elif kind == "artifacts":
-            self.store.write_files([Path(path) for path in event.get("artifacts") or ()])
+            self.store.write_files(self._files(event))
         elif kind == "end":
             self.store.close_parent(str(event.get("status") or "FINISHED"))
+
+    def _files(self, event: dict[str, Any]) -> list[Path]:
+        return [path for name in event.get("artifacts") or () if (path := self.spool.kept(str(name))) is not None]
 
     def _open(self, event: dict[str, Any]) -> None:
         from autoprec.tracking.store import Store

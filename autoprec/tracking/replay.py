@@ -10,8 +10,8 @@ from pathlib import Path
 
 from autoprec.errors import StudyError
 from autoprec.files import file_lock
+from autoprec.redact import HIDDEN, redact_uri
 from autoprec.tracking.drain import ENVIRONMENT, drain
-from autoprec.tracking.redact import HIDDEN, redact_uri
 from autoprec.tracking.spool import Spool, default_uri
 
 __all__ = ["SyncReport", "sync"]

@@ -17,8 +17,8 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from autoprec.errors import AutoPrecError, FileError
+from autoprec.redact import HIDDEN
 from autoprec.tracking.drain import ENVIRONMENT, reachable
-from autoprec.tracking.redact import HIDDEN
 from autoprec.tracking.spool import Spool, State, default_uri
 from autoprec.tracking.view import trials_url
 
@@ -85,9 +85,10 @@ def serve(uri: str, port: int, *, timeout_s: float = 300.0) -> Iterator[str]:
         yield uri
         return
     base = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-P", "-m", "mlflow", "server", "--backend-store-uri", uri]
+    command = [sys.executable, "-P", "-m", "mlflow", "server"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    environment = os.environ | ENVIRONMENT
+    # by the environment: everybody on the machine can read a command line, and the address may hold a password
+    environment = os.environ | ENVIRONMENT | {"MLFLOW_BACKEND_STORE_URI": uri}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
@@ -18,7 +19,7 @@ from typing import Any
 
 from autoprec.errors import AutoPrecError
 from autoprec.files import write_json
-from autoprec.tracking.redact import redact_uri
+from autoprec.redact import redact_uri
 
 __all__ = ["Spool", "State", "default_uri", "plain"]
 
@@ -105,6 +106,27 @@ class Spool:
             os.write(handle, (line + "\n").encode())
         finally:
             os.close(handle)
+
+    def keep(self, path: Path | str) -> str:
+        """Return the name, below the study's folder, under which a file can be sent later.
+
+        A file from elsewhere is copied: what is sent is what there was, and nothing outside the study ever is.
+        """
+        study, path = self.directory.parent.resolve(), Path(path).resolve()
+        if not path.is_relative_to(study) and path.is_file():
+            kept = study / self.directory.name / "files" / path.name
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            path = Path(shutil.copyfile(path, kept))
+        return os.path.relpath(path, study)
+
+    def kept(self, name: str) -> Path | None:
+        """Return the file behind a name of :meth:`keep`; None for one that leads out of the study's folder.
+
+        A spool is data, perhaps somebody else's: ``autoprec sync`` must not send ``../../.ssh/id_rsa`` for it.
+        """
+        study = self.directory.parent.resolve()
+        path = (study / name).resolve()
+        return path if path.is_relative_to(study) else None
 
     def _torn(self) -> bool:
         try:

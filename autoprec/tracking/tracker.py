@@ -14,9 +14,9 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
+from autoprec.redact import redact, redact_uri
 from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.tracking.drain import ENVIRONMENT
-from autoprec.tracking.redact import redact, redact_uri
 from autoprec.tracking.spool import Spool, State, default_uri
 
 __all__ = ["Tracker"]
@@ -103,15 +103,15 @@ class Tracker:
         """
         for record in records:
             self.trial(record)
-        paths = [str(Path(path).resolve()) for path in artifacts]
-        self._spool.append("finished", result=result.to_json(), artifacts=paths)
+        names = [self._spool.keep(path) for path in artifacts]
+        self._spool.append("finished", result=result.to_json(), artifacts=names)
         self._start()
         self._wait(lambda state: bool(state.run_id), self._patience_s * (0.5 if self.remote else 0.75))
         return self.reference()
 
     def attach(self, artifacts: Sequence[Path | str]) -> None:
         """Record further files of the study's run: reports written after the outcome was known."""
-        self._spool.append("artifacts", artifacts=[str(Path(path).resolve()) for path in artifacts])
+        self._spool.append("artifacts", artifacts=[self._spool.keep(path) for path in artifacts])
         self._start()
 
     def _wait(self, done: Callable[[State], bool], limit_s: float) -> State:

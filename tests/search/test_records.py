@@ -66,3 +66,9 @@ def test_a_stored_record_is_refused_when_it_is_not_what_was_stored() -> None:
     stored["metrics"]["speedup"] = 1.5
     with pytest.raises(FileError, match="trial 3: is damaged"):
         TrialRecord.from_stored(stored, where="trial 3")
+
+
+def test_what_the_script_said_is_kept_without_its_secrets() -> None:
+    record = TrialRecord(0, "search", "x", {}, {}, "crashed", reason="login token=abc failed", tail="--api-key s3cr3t")
+    assert "abc" not in record.reason
+    assert "s3cr3t" not in json.dumps(record.to_stored())

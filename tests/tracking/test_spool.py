@@ -52,3 +52,19 @@ def test_plain_replaces_what_json_cannot_hold() -> None:
 
 def test_the_default_store_is_beside_the_studies(tmp_path: Path) -> None:
     assert default_uri(tmp_path) == f"sqlite:///{tmp_path.resolve()}/mlflow.db"
+
+
+def test_files_are_sent_from_the_study_alone(tmp_path: Path) -> None:
+    outside, study = tmp_path / "policy.yaml", tmp_path / "runs" / "s"
+    spool = Spool.of(study)
+    outside.write_text("a: 1")
+    (study / "report.html").write_text("x")
+    assert spool.keep(study / "report.html") == "report.html"
+    name = spool.keep(outside)
+    outside.write_text("a: 2")
+    kept = spool.kept(name)
+    assert kept is not None
+    assert (kept.name, kept.read_text()) == ("policy.yaml", "a: 1")
+    (study / "link").symlink_to(outside)
+    for hostile in ("../../policy.yaml", str(outside), "/etc/passwd", "link", "tracking/../../../policy.yaml"):
+        assert spool.kept(hostile) is None

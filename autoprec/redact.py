@@ -1,4 +1,7 @@
-"""What must not reach a tracking server: secrets in arguments, texts and addresses."""
+"""What must not be written down or sent to a tracking server: secrets in arguments, texts and addresses.
+
+Names and shapes are known patterns; a password in an argument called ``--hint`` is nobody's to recognise.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,11 @@ _ASSIGNED = re.compile(
     r"(?i)\b([\w.-]*(?:password|passwd|secret|api[-_]?key|access[-_]?key|token|credential)[\w-]*)(\s*[=:]\s*)"
     r"(\"[^\"]*\"|'[^']*'|[^\s,;&]+)"
 )
+#: ``--hf-token abc`` inside a text: an option's name and its value, apart.
+_OPTION = re.compile(
+    r"(?i)(?<!\S)(--?[\w.-]*(?:password|passwd|passphrase|secret|api[-_]?key|access[-_]?key|token|credential)s?)"
+    r"(\s+)(?!-)(\"[^\"]*\"|'[^']*'|[^\s,;&]+)"
+)
 
 
 def _is_secret_name(name: str) -> bool:
@@ -32,9 +40,10 @@ def _is_secret_name(name: str) -> bool:
 
 
 def redact_text(text: str) -> str:
-    """Hide logins in URLs, ``NAME=value`` of secret-looking names, and tokens with a known prefix."""
+    """Hide logins in URLs, ``NAME=value`` and ``--name value`` of secret-looking names, tokens with a known prefix."""
     text = _URL_LOGIN.sub(rf"\1{HIDDEN}@", text)
     text = _SECRET_VALUE.sub(HIDDEN, text)
+    text = _OPTION.sub(lambda m: m[1] + m[2] + HIDDEN, text)
     return _ASSIGNED.sub(lambda m: m[1] + m[2] + HIDDEN, text)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.tracking.redact import HIDDEN, redact, redact_arguments, redact_text, redact_uri
+from autoprec.redact import HIDDEN, redact, redact_arguments, redact_text, redact_uri
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,11 @@ def test_addresses_keep_what_is_no_secret() -> None:
 
 
 def test_text_of_failures() -> None:
-    text = redact_text("GET http://u:p@h/ failed, token=abc123 and AKIA" + "A" * 16)
+    text = redact_text("GET http://u:p@h/ failed, token=abc123 and AKIA" + "A" * 16 + " of --api-key s3cr3t -v")
     assert "abc123" not in text
     assert "u:p" not in text
+    assert "s3cr3t" not in text
+    assert text.endswith("-v")
     assert "AKIA" not in text
 
 
