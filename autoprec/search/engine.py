@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autoprec.cost import CostModel, CostScale, Verdict
 from autoprec.cost.cpu import cpu_rates
-from autoprec.errors import NothingAcceptableError, SearchInterruptedError, StudyError
+from autoprec.errors import AutoPrecError, NoSpaceError, NothingAcceptableError, SearchInterruptedError, StudyError
 from autoprec.files import file_lock, write_json
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
@@ -34,6 +34,7 @@ from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.search.references import measure_reference
 from autoprec.search.sensing import measure_table
 from autoprec.search.slots import visible_gpus
+from autoprec.search.storage import sqlite_file
 from autoprec.search.study import StudyStore, default_storage
 from autoprec.search.targeting import resolve_target
 from autoprec.search.trials import run_trials
@@ -87,12 +88,19 @@ class Search:
         check_early(self.options)
         with ExitStack() as stack:
             stack.enter_context(file_lock(self.study_dir / "lock"))
+            named = sqlite_file(self.options.storage)
+            if named is not None:  # it may be the storage of a search that was started in another directory
+                stack.enter_context(file_lock(named.with_name(f"{named.name}.{self.options.study}.lock")))
             factory = self._factory or runner_factory(self.options, self.command)
             pool = stack.enter_context(HostPool(factory, self.study_dir / "hosts"))
             try:
                 return self._run(pool, stack)
             except (KeyboardInterrupt, SystemExit) as stop:
                 raise self._interrupted(stop) from stop
+            except (NoSpaceError, StudyError) as error:
+                if self.context is not None:  # the study was begun, and holds all that was finished
+                    error.fix += f"; then continue with:\n    {self.options.resume_command()}"
+                raise
 
     def _run(self, pool: HostPool, stack: ExitStack) -> SearchResult:
         self.listener.phase("script", self.command.label)
@@ -135,7 +143,9 @@ class Search:
         begun = not self.options.storage and not (self.study_dir / "graph.json").exists()
         begun = begun and (self.study_dir / "study.db").exists()
         objectives = ("step_time_ms", "divergence")
-        return StudyStore(url, self.options.study, objectives, resume=self.options.resume, begun=begun)
+        return StudyStore(
+            url, self.options.study, objectives, resume=self.options.resume, begun=begun, tell=self.listener.note
+        )
 
     def _record(self, pool: HostPool) -> GraphReport:
         result = pool.run(TrialSpec(kind="record", steps=1, timeout_s=600))
@@ -253,8 +263,11 @@ class Search:
         best = context.best() if context else None
         if context is not None and best is not None:
             policy = emitted_policy(context, Answer("adopt", "interrupted before the finalists", best, seeds=1))
-            save_policy(policy, self.options.output)
             kept = f"the best policy so far ({best.metrics['speedup']:.2f}x) is in {self.options.output}"
+            try:
+                save_policy(policy, self.options.output)
+            except AutoPrecError as error:
+                kept = f"the best policy so far could not be saved: {error.what}"
         return SearchInterruptedError(
             f"interrupted; {kept}", fix=f"continue with:\n    {self.options.resume_command()}", exit_code=code
         )

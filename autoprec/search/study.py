@@ -7,9 +7,6 @@ for ever. On resume the finished trials are replayed into a fresh in-memory stud
 
 from __future__ import annotations
 
-import hashlib
-import os
-import socket
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +19,7 @@ from autoprec.errors import FileError, NoSpaceError, StudyError
 from autoprec.files import canonical_json
 from autoprec.search.records import TrialRecord
 from autoprec.search.sqlite_check import check_sqlite
+from autoprec.search.storage import Claim, open_storage, patiently, without_password
 
 __all__ = ["StudyStore", "default_storage", "without_password"]
 
@@ -34,6 +32,9 @@ R = TypeVar("R")
 #: record alone, which is what a resumed search reads in any case.
 MOST_STORED_PARAMS = 64
 
+#: What SQLite says of a file or folder that was removed, moved or made read-only.
+_GONE = ("unable to open database file", "readonly database", "disk I/O error")
+
 #: Kinds of records that the sampler learns from; references and finalists are stored beside them.
 LEARNED = ("preset", "search")
 
@@ -41,17 +42,6 @@ LEARNED = ("preset", "search")
 def default_storage(study_dir: Path) -> str:
     """Return the URL of the study's own SQLite file."""
     return f"sqlite:///{(study_dir / 'study.db').resolve()}"
-
-
-def without_password(url: str) -> str:
-    """Return a storage URL fit to be shown."""
-    from sqlalchemy.engine import make_url
-    from sqlalchemy.exc import ArgumentError
-
-    try:
-        return make_url(url).render_as_string(hide_password=True)
-    except ArgumentError:
-        return url
 
 
 class StudyStore:
@@ -64,26 +54,40 @@ class StudyStore:
         resume: continue an existing study; without it an existing one is refused.
         begun: the storage was there before; then a resumed study that is missing was killed before its first
             transaction, and is begun anew.
+        tell: told when a storage's server is waited for.
 
     Raises:
         StudyError: it exists and ``resume`` is off, does not exist and ``resume`` is on, or the storage is damaged.
     """
 
-    def __init__(self, url: str, name: str, objectives: Sequence[str], *, resume: bool, begun: bool = False) -> None:
+    def __init__(
+        self,
+        url: str,
+        name: str,
+        objectives: Sequence[str],
+        *,
+        resume: bool,
+        begun: bool = False,
+        tell: Callable[[str], None] = lambda _: None,
+    ) -> None:
         self.url, self.name, self.objectives = without_password(url), name, tuple(objectives)
         check_sqlite(url, may_be_empty=begun or not resume)
-        self._storage = self._guarded(lambda: optuna.storages.RDBStorage(url))
+        self._address, self._tell = url, tell
+        self._storage = self._guarded(lambda: open_storage(url))
         existing = name in {s.study_name for s in self._guarded(self._storage.get_all_studies)}
         if existing and not resume:
-            raise StudyError(f"a study named '{name}' exists already", where=url, fix="add --resume, or --study NEW")
+            raise StudyError(
+                f"a study named '{name}' exists already", where=self.url, fix="add --resume, or --study NEW"
+            )
         if not existing and resume and not begun:
-            raise StudyError(f"there is no study named '{name}' to resume", where=url, fix="leave out --resume")
+            raise StudyError(f"there is no study named '{name}' to resume", where=self.url, fix="leave out --resume")
         self._rdb = self._guarded(
             lambda: optuna.create_study(
                 storage=self._storage, study_name=name, directions=["minimize"] * len(objectives), load_if_exists=True
             )
         )
-        self._claim = self._guarded(lambda: self._claimed(url))
+        self._claim = Claim(url, self._rdb)
+        self._guarded(self._claim.hold)
         self.records: list[TrialRecord] = self._load()
         self._live: optuna.Study | None = None
 
@@ -100,39 +104,21 @@ class StudyStore:
                 raise NoSpaceError(
                     "no space left for the study", where=self.url, fix="free some space, then --resume"
                 ) from error
+            gone = any(words in text for words in _GONE)
             raise StudyError(
-                f"the study's storage cannot be used: {type(error).__name__}: {text}",
+                "the study's database is gone or cannot be written"
+                if gone
+                else f"the study's storage cannot be used: {type(error).__name__}: {text}",
                 where=self.url,
-                fix="is it damaged, or of another program? move it away, or use another --study or --storage",
+                fix="put its folder back, and make it writable"
+                if gone
+                else "is it running, is it damaged, or of another program? move it away, or use another --study or "
+                "--storage",
             ) from error
-
-    def _claimed(self, url: str) -> Any:
-        """Hold the study for this driver where the storage is shared by machines; a dead driver's hold ends with it.
-
-        A file of this machine is locked by the caller; PostgreSQL has session-level advisory locks for it.
-        """
-        if not url.startswith("postgresql"):
-            return None
-        import sqlalchemy
-
-        connection = sqlalchemy.create_engine(url).connect()
-        key = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:7], "big")
-        taken = connection.execute(sqlalchemy.text("select pg_try_advisory_lock(:key)"), {"key": key}).scalar()
-        if not taken:
-            connection.close()
-            holder = self._rdb.user_attrs.get("driver", "another process")
-            raise StudyError(
-                f"this study is in use by {holder}", where=self.url, fix="wait for it, stop it, or use another --study"
-            )
-        self._rdb.set_user_attr("driver", f"pid {os.getpid()} on {socket.gethostname()}")
-        return connection
 
     def close(self) -> None:
         """Give the study up, so that another driver may continue it."""
-        if self._claim is not None:
-            self._claim.close()
-            self._claim.engine.dispose()
-            self._claim = None
+        self._claim.release()
 
     def _load(self) -> list[TrialRecord]:
         """Return every stored record, or none: a study with a damaged trial would go on from what nobody measured."""
@@ -225,9 +211,23 @@ class StudyStore:
             self._live.tell(trial, state=TrialState.FAIL)
 
     def add(self, record: TrialRecord) -> None:
-        """Store one finished record in one transaction."""
-        self._guarded(lambda: self._rdb.add_trial(self._frozen(record, store=True)))
+        """Store one finished record in one transaction, waiting for a server that is away for a while."""
+        tried = False
+
+        def store() -> None:
+            nonlocal tried
+            self._claim.hold()
+            # the answer to a transaction may be lost although it was done
+            if not (tried and self._is_stored(record)):
+                tried = True
+                self._rdb.add_trial(self._frozen(record, store=True))
+
+        self._guarded(lambda: patiently(store, self._address, self._tell))
         self.records.append(record)
+
+    def _is_stored(self, record: TrialRecord) -> bool:
+        documents = [trial.user_attrs.get("record") or {} for trial in self._rdb.get_trials(deepcopy=False)]
+        return any(document.get("number") == record.number for document in documents)
 
     def _values(self, record: TrialRecord) -> list[float] | None:
         if not record.ok:
