@@ -9,7 +9,7 @@ from torch import nn
 
 from autoprec.attention import AttentionExecutions
 from autoprec.functional import FunctionalExecutions
-from autoprec.layers import Unit, tunable_units, unwrap
+from autoprec.layers import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
 from autoprec.recipes import GEMMS, KEEP
@@ -66,14 +66,16 @@ class AuditReport:
 def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     """Compare a policy with what the model's last forward and backward ran.
 
-    A layer that was never called, or has seen no backward, is a mismatch and says so. Rules that match nothing are
-    refused when a policy is applied, so they are not repeated here.
+    A layer that was never called, or has seen no backward, is a mismatch and says so; unless it is one of several in a
+    ``ModuleList`` of which others were called, as experts are: that one was only not reached, and the row says so.
+    Rules that match nothing are refused when a policy is applied, so they are not repeated here.
     """
     root = unwrap(model)
     units = tunable_units(root)
     plans = resolve(policy, units, strict=False)
+    not_reached = _not_reached(root, units)
     rows = tuple(
-        _audit_layer(name, unit, plans[name])
+        _audit_layer(name, unit, plans[name], name in not_reached)
         for name, unit in units.items()
         if not _is_no_layer(policy, name, unit, plans[name])
     )
@@ -85,6 +87,25 @@ def _execution(unit: Unit) -> Any:
     if isinstance(found, (AttentionExecutions, FunctionalExecutions)):
         return found.executions.get(unit.parameter)
     return found
+
+
+def _not_reached(root: nn.Module, units: dict[str, Unit]) -> set[str]:
+    """Return the layers that were not called although the same layer of a sibling in their container was."""
+    containers = (nn.ModuleList, nn.ModuleDict)
+    listed = {clean_name(name): module for name, module in root.named_modules() if isinstance(module, containers)}
+    called: dict[tuple[str, str], bool] = {}
+    places: dict[str, list[tuple[str, str]]] = {}
+    for name, unit in units.items():
+        parts = name.split(".")
+        ran = bool(getattr(_execution(unit), "called", False))
+        for depth in range(len(parts) - 1):
+            container = ".".join(parts[: depth + 1])
+            if container in listed:
+                place = (container, ".".join(parts[depth + 2 :]))
+                called[place] = called.get(place, False) or ran
+                if not ran:
+                    places.setdefault(name, []).append(place)
+    return {name for name, found in places.items() if any(called[place] for place in found)}
 
 
 def _is_no_layer(policy: Policy, name: str, unit: Unit, plan: LayerPlan) -> bool:
@@ -99,7 +120,7 @@ def _requested(plan: LayerPlan) -> dict[str, str]:
     return {gemm: KEEP if (recipe := plan.recipe(gemm)) is None else recipe.describe() for gemm in GEMMS}
 
 
-def _audit_layer(name: str, unit: Unit, plan: LayerPlan) -> LayerAudit:
+def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool = False) -> LayerAudit:
     requested = _requested(plan)
     found = _execution(unit)
     if plan.keeps:
@@ -110,9 +131,12 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan) -> LayerAudit:
         return LayerAudit(name, requested, dict.fromkeys(GEMMS, KEEP), False, "the policy is not applied to this layer")
     ran = dict(found.executed)
     if not found.called:
+        if not_reached:
+            why = "not called in this step, others of its list were (an expert that nothing was routed to?)"
+            return LayerAudit(name, requested, ran, True, why, found.backend)
         why = "never called"
         if unit.kind == "functional":
-            why = "no F.linear or matmul by this weight was seen"
+            why = "no F.linear, matmul or einsum by this weight was seen"
         return LayerAudit(name, requested, ran, False, why, found.backend)
     reasons = [found.note] if found.note else []
     ok = True

@@ -1,20 +1,24 @@
 """GEMMs that no layer module runs: weights multiplied by a function inside some module's forward.
 
 A torch-function mode, active only inside the forward of the module that holds such weights, recognises them when
-``F.linear``, ``matmul``, ``@``, ``mm``, ``bmm``, ``addmm`` or ``baddbmm`` multiplies by them, also through a view
-(``weight[expert]``, ``weight.t()``), and runs the product through the weight's execution. ``einsum`` is left alone;
-the audit then says that the weight was never seen.
+``F.linear``, ``matmul``, ``@``, ``mm``, ``bmm``, ``addmm``, ``baddbmm`` or ``einsum`` multiplies by them, also through
+a view (``weight[expert]``, ``weight.t()``), and runs the product through the weight's execution. An einsum that is no
+matrix product (an index summed or repeated in one operand alone) is left alone; the audit then says that the weight was
+never seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+
+from autoprec.numerics.einsum import EinsumProduct, reversed_terms
 
 __all__ = ["FunctionalExecutions", "WeightMode"]
 
@@ -77,7 +81,22 @@ class WeightMode(TorchFunctionMode):
             out = self._matmul(args[1], args[2], args[0])
             if out is not None:
                 return out
+        elif func is torch.einsum and len(args) == 3 and isinstance(args[0], str):
+            out = self._einsum(*args)
+            if out is not None:
+                return out
         return func(*args, **kwargs)
+
+    def _einsum(self, equation: str, first: Any, second: Any) -> Tensor | None:
+        """A product written as an equation; None when neither operand is one of ours, or it is no matrix product."""
+        execution = self._execution(second)
+        if execution is None:
+            first, second, execution = second, first, self._execution(first)
+            equation = reversed_terms(equation)
+        if execution is None or not isinstance(first, Tensor):
+            return None
+        product = EinsumProduct.parse(equation, first.ndim, second.ndim)
+        return None if product is None else product.run(first, second, partial(execution, training=self.training))
 
     def _matmul(self, x: Any, weight: Any, bias: Tensor | None) -> Tensor | None:
         """``x @ weight`` with weight ``[in, out]`` or ``[experts, in, out]``; None when it is not one of ours."""

@@ -101,3 +101,31 @@ def test_inside_a_compiled_graph(model: nn.Sequential) -> None:
     torch._dynamo.reset()
     torch.compile(net, backend="eager", fullgraph=True)(torch.randn(4, 32)).sum().backward()
     assert p.audit(net).ok
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(32, 32)
+        self.unused = nn.Linear(32, 32)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: int = 0) -> torch.Tensor:
+        return self.experts[chosen](self.gate(x))
+
+
+def test_an_expert_that_was_not_reached_is_no_mismatch_but_an_unused_layer_is() -> None:
+    model, p = Experts(), policy("bf16", match="experts.*")
+    p.apply(model)
+    assert {row.reason for row in p.audit(model).mismatches} == {"never called"}  # none of them was reached
+    model(torch.randn(4, 32)).sum().backward()
+    report = p.audit(model)
+    assert report.ok
+    rows = {row.name: row for row in report.layers}
+    assert rows["experts.0.0"].executed == {"fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"}
+    assert rows["experts.1.0"].executed == {}
+    assert "not called in this step" in rows["experts.1.0"].reason
+    everything = policy("bf16", match="*")
+    everything.apply(model)
+    model(torch.randn(4, 32)).sum().backward()
+    assert [row.name for row in everything.audit(model).mismatches] == ["unused"]

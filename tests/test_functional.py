@@ -87,7 +87,7 @@ def test_tables_are_not_taken_for_weights_unless_a_rule_says_so(model: Model) ->
     report = policy.audit(model)
     assert not report.ok
     assert [(row.name, row.reason) for row in report.mismatches] == [
-        ("experts.lookup", "no F.linear or matmul by this weight was seen")
+        ("experts.lookup", "no F.linear, matmul or einsum by this weight was seen")
     ]
 
 
@@ -107,3 +107,35 @@ def test_a_forward_stored_on_the_instance_is_kept(model: Model) -> None:
     assert policy.audit(model).ok
     remove_policy(model)
     assert model.doubled.forward is hooked
+
+
+class Equations(nn.Module):
+    """Weights multiplied by einsum: heads, experts with the weight first, and a product that is none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.Parameter(torch.randn(16, 8, 8) * 0.2)
+        self.out = nn.Parameter(torch.randn(8, 8, 16) * 0.2)
+        self.experts = nn.Parameter(torch.randn(4, 16, 16) * 0.2)
+        self.decay = nn.Parameter(torch.ones(8, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.einsum("bthd,hdc->btc", torch.einsum("btc,chd->bthd", x, self.heads), self.out)
+        x = torch.einsum("edc,ebc->ebd", self.experts, x)
+        return (x * torch.einsum("btc,tc->btc", x, self.decay)).square().mean()
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_rowwise"])
+def test_einsum_runs_under_the_policy(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = Equations(), torch.randn(4, 8, 16)
+    before = step(model, x)
+    policy = Policy.model_validate({"recipes": {name: BUILTIN_RECIPES[name]}, "default": name})
+    policy.apply(model)
+    _, gradient = step(model, x)
+    assert 0 < (gradient - before[1]).norm() / before[1].norm() < 0.2
+    report = policy.audit(model)
+    assert report.ok, report.to_json()
+    assert [row.name for row in report.layers] == ["heads", "out", "experts"]
+    remove_policy(model)
+    assert torch.equal(step(model, x)[1], before[1])

@@ -27,6 +27,7 @@ from autoprec.graph.rules import Rules, load_rules
 from autoprec.graph.saved import SavedTensors
 from autoprec.graph.storages import StorageTable
 from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
+from autoprec.numerics.einsum import is_matrix_product
 
 __all__ = ["StepRecorder", "record_step"]
 
@@ -56,7 +57,7 @@ class _Functions(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func not in _NAMED_FUNCTIONS or self.running:
+        if func not in _NAMED_FUNCTIONS or self.running or (func is torch.einsum and is_matrix_product(args)):
             return func(*args, **(kwargs or {}))
         self.running = _NAMED_FUNCTIONS[func]
         try:
