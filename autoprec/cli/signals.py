@@ -25,6 +25,11 @@ class _Ending:
     def __init__(self) -> None:
         self._since: float | None = None
 
+    @property
+    def quiet(self) -> bool:
+        """True while no signal has come."""
+        return self._since is None
+
     def __call__(self, number: int, _frame: FrameType | None) -> None:
         code = EXIT_INTERRUPTED if number == signal.SIGINT else EXIT_TERMINATED
         if self._since is None:
@@ -57,5 +62,5 @@ def ended_once() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
+        for number, before in previous.items():  # a process that is leaving is not disturbed on its last steps either
+            signal.signal(number, before if handler.quiet else signal.SIG_IGN)
