@@ -39,7 +39,7 @@ def name_plans(policy: Policy, rules: Iterable[RulePlan]) -> dict[LayerPlan, str
 
 def rule_table(rules: Iterable[RulePlan], names: Mapping[LayerPlan, str]) -> str:
     """Return the Python list of (regular expression, plan name), one per line, first match wins."""
-    lines = [f"    ({json.dumps(glob_regex(rule.match))}, {json.dumps(names[rule.plan])})," for rule in rules]
+    lines = [f"    ({literal(glob_regex(rule.match))}, {literal(names[rule.plan])})," for rule in rules]
     return "[\n" + "\n".join(lines) + "\n]"
 
 
@@ -53,12 +53,14 @@ def literal(value: Any, indent: int = 0) -> str:
         return "{" + ", ".join(f"{literal(k)}: {literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list):
         return "[" + ", ".join(literal(item) for item in value) + "]"
-    return json.dumps(value) if isinstance(value, str) else repr(value)
+    # not as JSON spells it in ASCII: its pair of surrogates is two characters to Python
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
 def header(request: Request, target: str, comment: str = "#") -> str:
     """Return the comment that says where a file comes from."""
     policy = request.policy
     model = f" for {policy.model.class_name}" if policy.model else ""
-    what = f"{request.name}{model}".replace("\n", " ")
+    # every control character and line separator: a name must not end the comment it stands in
+    what = "".join(char if char.isprintable() else " " for char in f"{request.name}{model}")
     return f"{comment} {target} form of the AutoPrec policy {what}; written by `autoprec export`\n"

@@ -20,6 +20,11 @@ def check_early(options: SearchOptions) -> None:
         SpaceError, UsageError, FileError: a space that is not valid, a cost scale or storage that is none, an output
             path that cannot be written.
     """
+    name = options.study
+    if name and (name in (".", "..") or not name.isprintable() or any(char in name for char in "/\\")):
+        raise UsageError(
+            f"--study {name!r} is no name: it becomes one folder below {options.runs_dir}", fix="e.g. --study first-try"
+        )
     if options.target != "auto":
         target(options.target)
     if options.space:
