@@ -47,20 +47,28 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
 
 
 def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:
-    """Hold the protections against what a recorded step ran: seen, not believed.
+    """Hold protections, and weights that no policy reaches, against what a recorded step ran: seen, not believed.
 
     A step that could not be recorded (custom kernels, several processes) leaves the audit as the executing code
     reported it.
     """
     if not graph:
         return audit
-    from autoprec.graph.audit import protection_rows
+    from autoprec.graph.audit import protection_rows, uncovered_rows
     from autoprec.graph.report import GraphReport
     from autoprec.policy import Policy, policy_from_dict
 
     policy: Policy = policy_from_dict(document)
     operators = policy.operators.model_dump()
-    for name, row in protection_rows(GraphReport.from_json(graph), operators).items():
+    report = GraphReport.from_json(graph)
+    uncovered = uncovered_rows(report, {row["name"] for row in audit["layers"]}, policy)
+    audit["layers"] += uncovered
+    audit["ok"] = audit["ok"] and all(row["ok"] for row in uncovered)
+    for layer in report.layers:
+        for row in audit["layers"]:
+            if row["name"] == layer.name and row["reason"] == "never called" and "fprop" in layer.roles():
+                row["reason"] = layer.reason  # its weight is used, but not through it
+    for name, row in protection_rows(report, operators).items():
         if row["requested"] == "fp32" and row["executed"]:
             seen = ", ".join(sorted(row["executed"]))
             audit["operators"][name] = {**row, "executed": seen if row["ok"] else f"{seen} (recorded)"}

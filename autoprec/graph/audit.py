@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from autoprec.graph.report import GraphReport, Operator
+from autoprec.policy import Policy, resolve
+from autoprec.recipes import GEMMS, KEEP
 
-__all__ = ["executed_precisions", "protection_rows"]
+__all__ = ["executed_precisions", "protection_rows", "uncovered_rows"]
 
 _FLOATS = ("fp64", "fp32", "bf16", "fp16", "e4m3", "e5m2", "e2m1")
 #: Operator classes a policy protects by name -> the classes of the recorded step that show it.
@@ -73,4 +75,34 @@ def protection_rows(report: GraphReport, operators: Mapping[str, str]) -> dict[s
         ok = requested != "fp32" or not low
         reason = "" if ok else f"ran in low precision in {', '.join(low[:5])}"
         rows[name] = {"requested": requested, "executed": dict(found), "ok": ok, "reason": reason}
+    return rows
+
+
+def uncovered_rows(report: GraphReport, audited: Collection[str], policy: Policy) -> list[dict[str, Any]]:
+    """Return rows, as the audit's, for weights the model multiplies by where no policy reaches them.
+
+    An output projection computed from an embedding's weight, say: no rule can name it, so only a policy whose default
+    or whose wildcard asks for a recipe there is at odds with it. A rule ``{match: NAME, recipe: keep, optional: true}``
+    says that this is meant.
+
+    Args:
+        report: a step recorded under the policy.
+        audited: names that the audit has rows for.
+        policy: the policy it ran under.
+    """
+    names = [layer.name for layer in report.layers if layer.name not in audited and "fprop" in layer.roles()]
+    plans = resolve(policy, names, strict=False)
+    reasons = {layer.name: layer.reason for layer in report.layers}
+    ran = executed_precisions(report)["layers"]
+    rows = []
+    for name in names:
+        requested = {
+            gemm: KEEP if (recipe := plans[name].recipe(gemm)) is None else recipe.describe() for gemm in GEMMS
+        }
+        executed = {gemm: ran[name][gemm] for gemm in GEMMS if gemm in ran.get(name, {})}
+        differs = any(requested[gemm] not in (KEEP, dtype) for gemm, dtype in executed.items())
+        if set(requested.values()) != {KEEP}:
+            why = f"no policy reaches it: {reasons[name]}" if differs else "through activations"
+            row = {"name": name, "requested": requested, "executed": executed, "ok": not differs, "reason": why}
+            rows.append(row | {"backend": ""})
     return rows

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch._compile import _disable_dynamo
 
 from autoprec.numerics.linear import LinearExecution, in_backward
@@ -92,11 +92,9 @@ class DelayedReduction:
         self.pending = True
 
     def _reduce(self, groups: list[Any]) -> None:
-        device = next(
-            (amax.device for state, *key in self.slots if (amax := state.seen(*key)) is not None), torch.device("cpu")
-        )
-        zero = torch.zeros((), device=device)
-        found: list[Tensor] = [zero if (amax := state.seen(*key)) is None else amax for state, *key in self.slots]
+        noted = [state.seen(operand, spec) for state, operand, spec in self.slots]
+        device = next((amax.device for amax in noted if amax is not None), torch.device("cpu"))
+        found = [torch.zeros((), device=device) if amax is None else amax for amax in noted]
         # a NaN has no largest; infinity keeps the previous scale as well
         largest = torch.stack(found).nan_to_num_(nan=torch.inf, posinf=torch.inf)
         for group in groups:

@@ -81,10 +81,10 @@ def reversed_terms(equation: str) -> str:
 
 def is_matrix_product(arguments: tuple[object, ...]) -> bool:
     """Say whether the arguments of ``torch.einsum`` are two tensors and a product that :class:`EinsumProduct` reads."""
-    if len(arguments) != 3 or not isinstance(arguments[0], str):
+    if len(arguments) != 3:
         return False
     equation, first, second = arguments
-    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+    if not (isinstance(equation, str) and isinstance(first, Tensor) and isinstance(second, Tensor)):
         return False
     if EinsumProduct.parse(equation, first.ndim, second.ndim) is not None:
         return True

@@ -3,8 +3,10 @@
 import torch
 from torch import nn
 
-from autoprec.graph.audit import executed_precisions, protection_rows
+from autoprec.graph.audit import executed_precisions, protection_rows, uncovered_rows
 from autoprec.graph.recorder import record_step
+from autoprec.policy import Policy
+from autoprec.recipes import BUILTIN_RECIPES
 from tests.graph.models import Decoder, RMSNorm, token_batch
 
 
@@ -49,3 +51,49 @@ def test_a_policy_shows_in_the_recorded_step():
     ran = executed_precisions(report)["layers"]
     assert ran["2"] == {"fprop": "bf16", "dgrad": "bf16", "wgrad": "bf16"}
     assert set(ran["0"].values()) == {"fp32"}
+
+
+class TiedByHand(nn.Module):
+    """An output projection that no layer module runs, and a recurrent layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.fc, self.rnn = nn.Embedding(32, 16), nn.Linear(16, 16), nn.GRU(16, 16, batch_first=True)
+
+    def forward(self, ids):
+        return self.rnn(self.fc(self.table(ids)))[0] @ self.table.weight.T
+
+
+def test_weights_that_no_policy_reaches_are_listed_where_the_policy_asks_for_something():
+    model = TiedByHand()
+    ids = torch.randint(0, 32, (2, 4))
+
+    def step(autocast):
+        def run():
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                out = model(ids)
+            out.float().square().mean().backward()
+
+        return run
+
+    def rows(name, autocast=False, **rule):
+        layers = [{"match": "fc", "recipe": "r"}, *([rule] if rule else [])]
+        policy = Policy.model_validate(
+            {
+                "recipes": {"r": BUILTIN_RECIPES[name]},
+                "layers": layers,
+                "default": "keep" if name == "fp32" else "r",
+            }
+        )
+        found = uncovered_rows(record_step(model, step(autocast)), {"fc"}, policy)
+        return {row["name"]: (row["ok"], row["executed"].get("fprop"), row["reason"]) for row in found}
+
+    assert rows("fp32") == {}  # the default keeps: nothing is at odds
+    listed = rows("fp8_rowwise")
+    assert not listed["table"][0]
+    assert listed["table"][1] == "fp32"
+    assert "no policy reaches it" in listed["table"][2]
+    assert any(name.startswith("rnn") for name in listed)
+    accepted = rows("fp8_rowwise", match="table", recipe="keep", optional=True)
+    assert "table" not in accepted
+    assert rows("bf16", autocast=True)["table"] == (True, "bf16", "through activations")
