@@ -17,6 +17,7 @@ from torch import nn
 from autoprec import policy as policies
 from autoprec.attention import AttentionExecutions, attention_refusal
 from autoprec.backends import Backend, choose, get
+from autoprec.compiling import restore_execution, set_execution
 from autoprec.errors import UnsupportedError
 from autoprec.functional import FunctionalExecutions
 from autoprec.layers import Unit, tunable_layers, tunable_units, unwrap
@@ -71,6 +72,7 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
         reduction = DelayedReduction(root, executions.values())
         root_execution.before = reduction if reduction.slots else None
         install_root(root, root_execution)
+    set_execution(root, policy.execution)
 
 
 def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:
@@ -91,6 +93,7 @@ def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:
 def remove_policy(model: nn.Module) -> None:
     """Take a policy off again: every module gets its own class back and behaves bit-identically as before."""
     root = unwrap(model)
+    restore_execution(root)
     uninstall_root(root)
     for module in root.modules():
         uninstall(module)

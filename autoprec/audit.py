@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from autoprec.attention import AttentionExecutions
+from autoprec.compiling import executed_as
 from autoprec.functional import FunctionalExecutions
 from autoprec.layers import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
@@ -189,4 +190,6 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
             else:
                 ok, reason = True, "nothing of low precision reached it"
         rows[name] = {"requested": requested, "executed": ran or "-", "ok": ok, "reason": reason}
+    if policy.execution != KEEP:
+        rows["execution"] = executed_as(root, policy.execution)
     return rows

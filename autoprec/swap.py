@@ -32,6 +32,8 @@ __all__ = [
 #: Where an execution lives in the ``__dict__`` of its module.
 ATTRIBUTE = "_autoprec"
 ROOT = "_autoprec_root"
+#: What ``module.compile()`` made; torch leaves it out of copies and pickles too.
+_COMPILED = "_compiled_call_impl"
 _CLASSES: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 
 
@@ -109,14 +111,15 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     new = object.__new__(type(self))
     memo[id(self)] = new
     for key, value in self.__dict__.items():
-        new.__dict__[key] = copy.deepcopy(value, memo)
+        if key != _COMPILED:
+            new.__dict__[key] = copy.deepcopy(value, memo)
     return new
 
 
 def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
     """Pickle as a module of the original class: a policy is applied anew where the pickle is loaded."""
     base = swapped_base(self)
-    state = {key: value for key, value in self.__dict__.items() if key not in (ATTRIBUTE, ROOT)}
+    state = {key: value for key, value in self.__dict__.items() if key not in (ATTRIBUTE, ROOT, _COMPILED)}
     return (_new_module, (base,), state)
 
 

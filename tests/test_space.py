@@ -161,3 +161,10 @@ def test_the_documented_example_is_valid() -> None:
     found = space_from_dict(example)
     assert found.parameter_values()["optimizer.exp_avg"] == ("fp32", "bf16")
     assert all(f"`{key}`" in page for key in ("choices", "baseline", "groups", "parameters", "presets", "loss_scaling"))
+
+
+def test_execution_is_offered_where_it_differs() -> None:
+    space = space_from_dict({"schema": "autoprec.space/1", "name": "x", "execution": ["keep", "compile", "eager"]})
+    assert space.executed(compiled=False, measured=True).execution == ("keep", "compile")
+    assert space.executed(compiled=True, measured=True).execution == ("keep", "eager")
+    assert space.executed(compiled=True, measured=False).execution == ("keep",)

@@ -84,6 +84,7 @@ class CostModel:
         self._saved_as_written: float | None = None
         self._memory: dict[tuple[Any, ...], int] = {}
         self._rests: dict[tuple[str, str], RestCost] = {}
+        self._other: CostModel | None = None
 
     @property
     def label(self) -> str:
@@ -120,8 +121,18 @@ class CostModel:
     def with_shards(self, shards: int) -> CostModel:
         """Return the same model with its optimizer step shared by ``shards`` devices; computed costs are shared."""
         out = copy.copy(self)
-        out.shards = shards
+        out.shards, out._other = shards, None
         return out
+
+    def executed(self, execution: str) -> CostModel:
+        """Return the same model under a policy's ``execution``; ``keep`` is this very model."""
+        compiled = {"compile": True, "eager": False}.get(execution, self.compiled)
+        if compiled == self.compiled:
+            return self
+        if self._other is None:
+            self._other = copy.copy(self)
+            self._other.compiled, self._other._rests = compiled, {}
+        return self._other
 
     def split(self, share: Callable[[GemmWork], GemmWork]) -> CostModel:
         """Return the model of one device's share of every layer, the rest of the step divided likewise."""

@@ -165,6 +165,7 @@ class Policy(_Frozen):
     optimizer: OptimizerPolicy = OptimizerPolicy()
     communication: CommunicationPolicy = CommunicationPolicy()
     loss_scaling: Literal["none", "dynamic"] = "none"
+    execution: Literal["keep", "compile", "eager"] = Field("keep", description="torch.compile around the model")
     model: ModelInfo | None = None
     evidence: dict[str, Any] = Field(default_factory=dict, description="how it was found; plain data")
     guard: Guard | None = None
@@ -216,6 +217,8 @@ class Policy(_Frozen):
         for name in ("operators", "optimizer", "communication"):
             out[name] = getattr(self, name).model_dump()
         out["loss_scaling"] = self.loss_scaling
+        if self.execution != "keep":
+            out["execution"] = self.execution
         if self.model is not None:
             out["model"] = self.model.model_dump(by_alias=True)
         if self.evidence:

@@ -55,6 +55,10 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
     for choice in uniform:
         label = _label(choice)
         yield f"all {label}", _uniform(problem, choice, problem.groups)
+    for execution in problem.parameters.get("execution", ()):
+        if execution != "keep":
+            name = f"all {_label(problem.baseline)}, {'compiled' if execution == 'compile' else 'not compiled'}"
+            yield name, _uniform(problem, problem.baseline, problem.groups, execution=execution)
     yield from _from_space(problem)
     for choice in uniform:
         if choice != problem.baseline and "/" not in choice:

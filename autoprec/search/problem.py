@@ -247,7 +247,7 @@ class Problem:
     def is_script(self, params: Params) -> bool:
         """True when the point is the script as written: nothing is changed."""
         quiet = all(self.effective(params, group) == KEEP for group in self.groups)
-        plain = {"activations": "keep", "attention": "keep"}
+        plain = {"activations": "keep", "attention": "keep", "execution": "keep"}
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
         return quiet and all(value == plain.get(name, "fp32") for name, value in values.items())
 
@@ -276,7 +276,7 @@ class Problem:
 
     def quiet(self) -> dict[str, Any]:
         """Return full params, perhaps outside the space, that leave everything as the script wrote it."""
-        params = {**self.complete({}), "activations": "keep", "attention": "keep"}
+        params = {**self.complete({}), "activations": "keep", "attention": "keep", "execution": "keep"}
         return params | {layer_key(group.name): KEEP for group in self.groups}
 
     def render(self, params: Params, *, model: Any = None, evidence: Mapping[str, Any] | None = None) -> Policy:
@@ -300,6 +300,7 @@ class Problem:
                 "operators": {**self.space.operators.model_dump(), "attention": params["attention"]},
                 "optimizer": {n.split(".")[1]: v for n, v in params.items() if n.startswith("optimizer.")},
                 "communication": {"gradients": params["communication.gradients"]},
+                "execution": params["execution"],
                 "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",
                 "model": info if info is None or isinstance(info, ModelInfo) else ModelInfo.model_validate(dict(info)),
                 "evidence": dict(evidence or {}),

@@ -29,7 +29,7 @@ class TrialRecord:
             divergence, noise_floor, gradient_error, speedup, effective_speedup (ratios and divergence as fractions).
         sources: metric name -> ``measured`` or ``modelled``.
         losses: per step; ``reference_losses`` the paired reference's.
-        tags: any of preset, finalist, pareto, best, infeasible, pruned.
+        tags: any of preset, finalist, pareto, best, infeasible, pruned, unreliable (its times; ``reason`` says why).
         started, seconds: epoch seconds of the start, and duration.
         seed: which paired seed (0 is the script's own).
     """

@@ -20,6 +20,7 @@ from autoprec.search.records import TrialRecord
 from autoprec.search.sampler import Prior
 from autoprec.search.score import Reference, score
 from autoprec.search.stopping import stop_gap
+from autoprec.trial.protocol import FAILURES
 
 __all__ = ["make_prior", "measured", "run_trials", "trial_record"]
 
@@ -80,11 +81,13 @@ def measured(
     began, clock = time.time(), time.monotonic()  # the wall clock may jump; durations must not
     result = context.run(context.spec(plan.policy, **spec), plan.seed)
     estimate = None if context.measured else context.estimate(plan.params)
+    doubt = result.unreliable if context.measured else ""
     scored = score(result, reference, estimate=estimate, gradient_error=gradient_error)
     return replace(
         plan,
         status=scored.status,
-        reason=scored.reason,
+        reason=scored.reason or doubt,
+        tags=(*plan.tags, "unreliable") if doubt else plan.tags,
         tail=result.tail,
         metrics=scored.metrics,
         sources=scored.sources,
@@ -137,6 +140,19 @@ class _Loop:
                 f"{FAILURES_IN_A_ROW} trials in a row failed; the first: {recent[0].status}: {recent[0].reason}",
                 fix=f"its output ended with:\n{recent[0].tail}" if recent[0].tail else "run with -v to see every trial",
             )
+
+    def known(self, params: Mapping[str, Any]) -> TrialRecord | None:
+        """Return what is known of a proposal without running it: it ran before, or it is bound to fail.
+
+        A script that ``torch.compile`` failed on twice and never ran under is not compiled again.
+        """
+        found = self.seen.get(self.context.problem.key(params))
+        execution = params.get("execution", "keep")
+        if found is not None or execution == "keep":
+            return found
+        same = [r for r in self.context.store.learned() if r.params.get("execution") == execution]
+        failed = [r for r in same if r.status in FAILURES and r.status != "diverged"]
+        return failed[0] if len(failed) > 1 and not any(r.ok for r in same) else None
 
     def seconds_left(self) -> float:
         """Return the expected seconds until the search ends, finalists included."""
@@ -199,13 +215,14 @@ def _drive(loop: _Loop, submit: Callable[..., Future[TrialRecord]]) -> None:
         while room > 0 and not loop.out_of_time() and asked < ASKS_PER_TRIAL * loop.goal:
             asked += 1
             trial = store.ask()
-            known = loop.seen.get(context.problem.key(trial.params))
+            params = dict(trial.params)  # Optuna copies them deeply every time
+            known = loop.known(params)
             if known is not None:
                 store.forget(trial, known)
                 continue
             name = trial.user_attrs.get("preset")
             kind = "preset" if name else "search"
-            future = submit(trial_record, context, number, kind, name or f"trial {number}", dict(trial.params))
+            future = submit(trial_record, context, number, kind, name or f"trial {number}", params)
             loop.running[future] = trial
             number, room = number + 1, room - 1
         if not loop.running:

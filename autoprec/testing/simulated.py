@@ -130,7 +130,8 @@ class SimulatedScript:
         for name, plan in plans.items():
             rates = [TIME[recipe.format] if recipe else 1.0 for recipe in (plan.fprop, plan.dgrad, plan.wgrad)]
             used += work[name] * sum(rates) / 3
-        return self.step_ms * (0.2 + 0.8 * used / sum(work.values()))
+        compiled = document is not None and document.get("execution") == "compile"
+        return self.step_ms * (0.2 + 0.8 * used / sum(work.values())) * (0.8 if compiled else 1.0)
 
 
 class SimulatedRunner:

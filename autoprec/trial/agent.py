@@ -299,6 +299,7 @@ def fork_obstacle(found: Found) -> str:
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
     """Describe the script at its first training forward."""
     from autoprec.apply import tunable_layers
+    from autoprec.compiling import is_compiled
 
     root = found.root
     device = found.parameters[0].device
@@ -320,6 +321,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         world_size=_world_size(),
         setup_s=setup_s,
         notes=tuple(notes),
+        compiled=is_compiled(root),
     )
 
 

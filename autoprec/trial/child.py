@@ -16,13 +16,15 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from autoprec.compiling import keep_random_streams
 from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
 from autoprec.files import canonical_json
 from autoprec.trial.applying import apply_document, state_document, watch_state
+from autoprec.trial.conditions import Conditions, compiled_steps, read_conditions, still_compiling, unreliable
 from autoprec.trial.discovery import Found, batch_size
 from autoprec.trial.hooks import Events, Hooks
 from autoprec.trial.loop import Loop, early_stop
-from autoprec.trial.measure import clock_for
+from autoprec.trial.measure import clock_for, limit_memory
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.trial.seeding import reseed
 
@@ -68,6 +70,7 @@ class Trial:
         self._recorder: Any = None
         self._payload: dict[str, Any] = {}
         self._monitors: list[Any] = []
+        self._before: Conditions | None = None
         self.loop: Loop | None = None
         self.pid = os.getpid()  # only this process tells how the script ended, not what it forks
         self._exit_action: Callable[[], None] = self._too_short
@@ -85,6 +88,8 @@ class Trial:
             self._policy = apply_document(spec.policy, self.found, spec.backend)
         except AutoPrecError as error:
             self.finish(status_of(error), str(error))
+        if self._policy is not None and self._policy.execution == "compile":
+            keep_random_streams()
         self._monitors = watch_state(self._policy, self.found, spec.warmup + spec.steps)
         self._batch = batch_size(args, kwargs)
         first = {"record": 0, "sensitivity": spec.warmup}.get(spec.kind, spec.warmup + spec.steps)
@@ -100,6 +105,8 @@ class Trial:
         )
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
+            limit_memory(self._device, spec.memory_limit)
+        self._before = read_conditions(self._device)
         self.hooks.events = self.loop
         self._begun = time.monotonic()
         if first:
@@ -235,6 +242,10 @@ class Trial:
         loop = self.loop
         if loop is None or not loop.steps:
             return result
+        compiling = compiled_steps(loop.graphs)
+        if compiling:
+            self._payload["compiled_steps"] = compiling
+        doubt = unreliable(self._before, read_conditions(self._device))
         memory = dict(loop.memory)
         peak = sum(memory.values())
         if self._device.type == "cuda":
@@ -250,6 +261,7 @@ class Trial:
             samples=self._batch[0] * max(loop.backwards // loop.steps, 1),
             tokens=self._batch[1] * max(loop.backwards // loop.steps, 1),
             skipped_steps=loop.skipped,
+            unreliable=doubt or still_compiling(compiling, self.spec.warmup, loop.steps),
         )
         if self._policy is not None and self.spec.kind == "train":
             state = self._payload["state"] = state_document(self._policy, self.found, self._monitors)

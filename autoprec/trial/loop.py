@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from autoprec.compiling import compiled_graphs
 from autoprec.trial.discovery import Found
 from autoprec.trial.hooks import Events, raw_loss
 from autoprec.trial.measure import StepClock
@@ -92,6 +93,7 @@ class Loop(Events):
         self.skipped = 0
         self.backwards = 0
         self.non_scalar = 0
+        self.graphs = [compiled_graphs()]  # how many there were before the first step, and after each
         self.steps = 0
 
     def start(self) -> None:
@@ -194,6 +196,7 @@ class Loop(Events):
         self._norms.append(norm)
         self._pending, self._clip, self._closure_call = [], None, 0
         self.steps += 1
+        self.graphs.append(compiled_graphs())
         if self.steps == 1:
             self.memory = memory_of(
                 list(self.found.root.parameters()),

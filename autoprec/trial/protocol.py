@@ -43,6 +43,7 @@ class TrialSpec:
         reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
             the last quarter of the steps seen exceeds ``stop_gap``.
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
+        memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
         record_graph: also record the graph in the last step (``check``: audit by recording).
     """
 
@@ -61,6 +62,7 @@ class TrialSpec:
     threads: int = 1
     timeout_s: float = 600.0
     record_graph: bool = False
+    memory_limit: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -91,6 +93,8 @@ class TrialResult:
         samples, tokens: per step, as seen in the batch; 0 when they could not be seen.
         skipped_steps: optimizer steps a GradScaler (the script's or ours) skipped.
         start_s: from the request to the first training step.
+        unreliable: why the times are not to be trusted (a throttled or shared GPU, compilation in timed steps); empty
+            when nothing speaks against them.
         payload: what ``record`` (a graph report), ``sensitivity`` and audits return.
     """
 
@@ -110,6 +114,7 @@ class TrialResult:
     start_s: float = 0.0
     wall_s: float = 0.0
     training_s: float = 0.0
+    unreliable: str = ""
     audit: dict[str, Any] | None = None
     payload: dict[str, Any] = field(default_factory=dict)
 
@@ -139,7 +144,8 @@ class TrialResult:
 class HostInfo:
     """What was found out about the script when it reached its first training forward.
 
-    ``launch`` is the rung of the ladder in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name.
+    ``launch`` is the rung of the ladder in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
+    ``compiled``: the script compiles its model, or a part of it, itself.
     """
 
     launch: str
@@ -150,6 +156,7 @@ class HostInfo:
     world_size: int = 1
     setup_s: float = 0.0
     notes: tuple[str, ...] = ()
+    compiled: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""

@@ -160,3 +160,11 @@ def test_calibrated_rates_change_figures_and_label(large: GraphReport) -> None:
 def test_unknown_layers_are_a_key_error(tiny: GraphReport) -> None:
     with pytest.raises(KeyError):
         CostModel(tiny, H100).layer_time_ms("nope", LayerPlan())
+
+
+def test_a_policy_may_compile_what_the_script_does_not(tiny: GraphReport) -> None:
+    eager = CostModel(tiny, H100, compiled=False)
+    compiled = eager.executed("compile")
+    assert compiled.estimate({}).time_ms == CostModel(tiny, H100).estimate({}).time_ms < eager.estimate({}).time_ms
+    assert eager.executed("keep") is eager is eager.executed("eager")
+    assert compiled.executed("eager").estimate({}).time_ms == eager.estimate({}).time_ms

@@ -131,6 +131,28 @@ def test_failing_policies_fail_their_trial_and_not_the_search(here: Path) -> Non
     assert all(record.reason == "signal 11" and record.tail for record in crashed)
 
 
+def test_whether_the_script_is_compiled_is_searched_where_it_is_timed(here: Path) -> None:
+    made, result = search(script(), options())
+    presets = {record.name: record for record in made.records if record.kind == "preset"}
+    compiled = presets["all bf16, compiled"]
+    assert compiled.policy["execution"] == "compile"
+    assert compiled.metrics["step_time_ms"] < presets["all bf16"].metrics["step_time_ms"]
+    assert load_policy(result.policy).execution == "compile"
+    rehearsed, _ = search(script(device="cpu"), options(target="h100", study="rehearsal"))
+    assert not any("execution" in record.params for record in rehearsed.records)
+
+
+def test_a_script_that_cannot_be_compiled_is_tried_twice(here: Path) -> None:
+    def cannot(policy: object) -> tuple[str, str] | None:
+        return ("crashed", "BackendCompilerFailed") if "'compile'" in str(policy) else None
+
+    made, result = search(script(fail=cannot), options(trials=20))
+    failed = [record for record in made.records if record.params.get("execution") == "compile"]
+    assert [record.status for record in failed] == ["crashed", "crashed"]
+    assert result.verdict == "adopt"
+    assert load_policy(result.policy).execution == "keep"
+
+
 def test_five_failures_in_a_row_end_the_search_with_the_first_cause(here: Path) -> None:
     def every_policy(policy: object) -> tuple[str, str] | None:
         return ("oom", "CUDA out of memory") if policy is not None else None
@@ -235,7 +257,7 @@ class Moody(SimulatedRunner):
 
 
 def test_finalists_that_four_seeds_cannot_judge_get_four_more(here: Path) -> None:
-    asked = options()
+    asked = options(space="te-delayed")
     simulated = script()
     made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Moody(simulated, seed))
     result = made.run()
@@ -258,3 +280,53 @@ def test_when_every_fast_finalist_fails_a_safer_one_is_found(here: Path) -> None
     result = made.run()
     assert result.verdict == "adopt"
     assert "fp8" not in (here / result.policy).read_text().split("evidence")[0]
+
+
+class Throttled(SimulatedRunner):
+    """A GPU that is throttled during every third timed run, or always."""
+
+    runs = 0
+    always = False
+
+    def run(self, spec: TrialSpec) -> TrialResult:
+        result = super().run(spec)
+        type(self).runs += 1
+        hot = spec.kind == "train" and (self.always or type(self).runs % 3 == 0)
+        if not hot:
+            return result
+        slower = tuple(2 * ms for ms in result.step_ms)
+        return replace(result, step_ms=slower, unreliable="the GPU was throttled (power brake, 90 degrees)")
+
+
+def test_trials_on_a_throttled_gpu_are_repeated(here: Path) -> None:
+    class Sometimes(Throttled):
+        pass
+
+    plain, _ = search(script(), options(study="plain", trials=4, finalists=1, seeds=2))
+    simulated, asked = script(), options(study="hot", trials=4, finalists=1, seeds=2)
+    made = Search(
+        asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Sometimes(simulated, seed)
+    )
+    made.run()
+    notes = [note for note in made.context.notes if note.startswith("a trial is repeated")] if made.context else []
+    assert 1 <= len(notes) <= 5
+    assert "power brake" in notes[0]
+    times = {r.name: r.metrics["step_time_ms"] for r in plain.records if r.ok}
+    trusted = [r for r in made.records if r.ok and r.kind == "preset" and "unreliable" not in r.tags]
+    assert trusted
+    assert all(record.metrics["step_time_ms"] == times[record.name] for record in trusted if record.name in times)
+
+
+def test_a_gpu_that_is_always_throttled_is_not_measured_twice_for_ever(here: Path) -> None:
+    class Always(Throttled):
+        always = True
+
+    simulated, asked = script(), options(trials=6, finalists=1, seeds=2)
+    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Always(simulated, seed))
+    made.run()
+    assert made.context is not None
+    assert sum(note.startswith("a trial is repeated") for note in made.context.notes) == 5
+    assert any("times of this search are uncertain" in note for note in made.context.notes)
+    doubtful = [record for record in made.records if "unreliable" in record.tags]
+    assert doubtful
+    assert all("throttled" in record.reason for record in doubtful)

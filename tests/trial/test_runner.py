@@ -47,6 +47,22 @@ def logged(path: Path) -> list[float]:
     return [float(x) for x in re.findall(r"loss ([\d.]+)", path.read_text())]
 
 
+def test_a_trial_may_compile_what_the_script_does_not(host: Any, tmp_path: Path) -> None:
+    (tmp_path / "user").mkdir()
+    policy = uniform("bf16") | {"execution": "compile"}
+    with host("plain.py") as runner:
+        info = runner.start()
+        plain = runner.run(TrialSpec(steps=3, warmup=1, policy=uniform("bf16")))
+        compiled = runner.run(TrialSpec(steps=3, warmup=1, policy=policy))
+    assert not info.compiled
+    assert compiled.status == "ok", compiled.reason + compiled.tail
+    assert compiled.audit is not None
+    assert compiled.audit["operators"]["execution"]["executed"] == "compile"
+    assert compiled.losses == pytest.approx(plain.losses, rel=1e-2)
+    assert compiled.payload["compiled_steps"] == [0]
+    assert "compiled_steps" not in plain.payload
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_kind(kind: str, host: Any, tmp_path: Path) -> None:
     if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
@@ -60,6 +76,7 @@ def test_kind(kind: str, host: Any, tmp_path: Path) -> None:
         probes = (Probe("none", {"schema": "autoprec.policy/1"}), Probe("bf16", uniform("bf16")))
         scan = runner.run(TrialSpec(kind="sensitivity", warmup=1, probes=probes))
     assert info.launch == "fork"
+    assert info.compiled == (kind == "compiled")
     assert first.status == "ok", first.reason + first.tail
     assert len(first.losses) == STEPS + 1
     assert bf16.status == "ok", bf16.reason + bf16.tail

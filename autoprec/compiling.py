@@ -1,0 +1,105 @@
+"""``execution``: ``torch.compile`` around a model, or none at all, whatever the script wrote.
+
+FP8 casts are separate kernels until a compiler fuses them with what comes before, so whether a script is compiled
+decides whether its policy pays; a search may therefore try both.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+__all__ = ["compiled_graphs", "executed_as", "is_compiled", "keep_random_streams", "restore_execution", "set_execution"]
+
+Execution = Literal["keep", "compile", "eager"]
+
+#: Where it is kept what :func:`set_execution` did, in the ``__dict__`` of the root.
+ATTRIBUTE = "_autoprec_execution"
+
+
+def is_compiled(root: nn.Module) -> bool:
+    """Return True when the script itself compiles the model or a part of it.
+
+    Looks at ``module.compile()``, at compiled submodules, and at ``torch.compile(model)`` held anywhere.
+    """
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in root.modules()):
+        return True
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    if frames is None:
+        return False
+    wrapper = frames.OptimizedModule
+    if any(isinstance(module, wrapper) for module in root.modules()):
+        return True
+    inside = {id(module) for module in root.modules()}
+    wrappers = (x for x in gc.get_objects() if type(x) is wrapper)
+    return any(id(x.__dict__["_modules"].get("_orig_mod")) in inside for x in wrappers)
+
+
+def set_execution(root: nn.Module, wanted: Execution) -> None:
+    """Compile ``root`` in place, or make what the script compiled run eagerly; ``keep`` changes nothing.
+
+    ``eager`` holds for the whole process (``torch.compiler.set_stance``): a script may have compiled functions that
+    belong to no module.
+    """
+    if wanted == "keep":
+        return
+    root.__dict__[ATTRIBUTE] = (wanted, compiled_graphs())
+    if wanted == "eager":
+        torch.compiler.set_stance("force_eager")
+    elif not is_compiled(root):
+        root.__dict__["_compiled_call_impl"] = torch.compile(_Call(root))
+        root.__dict__[ATTRIBUTE] = ("compiled here", compiled_graphs())
+
+
+class _Call:
+    """Calls a module from a frame of ours: Dynamo does not start in a frame of torch, as ``Sequential.forward`` is."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self.root = root
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def restore_execution(root: nn.Module) -> None:
+    """Undo :func:`set_execution`; a no-op where it did nothing."""
+    done, _ = root.__dict__.pop(ATTRIBUTE, ("keep", 0))
+    if done == "eager":
+        torch.compiler.set_stance("default")
+    elif done == "compiled here":
+        root.__dict__.pop("_compiled_call_impl", None)
+
+
+def keep_random_streams() -> None:
+    """Let compiled code draw the random numbers that eager code draws (in this process, for good).
+
+    A compiled trial then sees the dropout masks of its uncompiled reference: without it their losses differ by
+    chance alone. Dropout is no longer fused, so the time of a model with much dropout is a little pessimistic.
+    """
+    from torch._inductor import config
+
+    config.fallback_random = True
+
+
+def executed_as(root: nn.Module, wanted: Execution) -> dict[str, Any]:
+    """Return the audit row of ``execution``: requested, executed, ok, reason."""
+    done, before = root.__dict__.get(ATTRIBUTE, ("keep", 0))
+    if done == "keep":
+        return {"requested": wanted, "executed": "keep", "ok": wanted == "keep", "reason": "the policy is not applied"}
+    if wanted == "eager":
+        return {"requested": wanted, "executed": "eager", "ok": True, "reason": ""}
+    if compiled_graphs() > before:
+        reason = "" if done == "compiled here" else "the script compiles it itself"
+        return {"requested": wanted, "executed": "compile", "ok": True, "reason": reason}
+    reason = "torch.compile has compiled no graph: is the model called by its name, model(x)?"
+    return {"requested": wanted, "executed": "eager", "ok": False, "reason": reason}
+
+
+def compiled_graphs() -> int:
+    """Return how many graphs Dynamo has handed to a compiler in this process."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["stats"]["unique_graphs"]) if utils is not None else 0

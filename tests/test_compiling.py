@@ -1,0 +1,114 @@
+"""``execution``: compiled or eager, whatever the script wrote, and what the audit says of it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.apply import Policy
+from autoprec.compiling import is_compiled
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def _no_inductor(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let ``torch.compile`` stop at the traced graph: what C++ makes of it is not tested here."""
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, backend="eager": plain(model, backend=backend))
+    torch._dynamo.reset()
+    yield
+    torch.compiler.set_stance("default")
+    torch._dynamo.reset()
+
+
+def _model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 4))
+
+
+def _policy(execution: str, **more: object) -> Policy:
+    return Policy.model_validate({"execution": execution, **more})
+
+
+BF16 = {"recipes": {"bf16": {"format": "bf16"}}, "default": "bf16", "activations": "bf16"}
+
+
+@pytest.mark.parametrize("more", [{}, BF16], ids=["as written", "bf16"])
+def test_a_model_is_compiled_in_place_and_given_back(more: dict[str, object]) -> None:
+    model, x = _model(), torch.randn(3, 8)
+    eager = copy.deepcopy(model)
+    _policy("keep", **more).apply(eager)
+    policy = _policy("compile", **more)
+    policy.apply(model)
+    assert torch.equal(model(x), eager(x))
+    model(x).sum().backward()
+    row = policy.audit(model).operators["execution"]
+    assert row == {"requested": "compile", "executed": "compile", "ok": True, "reason": ""}
+    assert list(model.state_dict()) == list(eager.state_dict())
+    policy.remove(model)
+    assert not is_compiled(model)
+    assert set(model.__dict__) == set(_model().__dict__)
+
+
+def test_a_compiled_graph_that_never_ran_fails_the_audit() -> None:
+    model, policy = _model(), _policy("compile")
+    policy.apply(model)
+    model.forward(torch.randn(3, 8)).sum().backward()
+    report = policy.audit(model)
+    assert not report.ok
+    assert "compiled no graph" in report.operators["execution"]["reason"]
+    assert not policy.audit(_model()).ok
+
+
+def test_copies_and_pickles_leave_the_compiled_code_behind() -> None:
+    model, x = _model(), torch.randn(3, 8)
+    _policy("compile", **BF16).apply(model)
+    expected = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+    assert type(pickle.loads(pickle.dumps(model))) is nn.Sequential
+
+
+def test_what_the_script_compiled_runs_eagerly_and_is_given_back() -> None:
+    model, x = _model(), torch.randn(3, 8)
+    calls: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        calls.append(1)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    policy = _policy("eager")
+    policy.apply(compiled)
+    compiled(x).sum().backward()
+    assert not calls
+    assert policy.audit(compiled).operators["execution"]["executed"] == "eager"
+    policy.remove(compiled)
+    compiled(x)
+    assert calls == [1]
+
+
+def test_a_script_that_compiles_is_not_compiled_twice() -> None:
+    model = _model()
+    compiled = torch.compile(model, backend="eager")
+    assert is_compiled(model)
+    assert not is_compiled(_model())
+    policy = _policy("compile")
+    policy.apply(compiled)
+    compiled(torch.randn(3, 8)).sum().backward()
+    assert "_compiled_call_impl" not in model.__dict__
+    assert "the script compiles it itself" in policy.audit(compiled).operators["execution"]["reason"]
+
+
+def test_parts_that_are_compiled_are_seen() -> None:
+    model = _model()
+    model[0].compile()
+    assert is_compiled(model)
+    model = _model()
+    model[2] = torch.compile(model[2], backend="eager")
+    assert is_compiled(model)

@@ -1,0 +1,65 @@
+"""When times are not to be trusted: throttled or shared GPUs, and compilation in the timed steps."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from autoprec.trial import conditions
+from autoprec.trial.conditions import Conditions, compiled_steps, read_conditions, still_compiling, unreliable
+
+FINE = "1755, 1980, 54, Not Active, Not Active, Not Active, Not Active"
+HOT = "1215, 1980, 91, Not Active, Active, Active, Not Active"
+
+
+def test_a_line_of_nvidia_smi_is_read() -> None:
+    assert Conditions.parse(FINE, 5) == Conditions(1755, 1980, 54, (), 5)
+    assert Conditions.parse(HOT).slowed == ("hardware thermal slowdown", "software thermal slowdown")
+
+
+@pytest.mark.parametrize("line", ["", "garbage", "[N/A], [N/A], [N/A], [N/A], [N/A], [N/A], [N/A]"])
+def test_what_a_driver_does_not_say_speaks_against_nothing(line: str) -> None:
+    assert unreliable(Conditions.parse(line), Conditions.parse(line)) == ""
+
+
+def test_reasons() -> None:
+    fine = Conditions.parse(FINE)
+    assert unreliable(fine, fine) == ""
+    assert unreliable(None, fine) == unreliable(fine, None) == ""
+    assert "throttled (hardware thermal slowdown" in unreliable(fine, Conditions.parse(HOT))
+    assert "900 of 1980 MHz" in unreliable(fine, Conditions(900, 1980))
+    assert "took 3.0 GiB" in unreliable(fine, Conditions(1755, 1980, foreign_memory=3 << 30))
+    assert "gave back" in unreliable(Conditions(foreign_memory=3 << 30), fine)
+
+
+def test_compilation_is_seen_step_by_step() -> None:
+    assert compiled_steps([0, 2, 2, 3, 3]) == [0, 2]
+    assert compiled_steps([4, 4]) == []
+    assert still_compiling([0, 1], warmup=2, total=10) == ""
+    assert still_compiling([3], warmup=2, total=10) == ""
+    assert "4 of 8 timed steps" in still_compiling([0, 3, 4, 5, 6], warmup=2, total=10)
+
+
+def test_only_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_conditions(torch.device("cpu")) is None
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        asked.append(command)
+        return SimpleNamespace(stdout=FINE + "\n")
+
+    monkeypatch.setattr(conditions.subprocess, "run", run)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _d: (10, 110))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _d: 70)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _d: SimpleNamespace(uuid="ab-cd"))
+    assert read_conditions(torch.device("cuda")) == Conditions(1755, 1980, 54, (), 30)
+    assert asked[0][-1] == "GPU-ab-cd"
+
+    def missing(command: list[str], **_: object) -> SimpleNamespace:
+        raise subprocess.CalledProcessError(9, command)
+
+    monkeypatch.setattr(conditions.subprocess, "run", missing)
+    assert read_conditions(torch.device("cuda")) == Conditions(foreign_memory=30)
