@@ -75,11 +75,14 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=500)
     parser.add_argument("--trials", type=int, default=1000)
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--folder", type=Path, help="keep the study here, and continue one that is here")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     blocks = max(1, (arguments.groups - 1) // 4)
     with tempfile.TemporaryDirectory() as scratch:
-        os.chdir(scratch)
+        folder = (arguments.folder or Path(scratch)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        os.chdir(folder)
         Path("train.py").touch()
         script = SimulatedScript(
             graph=simulated_graph(blocks, width=4096, tokens=16384),
@@ -87,7 +90,15 @@ def main() -> None:
             error_scale=math.sqrt(9 / (4 * blocks + 1)),
         )
         options = SearchOptions(
-            command=("train.py",), trials=arguments.trials, steps=8, seeds=2, space="hopper-fp8", force=True
+            command=("train.py",),
+            study="scale",
+            resume=Path("autoprec-runs/scale/study.db").exists(),
+            trials=arguments.trials,
+            workers=arguments.workers,
+            steps=8,
+            seeds=2,
+            space="hopper-fp8",
+            force=True,
         )
         clock = Clock()
         search = Search(

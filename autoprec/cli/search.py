@@ -76,7 +76,6 @@ def parsed(parse: str) -> Callable[[click.Context, click.Parameter, str | None],
 def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, no_mlflow: bool, **values: Any) -> int:
     """Search the precision policy that trains SCRIPT fastest without changing its loss curve."""
     from autoprec.cli.progress import TerminalProgress
-    from autoprec.files import write_json
     from autoprec.search.engine import Search
     from autoprec.search.events import Listener, Listeners
     from autoprec.search.options import SearchOptions
@@ -98,7 +97,6 @@ def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, n
         if tracker is not None:
             result = tracker.attach(result, engine.study_dir)
         files = write_reports(engine, result)
-        write_json(engine.study_dir / "result.json", result.to_json())
     finally:
         progress.close()
         if tracker is not None:
@@ -112,13 +110,24 @@ def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, n
 
 
 def write_reports(engine: Any, result: Any) -> dict[str, Path]:
-    """Write report.html and report.md beside the study; a report that fails is named, never fatal."""
+    """Write report.html, report.md and result.json beside the study; one that fails is named, never fatal."""
     from autoprec import report
+    from autoprec.files import write_json
 
     records = engine.records
-    out = {"report": engine.study_dir / "report.html", "markdown": engine.study_dir / "report.md"}
-    report.write_html(out["report"], result, records, engine.graph)
-    report.write_markdown(out["markdown"], result, records)
+    out = {}
+    writers: dict[str, Callable[[Path], Any]] = {
+        "result.json": lambda path: write_json(path, result.to_json()),
+        "report.html": lambda path: report.write_html(path, result, records, engine.graph),
+        "report.md": lambda path: report.write_markdown(path, result, records),
+    }
+    for name, write in writers.items():
+        path = engine.study_dir / name
+        try:
+            write(path)
+            out[name] = path
+        except (AutoPrecError, OSError) as error:  # the policy is written: that is what the search was for
+            click.echo(f"autoprec: {name} could not be written: {error}", err=True)
     return out
 
 
@@ -131,7 +140,9 @@ def print_result(engine: Any, result: Any, files: dict[str, Path]) -> None:
     width = None if sys.stdout.isatty() else 110  # a log has no width of its own, and names should not wrap
     console = Console(no_color=bool(os.environ.get("NO_COLOR")), highlight=False, width=width)
     console.print(report.terminal_table(result, engine.records))
-    lines = [f"verdict: {result.verdict}. {result.reason}", f"policy:  {result.policy}", f"report:  {files['report']}"]
+    lines = [f"verdict: {result.verdict}. {result.reason}", f"policy:  {result.policy}"]
+    if "report.html" in files:
+        lines.append(f"report:  {files['report.html']}")
     uri = result.mlflow.get("tracking_uri")
     if uri:
         lines.append("trials:  autoprec ui")

@@ -62,6 +62,7 @@ class Listeners:
             except Exception as error:  # an observer must never end a search
                 self._members.remove(member)
                 self.dropped.append(f"{type(member).__name__}.{event}: {type(error).__name__}: {error}")
+                self._each("note", f"{type(member).__name__} failed and is told no more ({error}); the search goes on")
 
     def phase(self, name: str, detail: str = "") -> None:
         """Forward :meth:`Listener.phase`."""

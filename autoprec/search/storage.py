@@ -17,7 +17,16 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 
 from autoprec.errors import StudyError
 
-__all__ = ["PATIENCE_S", "Claim", "is_server", "open_storage", "patiently", "sqlite_file", "without_password"]
+__all__ = [
+    "PATIENCE_S",
+    "Claim",
+    "is_server",
+    "open_storage",
+    "patiently",
+    "root_cause",
+    "sqlite_file",
+    "without_password",
+]
 
 R = TypeVar("R")
 
@@ -93,6 +102,13 @@ def patiently(action: Callable[[], R], url: str, tell: Callable[[str], None], *,
             if began:
                 tell(f"the study's storage is back after {time.monotonic() - began:.0f} s; nothing was lost")
             return result
+
+
+def root_cause(error: BaseException) -> str:
+    """Return in one line what the database's driver said; Optuna and SQLAlchemy wrap it in sentences of their own."""
+    while (deeper := error.__cause__ or error.__context__) is not None:
+        error = deeper
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _is_outage(error: BaseException | None) -> bool:

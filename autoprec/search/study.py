@@ -19,7 +19,7 @@ from autoprec.errors import FileError, NoSpaceError, StudyError
 from autoprec.files import canonical_json
 from autoprec.search.records import TrialRecord
 from autoprec.search.sqlite_check import check_sqlite
-from autoprec.search.storage import Claim, open_storage, patiently, without_password
+from autoprec.search.storage import Claim, open_storage, patiently, root_cause, without_password
 
 __all__ = ["StudyStore", "default_storage", "without_password"]
 
@@ -32,7 +32,8 @@ R = TypeVar("R")
 #: record alone, which is what a resumed search reads in any case.
 MOST_STORED_PARAMS = 64
 
-#: What SQLite says of a file or folder that was removed, moved or made read-only.
+#: What SQLite and PostgreSQL say of a full disk, and SQLite of a file or folder that was removed or made read-only.
+_FULL = ("disk is full", "No space left", "could not extend file")
 _GONE = ("unable to open database file", "readonly database", "disk I/O error")
 
 #: Kinds of records that the sampler learns from; references and finalists are stored beside them.
@@ -99,8 +100,8 @@ class StudyStore:
         except (StudyError, NoSpaceError):
             raise
         except Exception as error:
-            text = " ".join(str(error).split())[:300]
-            if "disk is full" in text or "No space left" in text:
+            text = root_cause(error)
+            if any(words in text for words in _FULL):
                 raise NoSpaceError(
                     "no space left for the study", where=self.url, fix="free some space, then --resume"
                 ) from error
@@ -108,7 +109,7 @@ class StudyStore:
             raise StudyError(
                 "the study's database is gone or cannot be written"
                 if gone
-                else f"the study's storage cannot be used: {type(error).__name__}: {text}",
+                else f"the study's storage cannot be used: {text}",
                 where=self.url,
                 fix="put its folder back, and make it writable"
                 if gone
