@@ -59,6 +59,8 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
         click.echo(str(write_atomic(output / name, text)))
     for line in done.lossy:
         click.echo(f"lost: {line}", err=True)
+    for what, by in done.kept.items():
+        click.echo(f"kept: {what}: {by}", err=True)
     for note in done.notes:
         click.echo(f"note: {note}", err=True)
     return 0

@@ -11,6 +11,7 @@ from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, name_plans
+from autoprec.export.operators import autocast_operators
 from autoprec.export.python import operator_losses
 from autoprec.export.summary import is_scaled, lose_rule, main_plan
 from autoprec.export.torchao import nearest_float8, torchao_source
@@ -105,11 +106,14 @@ class AccelerateExporter:
         policy = request.policy
         main = main_plan(request)
         operator_losses(request, losses, attention=False)
+        autocast_operators(request, losses, output="accelerate casts the model's output to fp32")
         state_losses(request, losses)
         files: dict[str, str] = {}
         if main is not None and policy.activations != "bf16":
             losses.add(f"activations: {policy.activations}", "bf16: accelerate's FP8 runs under bf16 autocast")
         if main is not None and _delayed_everywhere(request, main):
+            if "operators.norm: fp32" in losses.kept:
+                losses.kept["operators.norm: fp32"] = "Transformer Engine's own LayerNorm kernels compute in fp32"
             document: dict[str, Any] = {"mixed_precision": "fp8", "fp8_config": _te_config(request, main, losses)}
         elif main is not None and is_scaled(nearest_float8(main).plan):
             name = name_plans(policy, request.rules())[main]
@@ -126,4 +130,4 @@ class AccelerateExporter:
         notes = ["accelerate launch --config_file accelerate_config.yaml train.py"]
         if "precision_accelerate.py" in files:
             notes.append("the YAML alone knows no layers: use Accelerator(**precision_accelerate.accelerator_kwargs())")
-        return Export(self.name, files, losses.done(), tuple(notes))
+        return Export(self.name, files, losses.done(), tuple(notes), losses.kept)

@@ -6,6 +6,7 @@ from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.naming import header
+from autoprec.export.operators import autocast_operators
 from autoprec.export.summary import high_dtype, is_scaled, lose_rule, main_plan
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.recipes import BUILTIN_RECIPES
@@ -49,10 +50,11 @@ class AxolotlExporter:
             losses.add("loss_scaling: dynamic", "none")
         if policy.operators.attention not in ("keep", policy.activations):
             losses.add(f"operators.attention: {policy.operators.attention}", "attention as axolotl runs it")
+        autocast_operators(request, losses, output="accelerate casts the model's output to fp32")
         state_losses(request, losses)
         text = header(request, "axolotl") + dump_yaml(config)
         notes = ("axolotl's YAML knows no layers; for the rules use autoprec run, or a plugin that applies the policy",)
-        return Export(self.name, {"axolotl_precision.yaml": text}, losses.done(), notes)
+        return Export(self.name, {"axolotl_precision.yaml": text}, losses.done(), notes, losses.kept)
 
     @staticmethod
     def _decides(request: Request, plan: LayerPlan) -> bool:

@@ -66,12 +66,16 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """The result: file name -> text, what was lost, and hints for a person (how to use the files)."""
+    """The result: file name -> text, what was lost, hints for a person (how to use the files), and what is kept.
+
+    ``kept`` names what the files do not spell out and the target does by itself: part of the policy -> who does it.
+    """
 
     target: str
     files: dict[str, str]
     losses: tuple[Loss, ...] = ()
     notes: tuple[str, ...] = ()
+    kept: dict[str, str] = field(default_factory=dict)
 
     @property
     def lossy(self) -> list[str]:
@@ -95,9 +99,10 @@ class Exporter(Protocol):
 
 @dataclass
 class Losses:
-    """Collects losses without repeating them."""
+    """Collects losses without repeating them, and what a target keeps by itself."""
 
     found: list[Loss] = field(default_factory=list)
+    kept: dict[str, str] = field(default_factory=dict)
 
     def add(self, what: str, instead: str, match: str = "") -> None:
         """Add one, unless it is there."""

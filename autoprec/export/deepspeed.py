@@ -10,6 +10,7 @@ import json
 from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, state_losses
+from autoprec.export.operators import autocast_operators
 from autoprec.export.summary import high_dtype, is_scaled, lose_rule
 
 __all__ = ["DeepSpeedExporter"]
@@ -55,8 +56,10 @@ class DeepSpeedExporter:
             losses.add("loss_scaling: dynamic", "none (DeepSpeed scales the loss for fp16 autocast only)")
         if policy.operators.attention not in ("keep", policy.activations):
             losses.add(f"operators.attention: {policy.operators.attention}", "attention in the autocast dtype")
+        autocast_operators(request, losses, lost="the autocast dtype, also in a loss that the script computes itself")
         state_losses(request, losses, communication=False)
         notes = ["merge into your DeepSpeed configuration; leave its bf16 and fp16 sections off"]
         if wanted - {dtype, "keep"}:
             notes.append("per-layer precision: call autoprec.load(policy).apply(model) before deepspeed.initialize")
-        return Export(self.name, {"ds_config.json": json.dumps(config, indent=2) + "\n"}, losses.done(), tuple(notes))
+        files = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
+        return Export(self.name, files, losses.done(), tuple(notes), losses.kept)

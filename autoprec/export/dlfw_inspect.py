@@ -10,6 +10,7 @@ from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, recipes_of, state_losses
 from autoprec.export.naming import header
+from autoprec.export.operators import autocast_operators
 from autoprec.export.python import operator_losses
 from autoprec.export.summary import lose_rule, main_plan
 from autoprec.export.transformer_engine import nearest_te, nested_recipe
@@ -71,6 +72,7 @@ class DlfwInspectExporter:
                 }
             earlier.append(rule.match)
         operator_losses(request, losses)
+        autocast_operators(request, losses, lost="the autocast dtype: cast the logits in the script")
         state_losses(request, losses)
         notes = [
             "debug_api.initialize(config_file='dlfw_inspect.yaml', feature_dirs=[...]) before the first TE module, "
@@ -82,5 +84,9 @@ class DlfwInspectExporter:
             notes.append(f"run the model under te.autocast(recipe={source})" + (f" ({coarser})" if coarser else ""))
         text = dump_yaml(sections) if sections else "{}\n"
         return Export(
-            self.name, {"dlfw_inspect.yaml": header(request, "dlfw-inspect") + text}, losses.done(), tuple(notes)
+            self.name,
+            {"dlfw_inspect.yaml": header(request, "dlfw-inspect") + text},
+            losses.done(),
+            tuple(notes),
+            losses.kept,
         )

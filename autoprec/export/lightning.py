@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.naming import header
-from autoprec.export.python import operator_losses, standalone_source
+from autoprec.export.python import module_operators, operator_losses, standalone_source
 
 __all__ = ["LightningExporter"]
 
@@ -48,9 +48,11 @@ class LightningExporter:
         losses = Losses()
         source = standalone_source(request, losses)
         operator_losses(request, losses, attention=False)
+        module_operators(request, losses)
         state_losses(request, losses)
         files = {
             "precision_policy.py": source,
             "precision_lightning.py": header(request, "Lightning") + _PLUGIN,
         }
-        return Export(self.name, files, losses.done(), ("Trainer(plugins=[PolicyTrainerPrecision(prefix='model')])",))
+        use = "Trainer(plugins=[PolicyTrainerPrecision(prefix='model')])"
+        return Export(self.name, files, losses.done(), (use,), losses.kept)

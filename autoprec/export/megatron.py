@@ -11,6 +11,7 @@ from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, RulePlan, recipes_of
 from autoprec.export.naming import header, name_plans
+from autoprec.export.operators import report_operators
 from autoprec.export.summary import high_dtype, is_scaled, lose_rule
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.recipes import Recipe
@@ -92,6 +93,22 @@ def _state_flags(request: Request, losses: Losses) -> list[str]:
     return flags
 
 
+#: Megatron's modules run in bf16 as a whole; what it computes in FP32 it computes so itself, or is told to by a flag.
+_KEPT = {
+    "softmax": "--attention-softmax-in-fp32",
+    "norm": "its norm kernels compute in fp32 inside",
+    "embedding": "--fp32-residual-connection casts the embedding's output",
+    "loss": "its cross entropy computes in fp32 (without --fp16-lm-cross-entropy)",
+    "output": "Float16Module returns fp32",
+}
+
+
+def _operator_flags(request: Request, losses: Losses) -> list[str]:
+    report_operators(request, losses, _KEPT, {})
+    wanted = {"softmax": "--attention-softmax-in-fp32", "embedding": "--fp32-residual-connection"}
+    return [flag for name, flag in wanted.items() if getattr(request.policy.operators, name) == "fp32"]
+
+
 class MegatronExporter:
     """Megatron-LM / Megatron-Core."""
 
@@ -135,6 +152,7 @@ class MegatronExporter:
             key = f"rule_{index:02d}" if rule.match != "*" else "default"
             pattern = rule.match
             matchers[key] = {"config": names[rule.plan], "type": "glob", "pattern": pattern, "enabled": True}
+        flags += _operator_flags(request, losses)
         flags += _state_flags(request, losses)
         flags.append("--te-precision-config-file te_precision_config.yaml")
         if request.policy.loss_scaling == "dynamic" and flags[0] != "--fp16":
@@ -150,4 +168,4 @@ class MegatronExporter:
             "matchers see Megatron's module names (decoder.layers.0.self_attention.linear_qkv): the policy must be "
             "one for the Megatron model",
         )
-        return Export(self.name, files, losses.done(), notes)
+        return Export(self.name, files, losses.done(), notes, losses.kept)

@@ -10,6 +10,7 @@ import json
 
 from autoprec.export.base import Export, Losses, Request
 from autoprec.export.naming import header, name_plans, rule_table
+from autoprec.export.operators import autocast_operators
 from autoprec.export.python import operator_losses
 from autoprec.export.snippets import PLAN_OF, fill
 from autoprec.export.summary import high_dtype, is_scaled, lose_rule
@@ -75,6 +76,7 @@ class MsAmpExporter:
             elif high_dtype(request, rule.plan) not in ("keep", policy.activations):
                 lose_rule(losses, rule, "the layer as the script wrote it")
         operator_losses(request, losses)
+        autocast_operators(request, losses, lost="the autocast dtype: cast the logits in the script")
         source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(set(eight))), LEVEL=name)
         section = {"msamp": {"enabled": True, "opt_level": name, "use_te": False}}
         files = {
@@ -85,4 +87,4 @@ class MsAmpExporter:
             "runs in ghcr.io/azure/msamp:v0.4.0-cuda12.2 on H100 only: MS-AMP looks for 'h100' in the device name",
             "O3 (FP8 weights) exists under DeepSpeed ZeRO 1/2 only: set opt_level in ds_msamp.json",
         )
-        return Export(self.name, files, losses.done(), notes)
+        return Export(self.name, files, losses.done(), notes, losses.kept)

@@ -7,10 +7,11 @@ from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, recipes_of, state_losses
 from autoprec.export.naming import header, literal, name_plans, rule_table
+from autoprec.export.operators import LOOKUP, report_operators
 from autoprec.policy import LayerPlan
 from autoprec.recipes import GEMMS, Recipe
 
-__all__ = ["PythonExporter", "standalone_source"]
+__all__ = ["PythonExporter", "module_operators", "operator_losses", "standalone_source"]
 
 _START = "# --- the policy ---"
 _END = "# --- the mechanics ---"
@@ -73,9 +74,16 @@ class PythonExporter:
         losses = Losses()
         source = standalone_source(request, losses)
         operator_losses(request, losses, attention=False)
+        module_operators(request, losses)
         state_losses(request, losses)
         use = "import precision_policy; precision_policy.apply(model)"
-        return Export(self.name, {"precision_policy.py": source}, losses.done(), (use,))
+        return Export(self.name, {"precision_policy.py": source}, losses.done(), (use,), losses.kept)
+
+
+def module_operators(request: Request, losses: Losses) -> None:
+    """Report the protections that the exported module carries out itself, inside the model's forward."""
+    by = dict.fromkeys(("softmax", "norm", "loss", "output"), "the exported module, inside the model's forward")
+    report_operators(request, losses, by | LOOKUP, {})
 
 
 def operator_losses(request: Request, losses: Losses, *, attention: bool = True) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["ATTEND", "CONTEXT", "PLAN_OF", "RUN_IN", "fill"]
+from autoprec.export.base import Request
+
+__all__ = ["ATTEND", "CONTEXT", "PLAN_OF", "RUN_IN", "fill", "wide_output"]
 
 PLAN_OF = '''
 def plan_of(name):
@@ -46,15 +48,29 @@ class Attention(torch.overrides.TorchFunctionMode):
         return out if under else out.to(query.dtype)
 
 
+def widened(value):
+    """Floating-point tensors in a nest of lists, tuples and dictionaries, in float32."""
+    if isinstance(value, torch.Tensor):
+        return value.float() if value.is_floating_point() else value
+    if isinstance(value, dict):
+        changed = {key: widened(item) for key, item in value.items()}
+        return changed if type(value) is dict else type(value)(**changed)
+    if isinstance(value, (tuple, list)):
+        items = [widened(item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
 def attend(model):
-    """Wrap the model's forward so that attention inside it runs in ATTENTION."""
-    if ATTENTION is None or hasattr(model, "precision_attention"):
+    """Wrap the model's forward: attention inside it runs in ATTENTION, and WIDE_OUTPUT returns float32."""
+    if (ATTENTION is None and not WIDE_OUTPUT) or hasattr(model, "precision_attention"):
         return model
     inner = model.forward
 
     def forward(*args, **kwargs):
-        with Attention():
-            return inner(*args, **kwargs)
+        with contextlib.nullcontext() if ATTENTION is None else Attention():
+            out = inner(*args, **kwargs)
+        return widened(out) if WIDE_OUTPUT else out
 
     model.precision_attention = ATTENTION
     model.forward = forward
@@ -66,6 +82,11 @@ def autocast(device_type="cuda"):
     """The policy's activations: run the forward pass and the loss inside."""
     return torch.autocast(device_type, ACTIVATIONS or torch.bfloat16, enabled=ACTIVATIONS is not None)
 '''
+
+
+def wide_output(request: Request) -> bool:
+    """Say whether the exported module casts the model's output to float32."""
+    return request.policy.operators.output == "fp32" and request.policy.activations != "keep"
 
 
 def fill(template: str, **values: str) -> str:

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, name_plans, rule_table
+from autoprec.export.operators import autocast_operators
 from autoprec.export.python import operator_losses
-from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill
+from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
 from autoprec.policy import LayerPlan
 from autoprec.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
 
@@ -135,7 +136,8 @@ def float8_configs(request: Request, losses: Losses) -> tuple[dict[str, str], di
     return eight, plain, rule_table(rules, names)
 
 
-_BODY = '''import re
+_BODY = '''import contextlib
+import re
 
 import torch
 import torch.overrides
@@ -155,6 +157,7 @@ RULES = @RULES@
 DTYPES = @DTYPES@
 ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
 ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
+WIDE_OUTPUT = @WIDE@  # the model returns float32
 
 
 def configs(emulate=False):
@@ -204,6 +207,7 @@ def torchao_source(request: Request, losses: Losses) -> str:
         RUN_IN=RUN_IN,
         ATTEND=ATTEND,
         ATTENTION=_TORCH.get(request.policy.operators.attention, "None"),
+        WIDE=str(wide_output(request)),
         CONTEXT=CONTEXT,
     )
     return header(request, "torchao") + body
@@ -220,6 +224,7 @@ class TorchaoExporter:
         losses = Losses()
         source = torchao_source(request, losses)
         operator_losses(request, losses, attention=False)
+        autocast_operators(request, losses, output="the exported module casts the model's output")
         state_losses(request, losses)
         notes = ("import precision_torchao; precision_torchao.apply(model); with precision_torchao.autocast(): ...",)
-        return Export(self.name, {"precision_torchao.py": source}, losses.done(), notes)
+        return Export(self.name, {"precision_torchao.py": source}, losses.done(), notes, losses.kept)

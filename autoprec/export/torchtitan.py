@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from autoprec.export.base import Export, Losses, Request, describe_plan, state_losses
 from autoprec.export.naming import header
+from autoprec.export.operators import report_operators
 from autoprec.export.summary import high_dtype, is_scaled, lose_rule, main_plan
 from autoprec.policy import LayerPlan
 from autoprec.recipes import BUILTIN_RECIPES
@@ -64,6 +65,11 @@ def skip_list(skipped: Sequence[str], kept: Sequence[str]) -> tuple[list[str], l
     return out, stuck
 
 
+_IN_BF16 = "bf16 in and out, accumulated in fp32 inside the kernel (FSDP2's mixed precision, no autocast)"
+_KEPT = dict.fromkeys(("loss", "output"), "torchtitan's loss casts the model's output to fp32")
+_LOST = {"softmax": _IN_BF16, "norm": _IN_BF16, "embedding": "bf16"}
+
+
 class TorchtitanExporter:
     """torchtitan."""
 
@@ -93,6 +99,7 @@ class TorchtitanExporter:
             losses.add("loss_scaling: dynamic", "none")
         if request.policy.operators.attention not in ("keep", request.policy.activations):
             losses.add(f"operators.attention: {request.policy.operators.attention}", "attention as torchtitan runs it")
+        report_operators(request, losses, _KEPT, _LOST)
         state_losses(request, losses)
         if main is None:
             body = _NOTHING
@@ -100,7 +107,7 @@ class TorchtitanExporter:
             body = _BODY.replace("@RECIPE@", json.dumps(runs)).replace("@SKIP@", json.dumps(skipped))
         text = header(request, "torchtitan") + body
         notes = ("--training.mixed_precision_param bfloat16; layers without FP8 run in bf16",)
-        return Export(self.name, {"precision_torchtitan.py": text}, losses.done(), notes)
+        return Export(self.name, {"precision_torchtitan.py": text}, losses.done(), notes, losses.kept)
 
     @staticmethod
     def _nearest(plan: LayerPlan) -> str:

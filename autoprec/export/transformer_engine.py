@@ -10,8 +10,9 @@ from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, literal, name_plans, rule_table
+from autoprec.export.operators import autocast_operators
 from autoprec.export.python import operator_losses
-from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill
+from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
 from autoprec.policy import LayerPlan
 from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
@@ -181,7 +182,8 @@ def swap(model):
     return attend(model)
 '''
 
-_FACTORY = '''import re
+_FACTORY = '''import contextlib
+import re
 
 import torch
 import torch.overrides
@@ -206,6 +208,7 @@ QUANTIZED = @QUANTIZED@
 DTYPES = @DTYPES@
 ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
 ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
+WIDE_OUTPUT = @WIDE@  # the model returns float32
 FORMATS = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
 
 @PLAN_OF@
@@ -274,7 +277,8 @@ def context(fixed):
     return te.autocast(enabled=True, recipe=fixed)
 '''
 
-_NESTED = '''import functools
+_NESTED = '''import contextlib
+import functools
 import re
 
 import torch
@@ -291,6 +295,7 @@ QUANTIZED = @RECIPES@
 DTYPES = @DTYPES@
 ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
 ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
+WIDE_OUTPUT = @WIDE@  # the model returns float32
 MAIN = QUANTIZED[@MAIN@]  # what the outer context runs; other layers override it
 
 @PLAN_OF@
@@ -349,6 +354,7 @@ class TransformerEngineExporter:
                 if plan.fprop.format == "tf32":
                     losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
         operator_losses(request, losses, attention=False)
+        autocast_operators(request, losses, output="the exported module casts the model's output")
         state_losses(request, losses)
         shared = {
             "RULES": rule_table(rules, names),
@@ -359,6 +365,7 @@ class TransformerEngineExporter:
             "RUN_IN": RUN_IN,
             "ATTEND": ATTEND,
             "ATTENTION": _TORCH.get(request.policy.operators.attention, "None"),
+            "WIDE": str(wide_output(request)),
             "CONTEXT": CONTEXT,
         }
         top = header(request, "Transformer Engine")
@@ -367,4 +374,4 @@ class TransformerEngineExporter:
             recipes = "{\n" + "".join(f'    "{name}": {source},\n' for name, source in builtin.items()) + "}"
             main = f'"{next(iter(builtin))}"'
             files["precision_te_nested.py"] = top + fill(_NESTED, RECIPES=recipes, MAIN=main, **shared)
-        return Export(self.name, files, losses.done(), tuple(notes))
+        return Export(self.name, files, losses.done(), tuple(notes), losses.kept)

@@ -11,6 +11,9 @@ from autoprec.errors import StudyError
 
 __all__ = ["check_sqlite"]
 
+#: Bytes of the smallest page, and so of the smallest database, that SQLite has.
+SMALLEST = 512
+
 
 def _damaged(why: str, url: str) -> StudyError:
     return StudyError(
@@ -37,8 +40,11 @@ def check_sqlite(url: str, *, may_be_empty: bool = True) -> None:
     path = Path(url.removeprefix(prefix).partition("?")[0])
     if not url.startswith(prefix) or not path.is_file():
         return
-    if not may_be_empty and path.stat().st_size == 0:
+    size = path.stat().st_size
+    if size == 0 and not may_be_empty:
         raise _damaged("it is empty", url)
+    if 0 < size < SMALLEST:  # of one byte SQLite makes a new database
+        raise _damaged(f"it has {size} bytes", url)
     try:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=rw", uri=True)) as connection:
             found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(1)")]

@@ -16,10 +16,21 @@ from typing import Any
 import yaml
 
 from autoprec.export import Export, Exporter, Request
+from autoprec.export.operators import OPERATORS
 from autoprec.policy import Policy, glob_matches, policy_from_dict
 from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
-__all__ = ["MODELS", "POLICIES", "Executed", "Reader", "check_exporter", "check_files", "gemm_label", "requests"]
+__all__ = [
+    "MODELS",
+    "POLICIES",
+    "Executed",
+    "Reader",
+    "check_exporter",
+    "check_files",
+    "check_operators",
+    "gemm_label",
+    "requests",
+]
 
 #: layer -> GEMM -> label of :func:`gemm_label`; ``high`` stands for "the dtype of the activations".
 Executed = Mapping[str, Mapping[str, str]]
@@ -82,6 +93,9 @@ POLICIES: dict[str, Policy] = {
         communication={"gradients": "fp8"},
     ),
     "fp16": _policy("keep", activations="fp16", loss_scaling="dynamic"),
+    "unprotected": _policy(
+        "bf16", operators={"softmax": "keep", "norm": "keep", "embedding": "keep", "loss": "keep", "output": "keep"}
+    ),
 }
 
 
@@ -138,6 +152,17 @@ def check_files(done: Export) -> list[str]:
     return problems if done.files else ["no files"]
 
 
+def check_operators(request: Request, done: Export) -> list[str]:
+    """Return the operators that the policy wants in FP32 and the export says nothing about, or two things."""
+    problems = []
+    for name in OPERATORS:
+        what = f"operators.{name}: fp32"
+        said = (what in done.kept) + sum(loss.what == what for loss in done.losses)
+        if said != (getattr(request.policy.operators, name) == "fp32"):
+            problems.append(f"{what} is spoken of {said} times")
+    return problems
+
+
 def check_exporter(exporter: Exporter, reader: Reader) -> list[str]:
     """Export every policy for every model, read it back, and return what disagrees (empty: it conforms).
 
@@ -147,7 +172,7 @@ def check_exporter(exporter: Exporter, reader: Reader) -> list[str]:
     problems = []
     for case, request in requests():
         done = exporter.export(request)
-        problems += [f"{case}: {problem}" for problem in check_files(done)]
+        problems += [f"{case}: {problem}" for problem in (*check_files(done), *check_operators(request, done))]
         if exporter.export(request) != done:
             problems.append(f"{case}: two exports differ")
         executed = reader(done, request)

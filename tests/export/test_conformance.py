@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 
 from autoprec.errors import MissingDependencyError, UnknownNameError, UnsupportedError
 from autoprec.export import EXPORTERS, Export, Request, export, exporter
-from autoprec.testing.exporters import MODELS, POLICIES, check_exporter, check_files
+from autoprec.testing.exporters import MODELS, POLICIES, check_exporter, check_files, check_operators
 from autoprec.testing.readers import READERS
 
 
@@ -42,16 +43,46 @@ EXACT = {
 }
 
 
+#: Operators that a target cannot keep in FP32 under autocast, or has no autocast for.
+OPERATORS_LOST = {
+    "deepspeed": ["operators.output: fp32"],
+    "dlfw-inspect": ["operators.output: fp32"],
+    "torchtitan": ["operators.softmax: fp32", "operators.norm: fp32", "operators.embedding: fp32"],
+}
+
+
 @pytest.mark.parametrize(("target", "case"), [(t, c) for t, cases in EXACT.items() for c in cases])
 def test_what_a_target_can_express_is_not_called_lossy(target: str, case: str) -> None:
-    assert export(POLICIES[case], target, layers=MODELS["gpt"]).lossy == []
+    done = exporter(target).export(Request(POLICIES[case], MODELS["gpt"]))
+    lost = [] if POLICIES[case].activations == "keep" else OPERATORS_LOST.get(target, [])
+    assert [loss.what for loss in done.losses] == lost
 
 
-def test_msamp_o2_is_exact() -> None:
+def test_msamp_o2_is_exact_but_for_the_output() -> None:
     from autoprec.levels import level
 
-    assert export(level("msamp-o2").policy(), "msamp").lossy == []
-    assert '"opt_level": "O2"' in export(level("msamp-o2").policy(), "msamp").files["ds_msamp.json"]
+    done = export(level("msamp-o2").policy(), "msamp", allow_lossy=True)
+    assert [loss.what for loss in done.losses] == ["operators.output: fp32"]
+    assert '"opt_level": "O2"' in done.files["ds_msamp.json"]
+
+
+def test_who_keeps_an_operator_in_fp32_is_named() -> None:
+    kept = {name: exporter(name).export(Request(POLICIES["delayed"], MODELS["gpt"])).kept for name in EXPORTERS}
+    assert "torch.autocast" in kept["torchao"]["operators.softmax: fp32"]
+    assert "LayerNorm kernels" in kept["accelerate"]["operators.norm: fp32"], "this backend swaps the norms too"
+    assert "exported module" in kept["transformer-engine"]["operators.output: fp32"]
+    assert "--attention-softmax-in-fp32" in kept["megatron"]["operators.softmax: fp32"]
+    nothing = exporter("torchao").export(Request(POLICIES["unprotected"], MODELS["gpt"]))
+    assert nothing.kept == {}
+    assert nothing.losses == ()
+
+
+def test_an_operator_that_is_not_spoken_of_is_found() -> None:
+    request = Request(POLICIES["bf16"], MODELS["gpt"])
+    done = exporter("torchao").export(request)
+    assert check_operators(request, done) == []
+    silent = replace(done, kept={})
+    assert len(check_operators(request, silent)) == 5
 
 
 def test_a_lossy_export_is_refused_and_says_what_is_lost() -> None:
@@ -78,7 +109,8 @@ def test_the_suite_catches_an_exporter_that_lies() -> None:
 
     problems = check_exporter(Liar(), reader)
     assert any("the policy says fp8 row current e4m3*e4m3, the export runs high" in problem for problem in problems)
-    assert not any(problem.startswith("bf16 on") for problem in problems)
+    assert not any("the policy says" in problem for problem in problems if problem.startswith("bf16 on"))
+    assert any("operators.softmax: fp32 is spoken of 0 times" in problem for problem in problems)
 
 
 def test_broken_files_are_caught() -> None:

@@ -33,10 +33,10 @@ def test_an_intact_file_and_what_is_no_file_pass(path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["a b.db"]
 
 
-@pytest.mark.parametrize("share", [0.001, 0.3, 0.5, 0.99])
+@pytest.mark.parametrize("share", [0, 0.001, 0.3, 0.5, 0.99])
 def test_a_truncated_file_is_refused_and_left_as_it_is(path: Path, share: float) -> None:
     whole = path.read_bytes()
-    cut = whole[: int(len(whole) * share)]
+    cut = whole[: int(len(whole) * share) or 1]
     path.write_bytes(cut)
     with pytest.raises(StudyError, match="damaged or truncated") as caught:
         check_sqlite(f"sqlite:///{path}")

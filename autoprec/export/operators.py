@@ -1,0 +1,56 @@
+"""Operators that are no layers: who keeps softmax, norms, embeddings, losses and outputs in FP32 under a target.
+
+A target without a word for them still runs them in some precision; an export says which, operator by operator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autoprec.export.base import Losses, Request
+
+__all__ = ["AUTOCAST", "LOOKUP", "OPERATORS", "autocast_operators", "report_operators"]
+
+OPERATORS = ("softmax", "norm", "embedding", "loss", "output")
+#: torch.autocast's list for CUDA (torch/amp, "CUDA ops that can autocast to float32").
+AUTOCAST = {
+    "softmax": "torch.autocast on CUDA computes softmax in fp32",
+    "norm": "torch.autocast on CUDA computes layer and group norms in fp32; others accumulate in fp32",
+    "loss": "torch.autocast on CUDA computes losses in fp32",
+}
+LOOKUP = {"embedding": "a lookup returns the weights' own precision"}
+_UNTOUCHED = "nothing is run in less than the script's own precision"
+
+
+def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], lost: Mapping[str, str]) -> None:
+    """Say of every operator that the policy wants in FP32 who keeps it so, or what it runs in instead.
+
+    Args:
+        request: the policy.
+        losses: filled in.
+        kept: operator -> who keeps it in FP32.
+        lost: operator -> what the target does instead; every operator must be in one of the two.
+    """
+    for name in OPERATORS:
+        if getattr(request.policy.operators, name) != "fp32":
+            continue
+        if name in kept:
+            losses.kept[f"operators.{name}: fp32"] = kept[name]
+        else:
+            losses.add(f"operators.{name}: fp32", lost[name])
+
+
+def autocast_operators(request: Request, losses: Losses, *, output: str = "", lost: str = "") -> None:
+    """Report a target that runs the model under ``torch.autocast``.
+
+    Args:
+        request: the policy.
+        losses: filled in.
+        output: who casts the model's output to FP32, or
+        lost: what the output is instead.
+    """
+    if request.policy.activations == "keep":
+        report_operators(request, losses, dict.fromkeys(OPERATORS, _UNTOUCHED), {})
+        return
+    kept = AUTOCAST | LOOKUP | ({"output": output} if output else {})
+    report_operators(request, losses, kept, {"output": lost})
