@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from autoprec.policy import LayerPlan
 from autoprec.recipes import Gemm, Recipe
 
-__all__ = ["Backend", "Capability", "Execution"]
+__all__ = ["Backend", "Capability", "Execution", "feature_sizes"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,3 +71,10 @@ class Backend(Protocol):
 
 #: Builds a backend; kept lazy so that optional packages are imported only when asked for.
 BackendFactory = Callable[[], Backend]
+
+
+def feature_sizes(gemm: Gemm, m: int, k: int, n: int) -> dict[str, int]:
+    """Return the sizes of a GEMM that are features of the layer, by label; tokens are padded, so any number will do."""
+    sizes = {"M": m, "K": k, "N": n}
+    del sizes["K" if gemm == "wgrad" else "M"]
+    return sizes

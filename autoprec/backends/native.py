@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.backends.base import Capability
+from autoprec.backends.base import Capability, feature_sizes
 from autoprec.backends.scaled_mm import blocked_multiply, scaled_multiply
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
@@ -112,7 +112,7 @@ class NativeBackend:
         refusal = _refusal(kind, recipe, gemm, device)
         if refusal:
             return Capability(False, refusal)
-        for label, size in (("M", m), ("K", k), ("N", n)):
+        for label, size in feature_sizes(gemm, m, k, n).items():
             if size % _NEEDS[kind].multiple:
                 return Capability(False, f"{gemm} {label} = {size} is not a multiple of {_NEEDS[kind].multiple}")
         return Capability(True, "torch._scaled_mm" if kind in ("tensor", "row") else "torch.nn.functional.scaled_mm")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.backends.base import Capability
+from autoprec.backends.base import Capability, feature_sizes
 from autoprec.backends.library import LibraryExecution, plan_labels, wants_bf16
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.rounding import STORAGE
@@ -121,19 +121,18 @@ class TorchaoBackend:
 
     def capability(self, recipe: Recipe, *, gemm: Gemm, m: int, k: int, n: int, device: str) -> Capability:
         """Say whether torchao runs one GEMM under a recipe; 0 stands for a size not known yet."""
-        del m
         refusal = _float8_refusal(recipe, device)
         if refusal:
             return Capability(False, refusal)
-        if recipe.format == "mxfp8" and (k % 32 or n % 32):
-            return Capability(False, f"MXFP8 needs multiples of 32, {gemm} has K = {k}, N = {n}")
+        multiple = 32 if recipe.format == "mxfp8" else 16 if device.startswith("cuda") and recipe.scaled else 1
+        for label, size in feature_sizes(gemm, m, k, n).items():
+            if size % multiple:
+                return Capability(False, f"{gemm} {label} = {size} is not a multiple of {multiple}")
         if device.startswith("cuda") and recipe.scaled:
             need = (10, 0) if recipe.format == "mxfp8" else (8, 9)
             cc = torch.cuda.get_device_capability(device)
             if cc < need:
                 return Capability(False, f"{recipe.describe()} needs compute capability {need[0]}.{need[1]}")
-            if k % 16 or n % 16:
-                return Capability(False, f"{gemm} K = {k}, N = {n}: both must be multiples of 16")
         return Capability(True, f"torchao {recipe.describe()}")
 
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LibraryExecution:

@@ -129,4 +129,6 @@ def check(
             fix="the reason column says why; `autoprec doctor` lists what this machine can run",
         )
     if not as_json:
-        click.echo(f"every one of {len(audit['layers'])} layers executed what was asked")
+        idle = sum(not row["executed"] for row in audit["layers"])
+        ran = f"every one of {len(audit['layers']) - idle} layers executed what was asked"
+        click.echo(f"{ran}; {idle} more were not called in these steps" if idle else ran)

@@ -231,6 +231,21 @@ def autocast() -> dict[str, Any]:
     return {"error": relative(*found), "products": products, "ok": ok}
 
 
+def conformance() -> dict[str, Any]:
+    """The shipped conformance suite: what did not pass, and what was lacking."""
+    from autoprec.backends.transformer_engine import TransformerEngineBackend
+    from autoprec.testing import backends as suite
+
+    bench = suite._Bench.__init__
+    suite._Bench.__init__ = lambda self, backend, plan, device: bench(self, backend, plan, "cpu")  # type: ignore[method-assign]
+    checks = list(suite.check_backend(TransformerEngineBackend(), "cuda:0"))
+    return {
+        "passed": sum(check.status == "pass" for check in checks),
+        "failed": [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"],
+        "lacks": {check.name: check.detail for check in checks if check.status == "lacks"},
+    }
+
+
 def removed() -> dict[str, Any]:
     """A policy taken off again."""
     model = Model()
@@ -254,7 +269,19 @@ def _attempt(run: Callable[[], Any]) -> Any:
         return {"failed": traceback.format_exc(limit=-6)}
 
 
-SCENARIOS = (recipes, gemms, parameters, same_class, algorithms, updates, leftovers, batches, autocast, removed)
+SCENARIOS = (
+    recipes,
+    gemms,
+    parameters,
+    same_class,
+    algorithms,
+    updates,
+    leftovers,
+    batches,
+    autocast,
+    conformance,
+    removed,
+)
 
 
 def main() -> None:

@@ -126,10 +126,19 @@ def test_batches_autocast_and_removal(hopper: dict) -> None:
         assert ["bfloat16", "bfloat16", "NT", True] in hopper["autocast"]["products"]
 
 
+def test_the_conformance_suite_passes(hopper: dict) -> None:
+    found = hopper["conformance"]
+    assert found["failed"] == []
+    assert found["passed"] > 20
+    assert "saturates infinities" in found["lacks"]["fp8_delayed: non-finite values show"]
+    assert "no fp8 row" in found["lacks"]["fp8_rowwise"]
+
+
 def test_blackwell_has_mxfp8_and_nvfp4() -> None:
     found = ran(FOLDERS[-1], "10.0")
     if not newer(found):
         pytest.skip("this Transformer Engine is older than 2.19")
     assert correct(found["recipes"]["mxfp8"])
     assert correct(found["recipes"]["nvfp4_plain"], limit=3e-3)  # bfloat16 output
+    assert found["conformance"]["failed"] == []
     assert "powers of two" in found["recipes"]["fp8_block_fp32_scales"]["refused"]
