@@ -16,7 +16,7 @@ from pathlib import Path
 
 from autoprec.cost import CostModel, CostScale, Verdict
 from autoprec.cost.cpu import cpu_rates
-from autoprec.errors import AutoPrecError, NoSpaceError, NothingAcceptableError, SearchInterruptedError, StudyError
+from autoprec.errors import AutoPrecError, NothingAcceptableError, SearchInterruptedError, StudyError
 from autoprec.files import file_lock, write_json
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
@@ -97,7 +97,9 @@ class Search:
                 return self._run(pool, stack)
             except (KeyboardInterrupt, SystemExit) as stop:
                 raise self._interrupted(stop) from stop
-            except (NoSpaceError, StudyError) as error:
+            except NothingAcceptableError:
+                raise  # going on would change nothing
+            except AutoPrecError as error:
                 if self.context is not None:  # the study was begun, and holds all that was finished
                     error.fix += f"; then continue with:\n    {self.options.resume_command()}"
                 raise

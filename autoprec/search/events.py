@@ -56,13 +56,16 @@ class Listeners:
         self.dropped: list[str] = []
 
     def _each(self, event: str, *values: Any) -> None:
+        failed = []
         for member in list(self._members):
             try:
                 getattr(member, event)(*values)
             except Exception as error:  # an observer must never end a search
                 self._members.remove(member)
                 self.dropped.append(f"{type(member).__name__}.{event}: {type(error).__name__}: {error}")
-                self._each("note", f"{type(member).__name__} failed and is told no more ({error}); the search goes on")
+                failed.append(f"{type(member).__name__} failed and is told no more ({error}); the search goes on")
+        for text in failed:
+            self._each("note", text)
 
     def phase(self, name: str, detail: str = "") -> None:
         """Forward :meth:`Listener.phase`."""

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
+import signal
+import threading
 from pathlib import Path
 from typing import Any
 
-from autoprec.errors import AutoPrecError, ScriptError, UsageError
+from autoprec.errors import AutoPrecError, NoSpaceError, ScriptError, UsageError
 from autoprec.optional import require
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.execute import command_from_json, command_to_json
@@ -23,6 +24,12 @@ __all__ = ["RETRIES", "RayRunner", "connect"]
 
 #: How often a trial is run again after its worker or node was lost.
 RETRIES = 2
+#: How long a worker may wait for room in the cluster: a node that died may be replaced, or may not.
+ROOM_S = 60.0
+
+
+class _NoRoomError(Exception):
+    """The cluster has had no room for a worker for ``ROOM_S``."""
 
 
 class _Supervisor:
@@ -40,9 +47,16 @@ class _Supervisor:
         except AutoPrecError as error:
             return {"error": error.what, "where": error.where, "fix": error.fix}
 
+    def ready(self) -> bool:
+        """Answer as soon as this worker has a place to run."""
+        return True
+
     def run(self, spec: dict[str, Any]) -> dict[str, Any]:
-        """Run one trial."""
-        return self._runner.run(TrialSpec.from_json(spec)).to_json()
+        """Run one trial; no room for its files is the machine's trouble, and travels as a document too."""
+        try:
+            return {"result": self._runner.run(TrialSpec.from_json(spec)).to_json()}
+        except NoSpaceError as error:
+            return {"error": error.what, "where": error.where, "fix": error.fix}
 
     def close(self) -> None:
         """End every process."""
@@ -72,6 +86,7 @@ def connect(address: str) -> Any:
     }
     if not address:
         settings["include_dashboard"] = False
+    terminated = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**settings)
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
@@ -79,6 +94,8 @@ def connect(address: str) -> Any:
             f"no Ray cluster answers at '{address or 'this machine'}': {error}",
             fix="start one with `ray start --head`, or leave out --ray-address to start one here",
         ) from error
+    if terminated is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminated)  # Ray's own handler would leave with another exit code
     return ray
 
 
@@ -99,10 +116,10 @@ class RayRunner:
     ) -> None:
         self._ray = connect(address)
         self._command, self._run_dir, self._seed, self._gpus = command, run_dir, seed, gpus
-        self._slots = slots
+        self._slots = self._left = slots
         self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._actors: list[Any] = []
-        self._groups: list[Any] = []
+        self._actors: dict[Any, Any] = {}  # with its placement group, if it has one
+        self._lock, self._closed = threading.Lock(), False
         self._info: HostInfo | None = None
 
     @property
@@ -111,15 +128,14 @@ class RayRunner:
         return self._slots
 
     def _actor(self) -> Any:
-        """Create an actor; the GPUs of one trial are always on one node."""
-        ray = self._ray
+        """Create an actor and wait until it has a place; the GPUs of one trial are always on one node."""
+        ray, group = self._ray, None
         options: dict[str, Any] = {"num_cpus": 1, "max_concurrency": 1}
         if self._gpus:
             from ray.util.placement_group import placement_group
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
             group = placement_group([{"CPU": 1, "GPU": self._gpus}], strategy="STRICT_PACK")
-            self._groups.append(group)
             options |= {
                 "num_gpus": self._gpus,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
@@ -129,52 +145,106 @@ class RayRunner:
             .options(**options)
             .remote(command_to_json(self._command), str(self._run_dir.absolute()), self._seed)
         )
-        self._actors.append(actor)
+        self._actors[actor] = group
+        try:
+            ray.get(actor.ready.remote(), timeout=ROOM_S)
+        except ray.exceptions.GetTimeoutError as error:
+            self._end(actor)
+            raise _NoRoomError from error
         return actor
+
+    def _end(self, actor: Any) -> None:
+        """Give an actor, and what was reserved for it, back to the cluster."""
+        group = self._actors.pop(actor, None)
+        self._ray.kill(actor)
+        if group is not None:
+            self._ray.util.remove_placement_group(group)
 
     def start(self) -> HostInfo:
         """Start the first actor and its host; the other slots start with their first trial.
 
         Raises:
             ScriptError: the script failed before its first training step.
+            AutoPrecError: the cluster has no room for a single worker.
         """
-        if self._info is None:
-            actor = self._actor()
-            answer = self._ray.get(actor.start.remote())
-            if "error" in answer:
-                raise ScriptError(answer["error"], where=answer["where"], fix=answer["fix"])
-            self._info = HostInfo.from_json(answer["info"])
-            self._free.put(actor)
-            for _ in range(self._slots - 1):
-                self._free.put(None)
-        return self._info
+        with self._lock:
+            if self._info is None:
+                try:
+                    actor = self._actor()
+                except _NoRoomError as error:
+                    raise self._no_room() from error
+                answer = self._ray.get(actor.start.remote())
+                if "error" in answer:
+                    raise ScriptError(answer["error"], where=answer["where"], fix=answer["fix"])
+                self._info = HostInfo.from_json(answer["info"])
+                self._free.put(actor)
+                for _ in range(self._slots - 1):
+                    self._free.put(None)
+            return self._info
 
     def run(self, spec: TrialSpec) -> TrialResult:
-        """Run one trial on a free slot; a lost worker or node is replaced, and the trial run again."""
+        """Run one trial on a free slot; a lost worker or node is replaced, and the trial run again.
+
+        A slot for which the cluster has no room any more is given up: the trial then waits for another slot.
+
+        Raises:
+            AutoPrecError: no slot is left.
+            NoSpaceError: the worker's machine has no room for a trial's files.
+        """
         self.start()
-        lost = self._ray.exceptions.RayActorError
-        actor = self._free.get()
-        try:
-            for attempt in range(1 + RETRIES):
-                actor = actor if actor is not None else self._actor()
-                try:
-                    return TrialResult.from_json(self._ray.get(actor.run.remote(spec.to_json())))
-                except lost as error:
-                    actor, reason = None, f"the Ray worker was lost {attempt + 1} times: {str(error).splitlines()[0]}"
-                except self._ray.exceptions.RayError as error:
-                    return TrialResult("crashed", f"Ray: {type(error).__name__}: {str(error).splitlines()[0]}")
-            return TrialResult("crashed", reason)
-        finally:
-            self._free.put(actor)
+        lost, reason = 0, ""
+        while lost <= RETRIES:
+            actor = self._free.get()
+            if self._closed:
+                return TrialResult("crashed", "this runner was closed")
+            try:
+                actor = self._actor() if actor is None else actor
+                answer = self._ray.get(actor.run.remote(spec.to_json()))
+            except _NoRoomError as error:
+                if not self._give_up_slot():
+                    raise self._no_room() from error
+            except self._ray.exceptions.RayActorError as error:
+                if actor is not None:
+                    self._end(actor)
+                self._free.put(None)
+                lost += 1
+                reason = f"the Ray worker or its node was lost {lost} times: {str(error).splitlines()[0]}"
+            except self._ray.exceptions.RayError as error:
+                self._free.put(actor)
+                return TrialResult("crashed", f"Ray: {type(error).__name__}: {str(error).splitlines()[0]}")
+            else:
+                self._free.put(actor)
+                if "error" in answer:
+                    raise NoSpaceError(answer["error"], where=answer["where"], fix=answer["fix"])
+                return TrialResult.from_json(answer["result"])
+        return TrialResult("crashed", reason)
+
+    def _give_up_slot(self) -> bool:
+        """Go on with one slot less; False when it was the last."""
+        with self._lock:
+            self._left -= 1
+            if self._left:
+                return True
+            self._left = 1
+        self._free.put(None)
+        return False
+
+    def _no_room(self) -> AutoPrecError:
+        wanted = f"{self._gpus} GPUs and 1 CPU" if self._gpus else "1 CPU"
+        return AutoPrecError(
+            f"the Ray cluster has had no room for one worker ({wanted}) for {ROOM_S:.0f} s",
+            where=f"nodes alive: {sum(bool(node['Alive']) for node in self._ray.nodes())}",
+            fix="bring nodes back, or stop what else runs there (`ray status` lists it)",
+        )
 
     def close(self) -> None:
-        """End every actor and give its resources back."""
-        for actor in self._actors:
-            try:
-                self._ray.get(actor.close.remote(), timeout=10)
-            except Exception as error:  # a dead actor has nothing to close
-                print(f"autoprec: a Ray worker did not close: {type(error).__name__}", file=sys.stderr)
-            self._ray.kill(actor)
-        for group in self._groups:
-            self._ray.util.remove_placement_group(group)
-        self._actors, self._groups = [], []
+        """End every actor and give its resources back; a running trial is not waited for."""
+        self._closed = True
+        actors = list(self._actors)
+        closing = [actor.close.remote() for actor in actors]
+        if closing:
+            self._ray.wait(closing, num_returns=len(closing), timeout=5)
+        for actor in actors:
+            self._end(actor)
+        for _ in range(2 * self._slots + len(actors)):
+            self._free.put(None)  # for whoever waits for a slot

@@ -32,5 +32,6 @@ def test_a_member_that_raises_is_dropped_and_named_and_the_others_go_on() -> Non
     listeners = Listeners(Broken(), one)  # type: ignore[arg-type]
     listeners.phase("graph")
     listeners.phase("search")
-    assert one.heard == ["phase graph", "phase search"]
+    said = "note Broken failed and is told no more (no disk); the search goes on"
+    assert one.heard == ["phase graph", said, "phase search"]
     assert listeners.dropped == ["Broken.phase: RuntimeError: no disk"]

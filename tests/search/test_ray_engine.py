@@ -87,7 +87,7 @@ def test_a_killed_worker_is_replaced_and_its_trial_run_again(ray: Any, command: 
     remote = RayRunner(command, tmp_path / "ray", 0, slots=1)
     try:
         remote.start()
-        pid = ray.get(remote._actors[0].__ray_call__.remote(lambda _: os.getpid()))
+        pid = ray.get(next(iter(remote._actors)).__ray_call__.remote(lambda _: os.getpid()))
 
         def kill() -> None:
             time.sleep(0.3)
