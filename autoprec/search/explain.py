@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from autoprec.search.model import DivergenceModel, LinearModel, Observation
+from autoprec.search.beliefs import divergence_model, features_of, observation
+from autoprec.search.model import LinearModel
 from autoprec.search.problem import Params, Problem, layer_key
 from autoprec.search.records import TrialRecord
-from autoprec.search.sensitivity import SensitivityTable, families
+from autoprec.search.sensitivity import SensitivityTable
 from autoprec.search.tables import FloatTable
 
 __all__ = ["Importance", "LayerReason", "explain_layers", "importance"]
@@ -142,19 +144,18 @@ def importance(
     The models that the sampler uses are fitted to the finished trials, starting from the tables; the variance of each
     decision's effect is taken over its values with equal weight. Parameters only count with what the trials showed.
     """
-    features = [(name, value) for name, values in problem.parameters.items() for value in values[1:]]
-    numbers = {g: number for number, family in enumerate(families(problem)) for g in family}
-    divergence = DivergenceModel(table.error2, [numbers[g] for g in range(len(problem.groups))], len(features))
+    features = features_of(problem)
+    divergence = divergence_model(problem, table.error2)
     time = LinearModel(time_ms, 0.0, np.zeros(len(features)), noise=0.01)
     gaps, times = [], []
     for record in records:
         if not record.ok:
             continue
-        params = record.params
-        z = np.array([problem.value(params, name) == value for name, value in features], dtype=np.float64)
-        index, base2 = problem.indices(params), table.parameter_error2(problem, params)
-        gaps.append(Observation(index, z, base2, record.metrics["divergence"]))
-        times.append(Observation(index, z, base2, record.metrics["step_time_ms"]))
+        seen = observation(
+            problem, record.params, partial(table.parameter_error2, problem), record.metrics["divergence"]
+        )
+        gaps.append(seen)
+        times.append(replace(seen, value=record.metrics["step_time_ms"]))
     divergence.fit(gaps)
     time.fit(times)
     belief, (learned, _, effects) = divergence.mean(), time.mean()

@@ -25,8 +25,14 @@ __all__ = ["Belief", "DivergenceModel", "LinearModel", "Observation"]
 
 Vector = npt.NDArray[np.float64]
 
-#: Prior standard deviations, in units of ln(D**2) or of ln(error2).
-_SD = {"scale": 3.0, "power": 0.15, "parameter": 0.5, "choice": 0.5, "family": 0.5, "group": 0.4, "entry": 0.25}
+#: Prior standard deviations, in units of ln(D**2) or of ln(error2). The last four say how far a complete scan is off
+#: (a small GPT and a small ViT, benchmarks/search_quality.py); they are stretched where the trials say it is worse.
+_SD = {"scale": 3.0, "power": 0.15, "parameter": 0.5, "choice": 0.3, "family": 0.5, "group": 0.25, "entry": 0.15}
+#: Stretches and standard deviations of one measured ln(D) that the evidence chooses from, and what a doubling of the
+#: stretch must gain in log evidence to be believed.
+_STRETCHES, _RESIDUALS, _DOUBLING = (1.0, 2.0, 4.0), (0.05, 0.1, 0.17, 0.25, 0.35, 0.5), 1.0
+#: Gauss-Newton steps of a fit, and of one that starts from as many trials as make the last fit nearly right.
+_STEPS, _FEW_STEPS, _SETTLED = 6, 2, 30
 #: Divergence below which nothing is distinguished (1e-7 relative is float32 rounding of the loss).
 _TINY = 1e-8
 
@@ -81,6 +87,10 @@ class DivergenceModel:
         families: family number of each group ``[G]``.
         features: number of parameter features K.
         floor: noise floor of the divergence (a fraction).
+
+    Attributes:
+        residual: standard deviation of one measured ln(divergence) around the model, learned from the trials.
+        stretch: how much further off than usual the table is, likewise.
     """
 
     def __init__(self, error2: FloatTable, families: Sequence[int], features: int, floor: float = 0.0) -> None:
@@ -94,12 +104,12 @@ class DivergenceModel:
         self._families = np.asarray(families, dtype=np.int64)
         self._features = features
         self._floor = max(floor, 0.0)
-        self._sd = self._prior_sd()
+        self._base_sd = self._sd = self._prior_sd()
         self._mean = np.zeros(len(self._sd))
         self._jacobian = np.zeros((0, len(self._sd)))
         self._noise = np.zeros(0)
         self._solve: npt.NDArray[np.float64] = np.zeros((0, 0))
-        self.residual = 0.3
+        self.residual, self.stretch = 0.3, 1.0
 
     def _prior_sd(self) -> Vector:
         f, g, c = int(self._families.max()) + 1, self._groups, self._choices
@@ -130,7 +140,7 @@ class DivergenceModel:
             return
         target = np.array([2 * math.log(max(o.value, _TINY)) for o in observations])
         theta: Vector = self._mean.copy()
-        for _ in range(6):
+        for _ in range(_FEW_STEPS if len(self._noise) >= _SETTLED else _STEPS):
             predicted, jacobian = self._linearise(theta, observations)
             noise = np.full(len(target), (2 * self.residual) ** 2)
             scaled = jacobian * self._sd**2
@@ -139,18 +149,39 @@ class DivergenceModel:
             step = scaled.T @ inner - theta
             largest = float(np.max(np.abs(step) / self._sd)) if len(step) else 0.0
             theta += step * min(1.0, 3.0 / max(largest, 1e-9))
-            if largest < 1e-3:
+            if largest < 1e-2:
                 break
         predicted, jacobian = self._linearise(theta, observations)
         self._mean, self._jacobian = theta, jacobian
-        self._noise = noise
-        gram = (jacobian * self._sd**2) @ jacobian.T + np.diag(noise)
+        # points at the floor say nothing, and one diverged trial nothing about the others
+        telling = jacobian[:, 0] > 0.5
+        if telling.sum() >= 6:
+            kept = jacobian[telling]
+            self._calibrate(np.clip(target - predicted, -2.0, 2.0)[telling] + kept @ theta, kept)
+        self._noise = np.full(len(target), (2 * self.residual) ** 2)
+        gram = (jacobian * self._sd**2) @ jacobian.T + np.diag(self._noise)
         self._solve = np.asarray(np.linalg.inv(gram), dtype=np.float64)
-        # leave-one-out residuals of a Gaussian model, from the dual (Rasmussen and Williams, eq. 5.12)
-        leave_out = (self._solve @ (target - predicted + jacobian @ theta)) / np.diag(self._solve)
-        if len(target) >= 6:
-            spread = 0.5 * float(np.sqrt(np.median(leave_out**2))) * 1.2
-            self.residual = float(np.clip(spread, 0.03, 0.6))
+
+    def _calibrate(self, target: Vector, jacobian: npt.NDArray[np.float64]) -> None:
+        """Choose how noisy one trial is and how far the table may be off: the pair of largest evidence.
+
+        The evidence is that of the linearised model, ``target ~ N(0, J S J' + noise)``; a stretch multiplies the
+        standard deviations of everything that corrects the table.
+        """
+        k = 2 + self._features
+        common = (jacobian[:, :k] * self._base_sd[:k] ** 2) @ jacobian[:, :k].T
+        table = (jacobian[:, k:] * self._base_sd[k:] ** 2) @ jacobian[:, k:].T
+        best = (-np.inf, 1.0, self.residual)
+        for stretch in _STRETCHES:
+            values, vectors = np.linalg.eigh(common + stretch**2 * table)
+            along = (vectors.T @ target) ** 2
+            for residual in _RESIDUALS:
+                spread = np.maximum(values, 0.0) + (2 * residual) ** 2
+                evidence = -0.5 * float((along / spread).sum() + np.log(spread).sum()) - _DOUBLING * math.log2(stretch)
+                best = max(best, (evidence, stretch, residual))
+        _, self.stretch, self.residual = best
+        self._sd = self._base_sd.copy()
+        self._sd[k:] *= self.stretch
 
     def _linearise(self, theta: Vector, observations: Sequence[Observation]) -> tuple[Vector, npt.NDArray[np.float64]]:
         belief = self._unpack(theta)

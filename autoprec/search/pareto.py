@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from autoprec.search.records import TrialRecord
 
-__all__ = ["OBJECTIVES", "front", "hypervolume", "nondominated"]
+__all__ = ["OBJECTIVES", "added_area", "front", "hypervolume", "nondominated"]
 
 #: Metrics that are minimised, by name.
 OBJECTIVES = ("step_time_ms", "divergence", "memory_bytes")
@@ -48,3 +49,20 @@ def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -
         area += (reference[0] - x) * (height - y)
         height = y
     return float(np.float64(area))
+
+
+def added_area(
+    points: npt.NDArray[np.float64], candidates: npt.NDArray[np.float64], reference: tuple[float, float]
+) -> npt.NDArray[np.float64]:
+    """Return by how much each candidate ``[M, 2]`` alone would enlarge the hypervolume of points ``[N, 2]``.
+
+    Both coordinates are minimised; the area is bounded by the reference point.
+    """
+    inside = points[(points < reference).all(axis=1)] if len(points) else points.reshape(0, 2)
+    order = np.lexsort((inside[:, 1], inside[:, 0]))
+    x = np.concatenate([inside[order, 0], [reference[0]]])
+    height = np.minimum.accumulate(np.concatenate([[reference[1]], inside[order, 1]]))
+    left = np.concatenate([[-np.inf], x[:-1]])
+    # between two neighbouring points the front is as low as the lowest point so far
+    width = np.maximum(x[None, :] - np.maximum(left[None, :], candidates[:, :1]), 0.0)
+    return np.asarray((width * np.maximum(height[None, :] - candidates[:, 1:], 0.0)).sum(axis=1))

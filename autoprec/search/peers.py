@@ -18,6 +18,7 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import UnknownNameError
+from autoprec.search.assigning import AssigningSampler
 from autoprec.search.problem import Problem
 from autoprec.search.sampler import PrecisionSampler, Prior
 from autoprec.search.solver import solve
@@ -29,19 +30,12 @@ __all__ = ["SAMPLERS", "GreedySampler", "IlpSampler", "make_sampler"]
 SAMPLERS = ("ours", "tpe", "nsga2", "random", "ilp", "greedy")
 
 
-class _Assigning(optuna.samplers.BaseSampler):  # type: ignore[misc]
+class _Assigning(AssigningSampler):
     """A sampler that proposes whole assignments ``[G]`` and leaves every parameter at its default."""
 
     def __init__(self, problem: Problem, prior: Prior, *, max_divergence: float, seed: int) -> None:
-        self.problem, self.prior, self.max_divergence, self.seed = problem, prior, max_divergence, seed
-
-    def infer_relative_search_space(  # the same for every study and trial
-        self,
-        study: optuna.Study,  # noqa: ARG002
-        trial: FrozenTrial,  # noqa: ARG002
-    ) -> dict[str, BaseDistribution]:
-        """Return everything: the assignment is decided as a whole."""
-        return dict(self.problem.distributions())
+        super().__init__(problem)
+        self.prior, self.max_divergence, self.seed = prior, max_divergence, seed
 
     def sample_relative(
         self,

@@ -22,12 +22,13 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from autoprec.search.assigning import AssigningSampler
+from autoprec.search.beliefs import divergence_model, features_of
 from autoprec.search.model import Belief, DivergenceModel, LinearModel, Observation
-from autoprec.search.pareto import added_area
 from autoprec.search.problem import Problem
-from autoprec.search.sensitivity import families
 from autoprec.search.solver import corners, solve
 from autoprec.search.tables import FloatTable, IntVector, Limit, PairCosts
+from autoprec.search.worlds import Candidate, World
 
 __all__ = ["PrecisionSampler", "Prior"]
 
@@ -36,10 +37,10 @@ Vector = npt.NDArray[np.float64]
 #: Points along the front that are solved for in a trial that spreads, beside the corners of the relaxed front.
 _GRID, _CORNERS = 6, 64
 #: Width of posterior draws, in posterior standard deviations.
-_SPREAD = 0.5
+_SPREAD = 0.25
 #: Trials see one paired seed, whose ln(divergence) is off by so much for all of them alike (standard deviation over
 #: seeds; benchmarks/search_quality.py): points that aim at the budget are spread accordingly.
-_SEED_SD = 0.2
+_SEED_SD = 0.25
 #: The models are fitted to this many trials at most, and beyond it only once in so many: fitting costs their square.
 #: The first ones (presets and the scan of every group) and the newest ones (near the answer) are kept.
 _MOST_FITTED, _FIRST_FITTED, _REFIT_EVERY = 256, 64, 16
@@ -98,41 +99,7 @@ class _State:
     memory: LinearModel
 
 
-@dataclass(frozen=True)
-class _World:
-    """A drawn truth, and where everything that was asked lies in it: ``asked`` is (relative time, ln divergence)."""
-
-    belief: Belief
-    table: FloatTable
-    base: float
-    effects: Vector
-    unit: float
-    asked: FloatTable
-
-    def places(self, index: FloatTable, features: FloatTable, base2: Vector) -> FloatTable:
-        """Return (relative time, ln divergence) ``[N, 2]`` of assignments ``[N, G]``."""
-        times = self.base + self.table[np.arange(index.shape[1]), index].sum(axis=1) + features @ self.effects
-        gaps = self.belief.divergences(index, features, base2)
-        return np.stack([times / self.unit, np.log(np.maximum(gaps, 1e-9))], axis=1)
-
-    def gains(self, places: FloatTable) -> Vector:
-        """Return by how much each place would enlarge what was asked."""
-        every = np.concatenate([self.asked, places])
-        corner = every.max(axis=0)
-        return added_area(self.asked, places, (float(corner[0]) * 1.02, float(corner[1]) + 0.1))
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    """A point that could be asked."""
-
-    index: IntVector
-    parameters: dict[str, Any]
-    features: Vector
-    base2: float
-
-
-class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
+class PrecisionSampler(AssigningSampler):
     """Proposes whole assignments; see the module's docstring.
 
     Args:
@@ -160,30 +127,20 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         focus: float | None = None,
         objective: str = "throughput",
     ) -> None:
-        self.problem, self.prior = problem, prior
+        super().__init__(problem)
+        self.prior = prior
         self.max_divergence, self.noise_floor, self.seed = max_divergence, noise_floor, seed
-        self.focus = focus if focus is not None else 0.5 if objective == "throughput" else 0.75
+        self.focus = focus if focus is not None else 0.4 if objective == "throughput" else 0.75
         self.objective = objective
-        self.exhausted = False
         self._limits: list[Limit] = []
         self._max_gradient2 = None if max_gradient is None else max_gradient**2
         if max_memory is not None and prior.memory is not None:
             self._limits.append(Limit(prior.memory, max_memory - prior.base_memory))
-        self._features = [(name, value) for name, values in problem.parameters.items() for value in values[1:]]
-        numbers = {g: number for number, family in enumerate(families(problem)) for g in family}
-        self._families = [numbers[g] for g in range(len(problem.groups))]
+        self._features = features_of(problem)
         self._state: _State | None = None
         self._points: dict[int, _Point] = {}
 
     # --- Optuna's side ----------------------------------------------------------------------------------------------
-    def infer_relative_search_space(  # the same for every study and trial
-        self,
-        study: optuna.Study,  # noqa: ARG002
-        trial: FrozenTrial,  # noqa: ARG002
-    ) -> dict[str, BaseDistribution]:
-        """Return everything: layers and parameters are decided together."""
-        return dict(self.problem.distributions())
-
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
@@ -213,11 +170,10 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         for attempt in range(6):
             spread = _SPREAD + 0.35 * attempt
             world = self._world(state, points, rng, spread, aims)
-            options = self._parameter_options(study, number, world.effects, rng)
             if aims and attempt < 3:
-                wanted = self._within_budget(world, state, options)
+                wanted = self._within_budget(world, self._cost(state, world), study, number, rng)
             else:
-                wanted = self._along_front(world, options, rng)
+                wanted = self._along_front(world, self._parameter_options(study, number, world.effects, rng), rng)
             for candidate in wanted:
                 found = self.problem.from_indices(candidate.index, candidate.parameters)
                 if self.problem.key(found) not in seen:
@@ -227,38 +183,40 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
 
     def _world(
         self, state: _State, points: Sequence[_Point], rng: np.random.Generator, spread: float, aims: bool
-    ) -> _World:
+    ) -> World:
         """Draw a world; where the budget counts, other seeds may lie higher or lower than the one that is measured."""
         belief = state.divergence.draw(rng, spread)
         if aims:
             belief = replace(belief, scale=belief.scale + 2 * _SEED_SD * float(rng.normal()))
         table, base, effects = state.time.draw(rng, spread)
-        world = _World(belief, table, base, effects, max(state.time.scale, 1e-12), np.zeros((0, 2)))
+        world = World(belief, table, base, effects, max(state.time.scale, 1e-12), np.zeros((0, 2)))
         if not points:
             return world
         index = np.stack([point.index for point in points])
         features = np.stack([point.features for point in points]).reshape(len(points), -1)
         return replace(world, asked=world.places(index, features, np.array([point.base2 for point in points])))
 
-    def _within_budget(self, world: _World, state: _State, options: Sequence[dict[str, Any]]) -> list[_Candidate]:
-        """Return the points that are best within the divergence budget, one per parameter option, best first."""
-        cost, effects = self._cost(state, world.table, world.effects)
+    def _within_budget(
+        self, world: World, cost: tuple[FloatTable, Vector], study: optuna.Study, number: int, rng: np.random.Generator
+    ) -> list[Candidate]:
+        """Return the points that are cheapest within the divergence budget, one per parameter option, best first."""
+        table, effects = cost
         # within the noise floor nobody can tell: the decision accepts what lies there
         target = max(self.max_divergence, self.noise_floor)
         found = []
-        for parameters in options:
+        for parameters in self._parameter_options(study, number, effects, rng):
             z, base2 = self._vector(parameters), self.prior.parameter_error2(parameters)
-            index = self._solve(cost, world.belief, target, z, base2)
+            index = self._solve(table, world.belief, target, z, base2)
             if index is not None:
-                merit = float(cost[np.arange(len(index)), index].sum() + effects @ z)
-                found.append((merit, _Candidate(index, parameters, z, base2)))
+                merit = float(table[np.arange(len(index)), index].sum() + effects @ z)
+                found.append((merit, Candidate(index, parameters, z, base2)))
         return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
 
     def _along_front(
-        self, world: _World, options: Sequence[dict[str, Any]], rng: np.random.Generator
-    ) -> list[_Candidate]:
+        self, world: World, options: Sequence[dict[str, Any]], rng: np.random.Generator
+    ) -> list[Candidate]:
         """Return the points of the world's front that add anything to what was asked, those that add most first."""
-        found: list[_Candidate] = []
+        found: list[Candidate] = []
         supported = corners(world.table, world.belief.error2, _CORNERS)
         for turn, parameters in enumerate(options):
             z, base2 = self._vector(parameters), self.prior.parameter_error2(parameters)
@@ -267,7 +225,7 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
                 targets = self._targets(world.belief, rng)
                 solved = (self._solve(world.table, world.belief, target, z, base2) for target in targets)
                 kept += [index for index in solved if index is not None]
-            found += [_Candidate(index, parameters, z, base2) for index in kept]
+            found += [Candidate(index, parameters, z, base2) for index in kept]
         if not found:
             return []
         places = world.places(
@@ -299,7 +257,7 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         if self._state is not None and self._state.fitted == numbers:
             return self._state
         effects = np.array([self.prior.parameter_time_ms.get(f, 0.0) for f in self._features], dtype=np.float64)
-        divergence = DivergenceModel(self.prior.error2, self._families, len(self._features), self.noise_floor * 0.5)
+        divergence = divergence_model(self.problem, self.prior.error2, self.noise_floor)
         time = LinearModel(
             self.prior.time_ms,
             self.prior.base_time_ms,
@@ -350,8 +308,9 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     def _vector(self, params: Mapping[str, Any]) -> Vector:
         return np.array([self.problem.value(params, name) == value for name, value in self._features], dtype=np.float64)
 
-    def _cost(self, state: _State, time: FloatTable, effects: Vector) -> tuple[FloatTable, Vector]:
+    def _cost(self, state: _State, world: World) -> tuple[FloatTable, Vector]:
         """Return what the objective minimises: time, memory, or their product (added in logarithms, to first order)."""
+        time, effects = world.table, world.effects
         if self.objective == "throughput":
             return time, effects
         held, _, held_effects = state.memory.mean()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
-import numpy as np
-
-from autoprec.search.model import DivergenceModel, Observation
+from autoprec.search.beliefs import divergence_model, observation
 from autoprec.search.problem import Problem
 from autoprec.search.records import TrialRecord
-from autoprec.search.sensitivity import SensitivityTable, families
+from autoprec.search.sensitivity import SensitivityTable
 
 __all__ = ["shortlist", "smoothed_divergence"]
 
@@ -33,15 +32,11 @@ def smoothed_divergence(
         records: trials that were measured to their end.
         noise_floor: divergence of the benign perturbation.
     """
-    features = [(name, value) for name, values in problem.parameters.items() for value in values[1:]]
-    numbers = {g: number for number, family in enumerate(families(problem)) for g in family}
-    groups = [numbers[g] for g in range(len(problem.groups))]
-    model = DivergenceModel(table.error2, groups, len(features), 0.5 * noise_floor)
-    rows = []
-    for record in records:
-        z = np.array([problem.value(record.params, n) == v for n, v in features], dtype=np.float64)
-        base2 = table.parameter_error2(problem, record.params)
-        rows.append(Observation(problem.indices(record.params), z, base2, record.metrics["divergence"]))
+    model = divergence_model(problem, table.error2, noise_floor)
+    rows = [
+        observation(problem, r.params, partial(table.parameter_error2, problem), r.metrics["divergence"])
+        for r in records
+    ]
     model.fit(rows)
     model.fit(rows)  # again, with the residual that the first fit found
     belief = model.mean()

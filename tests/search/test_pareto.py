@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.search.pareto import front, hypervolume, nondominated
+from autoprec.search.pareto import added_area, front, hypervolume, nondominated
 from autoprec.search.records import TrialRecord
 
 
@@ -33,3 +35,14 @@ def test_hypervolume_of_two_steps() -> None:
     assert hypervolume([(1.0, 2.0), (2.0, 1.0)], (3.0, 3.0)) == 3.0
     assert hypervolume([(1.0, 2.0), (2.0, 1.0), (2.5, 2.5), (5.0, 0.0)], (3.0, 3.0)) == 3.0
     assert hypervolume([], (1.0, 1.0)) == 0.0
+
+
+def test_added_area_is_the_difference_of_hypervolumes() -> None:
+    rng = np.random.default_rng(0)
+    reference = (1.0, 1.0)
+    for count in (0, 1, 7):
+        points, candidates = rng.uniform(0, 1.2, (count, 2)), rng.uniform(-0.2, 1.2, (20, 2))
+        added = added_area(points, candidates, reference)
+        before = hypervolume(points.tolist(), reference)
+        for candidate, area in zip(candidates, added, strict=True):
+            assert area == pytest.approx(hypervolume([*points.tolist(), candidate.tolist()], reference) - before)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoprec.search.solver import evaluate, front, solve
+from autoprec.search.solver import corners, evaluate, front, solve
 from autoprec.search.tables import FloatTable, Limit
 
 
@@ -134,3 +134,21 @@ def test_milliseconds_at_500_groups_and_8_choices() -> None:
     for share in (0.01, 0.05, 0.2):
         solve(time_, error2, share * error2.sum() / 8)
     assert (time.process_time() - began) / 3 < 0.15
+
+
+def test_corners_are_exactly_optimal_for_their_own_error() -> None:
+    rng = np.random.default_rng(3)
+    time, error2 = rng.uniform(1, 2, (6, 4)), rng.lognormal(-8, 2, (6, 4))
+    time[0, 1] = np.inf
+    found = corners(time, error2)
+    rows = np.arange(6)
+    errors = [error2[rows, index].sum() for index in found]
+    assert errors == sorted(errors)
+    np.testing.assert_array_equal(time[rows, found[-1]], time.min(axis=1))
+    for index, error in zip(found, errors, strict=True):
+        exact = solve(time, error2, float(error))
+        assert exact is not None
+        assert time[rows, index].sum() == pytest.approx(time[rows, exact].sum())
+    few = corners(time, error2, points=3)
+    assert len(few) == 3
+    np.testing.assert_array_equal(few[[0, -1]], found[[0, -1]])

@@ -1,0 +1,32 @@
+"""What all samplers that propose whole points of a problem share."""
+
+from __future__ import annotations
+
+import optuna
+from optuna.distributions import BaseDistribution
+from optuna.trial import FrozenTrial
+
+from autoprec.search.problem import Problem
+
+__all__ = ["AssigningSampler"]
+
+
+class AssigningSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
+    """A sampler that decides about everything there is to decide at once.
+
+    Attributes:
+        problem: the search problem.
+        exhausted: nothing new was left to propose; the search may end.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.exhausted = False
+
+    def infer_relative_search_space(  # the same for every study and trial
+        self,
+        study: optuna.Study,  # noqa: ARG002
+        trial: FrozenTrial,  # noqa: ARG002
+    ) -> dict[str, BaseDistribution]:
+        """Return everything: layers and parameters are decided together."""
+        return dict(self.problem.distributions())
