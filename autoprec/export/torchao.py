@@ -96,6 +96,12 @@ def _cast(recipe: Recipe | None, operand: Operand, fallback: Recipe) -> str:
     return f"CastConfig(scaling_granularity=ScalingGranularity.{granularity}, target_dtype={dtype})"
 
 
+def gathers_float8(plan: LayerPlan) -> bool:
+    """Say whether FSDP2 can gather this layer's weight in FP8: both its products take it with one scale per tensor."""
+    both = (plan.fprop, plan.dgrad)
+    return all(r is not None and r.scaling is not None and r.scaling.granularity == "tensor" for r in both)
+
+
 def float8_config(plan: LayerPlan) -> str:
     """Return the source of a ``Float8LinearConfig`` for a plan that fits."""
     scaled = next(r for r in recipes_of(plan) if r is not None and r.scaled)
@@ -110,6 +116,8 @@ def float8_config(plan: LayerPlan) -> str:
     power = scaled.scaling is not None and scaled.scaling.power_of_2
     lines.append(f"round_scales_to_power_of_2={power}")
     lines += ["pad_inner_dim=True", "emulate=emulate"]
+    if gathers_float8(plan):
+        lines.append("enable_fsdp_float8_all_gather=gather_float8")
     return "Float8LinearConfig(\n" + "".join(f"            {line},\n" for line in lines) + "        )"
 
 
@@ -149,6 +157,7 @@ from torchao.float8 import (
     ScalingGranularity,
     ScalingType,
     convert_to_float8_training,
+    precompute_float8_dynamic_scale_for_fsdp,
 )
 
 # (regular expression on module names, plan); the first match wins
@@ -160,19 +169,20 @@ ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autoc
 WIDE_OUTPUT = @WIDE@  # the model returns float32
 
 
-def configs(emulate=False):
+def configs(emulate=False, gather_float8=False):
     """A fresh torchao config per FP8 plan; torchao changes the objects it is given, so they are never shared."""
     return @CONFIGS@
 
 @PLAN_OF@
 
-def apply(model, emulate=False, skip=()):
+def apply(model, emulate=False, skip=(), gather_float8=False):
     """Convert the model in place and return it; emulate=True runs the same rounding without FP8 hardware.
 
     Plans named in skip are left alone. Build the optimizer afterwards, or keep it: torchao keeps
-    the Parameters.
+    the Parameters. gather_float8=True, before fully_shard: FSDP2 gathers the weights of layers with
+    one scale per tensor in FP8; then build the optimizer afterwards, and call after_step(model).
     """
-    for plan, config in configs(emulate).items():
+    for plan, config in configs(emulate, gather_float8).items():
         if plan in skip:
             continue
 
@@ -185,6 +195,11 @@ def apply(model, emulate=False, skip=()):
         if isinstance(module, nn.Linear) and dtype is not None and not hasattr(module, "precision_dtype"):
             run_in(module, dtype)
     return attend(model)
+
+
+def after_step(model):
+    """With gather_float8: compute all scales of the new weights in one all-reduce, after each optimizer step."""
+    precompute_float8_dynamic_scale_for_fsdp(model)
 
 @RUN_IN@
 @ATTEND@

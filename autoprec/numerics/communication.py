@@ -157,7 +157,8 @@ def install_gradient_hook(model: nn.Module, gradients: str) -> GradientHook | No
             raise UnsupportedError(
                 "gradients of a sharded model (FSDP2, DTensor) are reduced by FSDP itself",
                 where="policy.communication",
-                fix="set communication.gradients: fp32 and choose reduce_dtype in FSDP's MixedPrecisionPolicy",
+                fix="set communication.gradients: fp32 and choose reduce_dtype in FSDP's MixedPrecisionPolicy; "
+                "FP8 weights can be gathered under `autoprec export --to torchao`",
             )
         return None
     hook: GradientHook | None = getattr(wrapper, _ATTRIBUTE, None)
