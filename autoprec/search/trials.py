@@ -204,15 +204,17 @@ def run_trials(context: Context) -> None:
     loop.seen = {problem.key(record.params): record for record in store.learned()}
     context.timings["search_began_s"] = context.elapsed()
     with context.pool.threads(context.workers, "trial") as threads:
-        _drive(loop, threads.submit)
+        _drive(loop, threads.submit, lambda: bool(getattr(sampler, "exhausted", False)))
 
 
-def _drive(loop: _Loop, submit: Callable[..., Future[TrialRecord]]) -> None:
+def _drive(
+    loop: _Loop, submit: Callable[..., Future[TrialRecord]], exhausted: Callable[[], bool] = lambda: False
+) -> None:
     context, store = loop.context, loop.context.store
     number, asked = store.next_number(), 0
     while loop.running or (loop.done < loop.goal and not loop.out_of_time()):
         room = min(context.workers - len(loop.running), loop.goal - loop.done - len(loop.running))
-        while room > 0 and not loop.out_of_time() and asked < ASKS_PER_TRIAL * loop.goal:
+        while room > 0 and not exhausted() and not loop.out_of_time() and asked < ASKS_PER_TRIAL * loop.goal:
             asked += 1
             trial = store.ask()
             params = dict(trial.params)  # Optuna copies them deeply every time

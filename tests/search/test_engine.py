@@ -14,6 +14,7 @@ from autoprec.search.engine import Search
 from autoprec.search.events import Listeners
 from autoprec.search.options import SearchOptions
 from autoprec.search.records import SearchResult
+from autoprec.search.study import StudyStore
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
@@ -330,3 +331,17 @@ def test_a_gpu_that_is_always_throttled_is_not_measured_twice_for_ever(here: Pat
     doubtful = [record for record in made.records if "unreliable" in record.tags]
     assert doubtful
     assert all("throttled" in record.reason for record in doubtful)
+
+
+def test_a_search_ends_when_its_space_is_used_up(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    ask = StudyStore.ask
+    monkeypatch.setattr(StudyStore, "ask", lambda store: asked.append(1) or ask(store))
+    graph = simulated_graph(2, width=4096, tokens=16384)
+    few = replace(graph, layers=graph.layers[:2], groups={})
+    simulated = script(graph=few)
+    _, result = search(simulated, options(trials=60, space="tiny"))
+    tried = [record for record in result.presets if record["status"] == "ok"]
+    assert tried
+    assert any("the space is exhausted" in note for note in result.notes)
+    assert len(asked) < 30
