@@ -32,6 +32,7 @@ class Told:
 
 
 def main() -> None:
+    print("begun", flush=True)
     study, trials, delay = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     Path("train.py").touch()
     options = SearchOptions(

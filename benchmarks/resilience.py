@@ -1,0 +1,239 @@
+"""What a search survives: kills of its driver, its children, its workers and nodes; a tracking server that is gone.
+
+    python benchmarks/resilience.py [kills children ray tracker workers] [--out FILE]
+
+Prints a table per part. Driver, studies, signals, servers and clusters are real; ``kills``, ``tracker`` and ``workers``
+train a simulated script, ``children`` and ``ray`` a small real one. Damaged files: ``resilience_files.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib.metadata
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.resilience_workers import children, ray, workers  # noqa: E402
+from tests.faults.servers import SERVERS, serving  # noqa: E402
+
+Row = tuple[str, str, str]
+DRIVER = ROOT / "tests" / "faults" / "driver.py"
+COMMAND_LINE = ROOT / "tests" / "faults" / "cli_driver.py"
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+KILLS, TRIALS, DELAY_S = 100, 240, 0.03
+
+
+class Driven:
+    """One driver process; notes when each line came."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.began = time.monotonic()
+        self.lines: list[tuple[float, str]] = []
+        self.process = subprocess.Popen(
+            [sys.executable, str(DRIVER), *words],
+            cwd=folder,
+            env=ENVIRONMENT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout or ():
+            if line.endswith("\n"):
+                self.lines.append((time.monotonic(), line.strip()))
+
+    def end(self, after_s: float | None) -> int:
+        """Kill it after some seconds (None: never), and return its exit code."""
+        try:
+            self.process.wait(after_s)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGKILL)
+            self.process.wait()
+        self._reader.join()
+        return int(self.process.returncode)
+
+    def at(self, text: str) -> float | None:
+        """Return when a line first appeared, in seconds from the start."""
+        return next((when - self.began for when, line in self.lines if line == text), None)
+
+    def told(self) -> list[str]:
+        return [line for _, line in self.lines if line.startswith(("trial preset", "trial search"))]
+
+
+def kills() -> list[Row]:
+    """kill -9 of the driver at random moments, until the study is done."""
+    rng = random.Random(0)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        plain = Driven(folder, "plain", str(TRIALS), "0")
+        if plain.end(None):
+            raise SystemExit("\n".join(line for _, line in plain.lines))
+        begin = plain.at("phase search") or 0.0
+        told: list[str] = []
+        resumes: list[float] = []
+        killed = failed = 0
+        while True:
+            done = killed >= KILLS
+            known = (folder / "autoprec-runs" / "cut" / "study.db").exists()
+            run = Driven(folder, "cut", str(TRIALS), str(DELAY_S), *(["resume"] if known else []))
+            code = run.end(None if done else rng.uniform(0.3 * begin, 1.6 * begin))
+            told += run.told()
+            began, ready = run.at("begun"), run.at("phase search")
+            if known and began is not None and ready is not None:
+                resumes.append(ready - began)
+            if code == 0:
+                break
+            killed += 1
+            failed += code != -signal.SIGKILL
+        stored = _stored(folder / "autoprec-runs" / "cut" / "study.db")
+        same = _policy(folder / "plain.yaml") == _policy(folder / "cut.yaml")
+    lost = len({line.split(maxsplit=2)[2].rpartition(" ")[0] for line in told} - set(stored))
+    repeated = len(told) - len(set(told)) + len(stored) - len(set(stored))
+    return [
+        ("kill -9 of the driver at random moments of one study", str(KILLS), f"{killed} of {TRIALS} trials"),
+        ("resumes that failed", "0", str(failed)),
+        ("completed trials lost, repeated", "0, 0", f"{lost}, {repeated}"),
+        ("stored, different", str(TRIALS), f"{len(stored)}, {len(set(stored))}"),
+        (
+            "from the end of the imports to the next trial (median, worst)",
+            "<= 2 s",
+            f"{statistics.median(resumes):.2f}, {max(resumes):.2f} s",
+        ),
+        ("final policy equal to the uninterrupted run's", "yes", "yes" if same else "no"),
+    ]
+
+
+def _stored(database: Path) -> list[str]:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    study = optuna.load_study(study_name="cut", storage=f"sqlite:///{database}")
+    records = [trial.user_attrs["record"] for trial in study.get_trials(deepcopy=False)]
+    return [record["name"] for record in records if record["kind"] in ("preset", "search")]
+
+
+def _policy(path: Path) -> object:
+    from autoprec.policy import load_policy
+
+    policy = load_policy(path)
+    return policy.layers, policy.activations, policy.evidence["speedup"], policy.evidence["divergence"]
+
+
+def tracker() -> list[Row]:
+    """A whole search beside a server that is dead, silent, answers 500, or trickles; then ``autoprec sync``."""
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, times = Path(scratch), {}
+        plain = [_timed_search(folder, f"plain{turn}", "") for turn in range(3)]
+        for kind in SERVERS:
+            with serving(kind) as uri:
+                times[kind] = [_timed_search(folder / kind, f"{kind}{turn}", uri) for turn in range(3)]
+            target = f"sqlite:///{folder / kind / 'later.db'}"
+            runs = str(folder / kind / "autoprec-runs")
+            words = [sys.executable, "-m", "autoprec", "sync", runs, "--tracking-uri", target, "--experiment", "later"]
+            time.sleep(1.0)
+            done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
+            stored, wanted = _runs(target), _wanted(folder / kind / "autoprec-runs")
+            added = statistics.median(times[kind]) - statistics.median(plain)
+            rows.append(
+                (f"tracking server {kind}: seconds added to a search (median of 3)", "< 2 s", f"{added:+.2f} s")
+            )
+            rows.append(
+                (
+                    f"tracking server {kind}: runs after `autoprec sync` (exit {done.returncode})",
+                    str(wanted),
+                    str(stored),
+                )
+            )
+    return rows
+
+
+def _timed_search(folder: Path, study: str, uri: str) -> float:
+    folder.mkdir(exist_ok=True)
+    environment = ENVIRONMENT | ({"MLFLOW_TRACKING_URI": uri} if uri else {})
+    words = ["search", "-q", "--trials", "20", "--seeds", "2", "--study", study, *([] if uri else ["--no-mlflow"])]
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, str(COMMAND_LINE), "0.05", *words], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise SystemExit(done.stderr)
+    return time.monotonic() - began
+
+
+def _wanted(runs: Path) -> int:
+    """Return how many runs the studies come to: one each, and one per finished record."""
+    import json
+
+    names = set()
+    for spool in runs.glob("*/tracking/spool.jsonl"):
+        names.add(spool)
+        for line in spool.read_text().splitlines():
+            event = json.loads(line)
+            if event["kind"] == "trial":
+                names.add((spool, event["record"]["number"]))
+    return len(names)
+
+
+def _runs(uri: str) -> int:
+    code = (
+        "import sys, mlflow; c = mlflow.MlflowClient(sys.argv[1]); e = c.get_experiment_by_name('later'); "
+        "print(len(c.search_runs([e.experiment_id], max_results=5000)))"
+    )
+    environment = ENVIRONMENT | {"MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run([sys.executable, "-c", code, uri], env=environment, capture_output=True, text=True)
+    return int(done.stdout.split()[-1]) if done.stdout.split() else 0
+
+
+PARTS: dict[str, Callable[[], list[Row]]] = {
+    "kills": kills,
+    "children": children,
+    "ray": ray,
+    "tracker": tracker,
+    "workers": workers,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="what a search survives")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--out", type=Path, help="add the table to this file")
+    arguments = parser.parse_args()
+    chosen = arguments.parts or list(PARTS)
+    for part in chosen:
+        if part not in PARTS:
+            parser.error(f"no part '{part}'; there are {', '.join(PARTS)}")
+    for part in chosen:
+        began = time.monotonic()
+        rows = PARTS[part]()
+        lines = [f"| {part} | goal | measured |", "|---|---|---|"]
+        lines += [f"| {what} | {goal} | {got} |" for what, goal, got in rows]
+        lines += ["", f"({time.monotonic() - began:.0f} s)", ""]
+        print("\n".join(lines), flush=True)
+        if arguments.out:
+            versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("optuna", "mlflow", "ray", "torch"))
+            words = f"`python benchmarks/resilience.py {part}`"
+            where = f"{datetime.date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
+            with arguments.out.open("a", encoding="utf-8") as stream:
+                stream.write("\n".join([f"{words}: {where}", "", *lines, ""]))
+
+
+if __name__ == "__main__":
+    main()
