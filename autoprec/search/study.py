@@ -16,7 +16,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import FileError, NoSpaceError, StudyError
-from autoprec.files import canonical_json
+from autoprec.files import canonical_json, with_checksum, without_checksum
 from autoprec.search.records import TrialRecord
 from autoprec.search.sqlite_check import check_sqlite
 from autoprec.search.storage import Claim, open_storage, patiently, root_cause, without_password
@@ -43,6 +43,12 @@ LEARNED = ("preset", "search")
 def default_storage(study_dir: Path) -> str:
     """Return the URL of the study's own SQLite file."""
     return f"sqlite:///{(study_dir / 'study.db').resolve()}"
+
+
+_DAMAGED = (
+    "put an intact copy of the database back, or begin again with --study NEW; nothing was changed, and the policies "
+    "that were saved are still good"
+)
 
 
 class StudyStore:
@@ -126,34 +132,39 @@ class StudyStore:
         trials = self._guarded(lambda: self._rdb.get_trials(deepcopy=False))
         documents = [trial.user_attrs.get("record") for trial in trials]
         # studies of AutoPrec before checksums have none at all; one record without, among others with, is damage
-        checked = any(isinstance(document, dict) and "checksum" in document for document in documents)
+        self._checked = any(isinstance(document, dict) and "checksum" in document for document in documents)
         out = []
         for number, (trial, document) in enumerate(zip(trials, documents, strict=True)):
             where = f"{self.url}, study {self.name}, trial {trial.number}"
             try:
                 if trial.number != number or not trial.state.is_finished() or not isinstance(document, dict):
                     raise FileError("is damaged: its record is missing", where=where)
-                out.append(TrialRecord.from_stored(document) if checked else TrialRecord.from_json(document))
+                out.append(TrialRecord.from_stored(document) if self._checked else TrialRecord.from_json(document))
             except (FileError, TypeError, ValueError) as error:
                 what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
-                raise StudyError(
-                    what,
-                    where=where,
-                    fix="put an intact copy of the database back, or begin again with --study NEW; nothing was "
-                    "changed, and the policies that were saved are still good",
-                ) from error
+                raise StudyError(what, where=where, fix=_DAMAGED) from error
         return out
 
     # --- settings ---------------------------------------------------------------------------------------------------
     @property
     def signature(self) -> dict[str, Any] | None:
-        """The setup the study was started with; None before it was set."""
+        """The setup the study was started with; None before it was set.
+
+        Raises:
+            StudyError: it is damaged.
+        """
         found = self._guarded(lambda: self._rdb.user_attrs).get("signature")
-        return found if isinstance(found, dict) else None
+        if not isinstance(found, dict) or not (self._checked or "checksum" in found):
+            return found if isinstance(found, dict) else None
+        where = f"{self.url}, study {self.name}, setup"
+        try:
+            return without_checksum(found, where=where)
+        except FileError as error:
+            raise StudyError(error.what, where=where, fix=_DAMAGED) from error
 
     def set_signature(self, signature: dict[str, Any]) -> None:
         """Remember the setup the study is started with."""
-        self._guarded(lambda: self._rdb.set_user_attr("signature", signature))
+        self._guarded(lambda: self._rdb.set_user_attr("signature", with_checksum(signature)))
 
     # --- asking and telling -----------------------------------------------------------------------------------------
     def start(

@@ -81,6 +81,7 @@ def test_a_row_that_is_gone_or_astray_is_refused(study: Path, statement: str) ->
 def test_a_study_from_before_checksums_is_read(study: Path) -> None:
     expected = read_study(study)
     connection = sqlite3.connect(study)
+    connection.execute("update study_user_attributes set value_json = ?", (json.dumps(expected[1]),))
     rows = connection.execute("select trial_user_attribute_id, value_json from trial_user_attributes").fetchall()
     for identity, text in rows:
         document = json.loads(text)
@@ -99,6 +100,13 @@ def test_one_record_that_lost_its_checksum_is_refused(study: Path) -> None:
                 "where trial_id = 1")  # fmt: skip
     with pytest.raises(StudyError, match="damaged"):
         read_study(study)
+
+
+def test_a_changed_setup_is_damage_and_not_another_setup(study: Path) -> None:
+    edit(study, "update study_user_attributes set value_json = replace(value_json, 'train.py', 'trbin.py')")
+    with pytest.raises(StudyError, match="checksum does not match") as caught:
+        read_study(study)
+    assert caught.value.where.endswith("study study, setup")
 
 
 def test_an_emptied_database_is_not_begun_anew(study: Path) -> None:
