@@ -126,15 +126,8 @@ class Recipe(_Frozen):
             for name in ("hadamard", "stochastic_rounding", "weight_2d"):
                 if getattr(self, name):
                     raise ValueError(f"{name} has an effect with format: nvfp4 only; remove it")
-        if (
-            self.format == "int8"
-            and self.scaling
-            and (self.scaling.granularity, self.scaling.scale)
-            != (
-                "row",
-                "current",
-            )
-        ):
+        kind = None if self.scaling is None else (self.scaling.granularity, self.scaling.scale)
+        if self.format == "int8" and kind != ("row", "current"):
             raise ValueError("int8 has row-wise current scaling only")
         if self.operands is not None:
             for gemm, (a, b) in GEMM_OPERANDS.items():

@@ -1,8 +1,9 @@
 """Figures of the numerics and backends: exactness against torch and torchao, CPU speed of the emulation, overheads.
 
-    python benchmarks/numerics.py [--only exact,gemm,linear,gpt,overhead,gradients] [--compiled] [--rounds 7] [--out F]
+    python benchmarks/numerics.py [--only exact,gemm,linear,gpt,overhead,gradients] [--compiled] [--rounds 7] [--write]
 
-Times are process CPU time of one thread, taken in interleaved rounds: trust ratios, not milliseconds.
+``--write`` keeps the table as ``benchmarks/results/DATE_numerics.md``, goals missed included. Times are process CPU
+time of one thread, taken in interleaved rounds: trust ratios, not milliseconds.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import os
 import platform
 import sys
 import time
@@ -27,7 +29,7 @@ from autoprec.apply import Policy  # noqa: E402
 from autoprec.numerics.linear import LinearExecution  # noqa: E402
 from autoprec.numerics.quantize import dequantize, quantize, spec_of  # noqa: E402
 from autoprec.numerics.rounding import STORAGE, encode  # noqa: E402
-from autoprec.optional import is_available  # noqa: E402
+from autoprec.optional import installed_version, is_available  # noqa: E402
 from autoprec.policy import LayerPlan  # noqa: E402
 from autoprec.recipes import BUILTIN_RECIPES as RECIPES  # noqa: E402
 from autoprec.recipes import GEMMS  # noqa: E402
@@ -294,6 +296,18 @@ def gradients(_args: argparse.Namespace) -> list[Row]:
     return rows
 
 
+def processor() -> str:
+    """Name the processor, and the matrix units that decide what a GEMM costs."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = dict(line.split(":", 1) for line in text.splitlines() if ":" in line)
+    named = next((value.strip() for key, value in facts.items() if key.strip() == "model name"), platform.machine())
+    units = [unit for unit in ("avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8") if f" {unit} " in f"{text} "]
+    return f"{named} ({', '.join(units) or 'no matrix instructions'})"
+
+
 PARTS = {f.__name__: f for f in (exact, gemm, linear, gpt, overhead, gradients)}
 
 
@@ -302,15 +316,17 @@ def main() -> int:
     parser.add_argument("--only", default=",".join(PARTS), help="comma-separated parts")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--compiled", action="store_true", help="also time torch.compile'd layers (minutes)")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--write", action="store_true", help="keep the table in benchmarks/results")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    versions = f"torch {torch.__version__}, torchao {installed_version('torchao') or 'not installed'}"
     lines = [
         "# Numerics and backends on a CPU",
         "",
         f"`{' '.join(['python', 'benchmarks/numerics.py', *sys.argv[1:]])}`",
-        f"{platform.machine()}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}, one thread, "
-        f"process CPU time, {args.rounds} interleaved rounds, {time.strftime('%Y-%m-%d')}.",
+        "",
+        f"{processor()}; {versions}; one thread, process CPU time, median of {args.rounds} interleaved rounds; "
+        f"load average {os.getloadavg()[0]:.1f} at the start; {time.strftime('%Y-%m-%d')}.",
         "",
         "| what | goal | found | met |",
         "|---|---|---|---|",
@@ -321,10 +337,10 @@ def main() -> int:
             missed += met is False
             lines.append(f"| {what} | {goal} | {found} | {'' if met is None else 'yes' if met else '**no**'} |")
             print(lines[-1], flush=True)
-    text = "\n".join(lines) + "\n"
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text)
+    if args.write:
+        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}_numerics.md"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        print(f"written to {path.name}", file=sys.stderr)
     return 1 if missed else 0
 
 

@@ -48,7 +48,11 @@ class Execution(Protocol):
 
 
 class Backend(Protocol):
-    """Who runs a GEMM."""
+    """Who runs a GEMM.
+
+    Two methods are optional: ``around_model() -> factory of a context manager`` for what the model's forward is run in
+    (or None), and ``gap(plan, check) -> reason`` for checks of the conformance suite it is known not to pass.
+    """
 
     name: str
 

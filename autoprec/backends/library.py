@@ -43,6 +43,8 @@ class LibraryExecution:
         labels: what the library runs, by GEMM.
         rows: multiple of M that the library's kernels need.
         compute: dtype in which operands are handed over; None for what the script computes in.
+        ran: what the last forward and backward really ran, by GEMM.
+        watched: the dtypes under which a backward has been seen; others are watched once more.
         casts_weight: the weight is cast to ``compute`` as well; otherwise the library quantises it as it is stored.
     """
 
@@ -81,7 +83,7 @@ class LibraryExecution:
         padding = -x.shape[0] % self.rows
         with torch.autocast(device, enabled=False):
             out = self.product(F.pad(x, (0, 0, 0, padding)) if padding else x.contiguous(), weight)
-            if out.requires_grad:
+            if out.requires_grad:  # a gradient may come expanded (sum) or transposed, which 8-bit kernels refuse
                 out.register_hook(Tensor.contiguous)  # type: ignore[no-untyped-call]
             out = out[: x.shape[0]].to(out_dtype)
             if bias is not None:

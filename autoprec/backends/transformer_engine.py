@@ -1,7 +1,7 @@
 """The ``transformer_engine`` backend: TE's modules around the model's own Parameters, one recipe object per policy.
 
-A ``te.Linear`` built on the meta device is given the layer's Parameters and called from the layer's own forward. It is
-no submodule of the model, so names, ``state_dict`` (no ``_extra_state``), optimizer and hooks stay as they are. From TE
+A ``te.Linear`` built on the meta device is lent the layer's weight and called from the layer's own forward. It is no
+submodule of the model, so names, ``state_dict`` (no ``_extra_state``), optimizer and hooks stay as they are. From TE
 2.19 on, one ``CustomRecipe`` whose factory answers per layer and GEMM serves the whole model; before, each layer enters
 its own recipe. TE ignores a changed recipe of the same class on a live module, so every policy gets fresh modules and a
 reset of TE's global state.
@@ -115,7 +115,7 @@ class TransformerEngineBackend:
         return Capability(True, f"Transformer Engine {recipe.describe()}")
 
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LibraryExecution:
-        """Return an execution around a fresh ``te.Linear`` that shares the module's Parameters.
+        """Return an execution around a fresh ``te.Linear`` that is lent the module's weight in each call.
 
         Raises:
             UnsupportedError: a plan this version of Transformer Engine cannot express, or a module that is no Linear.
@@ -133,12 +133,13 @@ class TransformerEngineBackend:
         shell = state.te.Linear(
             module.in_features, module.out_features, bias=False, params_dtype=weight.dtype, device="meta", name=name
         )
-        shell.weight = weight
         recipe, delayed = self._recipe(plan, name, weight.device), is_delayed(plan.fprop)
         scale: Tensor | None = None
 
-        def product(x: Tensor, _weight: Tensor) -> Tensor:
+        def product(x: Tensor, weight: Tensor) -> Tensor:
             nonlocal scale
+            # each time anew: a copy of the model, FSDP2 and parametrisations come with another tensor
+            shell._parameters["weight"] = weight
             again = in_backward()
             context = state.repeated(recipe, shell, scale) if again else state.entered(recipe)
             with torch.autocast(x.device.type, x.dtype, enabled=x.dtype is not weight.dtype), context:

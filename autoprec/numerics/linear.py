@@ -38,6 +38,7 @@ class LinearExecution:
     Attributes:
         plan: what was asked for.
         multiply: who multiplies, per GEMM; missing means emulated.
+        state: delayed scales and the private random stream.
         ran: what the last forward and backward really ran, by GEMM; empty until then.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
         backend: name of the backend that runs it.
@@ -45,6 +46,7 @@ class LinearExecution:
         called: a forward has run.
         native: dtype of a plan autograd runs by itself, by device type.
         compiled: steps of any other plan, by device type and the script's dtype.
+        watched: the dtypes under which a native backward has been seen; others are watched once more.
     """
 
     plan: LayerPlan

@@ -58,6 +58,11 @@ def _cast(x: Tensor, spec: Spec) -> QuantizedOperand:
     return QuantizedOperand(x.to(spec.dtype), None, spec, x.shape[0], x.shape[1])
 
 
+def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+    """Return ``x * scale`` as a float32 tensor of its own."""
+    return x * scale if x.dtype is torch.float32 else x.to(torch.float32).mul_(scale)
+
+
 def _tensor(
     x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, recompute: bool
 ) -> QuantizedOperand:
@@ -70,7 +75,7 @@ def _tensor(
         scale = state.delayed_scale(operand, spec, amax, update=update, recompute=recompute)
     else:
         scale = scale_of(amax, limit, power_of_2=scaling.power_of_2)
-    codes = encode(x.to(torch.float32) * scale, spec.format, bounded=not delayed)
+    codes = encode(_scaled(x, scale), spec.format, bounded=not delayed)
     return QuantizedOperand(codes, inverse_of(scale, amax).reshape(1, 1), spec, x.shape[0], x.shape[1])
 
 
@@ -78,10 +83,10 @@ def _row(x: Tensor, spec: Spec) -> QuantizedOperand:
     scaling, limit = spec.scaling or Scaling(), FORMATS[spec.format].max
     amax = amax_of(x, spec.axis)
     scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.amax_epsilon)
-    scaled = x.to(torch.float32) * scale
+    scaled = _scaled(x, scale)
     if spec.format == "int8":
-        # NaN has no int8 code: the NaN inverse of its row carries it
-        codes = scaled.round_().nan_to_num_(nan=0.0).clamp_(-127, 127).to(torch.int8)
+        # NaN has no int8 code, and gets whatever the cast gives: the NaN inverse of its row carries it
+        codes = scaled.round_().clamp_(-127, 127).to(torch.int8)
     else:
         codes = encode(scaled, spec.format, bounded=True)
     return QuantizedOperand(codes, inverse_of(scale, amax), spec, x.shape[0], x.shape[1])

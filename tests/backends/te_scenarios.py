@@ -231,6 +231,36 @@ def autocast() -> dict[str, Any]:
     return {"error": relative(*found), "products": products, "ok": ok}
 
 
+def copies() -> dict[str, Any]:
+    """A copy of the model with other weights, and a weight that a parametrisation computes."""
+    import copy
+
+    from torch.nn.utils.parametrizations import weight_norm
+
+    model, chosen = Model(), policy("fp8_tensorwise")
+    chosen.apply(model, backend=BACKEND)
+    step(model)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for p in other.parameters():
+            p.mul_(2.0)
+    fresh = Model()
+    with torch.no_grad():
+        for p in fresh.parameters():
+            p.mul_(2.0)
+    chosen.apply(fresh, backend=BACKEND)
+    normed, reference = Model(), Model()
+    for one in (normed, reference):
+        weight_norm(one.first)
+    chosen.apply(normed, backend=BACKEND)
+    chosen.apply(reference, backend="emulated")
+    return {
+        "copy": relative(step(other), step(fresh)),
+        "original": relative(step(model), step(other)),
+        "parametrised": relative(step(normed), step(reference)),
+    }
+
+
 def conformance() -> dict[str, Any]:
     """The shipped conformance suite: what did not pass, and what was lacking."""
     from autoprec.backends.transformer_engine import TransformerEngineBackend
@@ -279,6 +309,7 @@ SCENARIOS = (
     leftovers,
     batches,
     autocast,
+    copies,
     conformance,
     removed,
 )

@@ -126,6 +126,13 @@ def test_batches_autocast_and_removal(hopper: dict) -> None:
         assert ["bfloat16", "bfloat16", "NT", True] in hopper["autocast"]["products"]
 
 
+def test_the_weight_is_the_one_of_the_call(hopper: dict) -> None:
+    found = hopper["copies"]
+    assert found["copy"] == 0.0
+    assert found["original"] > 0.1
+    assert found["parametrised"] < 0.03
+
+
 def test_the_conformance_suite_passes(hopper: dict) -> None:
     found = hopper["conformance"]
     assert found["failed"] == []
