@@ -163,10 +163,10 @@ class OptimizerRuntime:
             )
             moments = {} if new is None else {"momentum_buffer": new}
         noise = self.generator(parameter, int(number))
-        for name, values in moments.items():
-            self._write(state, name, values, parameter, noise)
         if self.observer is not None:
             self.observer(parameter, weight, moments.get("exp_avg_sq"))
+        for name, values in moments.items():
+            self._write(state, name, values, parameter, noise)
         self.weights.write(parameter, weight, noise)
 
     def _step_number(self, state: dict[str, Any], group: dict[str, Any]) -> float:
@@ -191,7 +191,7 @@ class OptimizerRuntime:
             if held is not values:
                 state[name] = values.to(parameter.dtype)
         elif isinstance(held, StoredTensor):
-            held.assign(values, noise)
+            held.absorb(values, noise)
         else:
             state[name] = StoredTensor.store(values, how, noise)
 

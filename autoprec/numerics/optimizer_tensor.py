@@ -58,6 +58,12 @@ class StoredTensor(torch.Tensor):
         for part, fresh in zip(self.parts, self.codec.encode(values, generator), strict=True):
             part.copy_(fresh.view(part.shape))
 
+    def absorb(self, values: Tensor, generator: torch.Generator | None = None) -> None:
+        """Do what :meth:`assign` does; ``values`` are scratch memory from then on."""
+        encode = getattr(self.codec, "consume", self.codec.encode)
+        for part, fresh in zip(self.parts, encode(values, generator), strict=True):
+            part.copy_(fresh.view(part.shape))
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.codec.name}, shape={tuple(self.shape)}, values={self.decode()})"
 
