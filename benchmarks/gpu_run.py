@@ -1,6 +1,6 @@
 """``make gpu``: everything a GPU is needed for, in one command, resumable in parts, within a time limit.
 
-    python benchmarks/gpu_run.py [--limit 480] [--out DIR] [--parts tests,numerics,calibrate,end_to_end]
+    python benchmarks/gpu_run.py [--limit 480] [--out DIR] [--parts tests,numerics,calibrate,fidelity,end_to_end]
 
 Parts that finished are kept in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again.
 The last part writes ``benchmarks/results/<date>_<gpu>.{json,md}`` with commands, versions and hardware. Wheels that
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PARTS = ("tests", "numerics", "calibrate", "end_to_end")
+PARTS = ("tests", "numerics", "calibrate", "fidelity", "end_to_end")
 
 
 def commands(out: Path) -> dict[str, list[str]]:
@@ -31,6 +31,10 @@ def commands(out: Path) -> dict[str, list[str]]:
         "tests": [python, "-m", "pytest", "-m", "gpu", "-rs", "-q"],
         "numerics": [python, "benchmarks/numerics.py", "--device", "cuda"],
         "calibrate": [python, "-m", "autoprec", "calibrate", "--output", str(out / "calibration.json")],
+        "fidelity": [
+            *(python, "benchmarks/gpu_fidelity.py", "--out", str(out / "fidelity.md")),
+            *("--calibration", str(out / "calibration.json")),
+        ],
         "end_to_end": [python, "benchmarks/gpu_end_to_end.py", "--out", str(out / "end_to_end")],
     }
 

@@ -1,0 +1,208 @@
+"""Is the rehearsal true? Emulated against native numerics, and modelled against measured time, on this device.
+
+    python benchmarks/gpu_fidelity.py [--model gpt2-124m] [--recipes ...] [--calibration FILE] [--out FILE]
+
+One host of the same script answers everything, in one run: the gradient error of every group and recipe by the
+``emulated`` backend and by the device's own (``native``, and Transformer Engine where it is installed), loss curves of
+50 steps beside the noise floor, the step time of uniform and mixed policies beside the cost model's, and what share of
+the layers executed what was asked. A CPU's own FP8 products are slow but real, so a machine without a GPU rehearses
+all but the times, and the table says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from autoprec.cost import CostModel  # noqa: E402
+from autoprec.cost.calibration import load_calibration  # noqa: E402
+from autoprec.graph.report import GraphReport  # noqa: E402
+from autoprec.policy import Policy, policy_from_dict, resolve  # noqa: E402
+from autoprec.recipes import BUILTIN_RECIPES  # noqa: E402
+from autoprec.search.objectives import divergence, step_time  # noqa: E402
+from autoprec.search.targeting import resolve_target  # noqa: E402
+from autoprec.trial.command import ScriptCommand  # noqa: E402
+from autoprec.trial.protocol import Probe, TrialResult, TrialSpec  # noqa: E402
+from autoprec.trial.runner import TrialRunner  # noqa: E402
+
+TRAIN = ROOT / "benchmarks" / "gpu" / "train_transformer.py"
+RECIPES = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed")
+#: The one whose products a CPU runs at a bearable speed (per-tensor E5M2 takes seconds a step even for a tiny model).
+ON_CPU = "fp8_rowwise"
+CURVE_STEPS = 50
+
+
+def document(assignment: dict[str, str]) -> dict[str, Any]:
+    """Return the policy that gives layers (exact names) their recipes, everything else as written."""
+    layers = [{"match": name.replace("[", "[[]"), "recipe": recipe} for name, recipe in assignment.items()]
+    recipes = {name: BUILTIN_RECIPES[name] for name in set(assignment.values())}
+    return Policy.model_validate({"recipes": recipes, "layers": layers}).to_dict()
+
+
+def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
+    """Return Spearman's coefficient."""
+    ranks = [np.argsort(np.argsort(np.asarray(x))) for x in (a, b)]
+    return float(np.corrcoef(ranks[0], ranks[1])[0, 1]) if len(a) > 2 else float("nan")
+
+
+class Subject:
+    """One host of the script, asked one thing after another."""
+
+    def __init__(self, runner: TrialRunner, seed: int | None) -> None:
+        self.runner, self.seed = runner, seed
+
+    def run(self, **spec: Any) -> TrialResult:
+        done = self.runner.run(TrialSpec(timeout_s=580, **({"seed": self.seed} | spec)))
+        if not done.ok:
+            print(f"    {spec.get('backend', '')}: {done.status}: {done.reason[:160]}", file=sys.stderr)
+        return done
+
+    def errors(self, probes: tuple[Probe, ...], backend: str) -> dict[str, float]:
+        """Return the relative gradient error of every probe that the backend ran."""
+        done = self.run(kind="sensitivity", warmup=2, probes=probes, backend=backend)
+        rows = done.payload.get("probes", [])
+        failed = [row for row in rows if row.get("failed")]
+        if failed:
+            print(f"    {backend}: {len(failed)} probes failed, first: {failed[0]['failed'][:160]}", file=sys.stderr)
+        return {row["id"]: row["gradient_error"] for row in rows if row.get("gradient_error")}
+
+
+def gradient_table(subject: Subject, graph: GraphReport, recipes: Sequence[str], backends: Sequence[str]) -> list[str]:
+    """Compare gradient errors of every group and recipe between the emulation and each other backend."""
+    probes = tuple(
+        Probe(f"{group}|{recipe}", document(dict.fromkeys(members, recipe)))
+        for group, members in graph.groups.items()
+        for recipe in recipes
+    )
+    emulated = subject.errors(probes, "emulated")
+    lines = [
+        "| backend | probes | rank correlation | median difference | largest difference |",
+        "|---|---|---|---|---|",
+    ]
+    for backend in backends:
+        other = subject.errors(probes, backend)
+        both = [name for name in emulated if name in other]
+        if not both:
+            lines.append(f"| {backend} | 0 of {len(probes)} | - | - | - |")
+            continue
+        a, b = ([source[name] for name in both] for source in (emulated, other))
+        off = np.abs(np.asarray(b) / np.asarray(a) - 1)
+        rank = rank_correlation(a, b)
+        lines.append(
+            f"| {backend} | {len(both)} of {len(probes)} | {rank:.4f} | {np.median(off):.2%} | {off.max():.2%} |"
+        )
+    return lines
+
+
+def curve_table(subject: Subject, names: Sequence[str], recipes: Sequence[str], backends: Sequence[str]) -> list[str]:
+    """Compare whole loss curves, emulated against native, with what a benign perturbation does."""
+    plain = subject.run(steps=CURVE_STEPS, warmup=0)
+    floor = divergence(subject.run(steps=CURVE_STEPS, warmup=0, perturb="bf16").losses, plain.losses)
+    lines = [
+        f"Noise floor of {CURVE_STEPS} steps: {floor:.3%}.",
+        "",
+        "| recipe | backend | emulated against it | it against the script | layers executed as asked |",
+        "|---|---|---|---|---|",
+    ]
+    for recipe in recipes:
+        policy = document(dict.fromkeys(names, recipe))
+        emulated = subject.run(steps=CURVE_STEPS, warmup=0, policy=policy, backend="emulated")
+        for backend in backends:
+            other = subject.run(steps=CURVE_STEPS, warmup=0, policy=policy, backend=backend)
+            if not other.ok:
+                lines.append(f"| {recipe} | {backend} | {other.status}: {other.reason[:60]} | | |")
+                continue
+            rows = (other.audit or {"layers": []})["layers"]
+            asked = [row for row in rows if set(row["requested"].values()) != {"keep"}]
+            share = sum(row["ok"] for row in asked) / max(1, len(asked))
+            apart = divergence(emulated.losses, other.losses)
+            lines.append(
+                f"| {recipe} | {backend} | {apart:.3%} | {divergence(other.losses, plain.losses):.3%} | {share:.0%} |"
+            )
+    return lines
+
+
+def time_table(
+    subject: Subject, graph: GraphReport, device: str, recipes: Sequence[str], calibration: Path | None
+) -> list[str]:
+    """Compare measured with modelled step times: relative to the script as written, and absolutely."""
+    target, _ = resolve_target("auto", device)
+    measured_rates = load_calibration(calibration) if calibration and calibration.exists() else None
+    cost = CostModel(graph, target, compiled=True, calibration=measured_rates)
+    names = [layer.name for layer in graph.tunable]
+    policies: dict[str, dict[str, Any]] = {"as written": {"schema": "autoprec.policy/1"}}
+    for recipe in ("bf16", *recipes):
+        policies[f"all {recipe}"] = document(dict.fromkeys(names, recipe))
+        policies[f"every second {recipe}"] = document(dict.fromkeys(names[::2], recipe))
+    seen, said, rows = [], [], []
+    for name, policy in policies.items():
+        done = subject.run(steps=12, warmup=4, policy=policy)
+        if not done.ok:
+            continue
+        plans = resolve(policy_from_dict(policy), names, strict=False)
+        seen.append(step_time(done.step_ms, done.warmup))
+        said.append(cost.estimate(plans).time_ms)
+        doubt = f" ({done.unreliable})" if done.unreliable else ""
+        rows.append(f"| {name}{doubt} | {seen[-1]:.2f} | {said[-1]:.2f} | {said[-1] / seen[-1] - 1:+.1%} |")
+    off = np.abs(np.asarray(said) / np.asarray(seen) - 1)
+    return [
+        f"Cost model: {cost.label}.",
+        f"Median error {np.median(off):.1%}, rank correlation {rank_correlation(seen, said):.3f}.",
+        "",
+        "| policy | measured ms | modelled ms | error |",
+        "|---|---|---|---|",
+        *rows,
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="emulated against native, modelled against measured")
+    parser.add_argument("--model", default="")
+    parser.add_argument("--recipes", default="", help=f"default: {', '.join(RECIPES)}; on a CPU {ON_CPU}")
+    parser.add_argument("--backends", default="", help="default: native,transformer_engine; on a CPU native")
+    parser.add_argument("--calibration", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None)
+    asked = parser.parse_args()
+    import torch
+
+    gpu = torch.cuda.is_available()
+    recipes = asked.recipes.split(",") if asked.recipes else RECIPES if gpu else (ON_CPU,)
+    backends = (asked.backends or ("native,transformer_engine" if gpu else "native")).split(",")
+    model = asked.model or ("gpt2-124m" if gpu else "tiny")
+    words = [str(TRAIN), "--model", model, "--precision", "bf16", "--steps", "100000"]
+    with (
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+        TrialRunner(ScriptCommand.parse(words), run_dir=Path(folder)) as runner,
+    ):
+        info = runner.start()
+        subject = Subject(runner, None if info.launch == "fork" else 0)
+        graph = GraphReport.from_json(subject.run(kind="record", steps=1).payload["graph"])
+        names = [layer.name for layer in graph.tunable]
+        lines = [f"## {model} on {info.device}, torch {torch.__version__}", ""]
+        if not gpu:
+            lines += [
+                "No GPU: a rehearsal. FP8 products of a CPU are real and slow, so only numerics mean anything.",
+                "",
+            ]
+        lines += ["### Gradient errors, emulated against the device's own products", ""]
+        lines += [*gradient_table(subject, graph, recipes, backends), "", "### Loss curves", ""]
+        lines += [*curve_table(subject, names, recipes, backends), "", "### Step times", ""]
+        lines += time_table(subject, graph, info.device, recipes, asked.calibration)
+    text = "\n".join(lines)
+    print(text)
+    if asked.out is not None:
+        asked.out.write_text(json.dumps({"markdown": text}) if asked.out.suffix == ".json" else text + "\n")
+
+
+if __name__ == "__main__":
+    main()
