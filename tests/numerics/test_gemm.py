@@ -36,7 +36,7 @@ def test_products_are_exact_up_to_output_rounding(name: str, gemm: str) -> None:
 @pytest.mark.parametrize("name", ["fp8_tensorwise_e4m3", "fp8_tensorwise", "fp8_rowwise"])
 @pytest.mark.parametrize("gemm", GEMMS)
 def test_scaled_mm_agrees_within_output_rounding(name: str, gemm: str) -> None:
-    from autoprec.backends.native import scaled_multiply
+    from autoprec.backends.scaled_mm import scaled_multiply
     from autoprec.numerics.plan import compile_plan
     from autoprec.policy import LayerPlan
 
