@@ -99,13 +99,14 @@ def main() -> None:
     if options.write:
         path = ROOT / "benchmarks" / "results" / f"resilience-files-{datetime.date.today().isoformat()}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
+        command = "python benchmarks/resilience_files.py " + " ".join(sys.argv[1:])
         machine = {
-            "command": "python benchmarks/resilience_files.py " + " ".join(sys.argv[1:]),
+            "commands": {**known.get("machine", {}).get("commands", {}), **dict.fromkeys(results, command)},
             "python": platform.python_version(),
             "processor": platform.machine(),
             "versions": {name: metadata.version(name) for name in ("PyYAML", "pydantic", "optuna", "SQLAlchemy")},
         }
-        path.write_text(json.dumps({**known, "machine": machine, **results}, indent=1) + "\n")
+        path.write_text(json.dumps({**known, **results, "machine": machine}, indent=1) + "\n")
         print(path)
 
 

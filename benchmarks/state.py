@@ -18,6 +18,7 @@ import logging
 import math
 import platform
 import statistics
+import sys
 import time
 import warnings
 from collections.abc import Callable
@@ -27,12 +28,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.levels import LEVELS
-from autoprec.numerics.communication import WIRE, compressed_mean, wire_bytes
-from autoprec.numerics.monitors import StateMonitor
-from autoprec.numerics.optimizer import skipped_steps, wrap_optimizer
-from autoprec.numerics.optimizer_tensor import stored_bytes
-from autoprec.policy import OptimizerPolicy
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from autoprec.levels import LEVELS  # noqa: E402
+from autoprec.numerics.communication import WIRE, compressed_mean, wire_bytes  # noqa: E402
+from autoprec.numerics.monitors import StateMonitor  # noqa: E402
+from autoprec.numerics.optimizer import skipped_steps, wrap_optimizer  # noqa: E402
+from autoprec.numerics.optimizer_tensor import stored_bytes  # noqa: E402
+from autoprec.policy import OptimizerPolicy  # noqa: E402
 
 CHART = {"amp-bf16": 16, "te": 16, "msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7, "bf16-sr-fp8": 6}
 STATES = {
@@ -327,8 +331,14 @@ def main() -> None:
     if options.write:
         path = Path(__file__).parent / "results" / f"state-{datetime.date.today().isoformat()}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
-        machine = {"torch": torch.__version__, "processor": platform.machine(), "threads": 1, "device": "cpu"}
-        path.write_text(json.dumps({**known, "machine": machine, **results}, indent=1) + "\n")
+        machine = {
+            "command": "python benchmarks/state.py " + " ".join(sys.argv[1:]),
+            "torch": torch.__version__,
+            "processor": platform.machine(),
+            "threads": 1,
+            "device": "cpu",
+        }
+        path.write_text(json.dumps({**known, **results, "machine": machine}, indent=1) + "\n")
         print(path)
 
 

@@ -62,7 +62,10 @@ class StateReport:
         return cls(**values)
 
     def update_factor(self, reference: StateReport | None) -> float:
-        """Return by how much updates are larger (or smaller) than the reference's, as a factor of at least 1."""
+        """Return by how much updates are larger (or smaller) than the reference's, as a factor of at least 1.
+
+        Trials have no reference report: watching the reference would spoil its memory and time (docs/state.md).
+        """
         if reference is None or not (self.update_ratio > 0 and reference.update_ratio > 0):
             return 1.0
         factor = self.update_ratio / reference.update_ratio
