@@ -32,7 +32,8 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(*[m for _ in range(4) for m in (torch.nn.Linear(64, 64), torch.nn.ReLU())])
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
 for step in range(400):
-    loss = model(torch.randn(64, 64)).square().mean()
+    x = torch.randn(64, 64)
+    loss = (model(x) - x).square().mean()
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     time.sleep(0.005)
 """
@@ -141,13 +142,16 @@ def ray() -> list[Row]:
             folder = Path(scratch)
             (folder / "train.py").write_text(TRAIN)
             command = ScriptCommand.parse(("train.py",), cwd=folder)
-            runner = ray_engine.RayRunner(command, folder / "ray", 0, slots=2, address=cluster.address)
+            runner = ray_engine.RayRunner(command, folder / "ray", 0, slots=1, address=cluster.address)
             runner.start()
             for _ in range(5):
                 actor = next(iter(runner._actors))
                 pid = connected.get(actor.__ray_call__.remote(lambda _: os.getpid()))
                 threading.Timer(0.5, _kill, (pid,)).start()
                 workers_kept += runner.run(TrialSpec(steps=300, warmup=1)).ok
+            runner.close()
+            runner = ray_engine.RayRunner(command, folder / "ray", 0, slots=2, address=cluster.address)
+            runner.start()
             actor = next(iter(runner._actors))
             home = connected.get(actor.__ray_call__.remote(lambda _: _node_of()))
             node = next(n for n in nodes if n.node_id == home)

@@ -7,6 +7,7 @@ must be readable at the same path on every node (a shared file system, or Ray's 
 
 from __future__ import annotations
 
+import itertools
 import os
 import queue
 import signal
@@ -117,7 +118,8 @@ class RayRunner:
         self._ray = connect(address)
         self._command, self._run_dir, self._seed, self._gpus = command, run_dir, seed, gpus
         self._slots = self._left = slots
-        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._free: queue.PriorityQueue[tuple[bool, int, Any]] = queue.PriorityQueue()
+        self._turn = itertools.count()
         self._actors: dict[Any, Any] = {}  # with its placement group, if it has one
         self._lock, self._closed = threading.Lock(), False
         self._info: HostInfo | None = None
@@ -153,6 +155,10 @@ class RayRunner:
             raise _NoRoomError from error
         return actor
 
+    def _give(self, actor: Any) -> None:
+        """Offer a slot: one whose worker runs comes before one (None) whose worker must be started first."""
+        self._free.put((actor is None, next(self._turn), actor))
+
     def _end(self, actor: Any) -> None:
         """Give an actor, and what was reserved for it, back to the cluster."""
         group = self._actors.pop(actor, None)
@@ -177,9 +183,9 @@ class RayRunner:
                 if "error" in answer:
                     raise ScriptError(answer["error"], where=answer["where"], fix=answer["fix"])
                 self._info = HostInfo.from_json(answer["info"])
-                self._free.put(actor)
+                self._give(actor)
                 for _ in range(self._slots - 1):
-                    self._free.put(None)
+                    self._give(None)
             return self._info
 
     def run(self, spec: TrialSpec) -> TrialResult:
@@ -194,7 +200,7 @@ class RayRunner:
         self.start()
         lost, reason = 0, ""
         while lost <= RETRIES:
-            actor = self._free.get()
+            actor = self._free.get()[2]
             if self._closed:
                 return TrialResult("crashed", "this runner was closed")
             try:
@@ -206,14 +212,14 @@ class RayRunner:
             except self._ray.exceptions.RayActorError as error:
                 if actor is not None:
                     self._end(actor)
-                self._free.put(None)
+                self._give(None)
                 lost += 1
                 reason = f"the Ray worker or its node was lost {lost} times: {str(error).splitlines()[0]}"
             except self._ray.exceptions.RayError as error:
-                self._free.put(actor)
+                self._give(actor)
                 return TrialResult("crashed", f"Ray: {type(error).__name__}: {str(error).splitlines()[0]}")
             else:
-                self._free.put(actor)
+                self._give(actor)
                 if "error" in answer:
                     raise NoSpaceError(answer["error"], where=answer["where"], fix=answer["fix"])
                 return TrialResult.from_json(answer["result"])
@@ -226,7 +232,7 @@ class RayRunner:
             if self._left:
                 return True
             self._left = 1
-        self._free.put(None)
+        self._give(None)
         return False
 
     def _no_room(self) -> AutoPrecError:
@@ -247,4 +253,4 @@ class RayRunner:
         for actor in actors:
             self._end(actor)
         for _ in range(2 * self._slots + len(actors)):
-            self._free.put(None)  # for whoever waits for a slot
+            self._give(None)  # for whoever waits for a slot

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from pathlib import Path
 
 from autoprec.search.engine import Search
@@ -16,7 +17,7 @@ class Told:
     """Prints every finished trial, so that the test knows what was completed when the process died."""
 
     def phase(self, name: str, detail: str = "") -> None:
-        print(f"phase {name}", flush=True)
+        print(f"phase {name}\ncpu {name} {time.process_time():.3f}", flush=True)
 
     def started(self, info: object) -> None:
         """Nothing to show."""
@@ -32,7 +33,7 @@ class Told:
 
 
 def main() -> None:
-    print("begun", flush=True)
+    print(f"begun\ncpu begun {time.process_time():.3f}", flush=True)
     study, trials, delay = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
     Path("train.py").touch()
     options = SearchOptions(
