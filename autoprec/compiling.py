@@ -13,7 +13,15 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-__all__ = ["compiled_graphs", "executed_as", "is_compiled", "keep_random_streams", "restore_execution", "set_execution"]
+__all__ = [
+    "compiled_graphs",
+    "executed_as",
+    "is_compiled",
+    "keep_random_streams",
+    "restore_execution",
+    "run_eagerly",
+    "set_execution",
+]
 
 Execution = Literal["keep", "compile", "eager"]
 
@@ -83,6 +91,15 @@ def keep_random_streams() -> None:
     from torch._inductor import config
 
     config.fallback_random = True
+
+
+def run_eagerly() -> None:
+    """Compile nothing any more in this process, where anything was meant to be; costs nothing elsewhere.
+
+    A scan applies hundreds of policies to one model: compiling each would take minutes for the same gradients.
+    """
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.set_stance("force_eager")
 
 
 def executed_as(root: nn.Module, wanted: Execution) -> dict[str, Any]:

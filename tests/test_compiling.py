@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from autoprec.apply import Policy
-from autoprec.compiling import is_compiled
+from autoprec.compiling import is_compiled, run_eagerly
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 
@@ -112,3 +112,16 @@ def test_parts_that_are_compiled_are_seen() -> None:
     model = _model()
     model[2] = torch.compile(model[2], backend="eager")
     assert is_compiled(model)
+
+
+def test_a_scan_compiles_nothing() -> None:
+    model, x, calls = _model(), torch.randn(3, 8), []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        calls.append(1)
+        return graph.forward
+
+    compiled = torch.compile(model, backend=backend)
+    run_eagerly()
+    compiled(x)
+    assert not calls

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from autoprec.compiling import keep_random_streams
+from autoprec.compiling import keep_random_streams, run_eagerly
 from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
 from autoprec.files import canonical_json
 from autoprec.trial.applying import apply_document, state_document, watch_state
@@ -80,6 +80,8 @@ class Trial:
         """Prepare the models as asked and start watching; a policy that cannot be applied ends the process here."""
         spec = self.spec
         sys.excepthook = self._on_exception
+        if spec.kind == "sensitivity":
+            run_eagerly()
         if spec.seed is not None:
             reseed(spec.seed + _rank())
         if spec.perturb == "bf16":
