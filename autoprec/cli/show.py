@@ -120,7 +120,11 @@ def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
     console.print()
     console.print(table)
     _print_facts(console, "around the layers", _settings(policy))
-    _print_facts(console, "evidence", policy.evidence)
+    reasons = {name: policy.evidence.get(name) for name in ("why", "mattered")}
+    _print_facts(console, "evidence", {k: v for k, v in policy.evidence.items() if k not in reasons})
+    for name, title in (("why", "why"), ("mattered", "decisions that mattered most")):
+        told = reasons[name]
+        _print_facts(console, title, dict(told) if isinstance(told, dict) else {})
     if policy.guard is not None:
         _print_facts(console, "guard: watch in the long run", dict(policy.guard.thresholds))
         _print_facts(console, "fall back to, in order", {str(i + 1): v for i, v in enumerate(policy.guard.fallback)})

@@ -102,6 +102,14 @@ def _trials(records: Sequence[TrialRecord]) -> str:
     return f"<details><summary>{len(rows)} trials</summary>{_table(headings, rows)}</details>" if rows else ""
 
 
+def _reasons(result: SearchResult) -> str:
+    layers, decisions = result.explanation.get("layers", ()), result.explanation.get("importance", ())
+    why = [("", (str(row["layers"]), str(row["text"]))) for row in layers]
+    shares = [("", (str(d["name"]), f"{d['time_share']:.0%}", f"{d['error_share']:.0%}")) for d in decisions]
+    out = _table(("layers", "why"), why) if why else ""
+    return out + (_table(("decision", "of what moves time", "of what moves divergence"), shares) if shares else "")
+
+
 def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport | None = None) -> str:
     """Return the page's text."""
     summary = summarise(result, records)
@@ -128,6 +136,8 @@ def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: Gra
                  _figure(gap_chart(summary))),
         _section("Layer by layer", "The model with the precision of each of its matrix products.",
                  layer_map(layers, summary.assignment)),
+        _section("Why", "What each kind of layer saves and the gradient error it adds, as the trials left the models, "
+                 "and how much each decision moves time and divergence.", _reasons(result)),
         _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision; "
                  "red is where training suffers.", heat_map(result.sensitivity)),
         _section("What it cost", "", _cost(summary)),

@@ -34,6 +34,18 @@ def _cost(summary: Summary) -> list[str]:
     return lines
 
 
+def _reasons(result: SearchResult) -> list[str]:
+    """Return why each kind of layer got its precision, and what mattered."""
+    layers, decisions = result.explanation.get("layers", ()), result.explanation.get("importance", ())
+    lines = ["", "## Why", ""] if layers or decisions else []
+    if layers:
+        lines += _table(("layers", "why"), [(f"`{row['layers']}`", str(row["text"])) for row in layers])
+    if decisions:
+        shares = [(f"`{d['name']}`", f"{d['time_share']:.0%}", f"{d['error_share']:.0%}") for d in decisions]
+        lines += ["", *_table(("decision", "of what moves time", "of what moves divergence"), shares)]
+    return lines
+
+
 def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
     """Return the report's text."""
     summary = summarise(result, records)
@@ -47,6 +59,7 @@ def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
     if summary.assignment:
         lines += ["", "## Layer by layer", ""]
         lines += _table(("layers", "precision"), [(f"`{k}`", v) for k, v in summary.assignment.items()])
+    lines += _reasons(result)
     if result.front:
         rows = [(str(row.get("name", "?")), *row_cells(metrics_row(row, "front"))[1:]) for row in result.front]
         lines += ["", "## The front", "", *_table(("what", *HEADINGS[1:]), rows)]

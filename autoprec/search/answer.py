@@ -15,6 +15,7 @@ from autoprec.policy import Guard, ModelInfo, Policy
 from autoprec.redact import redact_arguments
 from autoprec.search.decision import Candidate
 from autoprec.search.pareto import front
+from autoprec.search.reasons import explanation, told
 from autoprec.search.records import SearchResult, TrialRecord
 
 if TYPE_CHECKING:
@@ -123,7 +124,8 @@ def emitted_policy(context: Context, answer: Answer) -> Policy:
     """Return the policy to write: the chosen point, how it was found, and what to watch."""
     if answer.record is None:
         return _empty_policy(context, answer.reason)
-    policy = context.problem.policy(answer.record.params, evidence=_evidence(context, answer))
+    reasons = told(explanation(context, answer.record.params))
+    policy = context.problem.policy(answer.record.params, evidence=_evidence(context, answer) | reasons)
     return policy.model_copy(update={"guard": guard_for(policy)})
 
 
@@ -179,4 +181,5 @@ def search_result(context: Context, answer: Answer, verdict: Verdict, *, policy_
         sensitivity=tuple(context.table.rows()) if context.table is not None else (),
         timings={key: round(value, 3) for key, value in timings.items()},
         notes=tuple(context.notes),
+        explanation=explanation(context, answer.record.params) if answer.record is not None else {},
     )

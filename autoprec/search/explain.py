@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 
 from autoprec.search.beliefs import divergence_model, features_of, observation
-from autoprec.search.model import LinearModel
+from autoprec.search.model import DivergenceModel, LinearModel
 from autoprec.search.problem import Params, Problem, layer_key
 from autoprec.search.records import TrialRecord
 from autoprec.search.sensitivity import SensitivityTable
 from autoprec.search.tables import FloatTable
 
-__all__ = ["Importance", "LayerReason", "explain_layers", "importance"]
+__all__ = ["Importance", "LayerReason", "explain_layers", "importance", "learned_times"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,19 +145,7 @@ def importance(
     decision's effect is taken over its values with equal weight. Parameters only count with what the trials showed.
     """
     features = features_of(problem)
-    divergence = divergence_model(problem, table.error2)
-    time = LinearModel(time_ms, 0.0, np.zeros(len(features)), noise=0.01)
-    gaps, times = [], []
-    for record in records:
-        if not record.ok:
-            continue
-        seen = observation(
-            problem, record.params, partial(table.parameter_error2, problem), record.metrics["divergence"]
-        )
-        gaps.append(seen)
-        times.append(replace(seen, value=record.metrics["step_time_ms"]))
-    divergence.fit(gaps)
-    time.fit(times)
+    divergence, time = _fitted(problem, time_ms, table, records)
     belief, (learned, _, effects) = divergence.mean(), time.mean()
     mean_error2 = float(np.where(np.isfinite(belief.error2), belief.error2, 0.0).mean(axis=1).sum()) or 1.0
     raw: dict[str, tuple[float, float]] = {}
@@ -175,6 +163,31 @@ def importance(
             float(np.var([0.0, *belief.parameter[own]])) if len(values) > 1 else 0.0,
         )
     return _shares(raw)
+
+
+def learned_times(
+    problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[TrialRecord]
+) -> FloatTable:
+    """Return ``[G, C]`` milliseconds as the finished trials corrected them; differences within a row are meant."""
+    _, time = _fitted(problem, time_ms, table, records)
+    return time.mean()[0]
+
+
+def _fitted(
+    problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[TrialRecord]
+) -> tuple[DivergenceModel, LinearModel]:
+    """Return the sampler's models, fitted to the finished trials."""
+    divergence = divergence_model(problem, table.error2)
+    time = LinearModel(time_ms, 0.0, np.zeros(len(features_of(problem))), noise=0.01)
+    gaps, times = [], []
+    for record in (record for record in records if record.ok):
+        error2_of = partial(table.parameter_error2, problem)
+        seen = observation(problem, record.params, error2_of, record.metrics["divergence"])
+        gaps.append(seen)
+        times.append(replace(seen, value=record.metrics["step_time_ms"]))
+    divergence.fit(gaps)
+    time.fit(times)
+    return divergence, time
 
 
 def _shares(raw: Mapping[str, tuple[float, float]]) -> list[Importance]:

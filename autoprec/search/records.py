@@ -98,7 +98,8 @@ class SearchResult:
 
     ``verdict`` is ``adopt`` or ``stay``; ``best``, ``reference`` and the members of ``presets`` and ``front`` are
     metric mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
-    divergence's confidence interval over the finalist seeds.
+    divergence's confidence interval over the finalist seeds. ``explanation`` is that of
+    :func:`autoprec.search.reasons.explanation`.
     """
 
     verdict: str
@@ -119,6 +120,7 @@ class SearchResult:
     sensitivity: tuple[dict[str, Any], ...] = ()
     timings: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    explanation: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document."""

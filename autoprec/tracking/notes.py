@@ -10,6 +10,9 @@ from autoprec.search.records import SearchResult, TrialRecord
 
 __all__ = ["parent_note", "parent_params", "trial_name"]
 
+#: Reasons in a study's description; the report has them all.
+MOST_REASONS = 12
+
 
 def trial_name(record: TrialRecord) -> str:
     """Return the run name of a trial: its number, its name and, for paired repeats, its seed."""
@@ -75,6 +78,16 @@ def parent_note(result: SearchResult) -> str:
         "",
         "Filter the trials with `tags.pareto = 'true'`, `tags.finalist = 'true'`, `tags.preset = 'true'`.",
     ]
+    reasons = result.explanation.get("layers", ())
+    if reasons:
+        lines += ["", "| layers | why |", "|---|---|"]
+        lines += [f"| `{row['layers']}` | {str(row['text']).replace('|', '/')} |" for row in reasons[:MOST_REASONS]]
+    decisions = result.explanation.get("importance", ())
+    if decisions:
+        shown = (
+            f"`{d['name']}` ({d['time_share']:.0%} of time, {d['error_share']:.0%} of divergence)" for d in decisions
+        )
+        lines += ["", "What mattered most: " + ", ".join(shown) + "."]
     if result.policy and result.verdict == "adopt":
         lines += ["", "Use it:", "```", f"autoprec run --policy {result.policy} {script}", "```"]
     return "\n".join(lines)

@@ -47,6 +47,16 @@ def test_rules_settings_evidence_and_guard_are_shown(policy_file: Path) -> None:
     assert "1 all bf16 2 script" in text
 
 
+def test_why_and_what_mattered_have_sections_of_their_own(policy_file: Path) -> None:
+    text = policy_file.read_text(encoding="utf-8")
+    told = "seeds: 4, why: {blocks.*.fc: 'fp8: saves 2 ms'}, mattered: {head: 60% of what moves time}}"
+    policy_file.write_text(text.replace("seeds: 4}", told), encoding="utf-8")
+    shown = squeezed(autoprec("show", policy_file).out)
+    assert "why blocks.*.fc fp8: saves 2 ms" in shown
+    assert "decisions that mattered most head 60% of what moves time" in shown
+    assert "why" not in squeezed(shown.split("evidence")[1].split("why blocks")[0])
+
+
 def test_a_graph_turns_rules_into_layers(policy_file: Path, graph_file: Path) -> None:
     found = autoprec("show", policy_file, "--graph", graph_file)
     assert found.code == 0

@@ -110,6 +110,8 @@ def test_the_page_shows_every_section(result: SearchResult, records: list[TrialR
     assert "as written" in text  # h.0.mlp is kept by the policy of the best trial
     assert "diverged: loss is NaN" in text
     assert "a &lt;b&gt;note" in text
+    assert "fp8: saves 3 ms | adds little" in text
+    assert "<td>layer:h.0.mlp</td><td>50%</td><td>25%</td>" in text
 
 
 def test_charts_are_files_of_their_own(tmp_path: Path, result: SearchResult, records: list[TrialRecord]) -> None:
@@ -131,9 +133,12 @@ def test_markdown_is_a_table_per_section(result: SearchResult, records: list[Tri
     assert "| the policy | 2.50x |" in text
     assert "## The front" in text
     assert "has paid for itself after 2 min 30 s" in text
+    assert "| `h.*.mlp (2)` | fp8: saves 3 ms \\| adds little |" in text
+    assert "| `layer:h.0.mlp` | 50% | 25% |" in text
+    assert "## Why" not in markdown(replace(result, explanation={}), records)
     for line in text.splitlines():
         if line.startswith("|"):
-            assert len(re.findall(r"(?<!\\)\|", line)) in (3, 7)
+            assert len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 7)
 
 
 def test_payback_is_seconds_over_saved_share(result: SearchResult, records: list[TrialRecord]) -> None:

@@ -72,6 +72,11 @@ def test_adopts_the_fastest_policy_within_every_limit(here: Path) -> None:
     assert policy.model.class_name == "Simulated"
     finalists = [record for record in made.records if record.kind == "finalist"]
     assert {record.seed for record in finalists} == {0, 1, 2, 3}
+    told = result.explanation
+    assert sum(row["count"] for row in told["layers"]) == len(simulated.graph.tunable)
+    assert any("saves" in row["text"] for row in told["layers"])
+    assert set(policy.evidence["why"]) == {row["layers"] for row in told["layers"]}
+    assert len(policy.evidence["mattered"]) == len(told["importance"]) > 0
 
 
 def test_no_policy_is_trained_twice_under_one_seed(here: Path) -> None:

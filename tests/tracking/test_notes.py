@@ -14,6 +14,8 @@ def test_the_winner_table_comes_first(result: SearchResult) -> None:
     assert lines[2].startswith("| **the policy** | 2.50x | 4.00 |")
     assert "/somewhere" not in "\n".join(lines)
     assert "autoprec run --policy policy.yaml train.py" in lines
+    assert "| `h.*.mlp (2)` | fp8: saves 3 ms / adds little |" in lines
+    assert "What mattered most: `layer:h.0.mlp` (50% of time, 25% of divergence)." in lines
 
 
 def test_a_study_without_figures_still_has_a_note(result: SearchResult) -> None:

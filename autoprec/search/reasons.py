@@ -1,0 +1,113 @@
+"""What a person is told about an answer: why each kind of layer got its precision, and which decisions mattered.
+
+The facts are those of :mod:`autoprec.search.explain`, taken from the models as the finished trials left them; equal
+layers of all blocks that got the same choice are told once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autoprec.search.context import Context
+from autoprec.search.explain import LayerReason, explain_layers, importance, learned_times
+from autoprec.search.problem import Params
+from autoprec.search.records import TrialRecord
+from autoprec.search.tables import FloatTable
+from autoprec.space import Choice
+
+__all__ = ["MOST_REASONS", "explanation", "told"]
+
+#: Rows that are kept of each list: a person reads no more.
+MOST_REASONS, MOST_DECISIONS = 40, 8
+#: The models are fitted to so many trials at most, the first and the newest, as the sampler's are.
+MOST_RECORDS = 200
+
+
+def explanation(context: Context, params: Params) -> dict[str, Any]:
+    """Return the reasons behind a point as plain data, empty when there is no sensitivity table.
+
+    Returns:
+        ``layers``: one mapping per kind of layer and choice (``layers``, ``count``, ``choice``, ``saved_ms``,
+        ``gradient_error``, ``error_share``, ``text``), those that save most first; ``importance``: one mapping per
+        decision (``name``, ``time_share``, ``error_share``), the most important first.
+    """
+    if context.table is None:
+        return {}
+    problem = context.problem
+    finished = [record for record in context.store.learned() if _finite(record)]
+    records = (
+        finished
+        if len(finished) <= MOST_RECORDS
+        else finished[: MOST_RECORDS // 4] + finished[-3 * MOST_RECORDS // 4 :]
+    )
+    modelled = _modelled_times(context)
+    times = learned_times(problem, modelled, context.table, records)
+    reasons = explain_layers(problem, params, times, context.table)
+    decisions = importance(problem, modelled, context.table, records)
+    return {
+        "layers": merged(reasons)[:MOST_REASONS],
+        "importance": [
+            {"name": d.name, "time_share": round(d.time_share, 4), "error_share": round(d.error_share, 4)}
+            for d in decisions[:MOST_DECISIONS]
+        ],
+    }
+
+
+def merged(reasons: Sequence[LayerReason]) -> list[dict[str, Any]]:
+    """Return one row per kind of group and choice: savings add, errors add in quadrature."""
+    kinds: dict[tuple[str, str], list[LayerReason]] = {}
+    for reason in reasons:
+        kinds.setdefault((re.sub(r"\d+", "*", reason.group), reason.choice), []).append(reason)
+    rows = []
+    for (name, choice), same in kinds.items():
+        error = math.sqrt(sum(r.gradient_error**2 for r in same))
+        row: dict[str, Any] = {
+            "layers": same[0].group if len(same) == 1 else f"{name} ({len(same)})",
+            "count": sum(len(r.layers) for r in same),
+            "choice": choice,
+            "saved_ms": round(sum(r.saved_ms for r in same), 6),
+            "gradient_error": float(f"{error:.4g}") if math.isfinite(error) else None,
+            "error_share": round(sum(r.error_share for r in same), 4),
+            # the sentence of the one that adds most: where the choice is most in question
+            "text": max(same, key=lambda r: r.gradient_error if math.isfinite(r.gradient_error) else math.inf).text,
+        }
+        rows.append(row)
+    return sorted(rows, key=lambda row: -row["saved_ms"])
+
+
+def told(reasons: dict[str, Any]) -> dict[str, Any]:
+    """Return the reasons as sentences for a policy's evidence: ``why`` by layers, ``mattered`` by decision."""
+    why: dict[str, str] = {}
+    for row in reasons.get("layers", ()):
+        name = row["layers"] if row["layers"] not in why else f"{row['layers']} {row['choice']}"
+        share = f"; together {row['saved_ms']:.3g} ms and {row['error_share']:.0%} of the error"
+        why[name] = row["text"] + (share if row["layers"].endswith(")") and row["saved_ms"] else "")
+    mattered = {
+        d["name"].removeprefix(
+            "layer:"
+        ): f"{d['time_share']:.0%} of what moves time, {d['error_share']:.0%} of divergence"
+        for d in reasons.get("importance", ())
+    }
+    return {name: value for name, value in (("why", why), ("mattered", mattered)) if value}
+
+
+def _finite(record: TrialRecord) -> bool:
+    return record.ok and all(math.isfinite(record.metrics[name]) for name in ("divergence", "step_time_ms"))
+
+
+def _modelled_times(context: Context) -> FloatTable:
+    """Return ``[G, C]`` milliseconds by the cost model."""
+    problem = context.problem
+    recipes = problem.space.all_recipes
+    activations = str(problem.value(problem.params_of(problem.baseline), "activations"))
+    plans = {name: Choice.parse(name).plan(recipes) for name in problem.choice_names}
+    return np.asarray(
+        problem.table(
+            lambda g, c: sum(context.cost.layer_time_ms(layer, plans[c], activations=activations) for layer in g.layers)
+        )
+    )

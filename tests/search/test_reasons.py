@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autoprec.search.explain import LayerReason
+from autoprec.search.reasons import merged, told
+
+
+def reason(group: str, choice: str, saved: float, error: float, share: float) -> LayerReason:
+    return LayerReason(group, (group,), choice, saved, error, share, "", 0.0, f"{choice}: because of {group}")
+
+
+REASONS = [
+    reason("h.0.mlp", "mxfp8", 1.0, 0.3, 0.2),
+    reason("h.1.mlp", "mxfp8", 2.0, 0.4, 0.5),
+    reason("h.2.mlp", "bf16", 0.0, 0.0, 0.0),
+    reason("head", "bf16", 0.0, math.inf, 0.3),
+]
+
+
+def test_equal_layers_of_all_blocks_are_told_once() -> None:
+    rows = merged(REASONS)
+    assert [row["layers"] for row in rows] == ["h.*.mlp (2)", "h.2.mlp", "head"]
+    first = rows[0]
+    assert first["saved_ms"] == 3.0
+    assert first["gradient_error"] == pytest.approx(0.5)
+    assert first["error_share"] == pytest.approx(0.7)
+    assert first["text"] == "mxfp8: because of h.1.mlp"  # the one that adds most
+    assert rows[2]["gradient_error"] is None
+
+
+def test_what_is_told_is_one_sentence_each() -> None:
+    evidence = told(
+        {"layers": merged(REASONS), "importance": [{"name": "layer:head", "time_share": 0.5, "error_share": 0.25}]}
+    )
+    assert evidence["why"]["head"] == "bf16: because of head"
+    assert evidence["why"]["h.*.mlp (2)"] == "mxfp8: because of h.1.mlp; together 3 ms and 70% of the error"
+    assert evidence["mattered"] == {"head": "50% of what moves time, 25% of divergence"}
+    assert told({}) == {}
