@@ -72,12 +72,16 @@ def _ray_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFactor
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
     per_trial = options.gpus_per_trial if gpus else 0
-    most = gpus // per_trial if per_trial else int(resources.get("CPU", 1))
+    # trials that are timed on CPUs would disturb each other on one node: each claims all the cores of the smallest
+    nodes = [int(node["Resources"]["CPU"]) for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    timed_on_cpus = not gpus and options.target in ("auto", "cpu")
+    cores = min(nodes, default=1) if timed_on_cpus else 1
+    most = gpus // per_trial if per_trial else sum(count // cores for count in nodes)
     if most < 1:
         raise UsageError(
             f"--gpus-per-trial {per_trial}, but the cluster has {gpus} GPUs", fix="ask for fewer GPUs per trial"
         )
     slots = min(options.workers or most, most)
     return lambda seed, folder: RayRunner(
-        command, folder, seed, slots=slots, gpus=per_trial, address=options.ray_address
+        command, folder, seed, slots=slots, gpus=per_trial, cores=cores, address=options.ray_address
     )

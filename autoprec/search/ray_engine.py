@@ -109,14 +109,24 @@ class RayRunner:
         seed: paired seed.
         slots: trials at once.
         gpus: GPUs per trial; 0 for CPU trials.
+        cores: CPU cores a trial claims.
         address: of the cluster, empty for one on this machine.
     """
 
     def __init__(
-        self, command: ScriptCommand, run_dir: Path, seed: int, *, slots: int, gpus: int = 0, address: str = ""
+        self,
+        command: ScriptCommand,
+        run_dir: Path,
+        seed: int,
+        *,
+        slots: int,
+        gpus: int = 0,
+        cores: int = 1,
+        address: str = "",
     ) -> None:
         self._ray = connect(address)
-        self._command, self._run_dir, self._seed, self._gpus = command, run_dir, seed, gpus
+        self._command, self._run_dir, self._seed = command, run_dir, seed
+        self._gpus, self._cores = gpus, cores
         self._slots = self._left = slots
         self._free: queue.PriorityQueue[tuple[bool, int, Any]] = queue.PriorityQueue()
         self._turn = itertools.count()
@@ -132,12 +142,12 @@ class RayRunner:
     def _actor(self) -> Any:
         """Create an actor and wait until it has a place; the GPUs of one trial are always on one node."""
         ray, group = self._ray, None
-        options: dict[str, Any] = {"num_cpus": 1, "max_concurrency": 1}
+        options: dict[str, Any] = {"num_cpus": self._cores, "max_concurrency": 1}
         if self._gpus:
             from ray.util.placement_group import placement_group
             from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-            group = placement_group([{"CPU": 1, "GPU": self._gpus}], strategy="STRICT_PACK")
+            group = placement_group([{"CPU": self._cores, "GPU": self._gpus}], strategy="STRICT_PACK")
             options |= {
                 "num_gpus": self._gpus,
                 "scheduling_strategy": PlacementGroupSchedulingStrategy(placement_group=group),
@@ -236,7 +246,7 @@ class RayRunner:
         return False
 
     def _no_room(self) -> AutoPrecError:
-        wanted = f"{self._gpus} GPUs and 1 CPU" if self._gpus else "1 CPU"
+        wanted = f"{self._cores} CPU cores" + (f" and {self._gpus} GPUs" if self._gpus else "")
         return AutoPrecError(
             f"the Ray cluster has had no room for one worker ({wanted}) for {ROOM_S:.0f} s",
             where=f"nodes alive: {sum(bool(node['Alive']) for node in self._ray.nodes())}",
