@@ -19,7 +19,7 @@ from autoprec.cost.cpu import cpu_rates
 from autoprec.errors import AutoPrecError, NothingAcceptableError, SearchInterruptedError, StudyError
 from autoprec.files import file_lock, write_json
 from autoprec.graph.report import GraphReport
-from autoprec.policy import Policy, save_policy
+from autoprec.policy import save_policy
 from autoprec.search.answer import Answer, emitted_policy, search_result
 from autoprec.search.context import Context, Limits
 from autoprec.search.early import check_early
@@ -27,6 +27,7 @@ from autoprec.search.events import Listener, SearchInfo
 from autoprec.search.executors import runner_factory
 from autoprec.search.finals import run_finals
 from autoprec.search.hosts import HostPool, RunnerFactory
+from autoprec.search.members import save_front
 from autoprec.search.naming import free_name
 from autoprec.search.options import SearchOptions, check_signature
 from autoprec.search.problem import Problem
@@ -248,16 +249,9 @@ class Search:
         save_policy(policy, self.options.output)
         save_policy(policy, self.study_dir / "best.yaml")
         result = search_result(context, answer, verdict, policy_path=self.options.output)
-        self._save_front(context, result)
+        save_front(context, result, self.study_dir / "front")
         self.listener.finished(result)
         return result
-
-    def _save_front(self, context: Context, result: SearchResult) -> None:
-        by_name = {record.name: record for record in context.store.records if record.policy}
-        for index, member in enumerate(result.front):
-            record = by_name.get(str(member["name"]))
-            if record is not None:
-                save_policy(Policy.model_validate(record.policy), self.study_dir / "front" / f"{index:02d}.yaml")
 
     def _interrupted(self, stop: BaseException) -> SearchInterruptedError:
         code = 143 if isinstance(stop, SystemExit) and stop.code == 143 else 130
