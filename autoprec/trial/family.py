@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.lines import messages
 from autoprec.trial.processes import private_folder, sweep
 from autoprec.trial.started import Output
 
@@ -147,18 +148,8 @@ class Family:
                 before.sendall(b'{"op": "exit"}')
 
     def _listen(self, connection: socket.socket) -> None:
-        buffer = b""
-        while True:
-            try:
-                chunk = connection.recv(65536)
-            except OSError:
-                chunk = b""
-            if not chunk:
-                break
-            buffer += chunk
-            while b"\n" in buffer:
-                line, _, buffer = buffer.partition(b"\n")
-                self._handle(json.loads(line))
+        for message in messages(connection):
+            self._handle(message)
         with self._lock:
             if self._connection is connection:
                 self._connection = None

@@ -25,6 +25,7 @@ from autoprec.trial.classify import classify, describe_exit, exit_code, is_own_f
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
 from autoprec.trial.family import Family
+from autoprec.trial.lines import messages
 from autoprec.trial.processes import born, private_folder
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.trial.started import Output, Started
@@ -364,21 +365,10 @@ class TrialRunner:
         self._info = self._start_host()
 
     def _listen(self, control: socket.socket) -> None:
-        buffer = b""
-        while True:
-            try:
-                chunk = control.recv(1 << 20)
-            except OSError:
-                chunk = b""
-            if not chunk:
-                break
-            buffer += chunk
-            while b"\n" in buffer:
-                line, _, buffer = buffer.partition(b"\n")
-                answer = json.loads(line)
-                future = self._waiting.get(int(answer["id"]))
-                if future is not None and not future.done():
-                    future.set_result(answer)
+        for answer in messages(control):
+            future = self._waiting.get(int(answer["id"]))
+            if future is not None and not future.done():
+                future.set_result(answer)
         self._answer_lost()  # before the lock: whoever waits for an answer may hold it (see start)
         with self._lock:
             if self._control is control:
