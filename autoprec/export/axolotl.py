@@ -50,7 +50,15 @@ class AxolotlExporter:
             losses.add("loss_scaling: dynamic", "none")
         if policy.operators.attention not in ("keep", policy.activations):
             losses.add(f"operators.attention: {policy.operators.attention}", "attention as axolotl runs it")
-        autocast_operators(request, losses, output="accelerate casts the model's output to fp32")
+        if policy.execution == "compile" or (policy.execution == "eager" and not eight):
+            config["torch_compile"] = policy.execution == "compile"
+        switched = config.get("torch_compile") == (policy.execution == "compile")
+        autocast_operators(
+            request,
+            losses,
+            output="accelerate casts the model's output to fp32",
+            execution="torch_compile" if switched else "",
+        )
         state_losses(request, losses)
         text = header(request, "axolotl") + dump_yaml(config)
         notes = ("axolotl's YAML knows no layers; for the rules use autoprec run, or a plugin that applies the policy",)

@@ -25,12 +25,19 @@ _UNTOUCHED = "nothing is run in less than the script's own precision"
 def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], lost: Mapping[str, str]) -> None:
     """Say of every operator that the policy wants in FP32 who keeps it so, or what it runs in instead.
 
+    And of ``execution``, where the policy says whether the model is compiled: ``kept`` may name who sees to that too.
+
     Args:
         request: the policy.
         losses: filled in.
         kept: operator -> who keeps it in FP32.
         lost: operator -> what the target does instead; every operator must be in one of the two.
     """
+    execution = request.policy.execution
+    if execution != "keep" and "execution" in kept:
+        losses.kept[f"execution: {execution}"] = kept["execution"]
+    elif execution != "keep":
+        losses.add(f"execution: {execution}", "as the script runs it: torch.compile is for the script to call")
     for name in OPERATORS:
         if getattr(request.policy.operators, name) != "fp32":
             continue
@@ -40,7 +47,9 @@ def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], 
             losses.add(f"operators.{name}: fp32", lost[name])
 
 
-def autocast_operators(request: Request, losses: Losses, *, output: str = "", lost: str = "") -> None:
+def autocast_operators(
+    request: Request, losses: Losses, *, output: str = "", lost: str = "", execution: str = ""
+) -> None:
     """Report a target that runs the model under ``torch.autocast``.
 
     Args:
@@ -48,9 +57,11 @@ def autocast_operators(request: Request, losses: Losses, *, output: str = "", lo
         losses: filled in.
         output: who casts the model's output to FP32, or
         lost: what the output is instead.
+        execution: who compiles the model, or does not, as the policy says; empty for nobody.
     """
+    more = {"execution": execution} if execution else {}
     if request.policy.activations == "keep":
-        report_operators(request, losses, dict.fromkeys(OPERATORS, _UNTOUCHED), {})
+        report_operators(request, losses, dict.fromkeys(OPERATORS, _UNTOUCHED) | more, {})
         return
-    kept = AUTOCAST | LOOKUP | ({"output": output} if output else {})
+    kept = AUTOCAST | LOOKUP | more | ({"output": output} if output else {})
     report_operators(request, losses, kept, {"output": lost})

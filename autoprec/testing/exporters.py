@@ -93,6 +93,8 @@ POLICIES: dict[str, Policy] = {
         communication={"gradients": "fp8"},
     ),
     "fp16": _policy("keep", activations="fp16", loss_scaling="dynamic"),
+    "compiled": _policy("bf16", execution="compile"),
+    "eager": _policy("fp8_tensorwise", execution="eager"),
     "unprotected": _policy(
         "bf16", operators={"softmax": "keep", "norm": "keep", "embedding": "keep", "loss": "keep", "output": "keep"}
     ),
@@ -153,12 +155,17 @@ def check_files(done: Export) -> list[str]:
 
 
 def check_operators(request: Request, done: Export) -> list[str]:
-    """Return the operators that the policy wants in FP32 and the export says nothing about, or two things."""
+    """Return what the policy says beside layers and state and the export says nothing about, or two things.
+
+    That is: every operator that it wants in FP32, and whether the model is compiled.
+    """
     problems = []
-    for name in OPERATORS:
-        what = f"operators.{name}: fp32"
+    policy = request.policy
+    wanted = {f"operators.{name}: fp32": getattr(policy.operators, name) == "fp32" for name in OPERATORS}
+    wanted[f"execution: {policy.execution}"] = policy.execution != "keep"
+    for what, speak in wanted.items():
         said = (what in done.kept) + sum(loss.what == what for loss in done.losses)
-        if said != (getattr(request.policy.operators, name) == "fp32"):
+        if said != speak:
             problems.append(f"{what} is spoken of {said} times")
     return problems
 

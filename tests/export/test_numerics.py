@@ -13,7 +13,7 @@ from torch import nn
 from autoprec.apply import Policy, apply_policy
 from autoprec.export import export
 from autoprec.optional import is_available
-from autoprec.policy import policy_from_dict
+from autoprec.policy import OperatorPolicy, policy_from_dict
 from autoprec.recipes import BUILTIN_RECIPES
 from autoprec.testing.readers import load_source
 
@@ -139,3 +139,15 @@ def test_attention_runs_in_its_own_dtype(target: str, attention: str) -> None:
             out = model(x)
     assert model.seen[0] is torch.bfloat16
     assert model.seen[1] is (torch.float32 if attention == "fp32" else torch.bfloat16)
+
+
+@pytest.mark.skipif(not is_available("torchao.float8"), reason="torchao is not installed")
+@pytest.mark.parametrize("wide", [True, False])
+def test_the_exported_torchao_module_returns_what_the_policy_says_of_the_output(wide: bool) -> None:
+    operators = OperatorPolicy(output="fp32" if wide else "keep")
+    policy = _policy("bf16").model_copy(update={"activations": "bf16", "operators": operators})
+    module = load_source(export(policy, "torchao").files["precision_torchao.py"], "precision_torchao")
+    model = module.apply(_model())
+    with module.autocast("cpu"):
+        out = model(torch.randn(4, 160))
+    assert out.dtype is (torch.float32 if wide else torch.bfloat16)
