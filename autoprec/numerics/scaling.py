@@ -34,12 +34,16 @@ def power_of_2_floor(scale: Tensor) -> Tensor:
 def scale_of(amax: Tensor, limit: float, *, power_of_2: bool = False, epsilon: float = 0.0) -> Tensor:
     """Return the float32 scale that brings ``amax`` to ``limit`` (1 for all-zero and non-finite tensors).
 
-    The division is done in float64 and rounded once, as torchao does. A scale beyond float32 becomes its largest value.
+    The quotient is rounded once, as torchao's division in float64 rounds it: on a CPU float32 division does that by
+    itself (and a compiler that computes the scale anew for every value does it eight times faster), Triton's does not.
+    A scale beyond float32 becomes its largest value.
     """
     if epsilon:
         amax = amax.clamp(min=epsilon)
     usable = torch.isfinite(amax) & (amax > 0)
-    scale = (limit / amax.double()).clamp(max=_FP32_MAX).float()
+    exact = amax if amax.device.type == "cpu" else amax.double()
+    # a number divided by a tensor is the number times the reciprocal, rounded twice
+    scale = torch.div(exact.new_full((), limit), exact).clamp(max=_FP32_MAX).float()
     scale = torch.where(usable, scale, 1.0)
     return power_of_2_floor(scale) if power_of_2 else scale
 

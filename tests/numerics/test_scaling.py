@@ -81,3 +81,12 @@ def test_an_operand_only_other_ranks_have_seen() -> None:
     late = DelayedScale(448.0, length=4, algorithm="max", margin=0)
     late.learn(torch.tensor(0.0))
     assert [late.step(torch.tensor(a), update=True, shared=True).item() for a in (2.0, 1.0)] == [224.0, 224.0]
+
+
+@pytest.mark.parametrize("limit", [448.0, 57344.0, 127.0, 6.0])
+def test_the_quotient_is_rounded_once(limit: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    bits = torch.randint(1, 0x7F800000, (1_000_000,), dtype=torch.int32, generator=generator)  # every positive size
+    amax = bits.view(torch.float32)
+    wide = (limit / amax.double()).clamp(max=torch.finfo(torch.float32).max).float()
+    assert torch.equal(scale_of(amax, limit), wide)
