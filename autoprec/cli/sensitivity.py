@@ -98,6 +98,8 @@ def _print(table: SensitivityTable) -> None:
         click.echo("below 0.1 of the noise harmless, from 0.35 always bad in a long run")
     for name, value in table.parameters.items():
         click.echo(f"{name} adds {value**0.5:.4f} beyond the layers' own")
+    if table.lost_updates is not None:
+        click.echo(f"weights kept in bf16 would not take {table.lost_updates:.0%} of a step's update (by magnitude)")
     fit = table.misfit
     if fit.count:
         text = f"squares of errors add: measured / predicted {fit.ratio:.2f}, within a factor {fit.spread:.2f}"

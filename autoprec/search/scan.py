@@ -47,6 +47,7 @@ class SensitivityScan:
         self._families = families(problem)
         self._rows: dict[str, dict[str, Any]] = {}
         self._noise: float | None = None
+        self._lost: float | None = None
         self._asked: set[str] = set()
         self._rounds = 0
         self._passes = 0
@@ -76,13 +77,19 @@ class SensitivityScan:
         """Take in the payload of one round."""
         for row in payload.get("probes", ()):
             self._rows[str(row["id"])] = dict(row)
+        lost = payload.get("lost_updates")
+        self._lost = lost if self._lost is None else self._lost
         noise = payload.get("gradient_noise")
         if noise is not None:
             self._noise = float(noise)
 
     def table(self) -> SensitivityTable:
         """Return the table of everything measured so far."""
-        payload = {"probes": list(self._rows.values()), "gradient_noise": self._noise}
+        payload = {
+            "probes": list(self._rows.values()),
+            "gradient_noise": self._noise,
+            "lost_updates": self._lost,
+        }
         return SensitivityTable.from_probes(self.problem, payload)
 
     def _coarse(self) -> list[Probe]:

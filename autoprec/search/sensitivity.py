@@ -122,6 +122,8 @@ class SensitivityTable:
         misfit: the check of additivity; predictions are multiplied by its ratio.
         measured: ``[G, C]`` True where a probe asked about this group alone, False where a sum was shared out.
         passes: forward and backward passes it took.
+        lost_updates: share of one optimizer step that weights kept in bfloat16 would not take (rounding to nearest);
+            None when it was not measured.
     """
 
     groups: tuple[str, ...]
@@ -132,6 +134,7 @@ class SensitivityTable:
     misfit: Misfit = Misfit()
     measured: np.ndarray[Any, np.dtype[np.bool_]] | None = None
     passes: int = 0
+    lost_updates: float | None = None
 
     @classmethod
     def from_probes(cls, problem: Problem, payload: Mapping[str, Any]) -> SensitivityTable:
@@ -170,6 +173,7 @@ class SensitivityTable:
             noise=float(noise) if noise is not None and math.isfinite(noise) and noise > 0 else None,
             measured=measured,
             passes=len(payload.get("probes", ())) + 1,
+            lost_updates=payload.get("lost_updates"),
         )
         return table._with_misfit(problem, mixed)
 
@@ -228,6 +232,7 @@ class SensitivityTable:
             "misfit": asdict(self.misfit),
             "measured": self.measured.tolist() if self.measured is not None else None,
             "passes": self.passes,
+            "lost_updates": self.lost_updates,
         }
 
     @classmethod
@@ -245,6 +250,7 @@ class SensitivityTable:
             misfit=Misfit(**document["misfit"]),
             measured=np.array(measured, dtype=bool) if measured is not None else None,
             passes=document["passes"],
+            lost_updates=document.get("lost_updates"),
         )
 
 

@@ -112,6 +112,21 @@ class Weights:
                 if optimizer is None or id(parameter) in own:
                     parameter.copy_(value)
 
+    def lost_in_bf16(self) -> float:
+        """Return the share of the update since the copy that bfloat16 weights, rounded to nearest, would not take.
+
+        By magnitude: 0 when every weight moves, 1 when none does; NaN before any update.
+        """
+        total = lost = 0.0
+        with torch.no_grad():
+            for parameter, value in self._kept:
+                before, after = local_part(value).float(), local_part(parameter).float()
+                size = (after - before).abs()
+                stored = before.bfloat16().float()
+                unmoved = (stored + (after - before)).bfloat16().float() == stored
+                total, lost = total + float(size.sum()), lost + float(size[unmoved].sum())
+        return lost / total if total > 0 else float("nan")
+
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor; any other tensor as it is."""
@@ -169,6 +184,7 @@ class Scan:
         self._batches = max(NOISE_BATCHES, spec.batches)
         self._gradients = Gradients(found.root_parameters, self._batches)
         self._deadline = time.monotonic() + spec.timeout_s
+        self._lost: float | None = None
 
     def run(self) -> dict[str, Any] | None:
         """Return the payload in the process that scans, and None in a probe, which goes on into its forward."""
@@ -190,6 +206,7 @@ class Scan:
             "gradient_noise": relative_error(*self._gradients.spread(seen)) if seen > 1 else float("nan"),
             "noise_batches": seen,
             "reference_loss": answer["loss"],
+            "lost_updates": answer.get("lost_updates"),
         }
 
     # ---------------------------------------------------------------- processes
@@ -262,7 +279,7 @@ class Scan:
         def done(watch: _Watch) -> None:
             self._gradients.store(batch, watch.unclip)
             loss = watch.loss if batch == 0 else first_loss
-            answer = {"batches": batch + 1, "loss": loss}
+            answer = {"batches": batch + 1, "loss": loss, "lost_updates": self._lost}
             if batch + 1 >= self._batches:
                 self._answer(writer, answer)
             weights = Weights(self._found)
@@ -273,16 +290,21 @@ class Scan:
             sys.excepthook = lambda *_: self._answer(writer, answer)  # fewer batches than asked: still an answer
             self._on_exit(lambda: self._answer(writer, answer))
 
+            def undo(optimizer: Optimizer | None = None) -> None:
+                seen = weights.lost_in_bf16() if self._lost is None else None
+                self._lost = seen if seen is not None and math.isfinite(seen) else self._lost
+                weights.restore(optimizer)
+
             def again(*_: Any) -> None:
                 self._hooks.unwatch()
-                weights.restore()
+                undo()
                 proceed()
 
             if self._found.backward_only:  # the script updates after backward: undo at the next forward
                 self._hooks.events = Events()
                 self._hooks.watch(again)
             else:
-                self._hooks.events = _Between(self._hooks, weights.restore, proceed)
+                self._hooks.events = _Between(self._hooks, undo, proceed)
 
         self._hooks.events = _Watch(self._found, done)
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from autoprec.search.problem import Problem
 from autoprec.search.scan import SensitivityScan
-from autoprec.search.sensitivity import mixed_params
+from autoprec.search.sensitivity import SensitivityTable, mixed_params
 from autoprec.space import load_space
 from autoprec.trial.protocol import Probe
 from tests.search.models import gpt
@@ -24,7 +24,7 @@ def answer(problem: Problem, error2: np.ndarray, probes: list[Probe]) -> dict[st
         else:
             value = sum(error2[int(g), problem.choice_names.index(tail)] for g in head.split(","))
         rows.append({"id": probe.id, "gradient_error": math.sqrt(value)})
-    return {"probes": rows, "gradient_noise": 0.4}
+    return {"probes": rows, "gradient_noise": 0.4, "lost_updates": 0.25}
 
 
 def run(problem: Problem, error2: np.ndarray, max_passes: int) -> SensitivityScan:
@@ -86,3 +86,10 @@ def test_a_budget_too_small_for_anything_still_ends() -> None:
     problem = Problem.build(gpt(12), load_space("hopper-fp8"))
     scan = run(problem, world(problem), 5)
     assert np.isfinite(scan.table().error2).all()
+
+
+def test_lost_updates_reach_the_table_and_its_json() -> None:
+    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    table = run(problem, world(problem), 200).table()
+    assert table.lost_updates == 0.25
+    assert SensitivityTable.from_json(table.to_json()).lost_updates == 0.25

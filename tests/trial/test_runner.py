@@ -93,6 +93,7 @@ def test_kind(kind: str, host: Any, tmp_path: Path) -> None:
         assert rows["none"]["gradient_error"] == 0.0
         assert 0 < rows["bf16"]["gradient_error"] < 0.1 or kind == "autocast"
         assert scan.payload["gradient_noise"] > 0.05
+        assert scan.payload["lost_updates"] is None or 0 <= scan.payload["lost_updates"] <= 1
     assert [p.name for p in (tmp_path / "user").iterdir()] == ["existing.txt"]
     assert (tmp_path / "user" / "existing.txt").read_text() == "precious\n"
 

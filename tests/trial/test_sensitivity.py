@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from autoprec.trial.sensitivity import Gradients, relative_error
+from autoprec.trial.sensitivity import Gradients, Weights, relative_error
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -27,3 +28,19 @@ def test_store_compare_and_spread(shared: bool) -> None:
     assert math.isnan(relative_error(1.0, 0.0))
     bad = [torch.full((2,), float("nan")), None]
     assert math.isnan(gradients.compare(0, {}, bad)[0])
+
+
+def lost(start: list[float], update: list[float]) -> float:
+    parameter = torch.nn.Parameter(torch.tensor(start))
+    kept = Weights(SimpleNamespace(parameters=[parameter]))  # type: ignore[arg-type]
+    with torch.no_grad():
+        parameter += torch.tensor(update)
+    return kept.lost_in_bf16()
+
+
+def test_an_update_below_half_a_step_of_the_weight_is_lost() -> None:
+    step = 2.0**-7  # between neighbours of bfloat16 at 1
+    assert lost([1.0, 1.0], [0.4 * step, 0.4 * step]) == 1.0
+    assert lost([1.0, 1.0], [0.6 * step, 2 * step]) == 0.0
+    assert lost([1.0, 1.0, 0.001], [0.25 * step, -0.75 * step, step]) == pytest.approx(0.125)
+    assert math.isnan(lost([1.0], [0.0]))
