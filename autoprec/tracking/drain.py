@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -165,12 +166,34 @@ def _alive(pid: int) -> bool:
     return True
 
 
+def _watched(spool: Spool, uri: str, parent: int) -> None:
+    """End this process when a server keeps one call waiting for ever after the search has ended.
+
+    A server that sends a byte now and then is never late for a socket's timeout, and ``autoprec sync`` must not wait
+    for a process that waits for it.
+    """
+
+    def watch() -> None:
+        known, since = -1, time.monotonic()
+        while True:
+            time.sleep(1.0)
+            offset = spool.load_state(uri).offset
+            over = os.getppid() != parent or not _alive(parent) or spool.ended(offset)
+            if offset != known or not over:
+                known, since = offset, time.monotonic()
+            elif time.monotonic() - since > _LINGER_S:
+                os._exit(1)
+
+    threading.Thread(target=watch, name="autoprec-drain", daemon=True).start()
+
+
 def drain_until_end(spool: Spool, uri: str, experiment: str, parent: int) -> int:
     """Drain a study while its search (process ``parent``) lives, then what is left; return an exit code."""
     writer: Any = None
     attempt = 0.0
     try:
         with file_lock(spool.directory / "drain.lock", what="study's tracking"):
+            _watched(spool, uri, parent)
             left = _LINGER_S
             while True:
                 alive = os.getppid() == parent and _alive(parent)

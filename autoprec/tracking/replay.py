@@ -16,7 +16,8 @@ from autoprec.tracking.spool import Spool, default_uri
 
 __all__ = ["SyncReport", "sync"]
 
-_PATIENCE_S = 5.0
+#: The background process of a search that has just ended gives up after half a minute at the latest.
+_PATIENCE_S = 40.0
 
 
 @dataclass(frozen=True, slots=True)
