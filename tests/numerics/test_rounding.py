@@ -16,6 +16,7 @@ from autoprec.numerics.rounding import (
     round_e2m1,
     round_e2m1_stochastic,
     round_tf32,
+    split_to_grid,
     to_grid,
 )
 
@@ -101,3 +102,17 @@ def test_encoding_is_monotone_and_idempotent(value: float, name: str) -> None:
     larger = encode(torch.tensor([value]) * 1.5 + 1, name).float()
     if value >= 0:
         assert (larger >= once.float()).all()
+
+
+@pytest.mark.parametrize("name", ["e4m3", "e5m2", "e2m1"])
+def test_splitting_rounds_as_the_bits_do(name: str) -> None:
+    f = FORMATS[name]
+    steps = torch.arange(2**f.mantissa, 2 ** (f.mantissa + 1)) + 0.5  # every tie
+    ties = (steps[:, None] * 2.0 ** (torch.arange(-20.0, 16.0) - f.mantissa)).flatten()
+    generator = torch.Generator().manual_seed(0)
+    anything = torch.randint(0, 0x7F800000, (1_000_000,), dtype=torch.int32, generator=generator).view(torch.float32)
+    x = torch.cat([ties, torch.nextafter(ties, 2 * ties), torch.nextafter(ties, 0 * ties), anything, torch.zeros(1)])
+    x = torch.cat([x, -x, torch.tensor([torch.inf, -torch.inf, torch.nan])])
+    found, wanted = (g(x, f.mantissa, f.min_exponent, f.max) for g in (split_to_grid, to_grid))
+    assert torch.equal(found.view(torch.int32)[:-1], wanted.view(torch.int32)[:-1])  # signs of zeros, too
+    assert found[-1].isnan()
