@@ -31,8 +31,8 @@ _SD = {"scale": 3.0, "power": 0.15, "parameter": 0.5, "choice": 0.3, "family": 0
 #: Stretches and standard deviations of one measured ln(D) that the evidence chooses from, and what a doubling of the
 #: stretch must gain in log evidence to be believed.
 _STRETCHES, _RESIDUALS, _DOUBLING = (1.0, 2.0, 4.0), (0.05, 0.1, 0.17, 0.25, 0.35, 0.5), 1.0
-#: Gauss-Newton steps of a fit, and of one that starts from as many trials as make the last fit nearly right.
-_STEPS, _FEW_STEPS, _SETTLED = 6, 2, 30
+#: Gauss-Newton steps of a fit at most, and how many of them come before noise and stretch are chosen.
+_STEPS, _ROUGH_STEPS = 6, 2
 #: Divergence below which nothing is distinguished (1e-7 relative is float32 rounding of the loss).
 _TINY = 1e-8
 
@@ -140,34 +140,37 @@ class DivergenceModel:
             return
         target = np.array([2 * math.log(max(o.value, _TINY)) for o in observations])
         theta: Vector = self._mean.copy()
-        for _ in range(_FEW_STEPS if len(self._noise) >= _SETTLED else _STEPS):
+        for turn in range(_STEPS):
             predicted, jacobian = self._linearise(theta, observations)
-            noise = np.full(len(target), (2 * self.residual) ** 2)
+            if turn == _ROUGH_STEPS:
+                self._calibrate(target - predicted, jacobian, theta)
             scaled = jacobian * self._sd**2
-            gram = scaled @ jacobian.T + np.diag(noise)
+            gram = scaled @ jacobian.T
+            gram[np.diag_indices(len(target))] += (2 * self.residual) ** 2
             inner = np.linalg.solve(gram, target - predicted + jacobian @ theta)
             step = scaled.T @ inner - theta
             largest = float(np.max(np.abs(step) / self._sd)) if len(step) else 0.0
             theta += step * min(1.0, 3.0 / max(largest, 1e-9))
-            if largest < 1e-2:
+            if largest < 1e-2 and turn >= _ROUGH_STEPS:
                 break
         predicted, jacobian = self._linearise(theta, observations)
         self._mean, self._jacobian = theta, jacobian
-        # points at the floor say nothing, and one diverged trial nothing about the others
-        telling = jacobian[:, 0] > 0.5
-        if telling.sum() >= 6:
-            kept = jacobian[telling]
-            self._calibrate(np.clip(target - predicted, -2.0, 2.0)[telling] + kept @ theta, kept)
         self._noise = np.full(len(target), (2 * self.residual) ** 2)
         gram = (jacobian * self._sd**2) @ jacobian.T + np.diag(self._noise)
         self._solve = np.asarray(np.linalg.inv(gram), dtype=np.float64)
 
-    def _calibrate(self, target: Vector, jacobian: npt.NDArray[np.float64]) -> None:
+    def _calibrate(self, missed: Vector, jacobian: npt.NDArray[np.float64], theta: Vector) -> None:
         """Choose how noisy one trial is and how far the table may be off: the pair of largest evidence.
 
         The evidence is that of the linearised model, ``target ~ N(0, J S J' + noise)``; a stretch multiplies the
         standard deviations of everything that corrects the table.
         """
+        # points at the floor say nothing, and one diverged trial nothing about the others
+        telling = jacobian[:, 0] > 0.5
+        if telling.sum() < 6:
+            return
+        jacobian = jacobian[telling]
+        target = np.clip(missed, -2.0, 2.0)[telling] + jacobian @ theta
         k = 2 + self._features
         common = (jacobian[:, :k] * self._base_sd[:k] ** 2) @ jacobian[:, :k].T
         table = (jacobian[:, k:] * self._base_sd[k:] ** 2) @ jacobian[:, k:].T
@@ -202,8 +205,9 @@ class DivergenceModel:
         jacobian[:, 1] = weight * level
         jacobian[:, 2 : 2 + k] = weight[:, None] * z
         lines = np.arange(len(observations))
-        np.add.at(jacobian, (lines[:, None], 2 + k + index), part)
-        np.add.at(jacobian, (lines[:, None], 2 + k + c + self._families), part)
+        for choice in range(c):
+            jacobian[:, 2 + k + choice] = np.where(index == choice, part, 0.0).sum(axis=1)
+        jacobian[:, 2 + k + c : 2 + k + c + f] = part @ (self._families[:, None] == np.arange(f))
         offset = 2 + k + c + f
         jacobian[:, offset : offset + g] = part
         jacobian[lines[:, None], offset + g + rows * c + index] = part
@@ -274,7 +278,8 @@ class LinearModel:
         x[:, 0] = 1.0
         x[:, 1] = picked.sum(axis=1)
         lines = np.arange(len(observations))
-        np.add.at(x, (lines[:, None], 2 + index), picked)
+        for choice in range(c):
+            x[:, 2 + choice] = np.where(index == choice, picked, 0.0).sum(axis=1)
         x[:, 2 + c : 2 + c + k] = z
         x[lines[:, None], 2 + c + k + np.arange(g) * c + index] = 1.0
         return x, self._base + picked.sum(axis=1) + z @ self._prior

@@ -43,7 +43,7 @@ _SPREAD = 0.25
 _SEED_SD = 0.25
 #: The models are fitted to this many trials at most, and beyond it only once in so many: fitting costs their square.
 #: The first ones (presets and the scan of every group) and the newest ones (near the answer) are kept.
-_MOST_FITTED, _FIRST_FITTED, _REFIT_EVERY = 256, 64, 16
+_MOST_FITTED, _FIRST_FITTED, _REFIT_EVERY = 160, 40, 16
 
 
 def _zero(_params: Mapping[str, Any]) -> float:
@@ -282,10 +282,9 @@ class PrecisionSampler(AssigningSampler):
                 gaps.append(Observation(point.index, point.features, point.base2, gap))
             if step is not None:
                 times.append(Observation(point.index, point.features, point.base2, step))
-            if _memory(trial) > 0:
+            if self.objective != "throughput" and _memory(trial) > 0:
                 sizes.append(Observation(point.index, point.features, point.base2, _memory(trial)))
         divergence.fit(gaps)
-        divergence.fit(gaps)  # again, with the residual that the first fit found
         time.fit(times)
         memory.fit(sizes)
         self._state = _State(numbers, divergence, time, memory)

@@ -38,7 +38,6 @@ def smoothed_divergence(
         for r in records
     ]
     model.fit(rows)
-    model.fit(rows)  # again, with the residual that the first fit found
     belief = model.mean()
     return [belief.divergence(row.index, row.features, row.base2) for row in rows]
 
