@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
+from autoprec.cost import CostModel, CostScale
+from autoprec.hardware import target
 from autoprec.policy import LayerPlan
 from autoprec.search.prior import build_prior, memory_table
-from autoprec.search.problem import Problem
+from autoprec.search.problem import Problem, layer_key
 from autoprec.search.sensitivity import SensitivityTable
 from autoprec.space import load_space
 from tests.search.models import gpt
@@ -50,3 +53,21 @@ def test_memory_is_a_table_against_the_baseline() -> None:
     assert set(table[:, PROBLEM.choice_names.index("keep")]) == {0.0}
     assert build_prior(PROBLEM, TABLE, layer_time, step_cost, measured=False).memory is None
     assert build_prior(PROBLEM, TABLE, layer_time, step_cost, measured=False, with_memory=True).base_memory == 1000.0
+
+
+def test_the_cost_model_has_no_costs_between_layers_so_the_prior_has_no_pairs() -> None:
+    """A layer returns its input's dtype and casts its own operands: nothing depends on what the neighbour runs."""
+    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    cost = CostModel(problem.report, target("h100"), scale=CostScale.parse("width=64,tokens=64"))
+
+    def step(**choices: str) -> float:
+        params = problem.params_of("bf16") | {layer_key(name): choice for name, choice in choices.items()}
+        return cost.estimate(problem.plans(params), activations="bf16").time_ms
+
+    names = [group.name for group in problem.groups]
+    base = step()
+    for a, b in pairwise(names):
+        alone = step(**{a: "fp8_rowwise"}) + step(**{b: "fp8_rowwise"}) - base
+        assert step(**{a: "fp8_rowwise", b: "fp8_rowwise"}) == pytest.approx(alone, rel=1e-9)
+    assert step(**{names[0]: "fp8_rowwise"}) != base
+    assert build_prior(PROBLEM, TABLE, layer_time, step_cost, measured=True).pairs is None
