@@ -331,8 +331,9 @@ def main() -> None:
     if options.write:
         path = Path(__file__).parent / "results" / f"state-{datetime.date.today().isoformat()}.json"
         known = json.loads(path.read_text()) if path.exists() else {}
+        command = "python benchmarks/state.py " + " ".join(sys.argv[1:])
         machine = {
-            "command": "python benchmarks/state.py " + " ".join(sys.argv[1:]),
+            "commands": {**known.get("machine", {}).get("commands", {}), **dict.fromkeys(results, command)},
             "torch": torch.__version__,
             "processor": platform.machine(),
             "threads": 1,
