@@ -28,9 +28,9 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 Distributions = Mapping[str, optuna.distributions.BaseDistribution]
 R = TypeVar("R")
 
-#: An RDB checks every parameter of a trial in queries of its own (1.5 ms each): beyond so many they are kept in the
-#: record alone, which is what a resumed search reads in any case.
-MOST_STORED_PARAMS = 64
+#: An RDB checks every parameter of a trial in queries of its own, which cost more than all else the driver does: beyond
+#: so many they are kept in the record alone, which is what a resumed search reads in any case.
+MOST_STORED_PARAMS = 12
 
 #: What SQLite and PostgreSQL say of a full disk, and SQLite of a file or folder that was removed or made read-only.
 _FULL = ("disk is full", "No space left", "could not extend file")
