@@ -37,7 +37,7 @@ for step in range(400):
     optimizer.zero_grad(); loss.backward(); optimizer.step()
     time.sleep(0.005)
 """
-SECONDS, COUNT = 2.0, 160
+SECONDS, COUNT = 5.0, 160
 
 
 def _search(folder: Path, factory: RunnerFactory, **changes: Any) -> Search:
@@ -211,7 +211,7 @@ class _Timed(SimulatedRunner):
 
 
 def workers() -> list[Row]:
-    """Eight local workers, then two Ray nodes of two slots, on 160 simulated trials of two seconds."""
+    """Eight local workers, then two Ray nodes of two slots, on 160 simulated trials of five seconds."""
     script = SimulatedScript(graph=simulated_graph(8, width=4096, tokens=16384), delay_s=SECONDS)
     script.device = "NVIDIA H100 80GB HBM3"
     rows = _driven("8 local workers", lambda seed, _: _Timed(script, seed), 8)

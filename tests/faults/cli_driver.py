@@ -1,16 +1,38 @@
 """The command line with a simulated script behind it: ``cli_driver.py DELAY autoprec-arguments...``.
 
 Everything is real but the training: commands, signals, files, exit codes. ``DELAY`` seconds are spent in every trial.
+With ``AUTOPREC_TEST_WAITED`` set, the seconds that the search spent in its tracking are written to that file.
 """
 
 from __future__ import annotations
 
+import functools
+import os
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from autoprec.cli import cli
 from autoprec.search import engine
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
+from autoprec.tracking.listener import TrackingListener
+
+waited = [0.0]
+
+
+def timed(method: Any) -> Any:
+    """Add up the time that calls of a method take."""
+
+    @functools.wraps(method)
+    def call(*values: Any, **named: Any) -> Any:
+        began = time.monotonic()
+        try:
+            return method(*values, **named)
+        finally:
+            waited[0] += time.monotonic() - began
+
+    return call
 
 
 def main() -> None:
@@ -19,6 +41,16 @@ def main() -> None:
         graph=simulated_graph(2, width=4096, tokens=16384), device="NVIDIA H100 80GB HBM3", delay_s=float(sys.argv[1])
     )
     engine.runner_factory = lambda _options, _command: lambda seed, _folder: SimulatedRunner(script, seed)
+    for name in ("started", "trial", "attach", "close"):
+        setattr(TrackingListener, name, timed(getattr(TrackingListener, name)))
+    try:
+        run()
+    finally:
+        if "AUTOPREC_TEST_WAITED" in os.environ:
+            Path(os.environ["AUTOPREC_TEST_WAITED"]).write_text(str(waited[0]))
+
+
+def run() -> None:
     cli.main([*sys.argv[2:], "--force", "--space", "hopper-fp8", "--steps", "8", "train.py"], prog_name="autoprec")
 
 
