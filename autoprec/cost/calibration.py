@@ -128,7 +128,7 @@ def _fit_gemm(target: Target, rates: Rates, family: str, points: Sequence[Point]
 
 
 def _fit_cast(target: Target, family: str, points: Sequence[Point]) -> tuple[float, float]:
-    moved, _ = cast_traffic(family, 2, False, 2.0, target.layouts)
+    moved, _ = cast_traffic(family, (0, 1), 2.0, layouts=target.layouts, library=False)
     ideal = np.array([moved * p.shape[0] * p.shape[1] / target.bandwidth for p in points])
     seconds = np.array([p.seconds for p in points])
     rows = np.stack([ideal, np.ones_like(ideal)], axis=1) / seconds[:, None]

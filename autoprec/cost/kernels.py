@@ -42,8 +42,10 @@ def operand_bytes(family: str) -> float:
     return _OPERAND_BYTES.get(family, 1.0)
 
 
-def gemm_seconds(target: Target, rates: Rates, family: str, m: int, k: int, n: int, batch: int = 1) -> float:
-    """Return the time of one GEMM ``[m, k] x [k, n]`` with a 16-bit (or 32-bit) result."""
+def gemm_seconds(
+    target: Target, rates: Rates, family: str, m: int, k: int, n: int, batch: int = 1, *, backward: bool = False
+) -> float:
+    """Return the time of one GEMM ``[m, k] x [k, n]`` with a 16-bit (or 32-bit) result; inf where none exists."""
     peak, capability = target.peak(family), target.recipes.get(family)
     if not peak or (capability is not None and not capability.ok):
         return float("inf")
@@ -52,34 +54,43 @@ def gemm_seconds(target: Target, rates: Rates, family: str, m: int, k: int, n: i
     compute = 2.0 * m * k * n * batch / (peak * rates.gemm.get(family, 0.6) * fill)
     size = operand_bytes(family)
     moved = batch * (size * (m * k + k * n) + (4.0 if family in ("fp32", "tf32") else 2.0) * m * n)
-    return max(compute, moved / (target.bandwidth * rates.bandwidth)) + rates.launch_us * 1e-6
+    scaling = 0.0 if backward else batch * m * n * rates.epilogue.get(family, 0.0)
+    speed = target.bandwidth * rates.bandwidth
+    return max(compute, moved / speed) + scaling / speed + rates.launch_us * 1e-6
 
 
-def cast_traffic(family: str, uses: int, second_only: bool, source: float, layouts: int) -> tuple[float, int]:
+def cast_traffic(
+    family: str, uses: tuple[int, ...], source: float, *, layouts: int, weight: bool = False, library: bool = True
+) -> tuple[float, int]:
     """Return bytes moved per value and the number of kernels that quantise one operand.
 
     Args:
         family: of the recipe.
-        uses: 1 or 2, how many of the operand's two reduction dimensions are used.
-        second_only: with one use, whether it is the second dimension (needs a transpose or a column pass).
+        uses: which of the operand's two reduction dimensions are used: (0,), (1,) or (0, 1).
         source: bytes per value of the high-precision operand.
-        layouts: copies a per-tensor 8-bit operand needs for two uses.
+        layouts: copies that the architecture's GEMM needs of a per-tensor 8-bit operand with two uses.
+        weight: its two casts lie in different passes, so the column cast shares no read with the row cast and
+            transposes on its own (as counted by torchao's ``roofline_utils``).
+        library: cast by a library's own kernels. Casts compiled by torch write both layouts on every architecture
+            (``torch._scaled_mm`` is called with operands contiguous along K), and MX blocks along rows and along
+            columns are separate kernels (torchao).
     """
-    copies = float(min(uses, layouts))
+    count = len(uses)
+    copies = float(min(count, layouts if library else 2))
     if family == "fp8_tensor":  # amax pass, then cast (and transpose)
         return source + source + copies, 2
-    if family == "fp8_delayed":  # the scale is known: one pass, amax on the way
-        return source + copies, 1
+    if family == "fp8_delayed":  # the scale is known: one pass with the amax on the way; then history and next scale
+        return source + copies, 2
     if family in ("fp8_row", "int8"):  # along the row: one fused pass; along the column: amax pass + cast
-        along_row = 0 if second_only else 1
-        along_column = uses - along_row
-        return along_row * (source + 1.0) + along_column * (2 * source + 1.0), along_row + 2 * along_column
+        along_row, along_column = int(0 in uses), int(1 in uses)
+        column = 2 * source + 1.0 + (2.0 if weight else 0.0)
+        return along_row * (source + 1.0) + along_column * column, along_row + 2 * along_column
     if family == "fp8_block":  # one pass writes both layouts, scales are 4 bytes per 128
-        return source + uses * (1.0 + 4.0 / 128), 1
+        return source + count * (1.0 + 4.0 / 128), 1
     if family == "mxfp8":  # one pass writes both layouts; a small kernel arranges the scales
-        return source + uses * (1.0 + 1.0 / 32), 2
+        return source * (1 if library else count) + count * (1.0 + 1.0 / 32), 2
     if family == "nvfp4":  # amax pass, then cast with Hadamard and rounding
-        return 2 * source + uses * (0.5 + 1.0 / 16), 3
+        return 2 * source + count * (0.5 + 1.0 / 16), 3
     return 0.0, 0
 
 
@@ -118,6 +129,7 @@ def operand_cast_seconds(
     source: float,
     *,
     fused: bool = False,
+    weight: bool = False,
 ) -> float:
     """Return the time to cast one operand to a recipe's format.
 
@@ -130,10 +142,13 @@ def operand_cast_seconds(
         source: bytes per value in high precision; nothing is cast when the operand has the format already.
         fused: the operator before writes the codes itself (a norm or activation fused with the cast), so one read
             of the source and one kernel are spared.
+        weight: the operand is a weight, see :func:`cast_traffic`.
     """
     family = recipe_family(recipe)
     if recipe.scaled:
-        moved, kernels = cast_traffic(family, len(uses), uses == (1,), source, target.layouts)
+        moved, kernels = cast_traffic(
+            family, uses, source, layouts=target.layouts, weight=weight, library=rates.library
+        )
         fixed = rates.quantise_us.get(family, 5.0) * 1e-6
         if fused:
             moved, fixed = moved - source, fixed * (1.0 - 1.0 / kernels)
@@ -153,6 +168,7 @@ def layer_cost(
     activations: str = "keep",
     script: str = "fp32",
     weight_reuse: float = 1.0,
+    input_reuse: float = 1.0,
     fused: bool = False,
 ) -> LayerCost:
     """Return the time of one layer's GEMMs and casts under a plan.
@@ -165,6 +181,7 @@ def layer_cost(
         activations: autocast dtype around the model, or keep.
         script: dtype in which the script itself runs this layer.
         weight_reuse: how many calls share one cast of the weight (gradient accumulation with cached casts).
+        input_reuse: how many layers share one cast of the input (q, k and v in a compiled step).
         fused: the operator before the layer writes the quantised input itself.
     """
     kept = kept_family(activations, script)
@@ -174,7 +191,8 @@ def layer_cost(
         gemm: Gemm = "fprop" if role == "recompute" else role  # type: ignore[assignment]
         recipe = plan.recipe(gemm)
         family = kept if recipe is None else recipe_family(recipe)
-        seconds = gemm_seconds(target, rates, family, *work.dims(role), batch=work.batch)
+        backward = gemm != "fprop"
+        seconds = gemm_seconds(target, rates, family, *work.dims(role), batch=work.batch, backward=backward)
         gemm_time += seconds
         error += seconds * rates.error.get(family, 0.2)
         if recipe is None and activations != "keep":
@@ -188,7 +206,7 @@ def layer_cost(
             if chosen is not None:
                 wanted[chosen] = (*wanted.get(chosen, ()), index)
         source = _source_bytes(operand, activations, script)
-        share = 1.0 / weight_reuse if operand == "weight" else 1.0
+        share = 1.0 / {"weight": weight_reuse, "input": input_reuse}.get(operand, 1.0)
         for chosen, uses in wanted.items():
             spent = operand_cast_seconds(
                 target,
@@ -198,11 +216,12 @@ def layer_cost(
                 uses,
                 source,
                 fused=fused and operand == "input" and 0 in uses,
+                weight=operand == "weight",
             )
             cast += spent * share
             if spent:
                 family = recipe_family(chosen)
-                kernels += share * max(1, cast_traffic(family, len(uses), uses == (1,), source, target.layouts)[1])
+                kernels += share * max(1, cast_traffic(family, uses, source, layouts=target.layouts)[1])
     return LayerCost(
         gemm=gemm_time * work.copies,
         cast=cast * work.copies,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,21 @@ _KEEP = LayerPlan()
 _NO_CONV = ("fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8")
 
 
+def _readers_of_one_input(layers: Sequence[Layer]) -> dict[str, float]:
+    """Return how many layers share each layer's input: q, k and v of a block, gate and up.
+
+    Layers of one group (which get one recipe) under one parent, with inputs of one shape; a group may also hold the
+    same projection of several experts, whose inputs differ.
+    """
+    keys = {
+        layer.name: (layer.group, layer.name.rpartition(".")[0], layer.gemms[0].m, layer.gemms[0].k)
+        for layer in layers
+        if layer.gemms and layer.group
+    }
+    counts = Counter(keys.values())
+    return {name: float(counts[key]) for name, key in keys.items()}
+
+
 class CostModel:
     """Time and memory of one recorded step on a target, under any plan.
 
@@ -39,8 +55,9 @@ class CostModel:
         weight_reuse: calls that share one cast of a weight (gradient accumulation with cached casts).
         rates: replaces the default rates of the target's architecture.
         shards: devices that share the optimizer step and its state (ZeRO, FSDP).
-        fused_casts: norms and activations write the quantised input of the layer behind them (as Transformer
-            Engine's fused modules do); a GPU's casts are separate kernels otherwise.
+        fused_casts: casts are Transformer Engine's kernels, and norms and activations write the quantised input of
+            the layer behind them (its fused modules). Casts compiled by torch otherwise; a compiled step fuses their
+            first read of the input with the operator before as well.
         cpu: rates of a CPU in place of this machine's (target ``cpu`` only).
 
     ``estimate`` looks up what it has computed before, so that a search may ask thousands of times.
@@ -63,7 +80,7 @@ class CostModel:
         self.report, self.target, self.scale = report, target, scale or CostScale()
         self.compiled, self.weight_reuse, self.shards = compiled, weight_reuse, shards
         self.fused_casts = fused_casts
-        self.rates: Rates = rates or default_rates(target)
+        self.rates: Rates = rates or default_rates(target, library=fused_casts)
         self._cpu: CpuCost | None = None
         if target.is_cpu:
             measured, label = (cpu, "modelled, rates as given") if cpu else cpu_rates()
@@ -74,6 +91,7 @@ class CostModel:
         self._works: dict[str, tuple[GemmWork, ...]] = {
             layer.name: layer_works(layer, self.scale) for layer in report.layers
         }
+        self._input_reuse = _readers_of_one_input(report.layers)
         self._script = {layer.name: short_dtype(layer.dtype) for layer in report.layers}
         self._rest_operators = rest_operators(report)
         self.parameters = scaled_parameters(report, self.scale)
@@ -131,7 +149,7 @@ class CostModel:
             return self
         if self._other is None:
             self._other = copy.copy(self)
-            self._other.compiled, self._other._rests = compiled, {}
+            self._other.compiled, self._other._rests, self._other._costs = compiled, {}, {}
         return self._other
 
     def split(self, share: Callable[[GemmWork], GemmWork]) -> CostModel:
@@ -189,7 +207,8 @@ class CostModel:
                 activations=activations,
                 script=self._script[name],
                 weight_reuse=self.weight_reuse,
-                fused=self.fused_casts,
+                input_reuse=self._input_reuse.get(name, 1.0) if self.compiled else 1.0,
+                fused=self.fused_casts or self.compiled,
             )
             for work in self._works[name]
         ]

@@ -95,11 +95,17 @@ def forward_ms(device: Target, rates: Rates, shape: tuple[int, int, int], family
     return seconds * 1e3
 
 
+def _rates(device: Target, source: str, override: Mapping[str, Rates]) -> Rates:
+    """Return what a row's kernels reach: Transformer Engine casts in its own, torchao's casts are compiled."""
+    rates = override.get(device.architecture) or default_rates(device, library=True)
+    return rates if source == "te" else rates.compiled()
+
+
 def _gemm_rows(document: Mapping[str, Any], override: Mapping[str, Rates]) -> list[Row]:
     out = []
     for row in document["rows"]:
         device = published_target(row["target"])
-        rates = override.get(device.architecture) or default_rates(device)
+        rates = _rates(device, row["source"], override)
         shapes = [tuple(shape) for shape in document["shapes"][row["shapes"]]]
         for family, measured in row["ms"].items():
             quantise = row["mode"] == "autocast"
@@ -113,13 +119,14 @@ def _linear_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> l
     out = []
     for row in rows:
         device = published_target(row["target"])
-        rates = override.get(device.architecture) or default_rates(device)
+        rates = _rates(device, row["source"], override)
         m, k, n = row["shape"]
-        work = GemmWork(m, k, n, 1, 1.0, ("fprop", "dgrad", "wgrad"))
+        roles = tuple(row.get("roles", ("fprop", "dgrad", "wgrad")))
+        work = GemmWork(m, k, n, 1, 1.0, roles)
         base = layer_cost(device, rates, work, family_plan("bf16"), script="bf16").seconds
         for family, measured in row["speedup"].items():
             other = layer_cost(device, rates, work, family_plan(family), script="bf16").seconds
-            what = "linear " + "x".join(str(size) for size in row["shape"])
+            what = "linear " + "x".join(str(size) for size in row["shape"]) + ("" if len(roles) == 3 else " forward")
             out.append(Row(row["target"], what, family, "speedup", row["use"], row["source"], measured, base / other))
     return out
 
@@ -133,13 +140,15 @@ def _step_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> lis
     out = []
     for row in rows:
         device = published_target(row["target"])
-        rates = override.get(device.architecture) or default_rates(device)
+        rates = _rates(device, row["source"], override)
         recompute = "selective" if row["selective"] else ""
         report = _report(row["model"], row["batch"], row["seq"], recompute)
         model = CostModel(report, device, rates=rates, shards=row["gpus"])
-        # gathering 8-bit weights spares amax and cast; a transposed copy, where needed, is still made (2 of 6 bytes)
-        spared = float(row["gpus"]) if device.layouts == 1 else 3.0
-        gathered = CostModel(report, device, rates=rates, shards=row["gpus"], weight_reuse=spared)
+        # gathering 8-bit weights spares amax and cast; a transposed copy is still made (2 of 6 bytes)
+        gathered = CostModel(report, device, rates=rates, shards=row["gpus"], weight_reuse=3.0)
+        # torchao's rowwise_with_gw_hp casts the weight of dgrad per tensor, with the largest of the row scales: one
+        # pass in place of three (6 of 10 bytes, roofline_utils)
+        tensor_weight = CostModel(report, device, rates=rates, shards=row["gpus"], weight_reuse=10.0 / 6.0)
         kind = "speedup" if "speedup" in row else "sign"
         names = [layer.name for layer in report.layers if "head" not in layer.flags or row["model"] != "llama3-8b"]
         base = model.estimate({}).time_ms
@@ -147,6 +156,8 @@ def _step_rows(rows: list[dict[str, Any]], override: Mapping[str, Rates]) -> lis
             plan = family_plan(family)
             # tensor-wise rows gather weights that each device has quantised for its own shard
             chosen = gathered if family in row.get("fp8_gather", ()) else model
+            if family == "fp8_row_gw_hp":
+                chosen = tensor_weight
             gain = base / chosen.estimate(dict.fromkeys(names, plan)).time_ms
             out.append(
                 Row(row["target"], f"step {row['model']}", family, kind, row["use"], row["source"], measured, gain)

@@ -23,7 +23,10 @@ class Rates:
     Attributes:
         gemm: family -> fraction of the dense peak that a large GEMM reaches.
         cast: family -> fraction of the memory bandwidth that its quantisation kernels reach.
+        compiled_casts: what casts compiled by torch reach of ``cast`` (see :meth:`compiled`).
+        library: casts are a library's own kernels (Transformer Engine), not compiled by torch.
         quantise_us: family -> fixed microseconds per quantised operand (amax, scale and swizzle kernels).
+        epilogue: family -> bytes per result value that a forward GEMM moves beyond writing its result.
         bandwidth: fraction of the memory bandwidth that plain kernels reach.
         launch_us: microseconds between two kernels on the device.
         host_us: microseconds of CPU time per eager operator (a step never runs faster than its launches).
@@ -40,6 +43,9 @@ class Rates:
     host_us: float = 6.0
     attention: float = 0.45
     error: Mapping[str, float] = field(default_factory=dict)
+    epilogue: Mapping[str, float] = field(default_factory=dict)
+    compiled_casts: float = 1.0
+    library: bool = True
     label: str = "modelled, uncalibrated"
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,7 +59,16 @@ class Rates:
             "host_us": self.host_us,
             "attention": self.attention,
             "error": dict(self.error),
+            "epilogue": dict(self.epilogue),
+            "compiled_casts": self.compiled_casts,
         }
+
+    def compiled(self) -> Rates:
+        """Return the rates of casts compiled by torch, as this package's native backend and torchao run them."""
+        if not self.library:
+            return self
+        cast = {family: share * self.compiled_casts for family, share in self.cast.items()}
+        return replace(self, cast=cast, compiled_casts=1.0, library=False)
 
     def merged(self, document: Mapping[str, Any], label: str) -> Rates:
         """Return these rates with what a calibration measured put over them.
@@ -62,12 +77,13 @@ class Rates:
             FileError: a value that is no positive number.
         """
         values: dict[str, Any] = {}
-        for name in ("gemm", "cast", "quantise_us", "error"):
+        for name in ("gemm", "cast", "quantise_us", "error", "epilogue"):
             values[name] = {**getattr(self, name), **document.get(name, {})}
             for family, value in values[name].items():
-                if not isinstance(value, (int, float)) or value < 0 or (name != "quantise_us" and value == 0):
+                may_be_zero = name in ("quantise_us", "epilogue")
+                if not isinstance(value, (int, float)) or value < 0 or (not may_be_zero and value == 0):
                     raise FileError(f"rates.{name}.{family} is {value!r}, not a positive number", where="calibration")
-        for name in ("bandwidth", "launch_us", "host_us", "attention"):
+        for name in ("bandwidth", "launch_us", "host_us", "attention", "compiled_casts"):
             value = document.get(name, getattr(self, name))
             if not isinstance(value, (int, float)) or value <= 0:
                 raise FileError(f"rates.{name} is {value!r}, not a positive number", where="calibration")
@@ -78,52 +94,60 @@ class Rates:
 _GEMM = {"fp32": 0.85, "tf32": 0.75, "bf16": 0.73, "fp16": 0.73, "int8": 0.6}
 _ERROR = {"fp32": 0.15, "tf32": 0.15, "bf16": 0.12, "fp16": 0.12, "nvfp4": 0.3, "int8": 0.3, "rest": 0.35}
 
-# gemm, cast and quantise_us: benchmarks/fit_rates.py on the rows marked `fit` of published.yaml (2026-11), rounded.
-# No Blackwell row measures row-wise scaling alone: its ratio to tensor-wise is Hopper's. int8 and the consumer cards
-# rest on no measurement.
+# benchmarks/fit_rates.py on the rows marked `fit` of published.yaml (2026-11), rounded. fp8_row reaches what fp8_tensor
+# reaches wherever no row tells them apart; fp8_block on Blackwell casts like mxfp8. int8 and the consumer cards rest on
+# no measurement.
+# Two implementations of casts were published: Transformer Engine's kernels and casts compiled by torch, which reach
+# about half of that on Hopper and on Blackwell alike (compiled_casts; fitted on one table each).
+# Hopper's row-wise forward GEMM is a CUTLASS kernel of its own, up to twice as slow as the tensor-wise one (pytorch
+# issue 147971): its epilogue scales every result value and reads the result it overwrites (pytorch PR 178644), which a
+# short sum does not hide. Backward products run in cuBLAS' tensor-wise kernel and are scaled afterwards (torchao's
+# float8_ops), which a compiler fuses into what follows.
 _HOPPER = Rates(
     gemm={
         **_GEMM,
-        "bf16": 0.74,
-        "fp16": 0.74,
+        "bf16": 0.73,
+        "fp16": 0.73,
         "fp8_tensor": 0.68,
         "fp8_delayed": 0.68,
-        "fp8_row": 0.62,
+        "fp8_row": 0.68,
         "fp8_block": 0.58,
     },
-    cast={"fp8_tensor": 0.62, "fp8_delayed": 0.93, "fp8_row": 0.63, "fp8_block": 0.67, "int8": 0.63},
+    cast={"fp8_tensor": 0.90, "fp8_delayed": 0.94, "fp8_row": 0.90, "fp8_block": 0.65, "int8": 0.90},
     quantise_us={"fp8_tensor": 2.0, "fp8_delayed": 2.0, "fp8_row": 2.0, "fp8_block": 2.0, "int8": 2.0},
     error={**_ERROR, "fp8_tensor": 0.12, "fp8_delayed": 0.12, "fp8_row": 0.15, "fp8_block": 0.12},
+    epilogue={"fp8_row": 3.4},
+    compiled_casts=0.55,
 )
 _BLACKWELL = Rates(
     gemm={
         **_GEMM,
         "bf16": 0.7,
         "fp16": 0.7,
-        "fp8_tensor": 0.7,
-        "fp8_delayed": 0.7,
-        "fp8_row": 0.65,
+        "fp8_tensor": 0.72,
+        "fp8_delayed": 0.72,
+        "fp8_row": 0.72,
         "fp8_block": 0.62,
-        "mxfp8": 0.63,
-        "nvfp4": 0.40,
+        "mxfp8": 0.64,
+        "nvfp4": 0.39,
     },
     cast={
-        "fp8_tensor": 0.55,
-        "fp8_delayed": 0.80,
-        "fp8_row": 0.55,
-        "fp8_block": 0.7,
-        "mxfp8": 0.7,
-        "nvfp4": 0.65,
-        "int8": 0.5,
+        "fp8_tensor": 0.53,
+        "fp8_delayed": 0.83,
+        "fp8_row": 0.53,
+        "fp8_block": 0.85,
+        "mxfp8": 0.85,
+        "nvfp4": 0.73,
+        "int8": 0.53,
     },
     quantise_us={
-        "fp8_tensor": 12.0,
-        "fp8_delayed": 8.0,
-        "fp8_row": 12.0,
-        "fp8_block": 8.0,
-        "mxfp8": 12.0,
-        "nvfp4": 25.0,
-        "int8": 12.0,
+        "fp8_tensor": 15.0,
+        "fp8_delayed": 10.0,
+        "fp8_row": 15.0,
+        "fp8_block": 10.0,
+        "mxfp8": 15.0,
+        "nvfp4": 31.0,
+        "int8": 15.0,
     },
     error={
         **_ERROR,
@@ -134,17 +158,15 @@ _BLACKWELL = Rates(
         "mxfp8": 0.15,
         "nvfp4": 0.25,
     },
+    compiled_casts=0.52,
 )
 _CDNA3 = Rates(
-    gemm={**_GEMM, "bf16": 0.5, "fp16": 0.5, "tf32": 0.4, "fp8_tensor": 0.35, "fp8_delayed": 0.35, "fp8_row": 0.35},
-    cast={"fp8_tensor": 0.5, "fp8_delayed": 0.5, "fp8_row": 0.4, "int8": 0.4},
+    gemm={**_GEMM, "bf16": 0.5, "fp16": 0.5, "tf32": 0.4, "fp8_tensor": 0.33, "fp8_delayed": 0.33, "fp8_row": 0.33},
+    cast={"fp8_tensor": 0.5, "fp8_delayed": 0.5, "fp8_row": 0.5, "int8": 0.5},
     quantise_us={"fp8_tensor": 8.0, "fp8_delayed": 6.0, "fp8_row": 8.0, "int8": 8.0},
     bandwidth=0.7,
     error={**_ERROR, "bf16": 0.25, "fp8_tensor": 0.25, "fp8_delayed": 0.25, "fp8_row": 0.25},
 )
-#: target -> what its kernels reach of the architecture's rates: torchao's compiled casts on a B200, fitted on its
-#: tensor-wise Llama3-8B row; Transformer Engine's (measured on a B300) are what _BLACKWELL says.
-_CASTS = {"b200": 0.56, "gb200": 0.56}
 _BY_ARCHITECTURE = {
     "hopper": _HOPPER,
     "blackwell": _BLACKWELL,
@@ -153,8 +175,12 @@ _BY_ARCHITECTURE = {
 }
 
 
-def default_rates(target: Target) -> Rates:
-    """Return the uncalibrated rates of a target's architecture; an unknown one is taken as Hopper-like."""
+def default_rates(target: Target, *, library: bool = False) -> Rates:
+    """Return the uncalibrated rates of a target's architecture; an unknown one is taken as Hopper-like.
+
+    Args:
+        target: the device.
+        library: casts are a library's own kernels (Transformer Engine); compiled by torch otherwise.
+    """
     rates = _BY_ARCHITECTURE.get(target.architecture, _HOPPER)
-    slower = _CASTS.get(target.name, 1.0)
-    return rates if slower == 1.0 else replace(rates, cast={name: v * slower for name, v in rates.cast.items()})
+    return rates if library else rates.compiled()

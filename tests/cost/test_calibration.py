@@ -33,7 +33,7 @@ class FakeBench:
     def cast(self, family: str, rows: int, columns: int) -> float | None:
         if family not in TRUTH.cast:
             return None
-        moved, _ = cast_traffic(family, 2, False, 2.0, H100.layouts)
+        moved, _ = cast_traffic(family, (0, 1), 2.0, layouts=H100.layouts, library=False)
         return rows * columns * moved / (H100.bandwidth * TRUTH.cast[family]) + TRUTH.quantise_us[family] * 1e-6
 
     def copy(self, size: int) -> float | None:

@@ -122,15 +122,46 @@ def test_a_first_layer_casts_its_grad_output_for_wgrad_only() -> None:
 
 @pytest.mark.parametrize("family", ["fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8"])
 def test_two_uses_move_more_than_one_and_bf16_sources_less_than_fp32(family: str) -> None:
-    one, kernels = cast_traffic(family, 1, False, 2.0, 2)
-    two, _ = cast_traffic(family, 2, False, 2.0, 2)
+    one, kernels = cast_traffic(family, (0,), 2.0, layouts=2)
+    two, _ = cast_traffic(family, (0, 1), 2.0, layouts=2)
     assert 0 < one < two
-    assert cast_traffic(family, 2, False, 4.0, 2)[0] > two
+    assert cast_traffic(family, (0, 1), 4.0, layouts=2)[0] > two
     assert kernels >= 1
 
 
+def test_casts_compiled_by_torch_write_both_layouts_and_read_mx_sources_twice() -> None:
+    def moved(family: str, library: bool) -> float:
+        return cast_traffic(family, (0, 1), 2.0, layouts=1, library=library)[0]
+
+    assert moved("fp8_tensor", False) == moved("fp8_tensor", True) + 1.0
+    assert moved("mxfp8", False) == moved("mxfp8", True) + 2.0
+
+
+def test_a_row_wise_weight_costs_ten_bytes_per_value_and_an_activation_eight() -> None:
+    assert cast_traffic("fp8_row", (0, 1), 2.0, layouts=2, weight=True)[0] == 10.0
+    assert cast_traffic("fp8_row", (0, 1), 2.0, layouts=2)[0] == 8.0
+
+
+def test_a_row_wise_forward_pays_for_its_epilogue_most_where_sums_are_short() -> None:
+    def ratio(k: int, backward: bool = False) -> float:
+        row, tensor = (
+            gemm_seconds(H100, RATES, f, 8192, k, 8192, backward=backward) for f in ("fp8_row", "fp8_tensor")
+        )
+        return row / tensor
+
+    assert ratio(1024) > ratio(4096) > ratio(16384) > 1.0
+    assert ratio(1024, backward=True) == pytest.approx(1.0)
+
+
+def test_layers_that_read_one_input_share_its_cast() -> None:
+    work, plan = linear(8192, 4096, 4096), LayerPlan.uniform(R["fp8_rowwise"])
+    alone, shared = (layer_cost(H100, RATES, work, plan, script="bf16", input_reuse=n) for n in (1.0, 3.0))
+    assert shared.cast < alone.cast
+    assert shared.gemm == alone.gemm
+
+
 def test_unknown_families_move_nothing() -> None:
-    assert cast_traffic("bf16", 2, False, 2.0, 2) == (0.0, 0)
+    assert cast_traffic("bf16", (0, 1), 2.0, layouts=2) == (0.0, 0)
 
 
 def test_operands_are_as_wide_as_their_format() -> None:

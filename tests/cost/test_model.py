@@ -168,3 +168,27 @@ def test_a_policy_may_compile_what_the_script_does_not(tiny: GraphReport) -> Non
     assert compiled.estimate({}).time_ms == CostModel(tiny, H100).estimate({}).time_ms < eager.estimate({}).time_ms
     assert eager.executed("keep") is eager is eager.executed("eager")
     assert compiled.executed("eager").estimate({}).time_ms == eager.estimate({}).time_ms
+
+
+def test_a_compiled_step_casts_the_input_of_q_k_and_v_once(large: GraphReport) -> None:
+    plan = LayerPlan.uniform(R["fp8_tensorwise"])
+    compiled, eager = CostModel(large, H100), CostModel(large, H100, compiled=False)
+    q, o = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.o_proj"
+    assert compiled.layer_cost(q, plan).cast < compiled.layer_cost(o, plan).cast  # same shapes, o reads alone
+    assert eager.layer_cost(q, plan).cast == pytest.approx(eager.layer_cost(o, plan).cast)
+    assert eager.executed("compile").layer_cost(q, plan).cast == compiled.layer_cost(q, plan).cast
+
+
+def test_experts_do_not_share_their_inputs(large: GraphReport) -> None:
+    group = "model.layers.0.experts"
+    experts = tuple(
+        replace(layer, name=f"model.layers.0.experts.{i}.w1", group=group) for i, layer in enumerate(large.layers[:4])
+    )
+    model = CostModel(replace(large, layers=experts, groups={group: tuple(e.name for e in experts)}), H100)
+    assert set(model._input_reuse.values()) == {1.0}
+
+
+def test_transformer_engines_casts_are_faster_than_compiled_ones(large: GraphReport) -> None:
+    plans = {layer.name: LayerPlan.uniform(R["fp8_delayed"]) for layer in large.layers}
+    library, compiled = (CostModel(large, H100, fused_casts=fused).estimate(plans) for fused in (True, False))
+    assert library.breakdown["quantise"] < compiled.breakdown["quantise"]

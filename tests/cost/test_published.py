@@ -47,18 +47,24 @@ def test_recipes_are_in_the_measured_order_on_h200(shapes: str) -> None:
 
 
 @pytest.mark.parametrize("row", [r for r in SCORED if r.kind == "speedup" and r.source.startswith("ao")], ids=named)
-def test_torchao_speedups_within_6_points_and_the_sign_right(row: Row) -> None:
-    assert abs(row.error) <= 0.06  # the goal is 0.05; docs/cost-model.md lists the row that misses it
+def test_torchao_speedups_within_5_points_and_the_sign_right(row: Row) -> None:
+    assert abs(row.error) <= 0.05
     assert (row.modelled > 1) == (row.published > 1)
 
 
 @pytest.mark.parametrize("row", [r for r in SCORED if r.source == "nanochat"], ids=named)
-def test_nanochat_has_the_sign_right(row: Row) -> None:
+def test_nanochat_within_8_points_and_the_sign_right(row: Row) -> None:
     if row.kind == "sign":
         assert row.error == 0
     else:
         assert (row.modelled > 1) == (row.published > 1)
-        assert abs(row.error) <= 0.10
+        assert abs(row.error) <= 0.08
+
+
+def test_wgrad_in_bf16_gains_over_row_wise_on_mi300x_as_published() -> None:
+    row, mixed = (r for r in ROWS if r.target == "mi300x" and r.family.startswith("fp8_row"))
+    assert mixed.published > row.published
+    assert mixed.modelled > row.modelled
 
 
 def test_small_shapes_lose() -> None:
@@ -72,7 +78,7 @@ def test_a_broken_model_would_be_seen() -> None:
     from autoprec.cost.rates import default_rates
     from autoprec.hardware import target
 
-    good = default_rates(target("h200-nvl"))
+    good = default_rates(target("h200-nvl"), library=True)
     free = replace(good, cast=dict.fromkeys(good.cast, 1e6))
     errors = [abs(row.error) for row in evaluate({"hopper": free}, use="score") if row.target == "h200-nvl"]
     assert max(errors) > 0.10
