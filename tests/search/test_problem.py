@@ -78,7 +78,7 @@ def test_what_the_target_refuses_is_not_offered_and_the_reason_is_kept() -> None
 
     problem = Problem.build(gpt(), load_space("hopper-fp8"), can_run)
     assert problem.choice_names == ("bf16",)
-    assert problem.distributions() == {}
+    assert set(problem.distributions()) == {"execution"}  # only torch.compile is left to decide
     assert ("lm_head", "fp8_rowwise", "no FP8 units") in problem.refused
     assert not any("amax" in name for name in problem.parameters)
 
