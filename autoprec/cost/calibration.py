@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import platform
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -25,11 +26,15 @@ from autoprec.recipes import BUILTIN_RECIPES
 __all__ = ["CAST_SHAPES", "GEMM_SHAPES", "SCHEMA", "Bench", "Point", "calibrate", "fit_rates", "load_calibration"]
 
 SCHEMA = "autoprec.calibration/1"
-_KEYS = {"schema", "device", "target", "machine", "versions", "date", "rates", "points", "label", "seconds"}
+_KEYS = {"schema", "device", "target", "machine", "versions", "date", "rates", "points", "label", "seconds", "drift"}
 #: M, K, N of the measured GEMMs: square and large, as a transformer has them, and small.
 GEMM_SHAPES = ((8192, 8192, 8192), (8192, 4096, 16384), (4096, 4096, 4096), (2048, 1024, 4096), (1024, 1024, 1024))
 #: Rows and columns of the measured casts.
-CAST_SHAPES = ((8192, 8192), (8192, 4096), (2048, 2048), (512, 1024))
+CAST_SHAPES = ((8192, 8192), (512, 1024), (4096, 2048))
+#: Seconds after which no further point is begun.
+LIMIT_S = 120.0
+#: Families that run in the kernel of another.
+_SAME_KERNEL = {"bf16": ("fp16",), "fp8_tensor": ("fp8_delayed",)}
 _RECIPES = {
     "fp8_tensor": "fp8_tensorwise",
     "fp8_delayed": "fp8_delayed",
@@ -42,7 +47,7 @@ _RECIPES = {
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One measurement: a GEMM (shape M, K, N), a cast in both layouts (rows, columns), a copy, or an empty launch."""
+    """One measurement: gemm (shape M, K, N), cast in both layouts (rows, columns), copy (bytes), launch or host."""
 
     kind: str
     family: str
@@ -51,7 +56,10 @@ class Point:
 
 
 class Bench(Protocol):
-    """What can be measured on a device; None where it cannot run, and then the default stays."""
+    """What can be measured on a device; None or an exception where it cannot run, and then the default stays."""
+
+    def warm(self) -> None:
+        """Bring the device to the clocks of a running training."""
 
     def gemm(self, family: str, m: int, k: int, n: int) -> float | None:
         """Return seconds of one GEMM on operands that are quantised already."""
@@ -65,32 +73,70 @@ class Bench(Protocol):
     def launch(self) -> float | None:
         """Return seconds between two kernels that do nothing."""
 
+    def host(self) -> float | None:
+        """Return seconds of CPU time to launch one eager operator."""
+
     def versions(self) -> dict[str, str]:
         """Return the versions the figures depend on."""
 
 
-def measure_points(bench: Bench, target: Target, say: Callable[[str], None] = lambda _line: None) -> list[Point]:
-    """Measure every point that the device can run."""
+def _quiet(_line: str) -> None:
+    return None
+
+
+def _plan(target: Target) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Yield (kind, family, shape) of every point, what matters most first: the time may run out."""
+    yield "copy", "", (1 << 30,)
+    yield "launch", "", ()
+    yield "host", "", ()
+    families = [f for f in ("bf16", *_RECIPES, "fp32") if target.can_run(BUILTIN_RECIPES[_RECIPES.get(f, f)]).ok]
+    shared = {name for names in _SAME_KERNEL.values() for name in names}
+    for family in families:
+        if family not in shared:
+            yield from (("gemm", family, shape) for shape in GEMM_SHAPES)
+    for shape in CAST_SHAPES:  # large ones of every family before small ones: each is compiled for seconds
+        yield from (("cast", family, shape) for family in families if family in _RECIPES)
+
+
+def measure_points(
+    bench: Bench, target: Target, say: Callable[[str], None] = _quiet, limit_s: float = LIMIT_S
+) -> list[Point]:
+    """Measure every point that the device can run within ``limit_s`` seconds; what fails is said and left out."""
     points: list[Point] = []
-
-    def add(kind: str, family: str, shape: tuple[int, ...], seconds: float | None) -> None:
-        if seconds is None:
-            return
-        points.append(Point(kind, family, shape, seconds))
-        say(f"{kind} {family} {'x'.join(str(size) for size in shape)}: {seconds * 1e6:.1f} us".replace("  ", " "))
-
-    for family in ("fp32", "bf16", *_RECIPES):
-        recipe = BUILTIN_RECIPES[_RECIPES.get(family, family)]
-        if not target.can_run(recipe).ok:
+    failed: dict[tuple[str, str], str] = {}
+    start = time.monotonic()
+    for kind, family, shape in _plan(target):
+        name = f"{kind} {family}".rstrip()
+        if (kind, family) in failed:
             continue
-        for shape in GEMM_SHAPES:
-            add("gemm", family, shape, bench.gemm(family, *shape))
-        if family in _RECIPES:
-            for rows, columns in CAST_SHAPES:
-                add("cast", family, (rows, columns), bench.cast(family, rows, columns))
-    add("copy", "", (1 << 30,), bench.copy(1 << 30))
-    add("launch", "", (), bench.launch())
+        if time.monotonic() - start > limit_s:
+            say(f"stopped after {limit_s:.0f} s: {name} and what follows keep their defaults")
+            break
+        try:
+            seconds = getattr(bench, kind)(*((family,) if kind in ("gemm", "cast") else ()), *shape)
+        except Exception as error:  # a kernel, compiler or driver that fails takes its family along, not the rest
+            failed[kind, family] = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
+            say(f"{name}: {failed[kind, family]}; what is left of it keeps its default")
+            continue
+        if seconds is None or not seconds > 0:
+            failed[kind, family] = "cannot be measured here"
+            say(f"{name}: {failed[kind, family]}; the default is kept")
+            continue
+        points.append(Point(kind, family, shape, seconds))
+        say(f"{name} {'x'.join(str(size) for size in shape)}: {seconds * 1e6:.1f} us")
     return points
+
+
+def _drift(bench: Bench, points: Sequence[Point]) -> float | None:
+    """Return how much slower the first GEMM runs at the end than it did: what heat and power limits took."""
+    first = next((point for point in points if point.kind == "gemm"), None)
+    if first is None:
+        return None
+    try:
+        again = bench.gemm(first.family, *first.shape)  # type: ignore[arg-type]
+    except Exception:  # a device that died on the way: the points before are what there is
+        return None
+    return None if again is None else again / first.seconds - 1.0
 
 
 def fit_rates(target: Target, points: Sequence[Point]) -> dict[str, Any]:
@@ -104,16 +150,18 @@ def fit_rates(target: Target, points: Sequence[Point]) -> dict[str, Any]:
     for point in points:
         if point.kind == "copy":
             out["bandwidth"] = min(1.0, 2.0 * point.shape[0] / point.seconds / target.bandwidth)
-        elif point.kind == "launch":
-            out["launch_us"] = max(0.1, point.seconds * 1e6)
+        elif point.kind in ("launch", "host"):
+            out[f"{point.kind}_us"] = max(0.1, point.seconds * 1e6)
     known = base.merged({key: value for key, value in out.items() if not isinstance(value, dict)}, base.label)
     for family in sorted({point.family for point in points if point.kind == "gemm"}):
         mine = [point for point in points if point.kind == "gemm" and point.family == family]
         share, spread = _fit_gemm(target, known, family, mine)
-        out["gemm"][family], out["error"][family] = share, spread
+        for name in (family, *_SAME_KERNEL.get(family, ())):
+            out["gemm"][name], out["error"][name] = share, spread
     for family in sorted({point.family for point in points if point.kind == "cast"}):
         mine = [point for point in points if point.kind == "cast" and point.family == family]
-        out["cast"][family], out["quantise_us"][family] = _fit_cast(target, family, mine)
+        fixed = known.quantise_us.get(family, 5.0)
+        out["cast"][family], out["quantise_us"][family] = _fit_cast(target, family, mine, fixed)
     return {key: value for key, value in out.items() if value}
 
 
@@ -127,10 +175,13 @@ def _fit_gemm(target: Target, rates: Rates, family: str, points: Sequence[Point]
     return share, max(0.05, statistics.median(abs(ratio - 1.0) for ratio in ratios))
 
 
-def _fit_cast(target: Target, family: str, points: Sequence[Point]) -> tuple[float, float]:
+def _fit_cast(target: Target, family: str, points: Sequence[Point], default_us: float) -> tuple[float, float]:
     moved, _ = cast_traffic(family, (0, 1), 2.0, layouts=target.layouts, library=False)
     ideal = np.array([moved * p.shape[0] * p.shape[1] / target.bandwidth for p in points])
     seconds = np.array([p.seconds for p in points])
+    if len(points) == 1:  # one size tells no fixed cost
+        slope = max(seconds[0] - default_us * 1e-6, 0.1 * seconds[0]) / ideal[0]
+        return float(min(1.0, max(0.01, 1.0 / slope))), default_us
     rows = np.stack([ideal, np.ones_like(ideal)], axis=1) / seconds[:, None]
     slope, fixed = np.linalg.lstsq(rows, np.ones(len(points)), rcond=None)[0]
     if fixed < 0:
@@ -139,16 +190,23 @@ def _fit_cast(target: Target, family: str, points: Sequence[Point]) -> tuple[flo
 
 
 def calibrate(
-    bench: Bench, target: Target, device: str, date: str, say: Callable[[str], None] = lambda _line: None
+    bench: Bench, target: Target, device: str, date: str, say: Callable[[str], None] = _quiet
 ) -> dict[str, Any]:
     """Measure a device and return the document that :func:`load_calibration` reads.
 
     Raises:
         UsageError: nothing could be measured.
     """
+    try:
+        bench.warm()
+    except Exception as error:  # the points will tell what works
+        say(f"warming up failed: {type(error).__name__}")
     points = measure_points(bench, target, say)
     if not points:
         raise UsageError(f"nothing could be measured on {device}", fix="`autoprec doctor` says what works here")
+    drift = _drift(bench, points)
+    if drift is not None and abs(drift) > 0.1:
+        say(f"the first GEMM took {drift:+.0%} at the end: clocks moved or something else runs here; calibrate again")
     return {
         "schema": SCHEMA,
         "device": device,
@@ -158,6 +216,7 @@ def calibrate(
         "date": date,
         "rates": fit_rates(target, points),
         "points": [asdict(point) for point in points],
+        **({} if drift is None else {"drift": round(drift, 3)}),
     }
 
 

@@ -27,6 +27,12 @@ TRUTH: Rates = replace(
 class FakeBench:
     """A device that obeys TRUTH; it has no delayed, block, MX or NVFP4 kernels to measure."""
 
+    def warm(self) -> None:
+        self.warmed = True
+
+    def host(self) -> float | None:
+        return 7e-6
+
     def gemm(self, family: str, m: int, k: int, n: int) -> float | None:
         return gemm_seconds(H100, TRUTH, family, m, k, n) if family in TRUTH.gemm else None
 
@@ -59,6 +65,12 @@ class DeadBench(FakeBench):
     def launch(self) -> float | None:
         return None
 
+    def host(self) -> float | None:
+        return None
+
+    def warm(self) -> None:
+        raise RuntimeError("no device")
+
 
 def test_calibration_finds_what_the_device_reaches() -> None:
     lines: list[str] = []
@@ -71,8 +83,12 @@ def test_calibration_finds_what_the_device_reaches() -> None:
         assert rates["quantise_us"][family] == pytest.approx(TRUTH.quantise_us[family], rel=0.1)
     assert rates["bandwidth"] == pytest.approx(0.88, rel=0.01)
     assert rates["launch_us"] == pytest.approx(5.0)
+    assert rates["host_us"] == pytest.approx(7.0)
     assert "fp8_block" not in rates["gemm"]
-    assert len(lines) == len(document["points"])
+    assert rates["gemm"]["fp8_delayed"] == rates["gemm"]["fp8_tensor"]  # the same kernel
+    assert sum(" us" in line for line in lines) == len(document["points"])
+    assert any("fp8_block" in line and "default is kept" in line for line in lines)
+    assert document["drift"] == 0.0
     assert document["versions"] == {"torch": "0.0"}
 
 
@@ -90,6 +106,52 @@ def test_a_written_file_is_read_back_and_labels_figures(tmp_path: Path) -> None:
 def test_nothing_measured_is_an_error() -> None:
     with pytest.raises(UsageError, match="nothing could be measured"):
         calibrate(DeadBench(), H100, "Dead", "2026-01-02")
+
+
+class Flaky(FakeBench):
+    """Row-wise products raise, tensor-wise casts too after the first; the clock falls by a third."""
+
+    def __init__(self) -> None:
+        self.slower = 1.0
+        self.casts = 0
+
+    def gemm(self, family: str, m: int, k: int, n: int) -> float | None:
+        if family == "fp8_row":
+            raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED")
+        found = super().gemm(family, m, k, n)
+        return None if found is None else found * self.slower
+
+    def cast(self, family: str, rows: int, columns: int) -> float | None:
+        self.slower = 1.5
+        if family == "fp8_tensor":
+            self.casts += 1
+            if self.casts > 1:
+                raise ValueError("")
+        return super().cast(family, rows, columns)
+
+
+def test_a_family_that_fails_keeps_its_default_and_the_rest_is_measured() -> None:
+    lines: list[str] = []
+    document = calibrate(Flaky(), H100, "Flaky", "2026-01-02", lines.append)
+    rates = document["rates"]
+    assert "fp8_row" not in rates["gemm"]
+    assert rates["gemm"]["fp8_tensor"] == pytest.approx(0.55, rel=0.03)
+    assert rates["cast"]["fp8_row"] == pytest.approx(TRUTH.cast["fp8_row"], rel=0.05)
+    assert rates["cast"]["fp8_tensor"] == pytest.approx(TRUTH.cast["fp8_tensor"], rel=0.1)  # from one point
+    assert sum("CUBLAS_STATUS_NOT_SUPPORTED" in line for line in lines) == 1  # tried once, not per shape
+    assert any("clocks moved" in line for line in lines)
+    assert document["drift"] == pytest.approx(0.5)
+
+
+def test_no_point_is_begun_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    from autoprec.cost import calibration
+
+    clock = iter(range(0, 10_000, 10))
+    monkeypatch.setattr(calibration.time, "monotonic", lambda: float(next(clock)))
+    lines: list[str] = []
+    points = calibration.measure_points(FakeBench(), H100, lines.append, limit_s=60.0)
+    assert [point.kind for point in points] == ["copy", "launch", "host", "gemm", "gemm", "gemm"]
+    assert "stopped after 60 s" in lines[-1]
 
 
 def test_noise_in_one_point_moves_a_median_little() -> None:
