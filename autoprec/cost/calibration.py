@@ -133,7 +133,7 @@ def _drift(bench: Bench, points: Sequence[Point]) -> float | None:
     if first is None:
         return None
     try:
-        again = bench.gemm(first.family, *first.shape)  # type: ignore[arg-type]
+        again = bench.gemm(first.family, *first.shape)
     except Exception:  # a device that died on the way: the points before are what there is
         return None
     return None if again is None else again / first.seconds - 1.0

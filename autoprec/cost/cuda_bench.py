@@ -65,7 +65,7 @@ class CudaBench:
         times = []
         for _ in range(self.repeats):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-            torch.cuda._sleep(_CYCLES_PER_CALL * len(calls))
+            torch.cuda._sleep(_CYCLES_PER_CALL * len(calls))  # type: ignore[no-untyped-call]
             start.record()
             for run in calls:
                 run()
@@ -92,9 +92,8 @@ class CudaBench:
         if family not in _RECIPES:
             return None
         rows = family == "fp8_row"
-        one = {"device": self.device, "dtype": torch.float32}
-        scale_a = torch.ones((m, 1) if rows else (), **one)  # type: ignore[arg-type]
-        scale_b = torch.ones((1, n) if rows else (), **one)  # type: ignore[arg-type]
+        scale_a = torch.ones((m, 1) if rows else (), device=self.device, dtype=torch.float32)
+        scale_b = torch.ones((1, n) if rows else (), device=self.device, dtype=torch.float32)
 
         def operands() -> tuple[torch.Tensor, torch.Tensor]:
             left, right = (
@@ -114,8 +113,8 @@ class CudaBench:
             return None
         recipe = BUILTIN_RECIPES[_RECIPES[family]]
         specs = dict.fromkeys(spec_of(recipe, gemm, "input") for gemm in ("fprop", "wgrad"))
-        shape = {"device": self.device, "dtype": torch.bfloat16}
-        sources = [torch.randn(rows, columns, **shape) for _ in range(self._sets(2 * rows * columns))]  # type: ignore[arg-type]
+        count = self._sets(2 * rows * columns)
+        sources = [torch.randn(rows, columns, device=self.device, dtype=torch.bfloat16) for _ in range(count)]
 
         def both(x: torch.Tensor) -> list[torch.Tensor]:
             made = [quantize(x, spec, operand="input").codes for spec in specs]
