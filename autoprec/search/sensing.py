@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from autoprec.errors import FileError, NothingAcceptableError
 from autoprec.files import read_document, with_checksum, without_checksum, write_json
 from autoprec.search.context import Context
@@ -25,7 +27,7 @@ def measure_table(context: Context) -> SensitivityTable:
     """Measure (or, on resume, read back) the table of gradient errors.
 
     Raises:
-        NothingAcceptableError: the scan could not be run.
+        NothingAcceptableError: the scan could not be run, or there was no gradient to compare with.
     """
     path = context.study_dir / "sensitivity.json"
     if context.options.resume and path.exists():
@@ -39,10 +41,27 @@ def measure_table(context: Context) -> SensitivityTable:
     while probes := asked.next_round():
         asked.add(_probe(context, probes))
     table = context.table = asked.table()
+    _refuse_without_gradient(context, table)
     context.timings["sensitivity_s"] = time.monotonic() - began
     context.timings["sensitivity_passes"] = float(asked.passes)
     write_json(path, with_checksum(table.to_json()), indent=None)
     return table
+
+
+def _refuse_without_gradient(context: Context, table: SensitivityTable) -> None:
+    """Refuse a script whose gradient has vanished: every relative error is then infinite, and no policy is wrong."""
+    hopeless = [
+        group.name
+        for group, row in zip(context.problem.groups, table.error2, strict=True)
+        if not np.isfinite(row).any()
+    ]
+    if hopeless:
+        step = _warmup(context)
+        raise NothingAcceptableError(
+            f"after {step} steps the gradient of {hopeless[0]} is zero or not finite, whatever it runs in, "
+            "so there is nothing to compare a policy with",
+            fix="look at the loss: a model that has stopped learning (dead ReLUs, a loss of 0) cannot be tuned",
+        )
 
 
 def measure_errors(context: Context, policies: Mapping[str, dict[str, Any]]) -> dict[str, float]:

@@ -350,3 +350,18 @@ def test_a_search_ends_when_its_space_is_used_up(here: Path, monkeypatch: pytest
     assert tried
     assert any("the space is exhausted" in note for note in result.notes)
     assert len(asked) < 30
+
+
+def test_a_script_whose_gradient_has_vanished_is_told_so(here: Path) -> None:
+    class Dead(SimulatedRunner):
+        def run(self, spec: TrialSpec) -> TrialResult:
+            result = super().run(spec)
+            if spec.kind != "sensitivity":
+                return result
+            rows = [{"id": p.id, "gradient_error": None, "nonfinite": True} for p in spec.probes]
+            return replace(result, payload={"probes": rows, "gradient_noise": None})
+
+    simulated, asked = script(), options()
+    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Dead(simulated, seed))
+    with pytest.raises(NothingAcceptableError, match="zero or not finite"):
+        made.run()
