@@ -1,6 +1,6 @@
 """The figures of the operator graph: what is recorded exactly, how fast, and what other tracers see of the same steps.
 
-    python benchmarks/graph.py [--only zoo,fake,speed,large,peers] [--output benchmarks/results/graph-DATE.md]
+    python benchmarks/graph.py [--only zoo,fake,speed,large,peers] [--output benchmarks/results/DATE_graph.md]
 
 The zoo needs ``pip install 'autoprec[hf]'``. The truth for FLOPs is counted apart, by hooks on every Linear and
 convolution, from the closed form 2 M K N and from which operands need gradients.

@@ -1,18 +1,20 @@
-"""Real training runs as the objective of search_quality.py, kept in a table so that every strategy replays it."""
+"""Real training runs as the objective of search_quality.py, kept in a table so that every strategy replays them.
+
+The table maps (assignment, seed) to a divergence: the mean relative loss gap to the float32 run of the same seed. What
+a *trial* of a search sees is one seed's value, as in the product, where single short trials are noisy. What an
+assignment is *worth* is the mean over other, fresh seeds.
+"""
 
 from __future__ import annotations
 
 import math
-import multiprocessing
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
-from replicas import Replicas
 
 from autoprec.cost import CostModel, CostScale
 from autoprec.graph.report import GemmCall, GraphReport, Layer
@@ -20,22 +22,40 @@ from autoprec.hardware import target
 from autoprec.search.problem import Problem
 from autoprec.search.sampler import Prior
 from autoprec.search.sensitivity import SensitivityTable, plan_probes
-from autoprec.space import space_from_dict
+from autoprec.space import Choice, space_from_dict
 
-STEPS, SCORED, SCAN_STEP, BATCH = 14, 7, 6, 64
+if TYPE_CHECKING:
+    from replicas import Replicas
+
+STEPS, SCORED, SCAN_STEP = 14, 7, 6
 SCALE = "width=256,tokens=256"
 RESULTS = Path(__file__).parent / "results"
+#: A run of a search sees one of the first seeds; assignments are worth their mean over the others.
+TRIAL_SEEDS, TRUTH_SEEDS = range(8), range(8, 32)
+#: Replicas trained at once.
+BATCH = 256
+_B200 = ["bf16", "mxfp8", "nvfp4_plain", "nvfp4_plain/wgrad=mxfp8"]
+_H100 = ["bf16", "fp8_rowwise", "fp8_tensorwise", "fp8_rowwise/wgrad=bf16"]
+#: The cases that are reported, and the two that the method was developed on.
 CASES = {
-    "gpt-b200": ("gpt", "b200", ["bf16", "mxfp8", "nvfp4_plain", "nvfp4_plain/wgrad=mxfp8"]),
-    "vit-h100": ("vit", "h100", ["bf16", "fp8_rowwise", "fp8_tensorwise", "fp8_rowwise/wgrad=bf16"]),
+    "gpt-b200": ("gpt", "b200", _B200),
+    "vit-h100": ("vit", "h100", _H100),
+    "gpt-h100": ("gpt", "h100", _H100),
+    "vit-b200": ("vit", "b200", _B200),
 }
+REPORTED = ("gpt-b200", "vit-h100")
+WIDTH, BLOCKS = 32, 4
 
 
-def recorded(model: Replicas) -> GraphReport:
+def recorded(kind: str) -> GraphReport:
     """Return the graph report of a replica's model: its GEMMs, one group per layer."""
-    tokens, layers = model.batch * model.tokens, []
-    for name in model.groups:
-        n, k = model.initial[name].shape
+    d, tokens, outputs = WIDTH, 64, 96 if kind == "gpt" else 32
+    shapes = {}
+    for b in range(BLOCKS):
+        shapes |= {f"h.{b}.attn.qkv": (3 * d, d), f"h.{b}.attn.proj": (d, d)}
+        shapes |= {f"h.{b}.mlp.up": (4 * d, d), f"h.{b}.mlp.down": (d, 4 * d)}
+    layers = []
+    for name, (n, k) in {**shapes, "head": (outputs, d)}.items():
         if name == "head":  # stands for a large vocabulary: no scale reaches it, and at 96 outputs no GPU gains there
             n = 32768
         gemms = (GemmCall("fprop", tokens, k, n), GemmCall("dgrad", tokens, n, k), GemmCall("wgrad", n, tokens, k))
@@ -43,141 +63,202 @@ def recorded(model: Replicas) -> GraphReport:
         flops = {gemm.role: gemm.flops for gemm in gemms}
         layers.append(Layer(name, "Linear", "linear", name, name, gemms, n * k, True, "", flags, flops, "float32"))
     total = sum(layer.total_flops for layer in layers)
-    info = {"class": model.kind, "parameters": sum(x.parameters for x in layers), "fingerprint": ""}
-    groups = {name: (name,) for name in model.groups}
-    return GraphReport(info, tuple(layers), (), groups, total, 1.0, memory={})
+    info = {"class": kind, "parameters": sum(x.parameters for x in layers), "fingerprint": ""}
+    return GraphReport(info, tuple(layers), (), {x.name: (x.name,) for x in layers}, total, 1.0, memory={})
 
 
-_WORKER: dict[str, Any] = {}
+@dataclass(frozen=True)
+class Scan:
+    """What the product measures before its first trial, under one trial seed.
 
+    ``checks`` are (predicted, measured) gradient errors of random assignments; ``floor`` is the noise floor.
+    """
 
-def _measure(rows: Any) -> list[float]:
-    case = _WORKER["case"]
-    return list(case.measure(rows, case.model))
+    table: SensitivityTable
+    checks: np.ndarray[Any, Any]
+    floor: float
 
 
 @dataclass
 class Case:
-    """One problem with its real objective.
-
-    ``table`` maps an assignment (bytes of columns) to its measured divergence at the script's own seed.
-    """
+    """One problem with its real objective; ``values`` maps an assignment's bytes to one divergence per seed."""
 
     name: str
-    model: Replicas
+    kind: str
     problem: Problem
-    prior: Prior
-    scan: SensitivityTable
-    checks: list[tuple[float, float]]
-    table: dict[bytes, float] = field(default_factory=dict)
+    time_ms: np.ndarray[Any, Any]
+    base_ms: float
+    scans: list[Scan] = field(default_factory=list)
+    values: dict[bytes, np.ndarray[Any, Any]] = field(default_factory=dict)
+    logs: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     trained: int = 0
     cpu_s: float = 0.0
+    _models: dict[tuple[int, ...], Any] = field(default_factory=dict)
+    _losses: dict[int, Any] = field(default_factory=dict)
 
+    # --- storage ----------------------------------------------------------------------------------------------------
     @classmethod
     def load(cls, name: str) -> Case:
-        """Build a case, scan its sensitivities, and read the stored table."""
+        """Build a case and read its stored table; scan its sensitivities where none are stored."""
         kind, device, choices = CASES[name]
-        model = Replicas(kind, 0)
         document = {"schema": "autoprec.space/1", "name": name, "baseline": "bf16", "activations": ["bf16"]}
         space = space_from_dict({**document, "choices": [{"match": "*", "choices": choices}]})
-        report = recorded(model)
+        report = recorded(kind)
         cost = CostModel(report, target(device), scale=CostScale.parse(SCALE))
         problem = Problem.build(report, space, cost.can_run)
         if any(len(group.choices) != len(choices) for group in problem.groups):
             raise SystemExit(f"{name}: refused choices {problem.refused}")
-        scan, checks = scan_of(problem, model)
-        path, known = RESULTS / f"search_quality_{name}.npz", {}
+        path = RESULTS / f"search_quality_{name}.npz"
         if path.exists():  # the modelled times of the stored run too: a later cost model must not shift the target
-            stored = np.load(path)
-            rows = zip(stored["assignment"], stored["divergence"], strict=True)
-            known = {row.tobytes(): float(value) for row, value in rows}
-            times, base = stored["time_ms"], float(stored["base_ms"])
-        else:
-            times = problem.table(lambda g, c: cost.layer_time_ms(g.name, _plan(problem, c), activations="bf16"))
-            whole = cost.estimate(problem.plans(problem.params_of("bf16")), activations="bf16").time_ms
-            base = float(whole - times[:, problem.choice_names.index("bf16")].sum())
-        prior = Prior(times, scan.error2, base, time_noise=1e-4, time_trust=0.02)
-        return cls(name, model, problem, prior, scan, checks, known)
+            with np.load(path) as stored:
+                return cls._restored(name, kind, problem, {key: stored[key] for key in stored.files})
+        recipes = space.all_recipes
+        times = problem.table(
+            lambda g, c: cost.layer_time_ms(g.name, Choice.parse(c).plan(recipes), activations="bf16")
+        )
+        whole = cost.estimate(problem.plans(problem.params_of("bf16")), activations="bf16").time_ms
+        case = cls(name, kind, problem, times, float(whole - times[:, problem.choice_names.index("bf16")].sum()))
+        case.scans = [case.scan(seed) for seed in TRIAL_SEEDS]
+        return case
+
+    @classmethod
+    def _restored(cls, name: str, kind: str, problem: Problem, stored: dict[str, Any]) -> Case:
+        case = cls(name, kind, problem, stored["time_ms"], float(stored["base_ms"]))
+        for error2, checks, floor in zip(stored["error2"], stored["checks"], stored["floor"], strict=True):
+            groups = tuple(group.name for group in problem.groups)
+            case.scans.append(Scan(SensitivityTable(groups, problem.choice_names, error2), checks, float(floor)))
+        rows = zip(stored["assignment"], stored["divergence"], strict=True)
+        case.values = {row.tobytes(): values.astype(np.float64) for row, values in rows}
+        rows = list(case.values)
+        for key in stored:
+            if key.startswith("log:"):
+                case.logs[key[4:]] = np.array([[rows[i] for i in run] for run in stored[key]], dtype=object)
+            elif key.startswith("ms:"):
+                case.logs[key] = stored[key]
+        return case
 
     def save(self) -> None:
-        """Store every measured assignment."""
+        """Store the table, the scans, and what every run of every strategy asked."""
         RESULTS.mkdir(exist_ok=True)
-        rows = sorted(self.table)
-        assignment = np.array([np.frombuffer(row, dtype=np.uint8) for row in rows])
-        values = np.array([self.table[row] for row in rows], dtype=np.float32)
-        np.savez_compressed(RESULTS / f"search_quality_{self.name}.npz", **self._columns(assignment, values))
+        rows = sorted(self.values)
+        position = {row: i for i, row in enumerate(rows)}
+        columns: dict[str, Any] = {
+            "assignment": np.array([np.frombuffer(row, dtype=np.uint8) for row in rows]),
+            "divergence": np.array([self.values[row] for row in rows], dtype=np.float32),
+            "time_ms": self.time_ms,
+            "base_ms": np.float64(self.base_ms),
+            "error2": np.array([scan.table.error2 for scan in self.scans]),
+            "checks": np.array([scan.checks for scan in self.scans], dtype=np.float32),
+            "floor": np.array([scan.floor for scan in self.scans]),
+        }
+        for key, log in self.logs.items():
+            if key.startswith("ms:"):
+                columns[key] = log
+            else:
+                columns[f"log:{key}"] = np.array([[position[row] for row in run] for run in log], dtype=np.int32)
+        path = RESULTS / f"search_quality_{self.name}.npz"
+        np.savez_compressed(path.with_suffix(".tmp.npz"), **columns)
+        path.with_suffix(".tmp.npz").replace(path)
 
-    def _columns(self, assignment: Any, values: Any) -> dict[str, Any]:
-        base = np.float64(self.prior.base_time_ms)
-        return {"assignment": assignment, "divergence": values, "time_ms": self.prior.time_ms, "base_ms": base}
+    # --- what a point costs and is worth ------------------------------------------------------------------------------
+    def time(self, row: bytes) -> float:
+        """Return the modelled step time in ms of an assignment."""
+        index = np.frombuffer(row, dtype=np.uint8)
+        return self.base_ms + float(self.time_ms[np.arange(len(index)), index].sum())
 
-    def time(self, index: Any) -> float:
-        """Return the modelled step time in ms of an assignment ``[G]``."""
-        return self.prior.base_time_ms + float(self.prior.time_ms[np.arange(len(index)), np.asarray(index)].sum())
+    def prior(self, seed: int) -> Prior:
+        """Return what a search under a trial seed knows at its start."""
+        return Prior(self.time_ms, self.scans[seed].table.error2, self.base_ms, time_noise=1e-4, time_trust=0.02)
 
-    def divergence(self, assignments: Any) -> list[float]:
-        """Return the measured divergence of assignments ``[N, G]``, training those that are not in the table."""
-        rows = np.asarray(assignments, dtype=np.uint8)
-        new = np.unique(
-            np.array([r for r in rows if r.tobytes() not in self.table], dtype=np.uint8).reshape(-1, rows.shape[1]),
-            axis=0,
-        )
-        parts = [part for part in np.array_split(new, max(2, math.ceil(len(new) / BATCH))) if len(part)]
-        for part, values in zip(parts, self._spread(parts), strict=True):
-            self.table |= {row.tobytes(): value for row, value in zip(part, values, strict=True)}
-        return [self.table[r.tobytes()] for r in rows]
+    def trial(self, row: bytes, seed: int) -> float:
+        """Return what a trial of this assignment measures under a trial seed."""
+        return float(self.values[row][seed])
 
-    def _spread(self, parts: list[Any]) -> list[list[float]]:
-        """Measure parts in two worker processes (forked: each inherits the model)."""
-        if sum(map(len, parts)) < 8:
-            return [self.measure(part, self.model) for part in parts]
-        _WORKER["case"] = self
-        with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("fork")) as pool:
-            found = list(pool.map(_measure, parts))
-        self.trained += sum(map(len, parts))
-        return found
+    def truth(self, row: bytes) -> float:
+        """Return the mean divergence over the fresh seeds measured so far; infinity where there are none."""
+        values = self.values.get(row)
+        known = values[TRUTH_SEEDS.start :] if values is not None else np.zeros(0)
+        known = known[np.isfinite(known)]
+        return float(known.mean()) if len(known) else math.inf
 
-    def measure(self, rows: Any, model: Replicas) -> list[float]:
-        """Train assignments beside the float32 reference and return their divergences."""
+    def seeds_of(self, row: bytes) -> int:
+        """Return how many fresh seeds an assignment was measured under."""
+        values = self.values.get(row)
+        return 0 if values is None else int(np.isfinite(values[TRUTH_SEEDS.start :]).sum())
+
+    # --- training -----------------------------------------------------------------------------------------------------
+    def measure(self, wanted: Iterable[tuple[bytes, int]]) -> None:
+        """Train every (assignment, seed) that is not in the table yet."""
+        new = []
+        for row, seed in dict.fromkeys(wanted):
+            values = self.values.setdefault(row, np.full(TRUTH_SEEDS.stop, np.nan))
+            if math.isnan(values[seed]):
+                new.append((row, seed))
+        new.sort(key=lambda pair: pair[1])
+        for start in range(0, len(new), BATCH):
+            self._train(new[start : start + BATCH])
+
+    def _train(self, pairs: Sequence[tuple[bytes, int]]) -> None:
         began = time.process_time()
+        seeds = tuple(sorted({seed for _, seed in pairs}))
+        model = self._model(seeds)
         choices = ["keep", *self.problem.choice_names]
-        batch = np.concatenate([np.zeros((1, rows.shape[1]), dtype=np.int64), rows.astype(np.int64) + 1])
-        losses, _ = model.train(batch, choices, STEPS)
-        gap = ((losses - losses[:1]).abs() / losses[:1])[1:, -SCORED:].mean(1)
-        self.trained += len(rows)
+        unknown = [seed for seed in seeds if seed not in self._losses]
+        if unknown:
+            reference = np.zeros((len(unknown), len(self.problem.groups)), dtype=np.int64)
+            losses, _ = model.train(reference, np.array([seeds.index(s) for s in unknown]), choices, STEPS)
+            self._losses |= dict(zip(unknown, losses, strict=True))
+        rows = np.array([np.frombuffer(row, dtype=np.uint8) for row, _ in pairs]).astype(np.int64) + 1
+        losses, _ = model.train(rows, np.array([seeds.index(seed) for _, seed in pairs]), choices, STEPS)
+        for (row, seed), mine in zip(pairs, losses, strict=True):
+            self.values[row][seed] = gap(mine, self._losses[seed])
+        self.trained += len(pairs)
         self.cpu_s += time.process_time() - began
-        return [float(v) if math.isfinite(v) else 10.0 for v in gap]
+
+    def _model(self, seeds: tuple[int, ...]) -> Replicas:
+        import torch
+        from replicas import Replicas
+
+        torch.set_num_threads(1)
+        if seeds not in self._models:
+            self._models[seeds] = Replicas(self.kind, seeds, width=WIDTH, blocks=BLOCKS)
+        return self._models[seeds]
+
+    def scan(self, seed: int, checks: int = 80) -> Scan:
+        """Measure the table as the product does (one gradient per probe, same weights and batch), and the noise floor.
+
+        The checks are random assignments: half of them draw every group's choice evenly, the others with shares of
+        their own (from a flat Dirichlet), so that the whole range between the uniform assignments is covered.
+        """
+        model = self._model((seed,))
+        choices = ["keep", *self.problem.choice_names]
+        count = len(self.problem.groups)
+        reference, one = np.zeros((1, count), dtype=np.int64), np.zeros(1, dtype=np.int64)
+        _, weights = model.train(reference, one, choices, STEPS, stop=SCAN_STEP)
+        whole, _ = model.train(reference, one, choices, STEPS)
+        benign, _ = model.train(reference, one, choices, STEPS, perturbed=True)
+        probes = [p for p in plan_probes(self.problem) if not p.id.startswith(("mixed", "parameter"))]
+        rows = np.zeros((len(probes) + checks, count), dtype=np.int64)
+        for row, probe in zip(rows, probes, strict=False):
+            groups, _, choice = probe.id.partition("|")
+            row[[int(g) for g in groups.split(",")]] = choices.index(choice)
+        rng = np.random.default_rng(seed)
+        for number, row in enumerate(rows[len(probes) :]):
+            shares = rng.dirichlet(np.ones(len(choices) - 1)) if number % 2 else None
+            row[:] = rng.choice(len(choices) - 1, count, p=shares) + 1
+        clean = model.gradients(weights, SCAN_STEP, reference, choices)[0]
+        errors: list[float] = []
+        for start in range(0, len(rows), 64):
+            grads = model.gradients(weights, SCAN_STEP, rows[start : start + 64], choices)
+            errors += ((grads - clean).norm(dim=1) / clean.norm()).tolist()
+        answers = [{"id": p.id, "gradient_error": e} for p, e in zip(probes, errors, strict=False)]
+        table = SensitivityTable.from_probes(self.problem, {"probes": answers})
+        predicted = [math.sqrt(table.error2[np.arange(count), row - 1].sum()) for row in rows[len(probes) :]]
+        pairs = np.array([predicted, errors[len(probes) :]]).T
+        return Scan(table, pairs, gap(benign[0], whole[0]))
 
 
-def _plan(problem: Problem, choice: str) -> Any:
-    from autoprec.space import Choice
-
-    return Choice.parse(choice).plan(problem.space.all_recipes)
-
-
-def scan_of(problem: Problem, model: Replicas, checks: int = 40) -> tuple[SensitivityTable, list[tuple[float, float]]]:
-    """Measure the sensitivity table as the product does: one gradient per probe, same weights, same batch."""
-    choices = ["keep", *problem.choice_names]
-    reference = np.zeros((1, len(problem.groups)), dtype=np.int64)
-    _, weights = model.train(reference, choices, STEPS, stop=SCAN_STEP)
-    probes = [p for p in plan_probes(problem) if not p.id.startswith(("mixed", "parameter"))]
-    rows = np.zeros((len(probes) + checks, len(problem.groups)), dtype=np.int64)
-    for row, probe in zip(rows, probes, strict=False):
-        groups, _, choice = probe.id.partition("|")
-        row[[int(g) for g in groups.split(",")]] = choices.index(choice)
-    rng = np.random.default_rng(0)
-    for row in rows[len(probes) :]:  # random assignments over a random subset of the choices each
-        kept = rng.permutation(len(choices) - 1)[: rng.integers(2, len(choices))]
-        row[:] = rng.choice(kept, len(row)) + 1
-    errors: list[float] = []
-    for start in range(0, len(rows), BATCH):
-        part = np.concatenate([reference, rows[start : start + BATCH]])
-        grads = model.gradients(weights, SCAN_STEP, part, choices)
-        errors += ((grads[1:] - grads[:1]).norm(dim=1) / grads[0].norm()).tolist()
-    both = [model.gradients(weights, SCAN_STEP + k, reference, choices)[0] for k in range(2)]
-    noise = float((both[0] - both[1]).norm() / math.sqrt(2) / torch.stack(both).mean(0).norm())
-    answers = [{"id": p.id, "gradient_error": e} for p, e in zip(probes, errors, strict=False)]
-    table = SensitivityTable.from_probes(problem, {"probes": answers, "gradient_noise": noise})
-    groups = np.arange(len(problem.groups))
-    predicted = [math.sqrt(table.error2[groups, row - 1].sum()) for row in rows[len(probes) :]]
-    return table, list(zip(predicted, errors[len(probes) :], strict=True))
+def gap(losses: Any, reference: Any) -> float:
+    """Return the mean relative gap of the last losses, as ``objectives.divergence`` does; at most 10."""
+    value = float(((losses - reference).abs() / reference)[-SCORED:].mean())
+    return min(value, 10.0) if math.isfinite(value) else 10.0

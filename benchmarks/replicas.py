@@ -1,119 +1,76 @@
 """Ground truth for search_quality.py: many copies of a small model trained at once, each under its own assignment.
 
-One batch trains R replicas with the same initial weights and data; replica r runs group g under ``assignment[r, g]``.
-Quantisation is the emulation of :mod:`autoprec.numerics` written over a leading replica dimension (a check against it
-runs with ``python benchmarks/replicas.py --check``): operands are rounded, the product is accumulated in float32 and
-rounded to bfloat16.
+One batch trains R replicas; replica r has the initial weights and data of its own seed, and runs group g under
+``assignment[r, g]``. Quantisation is the emulation of :mod:`autoprec.numerics` over a leading replica dimension
+(``python benchmarks/replicas.py`` checks it): operands are rounded, the product is accumulated in float32 and rounded
+to bfloat16.
 """
 
 from __future__ import annotations
 
 import math
 import sysconfig
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from replica_kernel import KINDS, round_replicas, rounded_like
 from torch import Tensor
 
-from autoprec.numerics.rounding import decode, encode, round_e2m1
-from autoprec.numerics.scaling import power_of_2_floor
-
-Rows = dict[str, Tensor]
-
-
-def _fp8(x: Tensor, scale: Tensor) -> Tensor:
-    return decode(encode(x * scale, "e4m3"), torch.bfloat16).float() / scale
-
-
-def rowwise(x: Tensor) -> Tensor:
-    """E4M3 with one power-of-two scale per slice along the last axis."""
-    amax = x.abs().amax(-1, keepdim=True)
-    return _fp8(x, power_of_2_floor(torch.where(amax > 0, 448.0 / amax, 1.0)))
-
-
-def tensorwise(x: Tensor, kind: str = "e4m3") -> Tensor:
-    """E4M3 or E5M2 with one scale per replica."""
-    limit = 448.0 if kind == "e4m3" else 57344.0
-    amax = x.abs().amax((-2, -1), keepdim=True)
-    scale = torch.where(amax > 0, limit / amax, 1.0)
-    return decode(encode(x * scale, kind), torch.bfloat16).float() / scale
-
-
-def mxfp8(x: Tensor) -> Tensor:
-    """E4M3 with one power-of-two scale per 32 values along the last axis (rounded up, as MX encodes it)."""
-    groups = x.unflatten(-1, (-1, 32))
-    amax = groups.abs().amax(-1, keepdim=True)
-    exponent = torch.ceil(torch.log2(torch.where(amax > 0, amax, 1.0) / 448.0))
-    return _fp8(groups, torch.exp2(-exponent)).flatten(-2)
-
-
-def nvfp4(x: Tensor) -> Tensor:
-    """E2M1 with an E4M3 scale per 16 values and one float32 scale per replica."""
-    groups = x.unflatten(-1, (-1, 16))
-    amax = groups.abs().amax(-1, keepdim=True)
-    tensor = amax.amax((-3, -2, -1), keepdim=True) / (448.0 * 6.0)
-    tensor = torch.where(tensor > 0, tensor, 1.0)
-    scale = (amax / 6.0 / tensor).clamp(2.0**-6, 448.0).to(torch.float8_e4m3fn).float() * tensor
-    return (round_e2m1(groups / scale) * scale).flatten(-2)
-
-
-def bf16(x: Tensor) -> Tensor:
-    """Round to bfloat16."""
-    return x.bfloat16().float()
-
-
-Quantiser = Callable[[Tensor], Tensor]
-#: choice -> quantiser of (input, weight, grad_output); ``wgrad`` exceptions are named as AutoPrec names them.
-QUANTISERS: dict[str, tuple[Quantiser, Quantiser, Quantiser]] = {
-    "bf16": (bf16, bf16, bf16),
-    "fp8_rowwise": (rowwise, rowwise, rowwise),
-    "fp8_tensorwise": (tensorwise, tensorwise, lambda x: tensorwise(x, "e5m2")),
-    "mxfp8": (mxfp8, mxfp8, mxfp8),
-    "nvfp4_plain": (nvfp4, nvfp4, nvfp4),
+#: choice -> how (input, weight, grad_output) are rounded; ``wgrad`` exceptions are named as AutoPrec names them.
+OPERANDS: dict[str, tuple[str, str, str]] = {
+    "keep": ("keep", "keep", "keep"),
+    "bf16": ("bf16", "bf16", "bf16"),
+    "fp8_rowwise": ("rowwise", "rowwise", "rowwise"),
+    "fp8_tensorwise": ("tensorwise", "tensorwise", "tensorwise_e5m2"),
+    "mxfp8": ("mxfp8", "mxfp8", "mxfp8"),
+    "nvfp4_plain": ("nvfp4", "nvfp4", "nvfp4"),
 }
 
 
-def _parts(choice: str) -> tuple[str, str]:
-    """Return (recipe of fprop and dgrad, recipe of wgrad)."""
-    recipe, _, rest = choice.partition("/wgrad=")
-    return recipe, rest or recipe
+@dataclass(frozen=True)
+class Kinds:
+    """How every replica rounds the operands of one layer ``[R]`` int8: three of fprop and dgrad, two of wgrad."""
+
+    input: np.ndarray
+    weight: np.ndarray
+    grad_output: np.ndarray
+    wgrad_input: np.ndarray
+    wgrad_grad_output: np.ndarray
+
+    @classmethod
+    def of(cls, column: np.ndarray, choices: Sequence[str]) -> Kinds:
+        """Return the kinds of one column of an assignment ``[R]``."""
+        table = []
+        for choice in choices:
+            recipe, _, rest = choice.partition("/wgrad=")
+            main, wgrad = OPERANDS[recipe], OPERANDS[rest or recipe]
+            table.append([KINDS.index(name) for name in (*main, wgrad[0], wgrad[2])])
+        picked = np.array(table, dtype=np.int8)[column]
+        return cls(*(np.ascontiguousarray(picked[:, k]) for k in range(5)))
 
 
 class QuantisedLinear(torch.autograd.Function):
     """``out[r] = input[r] @ weight[r].T`` with each replica's operands rounded as its choice says."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, rows: Rows) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, kinds: Kinds) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.rows = rows
-        out = torch.empty(x.shape[0], x.shape[1], w.shape[1])
-        for choice, r in rows.items():
-            if choice == "keep":
-                out[r] = x[r] @ w[r].mT
-                continue
-            qi, qw, _ = QUANTISERS[_parts(choice)[0]]
-            out[r] = bf16(qi(x[r]) @ qw(w[r]).mT)
-        return out
+        ctx.kinds = kinds
+        out = round_replicas(x, kinds.input) @ round_replicas(w, kinds.weight).mT
+        return rounded_like(out, kinds.input)
 
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> tuple[Tensor, Tensor, None]:
         x, w = ctx.saved_tensors
-        dx, dw = torch.empty_like(x), torch.empty_like(w)
-        for choice, r in ctx.rows.items():
-            gr, xr, wr = g[r], x[r], w[r]
-            if choice == "keep":
-                dx[r], dw[r] = gr @ wr, gr.mT @ xr
-                continue
-            main, weight_grad = _parts(choice)
-            _, qw, qg = QUANTISERS[main]
-            dx[r] = bf16(qg(gr) @ qw(wr.mT).mT)
-            qi, _, qg = QUANTISERS[weight_grad]
-            dw[r] = bf16(qg(gr.mT) @ qi(xr.mT).mT)
-        return dx, dw, None
+        k: Kinds = ctx.kinds
+        dx = round_replicas(g, k.grad_output) @ round_replicas(w, k.weight, turned=True).mT
+        dw = round_replicas(g, k.wgrad_grad_output, turned=True) @ round_replicas(x, k.wgrad_input, turned=True).mT
+        return rounded_like(dx, k.input), rounded_like(dw, k.input), None
 
 
 class Replicas:
@@ -121,35 +78,37 @@ class Replicas:
 
     Args:
         kind: ``gpt`` (next character of the standard library's text) or ``vit`` (scikit-learn's digits).
-        seed: initial weights and data order.
+        seeds: initial weights and data order of the members; replicas refer to them by position.
     """
 
-    def __init__(self, kind: str, seed: int, *, width: int = 32, blocks: int = 4, batch: int = 4) -> None:
-        self.kind, self.width, self.blocks, self.batch, self.seed = kind, width, blocks, batch, seed
+    def __init__(self, kind: str, seeds: Sequence[int], *, width: int = 32, blocks: int = 4, batch: int = 4) -> None:
+        self.kind, self.width, self.blocks, self.batch, self.seeds = kind, width, blocks, batch, tuple(seeds)
         self.tokens = 16
         self.data = text() if kind == "gpt" else digits()
         self.outputs = 96 if kind == "gpt" else 32
+        each = [self._initial(seed) for seed in self.seeds]
+        self.initial = {name: torch.stack([one[name] for one in each]) for name in each[0]}
+
+    def _initial(self, seed: int) -> dict[str, Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        d = width
+        d = self.width
         shapes: dict[str, tuple[int, ...]] = {
-            "embed": (96, d) if kind == "gpt" else (4, d),
+            "embed": (96 if self.kind == "gpt" else 4, d),
             "position": (self.tokens, d),
         }
-        for b in range(blocks):
-            shapes |= {
-                f"h.{b}.norm1": (d,),
-                f"h.{b}.norm2": (d,),
-                f"h.{b}.attn.qkv": (3 * d, d),
-                f"h.{b}.attn.proj": (d, d),
-            }
+        for b in range(self.blocks):
+            shapes |= {f"h.{b}.norm1": (d,), f"h.{b}.norm2": (d,)}
+            shapes |= {f"h.{b}.attn.qkv": (3 * d, d), f"h.{b}.attn.proj": (d, d)}
             shapes |= {f"h.{b}.mlp.up": (4 * d, d), f"h.{b}.mlp.down": (d, 4 * d)}
         shapes |= {"norm": (d,), "head": (self.outputs, d)}
-        self.initial = {
-            n: torch.ones(s)
-            if "norm" in n
-            else torch.randn(s, generator=generator) / math.sqrt(s[-1] if "." in n or n == "head" else 4)
-            for n, s in shapes.items()
-        }
+
+        def fresh(name: str, shape: tuple[int, ...]) -> Tensor:
+            if "norm" in name:
+                return torch.ones(shape)
+            fan = shape[-1] if "." in name or name == "head" else 4
+            return torch.randn(shape, generator=generator) / math.sqrt(fan)
+
+        return {name: fresh(name, shape) for name, shape in shapes.items()}
 
     @property
     def groups(self) -> list[str]:
@@ -157,8 +116,12 @@ class Replicas:
         return [name for name in self.initial if ".attn." in name or ".mlp." in name or name == "head"]
 
     def batch_at(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return (inputs, targets) of a step, the same for every replica."""
-        generator = torch.Generator().manual_seed(1_000_003 * (self.seed + 1) + step)
+        """Return (inputs, targets) of a step, a leading row per member."""
+        pairs = [self._batch(seed, step) for seed in self.seeds]
+        return torch.stack([x for x, _ in pairs]), torch.stack([y for _, y in pairs])
+
+    def _batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
         if self.kind == "gpt":
             (stream,) = self.data
             at = torch.randint(len(stream) - self.tokens - 1, (self.batch,), generator=generator)
@@ -168,14 +131,18 @@ class Replicas:
         at = torch.randint(len(images), (self.batch,), generator=generator)
         return images[at], labels[at]
 
-    def losses(self, p: dict[str, Tensor], x: Tensor, y: Tensor, rows: dict[str, Rows]) -> Tensor:
-        """Return the loss of every replica ``[R]``."""
+    def losses(self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds]) -> Tensor:
+        """Return the loss of every replica ``[R]`` on its own batch ``[R, b, ...]``."""
         r, d, b, t = len(p["head"]), self.width, self.batch, self.tokens
-        embedded = p["embed"][:, x] if self.kind == "gpt" else torch.einsum("btk,rkd->rbtd", x, p["embed"])
+        if self.kind == "gpt":
+            offset = p["embed"].shape[1] * torch.arange(r).view(-1, 1, 1)
+            embedded = F.embedding(x + offset, p["embed"].flatten(0, 1))
+        else:
+            embedded = (x.flatten(1, 2) @ p["embed"]).view(r, b, t, d)
         h = (embedded + p["position"][:, None]).reshape(r, b * t, d)
 
         def linear(z: Tensor, name: str) -> Tensor:
-            return QuantisedLinear.apply(z, p[name], rows[name])
+            return QuantisedLinear.apply(z, p[name], kinds[name])
 
         def norm(z: Tensor, name: str) -> Tensor:
             return F.layer_norm(z, (d,)) * p[name][:, None]
@@ -186,51 +153,63 @@ class Replicas:
             h = h + linear(mixed.transpose(1, 2).reshape(r, b * t, d), f"h.{k}.attn.proj")
             up = F.gelu(linear(norm(h, f"h.{k}.norm2"), f"h.{k}.mlp.up"))
             h = h + linear(up, f"h.{k}.mlp.down")
-        h = norm(h, "norm")
+        logits = linear(norm(h, "norm"), "head")
         if self.kind == "vit":  # every token votes: keeps the head's GEMMs at the shape of the others
-            logits = linear(h, "head").view(r, b, t, -1).mean(2)
-            return F.cross_entropy(logits.flatten(0, 1), y.repeat(r), reduction="none").view(r, -1).mean(1)
-        logits = linear(h, "head")
-        return F.cross_entropy(logits.flatten(0, 1), y.reshape(-1).repeat(r), reduction="none").view(r, -1).mean(1)
+            logits = logits.view(r, b, t, -1).mean(2)
+        return F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="none").view(r, -1).mean(1)
 
-    def rows(self, assignment: np.ndarray, choices: Sequence[str]) -> dict[str, Rows]:
-        """Return, per layer, which replicas run which choice."""
-        out: dict[str, Rows] = {}
-        for g, name in enumerate(self.groups):
-            column = assignment[:, g]
-            out[name] = {choices[c]: torch.from_numpy(np.flatnonzero(column == c)) for c in np.unique(column)}
-        return out
+    def kinds(self, assignment: np.ndarray, choices: Sequence[str]) -> dict[str, Kinds]:
+        """Return, per layer, how every replica rounds."""
+        return {name: Kinds.of(assignment[:, g], choices) for g, name in enumerate(self.groups)}
 
     def train(
-        self, assignment: np.ndarray, choices: Sequence[str], steps: int, stop: int | None = None
+        self,
+        assignment: np.ndarray,
+        member: np.ndarray,
+        choices: Sequence[str],
+        steps: int,
+        stop: int | None = None,
+        perturbed: bool = False,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Train all replicas with AdamW, warm-up, cosine and clipping; return losses ``[R, steps]`` and the weights."""
-        count = len(assignment)
-        p = {n: w.expand(count, *w.shape).clone().requires_grad_() for n, w in self.initial.items()}
+        """Train all replicas with AdamW, warm-up, cosine and clipping; return losses ``[R, steps]`` and the weights.
+
+        Args:
+            assignment: ``[R, G]`` columns of ``choices``.
+            member: ``[R]`` position of each replica's seed.
+            choices: names of the columns.
+            steps: length of the schedule.
+            stop: how many steps to run; all when None.
+            perturbed: round the initial weights once to bfloat16, the benign perturbation of the noise floor.
+        """
+        at = torch.from_numpy(np.asarray(member, dtype=np.int64))
+        p = {n: (w[at].bfloat16().float() if perturbed else w[at]).requires_grad_() for n, w in self.initial.items()}
         first, second = ({n: torch.zeros_like(w) for n, w in p.items()} for _ in range(2))
-        rows, out = self.rows(assignment, choices), []
+        kinds, out = self.kinds(assignment, choices), []
         for step in range(stop or steps):
-            loss = self.losses(p, *self.batch_at(step), rows)
+            x, y = self.batch_at(step)
+            loss = self.losses(p, x[at], y[at], kinds)
             grads = torch.autograd.grad(loss.sum(), list(p.values()))
             norm = torch.stack([g.flatten(1).square().sum(1) for g in grads]).sum(0).sqrt()
             clip = (1.0 / norm).clamp(max=1.0)
             rate = 3e-3 * min(1.0, (step + 1) / 4) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+            even1, even2 = 1 - 0.9 ** (step + 1), 1 - 0.95 ** (step + 1)
             with torch.no_grad():
                 for (n, w), g in zip(p.items(), grads, strict=True):
                     g = g * clip.view(-1, *[1] * (g.ndim - 1))
                     first[n].mul_(0.9).add_(g, alpha=0.1)
                     second[n].mul_(0.95).addcmul_(g, g, value=0.05)
-                    m, v = first[n] / (1 - 0.9 ** (step + 1)), second[n] / (1 - 0.95 ** (step + 1))
-                    w.sub_(rate * (m / (v.sqrt() + 1e-8) + 0.01 * w))
+                    scale = torch.sqrt(second[n]).mul_(even2**-0.5).add_(1e-8)
+                    w.mul_(1 - 0.01 * rate).addcdiv_(first[n], scale, value=-rate / even1)
             out.append(loss.detach())
-        return torch.stack(out, 1), {n: w.detach()[:1] for n, w in p.items()}
+        return torch.stack(out, 1), {n: w.detach() for n, w in p.items()}
 
     def gradients(
         self, weights: dict[str, Tensor], step: int, assignment: np.ndarray, choices: Sequence[str]
     ) -> Tensor:
-        """Return the flat gradients ``[R, P]`` of all replicas at given weights."""
+        """Return the flat gradients ``[R, P]`` of assignments ``[R, G]`` at one member's weights (the first one's)."""
         p = {n: w.expand(len(assignment), *w.shape[1:]).clone().requires_grad_() for n, w in weights.items()}
-        loss = self.losses(p, *self.batch_at(step), self.rows(assignment, choices))
+        x, y = (each[:1].expand(len(assignment), *each.shape[1:]) for each in self.batch_at(step))
+        loss = self.losses(p, x, y, self.kinds(assignment, choices))
         return torch.cat([g.flatten(1) for g in torch.autograd.grad(loss.sum(), list(p.values()))], 1)
 
 
@@ -252,19 +231,25 @@ def digits() -> tuple[Tensor, Tensor]:
 
 
 def check() -> None:
-    """Compare the batched quantisers with autoprec.numerics on random operands."""
+    """Compare the batched rounding with autoprec.numerics on random operands."""
     from autoprec.numerics.quantize import quantize_dequantize
     from autoprec.recipes import BUILTIN_RECIPES
 
     torch.manual_seed(0)
     x = torch.randn(3, 64, 96) * torch.logspace(-3, 3, 96)
-    for name, (qi, _, _) in QUANTISERS.items():
-        ours = qi(x)
+    for name, (kind, _, _) in OPERANDS.items():
+        if name == "keep":
+            continue
+        kinds = np.full(len(x), KINDS.index(kind), dtype=np.int8)
         theirs = torch.stack([quantize_dequantize(one, BUILTIN_RECIPES[name]) for one in x])
-        error = float((ours - theirs).abs().max() / theirs.abs().max())
+        turned = torch.stack([quantize_dequantize(one.mT.contiguous(), BUILTIN_RECIPES[name]) for one in x])
+        error = max(
+            float((ours - other).abs().max() / other.abs().max())
+            for ours, other in ((round_replicas(x, kinds), theirs), (round_replicas(x, kinds, turned=True), turned))
+        )
         print(f"{name:16s} largest difference {error:.2e}")
         if error > 1e-6:
-            raise SystemExit(f"{name}: the batched quantiser differs from autoprec.numerics")
+            raise SystemExit(f"{name}: the batched rounding differs from autoprec.numerics")
 
 
 if __name__ == "__main__":

@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--flips", type=int, default=10_000)
     parser.add_argument("--inputs", type=int, default=100_000, help="half mutated and bombs, half guided")
     parser.add_argument("--folder", help="where the files lie while they are damaged; a disk in memory is quickest")
-    parser.add_argument("--write", action="store_true", help="write benchmarks/results/resilience-files-DATE.json")
+    parser.add_argument("--write", action="store_true", help="write benchmarks/results/DATE_resilience_files.json")
     options = parser.parse_args()
     folder = options.folder
     bombs = ("--folder", folder) if folder else ()
@@ -101,7 +101,7 @@ def main() -> None:
 
 def _write(name: str, found: dict[str, Any]) -> None:
     """Put one section into today's file, with the command that made it."""
-    path = ROOT / "benchmarks" / "results" / f"resilience-files-{datetime.date.today().isoformat()}.json"
+    path = ROOT / "benchmarks" / "results" / f"{datetime.date.today().isoformat()}_resilience_files.json"
     known = json.loads(path.read_text()) if path.exists() else {}
     command = "python benchmarks/resilience_files.py " + " ".join(sys.argv[1:])
     machine = {

@@ -16,8 +16,6 @@ from autoprec.search.solver import solve
 from autoprec.search.tables import IntVector
 
 STRATEGIES = ("ours", "ilp", "measured-ilp", "greedy", "tpe", "tpe-mv", "nsga2", "gp", "random")
-#: Strategies without chance: one run says it all.
-DETERMINISTIC = ("ilp", "measured-ilp", "greedy")
 
 
 class MeasuredIlp(_Assigning):
@@ -69,7 +67,9 @@ class MeasuredIlp(_Assigning):
                 yield found
 
 
-def sampler(name: str, problem: Problem, prior: Prior, seed: int, max_divergence: float, trials: int) -> Any:
+def sampler(
+    name: str, problem: Problem, prior: Prior, seed: int, max_divergence: float, trials: int, noise_floor: float
+) -> Any:
     """Return a sampler by name; the search's own are made by ``make_sampler``."""
     if name == "measured-ilp":
         return MeasuredIlp(problem, prior, max_divergence=max_divergence, seed=seed)
@@ -78,5 +78,7 @@ def sampler(name: str, problem: Problem, prior: Prior, seed: int, max_divergence
         if name == "tpe-mv":
             return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=10)
         if name == "gp":
-            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=10, deterministic_objective=True)
-    return make_sampler(name, problem, prior, seed=seed, max_divergence=max_divergence, trials=trials)
+            return optuna.samplers.GPSampler(seed=seed, n_startup_trials=10)
+    return make_sampler(
+        name, problem, prior, seed=seed, max_divergence=max_divergence, noise_floor=noise_floor, trials=trials
+    )

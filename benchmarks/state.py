@@ -2,7 +2,7 @@
 
 python benchmarks/state.py                          # everything; about five CPU minutes
 python benchmarks/state.py --only bytes snr speed   # some sections
-python benchmarks/state.py --write                  # also write benchmarks/results/state-<date>.json
+python benchmarks/state.py --write                  # also write benchmarks/results/<date>_state.json
 
 Sections: bytes (counted on live tensors), snr (simulated all-reduce), speed (optimizer step), resume, guard, loss (toy
 GPT, 300 steps, 3 seeds, paired with FP32 AdamW). Losses stay in whatever they are.
@@ -329,7 +329,7 @@ def main() -> None:
         for key, value in results[name].items():
             print(f"  {key:28s} {json.dumps(value)}", flush=True)
     if options.write:
-        path = Path(__file__).parent / "results" / f"state-{datetime.date.today().isoformat()}.json"
+        path = Path(__file__).parent / "results" / f"{datetime.date.today().isoformat()}_state.json"
         known = json.loads(path.read_text()) if path.exists() else {}
         command = "python benchmarks/state.py " + " ".join(sys.argv[1:])
         machine = {

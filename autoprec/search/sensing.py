@@ -58,7 +58,7 @@ def _refuse_without_gradient(context: Context, table: SensitivityTable) -> None:
     if hopeless:
         step = _warmup(context)
         raise NothingAcceptableError(
-            f"after {step} steps the gradient of {hopeless[0]} is zero or not finite, whatever it runs in, "
+            f"after {step} steps the gradient of '{hopeless[0]}' is zero or not finite, whatever it runs in, "
             "so there is nothing to compare a policy with",
             fix="look at the loss: a model that has stopped learning (dead ReLUs, a loss of 0) cannot be tuned",
         )
