@@ -87,13 +87,17 @@ class DivergenceModel:
         families: family number of each group ``[G]``.
         features: number of parameter features K.
         floor: noise floor of the divergence (a fraction).
+        shared: share of what the trials say about single table entries that other seeds would say too; multiplied by
+            the stretch, 1 at most.
 
     Attributes:
         residual: standard deviation of one measured ln(divergence) around the model, learned from the trials.
         stretch: how much further off than usual the table is, likewise.
     """
 
-    def __init__(self, error2: FloatTable, families: Sequence[int], features: int, floor: float = 0.0) -> None:
+    def __init__(
+        self, error2: FloatTable, families: Sequence[int], features: int, floor: float = 0.0, shared: float = 1.0
+    ) -> None:
         self._allowed = np.isfinite(error2)
         positive = error2[self._allowed & (error2 > 0)]
         low = float(positive.min()) * 1e-3 if len(positive) else 1e-12
@@ -102,7 +106,7 @@ class DivergenceModel:
         self._unit = max(float(np.where(self._allowed, error2, 0.0).max(axis=1).sum()), low)
         self._groups, self._choices = error2.shape
         self._families = np.asarray(families, dtype=np.int64)
-        self._features = features
+        self._features, self._shared = features, shared
         self._floor = max(floor, 0.0)
         self._base_sd = self._sd = self._prior_sd()
         self._mean = np.zeros(len(self._sd))
@@ -213,9 +217,15 @@ class DivergenceModel:
         jacobian[lines[:, None], offset + g + rows * c + index] = part
         return predicted, jacobian
 
+    def _common(self) -> Vector:
+        """Return the most likely parameters for other seeds than the one the trials ran under."""
+        theta = self._mean.copy()
+        theta[2 + self._features :] *= min(1.0, self._shared * self.stretch)
+        return theta
+
     def mean(self) -> Belief:
         """Return the most likely world."""
-        return self._unpack(self._mean)
+        return self._unpack(self._common())
 
     def draw(self, rng: np.random.Generator, spread: float = 1.0) -> Belief:
         """Return a world drawn from the posterior (Matheron's rule), ``spread`` times as far from the mean."""
@@ -226,7 +236,7 @@ class DivergenceModel:
             prior = prior - (self._jacobian * self._sd**2).T @ pull
         else:
             prior[0] = 0.0
-        return self._unpack(self._mean + spread * prior)
+        return self._unpack(self._common() + spread * prior)
 
 
 class LinearModel:
