@@ -48,7 +48,7 @@ def _roles(trace: Trace, links: Links, patterns: list[Pattern]) -> dict[int, tup
 def _operators(trace: Trace, links: Links, rules: Rules, patterns: list[Pattern]) -> list[Operator]:
     roles = _roles(trace, links, patterns)
     part_of = {index: pattern.kind for pattern in reversed(patterns) for index in pattern.calls}
-    rows = []
+    rows, saved = [], dict(trace.saved)
     for call in trace.calls:
         cls = links.classes[call.index]
         about = rules.describe(cls)
@@ -74,6 +74,8 @@ def _operators(trace: Trace, links: Links, rules: Rules, patterns: list[Pattern]
                 out_dtypes=tuple(value.dtype for value in trace.outputs(call)),
                 inputs=tuple(dict.fromkeys(v.producer for v in trace.inputs(call) if v.producer >= 0)),
                 pattern=pattern,
+                sources=tuple(value.producer for value in trace.inputs(call)),
+                out_saved=tuple(saved.pop(value.storage, 0) for value in trace.outputs(call)),
             )
         )
     return rows

@@ -271,8 +271,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         count = tensor.element_size()
         for size in shape:
             count *= size
+        storage = self._storages.address(tensor)
         self.trace.values.append(
-            Value(shape, dtype_name(tensor.dtype), count, origin, name, producer, slot, tensor.requires_grad)
+            Value(shape, dtype_name(tensor.dtype), count, origin, name, producer, slot, tensor.requires_grad, storage)
         )
         return len(self.trace.values) - 1
 
@@ -316,7 +317,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._count_saved()
 
     def _count_saved(self) -> None:
-        self.trace.saved_bytes = max(self.trace.saved_bytes, self._saved.take())
+        saved = self._saved.take()
+        if sum(saved.values()) > self.trace.saved_bytes:
+            self.trace.saved, self.trace.saved_bytes = saved, sum(saved.values())
 
 
 def record_step(

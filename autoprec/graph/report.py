@@ -10,6 +10,9 @@ from typing import Any
 
 __all__ = ["GemmCall", "GraphReport", "Layer", "Operator"]
 
+#: Fields of an operator that are lists in JSON.
+_TUPLES = ("dtypes", "out_dtypes", "inputs", "out_saved", "sources")
+
 
 @dataclass(frozen=True, slots=True)
 class GemmCall:
@@ -71,7 +74,9 @@ class Operator:
 
     ``shapes`` and ``dtypes`` are those of its tensor inputs, in argument order; ``inputs`` are the positions, in
     ``GraphReport.operators``, of the operators that made them. ``pattern`` names the hand-written operator it is part
-    of: rms_norm, layer_norm, softmax, cross_entropy, scores, values, ...
+    of: rms_norm, layer_norm, softmax, cross_entropy, scores, values, ... ``out_saved`` are the bytes of the storages
+    that its outputs brought into being and that autograd saved for backward (0 for a view of an earlier one);
+    ``sources`` says of each tensor input which operator made it, -1 for a parameter, a buffer or the batch.
     """
 
     name: str
@@ -91,6 +96,8 @@ class Operator:
     out_dtypes: tuple[str, ...] = ()
     inputs: tuple[int, ...] = ()
     pattern: str = ""
+    out_saved: tuple[int, ...] = ()
+    sources: tuple[int, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the row that ``autoprec inspect --json`` prints."""
@@ -98,7 +105,7 @@ class Operator:
         out["class"] = out.pop("cls")
         out["shapes"] = [list(shape) for shape in self.shapes]
         out["out_shapes"] = [list(shape) for shape in self.out_shapes]
-        for name in ("dtypes", "out_dtypes", "inputs"):
+        for name in _TUPLES:
             out[name] = list(out[name])
         return out
 
@@ -160,7 +167,7 @@ class GraphReport:
         for row in document["operators"]:
             fields = {key: value for key, value in row.items() if key != "class"}
             fields["cls"] = row["class"]
-            for name in ("dtypes", "out_dtypes", "inputs"):
+            for name in _TUPLES:
                 fields[name] = tuple(row.get(name, ()))
             for name in ("shapes", "out_shapes"):
                 fields[name] = tuple(tuple(shape) for shape in row.get(name, ()))

@@ -51,11 +51,11 @@ class SavedTensors:
             self._hooks.__exit__(None, None, None)
             self._hooks = None
 
-    def take(self) -> int:
-        """Return the bytes saved since the last call, each storage once, without excluded ones (0: not complete)."""
-        total = sum(size for address, size in self._bytes.items() if not self._storages.excluded(address))
+    def take(self) -> dict[int, int]:
+        """Return the bytes of each storage saved since the last call, without excluded ones ({}: not complete)."""
+        found = {address: size for address, size in self._bytes.items() if not self._storages.excluded(address)}
         self._bytes.clear()
-        return total if self.complete else 0
+        return found if self.complete else {}
 
     def _step_aside(self) -> None:
         if self._hooks is not None:

@@ -34,6 +34,13 @@ class StorageTable:
             return (address, tuple(tensor.shape), tensor.dtype)
         return (address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
+    def address(self, tensor: torch.Tensor) -> int:
+        """Return what the views of one storage have in common, 0 for a tensor without storage."""
+        try:
+            return int(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):
+            return 0
+
     def watch(self, storage: torch.UntypedStorage) -> None:
         """Keep a storage's address from being reused."""
         if storage._cdata not in self._weak:

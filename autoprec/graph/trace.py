@@ -42,7 +42,7 @@ class Value:
     """One tensor of the step at one moment (writing into a tensor makes a new value).
 
     ``origin`` is op, parameter, buffer or input; ``name`` the parameter's or buffer's; ``producer`` the index of the
-    call that made it, -1 for one that came from outside.
+    call that made it, -1 for one that came from outside; ``storage`` tells memory apart that views share.
     """
 
     shape: tuple[int, ...]
@@ -53,6 +53,7 @@ class Value:
     producer: int = -1
     slot: int = 0
     grad: bool = False
+    storage: int = 0
 
 
 @dataclass(slots=True)
@@ -89,7 +90,8 @@ class Trace:
     """Everything a recorded step left behind.
 
     ``parents`` maps a nested autograd graph task (reentrant checkpointing) to the task it ran in; ``calls_of`` counts
-    forward calls of each module; ``saved_bytes`` and ``live_bytes`` are what the backward pass found alive.
+    forward calls of each module; ``saved_bytes`` and ``live_bytes`` are what the backward pass found alive, ``saved``
+    the bytes of each storage among them.
     """
 
     values: list[Value] = field(default_factory=list)
@@ -98,6 +100,7 @@ class Trace:
     calls_of: dict[str, int] = field(default_factory=dict)
     backwards: int = 0
     saved_bytes: int = 0
+    saved: dict[int, int] = field(default_factory=dict)
     live_bytes: int = 0
     notes: list[str] = field(default_factory=list)
     guesses: int = 0

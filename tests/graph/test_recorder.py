@@ -285,3 +285,21 @@ def test_semi_private_torch_functions_are_there():
     assert torch.autograd._get_sequence_nr() >= 0
     assert torch._C._current_graph_task_id() == -1
     assert torch._C._current_autograd_node() is None
+
+
+def test_what_autograd_saved_is_attributed_to_the_operator_that_filled_the_memory(report):
+    forward = [row for row in report.operators if row.phase == "forward"]
+    saved = sum(sum(row.out_saved) for row in forward)
+    assert 0.9 * report.memory["saved_for_backward"] <= saved <= report.memory["saved_for_backward"]
+    assert all(len(row.out_saved) == len(row.out_shapes) for row in report.operators)
+    views = [row for row in forward if row.cls == "view"]
+    assert views
+    assert not any(any(row.out_saved) for row in views)
+
+
+def test_every_tensor_input_names_its_maker(report):
+    for row in report.operators:
+        assert len(row.sources) == len(row.shapes)
+        assert {index for index in row.sources if index >= 0} == set(row.inputs)
+    again = GraphReport.from_json(report.to_json())
+    assert again.operators == report.operators
