@@ -1,4 +1,4 @@
-"""Bytes saved for backward, modelled against measured, on the recorder's zoo of models, for benchmarks/cost_model.py."""
+"""Bytes saved for backward, modelled against measured, on the recorder's zoo, for benchmarks/cost_model.py."""
 
 from __future__ import annotations
 

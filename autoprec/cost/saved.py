@@ -1,15 +1,17 @@
 """Bytes saved for backward under a policy, from the recorded step: what each operator keeps, and in which dtype.
 
-The recorder counted what the script as written saves. Here the forward operators are walked twice, once as recorded
-and once under the policy, with the saving rules of autograd (a linear layer keeps its input, GELU its input, ReLU its
-output, attention q, k, v and its output, ...) and of this package's quantised layers (8-bit codes of the input); the
-difference is added to the count. Values are followed by their sizes, since the record lists no edges.
+The recorder says which tensors the script as written saves. Here the forward operators are walked under a policy: each
+tensor gets the dtype it would have (autocast's rules), and who saves it (autograd's rules for common operators: a
+linear layer its input, GELU its input, softmax its output, a product both operands). Tensors that somebody still saves
+count at their new width; layers that quantise add 8-bit codes in place of their input, and operators that convert
+their input add the converted copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 from autoprec.cost.scale import short_dtype
 from autoprec.graph.report import GraphReport, Layer, Operator
@@ -20,89 +22,102 @@ __all__ = ["saved_by_rules", "saved_bytes"]
 
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
 _SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "_softmax", "_log_softmax", "_safe_softmax")
-_SAVES_INPUT = ("gelu", "silu", "pow", "softplus", "mish", "elu", "log", "sin", "cos", "hardswish", "native_dropout")
+_SAVES_INPUT = ("gelu", "silu", "pow", "softplus", "mish", "elu", "log", "sin", "cos", "hardswish")
 _SAVES_BOTH = ("mul", "div")
+_NORMS = ("layer_norm", "batch_norm", "group_norm")
 #: Results that the float32 list of autocast keeps wide.
 _WIDE = ("norm", "softmax", "loss", "embedding", "transcendental", "reduction", "router")
+_PRODUCTS = ("attention", "gemm", "conv")
+#: Products that autocast leaves in the dtype of their operands.
+_NOT_AUTOCAST = ("_grouped_mm", "_scaled_grouped_mm")
 _KEEP = LayerPlan()
-#: How far back an operator's inputs are looked for.
-_REACH = 64
 #: How the recorder names what runs outside every module.
 _SCRIPT = "<script>"
 
 
 @dataclass(slots=True)
 class _Value:
-    """A tensor produced by a forward operator: how many values, how wide, and whether it counts as saved already."""
+    """Memory that a forward operator filled: its width as written and under the policy, and who saves it.
 
-    size: int
+    ``saved`` are the bytes autograd saved of it in the script; ``asked`` says that an operator whose rule is known
+    would save it in some form, ``kept`` that one saves it as it is, ``widened`` that a float32 copy was added;
+    ``counted`` is False where the recorder could not count (``torch.func``) and ``saved`` is what saving would take.
+    """
+
+    script: float
     width: float
-    saved: bool = False
-    readers: int = 0
+    saved: float = 0.0
+    asked: bool = False
+    kept: bool = False
+    widened: bool = False
+    counted: bool = True
+
+    def keep(self) -> None:
+        """An operator saves the tensor as it is."""
+        self.asked = self.kept = True
+
+    def bytes(self) -> float:
+        """Return what is saved under the policy; what nobody known asks for stays saved if it was counted."""
+        return self.saved * self.width / self.script if self.kept or (self.counted and not self.asked) else 0.0
+
+
+@dataclass(slots=True)
+class _Read:
+    """An input of an operator: the memory behind it (None: a parameter, buffer or the batch) and how many values."""
+
+    value: _Value | None
+    size: int
+    dtype: str
 
 
 @dataclass(slots=True)
 class _Walk:
-    """The walk under one policy."""
+    """The walk under one policy; ``made`` holds each operator's first output by position."""
 
     plans: Mapping[str, LayerPlan]
     activations: str
-    layers: Mapping[str, Layer]
+    operators: tuple[Operator, ...]
     gpu: bool = False
-    recomputed: frozenset[str] = frozenset()
+    low: float = 0.0
+    made: dict[int, _Value] = field(default_factory=dict)
     values: list[_Value] = field(default_factory=list)
-    total: float = 0.0
+    copies: float = 0.0
     weights: float = 0.0
     cast_weights: set[str] = field(default_factory=set)
-    group_inputs: dict[str, _Value] = field(default_factory=dict)
+    wide_products: frozenset[str] = frozenset()
+    counted: bool = True
 
-    def find(self, size: int) -> _Value | None:
-        """Return the latest value of this size; its number of readers grows."""
-        return next((value for value in reversed(self.values[-_REACH:]) if value.size == size), None)
+    def reads(self, operator: Operator) -> list[_Read]:
+        """Return the inputs in argument order."""
+        out = []
+        for shape, dtype, maker in zip(operator.shapes, operator.dtypes, operator.sources, strict=False):
+            out.append(_Read(self.made.get(maker), prod(shape or (1,)), dtype))
+        return out
 
-    def take(self, size: int) -> _Value | None:
-        """Return the latest value of this size and remove it from what later operators may read."""
-        for index in range(len(self.values) - 1, max(-1, len(self.values) - 1 - _REACH), -1):
-            if self.values[index].size == size:
-                return self.values.pop(index)
-        return None
-
-    def save(self, value: _Value | None, size: int, width: float = 4.0) -> None:
-        """Count a value as saved, once; a value nobody produced (the batch) is not counted."""
-        if value is None or value.saved or not size:
+    def save(self, read: _Read, width: float) -> None:
+        """An operator saves an input in a width: the tensor itself, or a converted copy of its own."""
+        if read.value is None:
             return
-        value.saved = True
-        self.total += value.size * (value.width or width)
+        if read.value.width == width:
+            read.value.keep()
+        elif read.value.saved:
+            read.value.asked = True
+            self.copies += read.size * width
 
-    def put(self, size: int, width: float) -> _Value:
-        """Remember a result."""
-        value = _Value(size, width)
-        self.values.append(value)
-        return value
+    def save_wide(self, read: _Read) -> None:
+        """Operators that compute in float32 save an input: a narrow one is converted once for all of them."""
+        value = read.value
+        if value is None or not self.low or value.width >= 4.0:
+            if value is not None:
+                value.keep()
+        elif not value.widened:
+            value.widened = value.asked = True
+            self.copies += 4.0 * read.size if value.saved else 0.0
 
-
-def _sizes(operator: Operator) -> list[int]:
-    out = []
-    for shape in operator.shapes:
-        count = 1
-        for extent in shape:
-            count *= extent
-        out.append(count)
-    return out
-
-
-def _out_size(operator: Operator, sizes: list[int]) -> int:
-    """Return how many values the operator produced: its bytes beyond its inputs."""
-    known = 0.0
-    for size, dtype in zip(sizes, operator.dtypes, strict=False):
-        known += size * (8.0 if dtype == "int64" else 1.0 if dtype == "bool" else _BYTES.get(short_dtype(dtype), 4.0))
-    width = _width(operator)
-    return max(0, round((operator.bytes - known) / width))
-
-
-def _width(operator: Operator) -> float:
-    floats = [dtype for dtype in operator.dtypes if dtype in _BYTES]
-    return _BYTES[floats[0]] if floats else 4.0
+    @property
+    def total(self) -> float:
+        """Saved activations in bytes."""
+        return self.copies + sum(value.bytes() for value in self.values)
 
 
 def _codes(recipe: Recipe, size: float, other: float) -> float:
@@ -117,62 +132,43 @@ def _codes(recipe: Recipe, size: float, other: float) -> float:
     return size + (4.0 * size / other if granularity == "row" else 4.0)
 
 
-def _linear(walk: _Walk, operator: Operator, layer: Layer, sizes: list[int]) -> None:
+def _linear(walk: _Walk, operator: Operator, layer: Layer) -> None:
     gemm = next((g for g in layer.gemms if g.role == "fprop"), layer.gemms[0])
     weight_size = gemm.k * gemm.n if layer.kind != "conv" else layer.parameters
-    input_size = gemm.m * gemm.k if layer.kind != "conv" else sizes[0]
+    reads = walk.reads(operator)
+    input_size = gemm.m * gemm.k if layer.kind != "conv" else (reads[0].size if reads else 0)
+    read = next((r for r in reads if r.size == input_size and r.value is not None), _Read(None, input_size, ""))
     plan = walk.plans.get(layer.name, _KEEP)
-    shared = walk.group_inputs.get(layer.group)
-    value = shared if shared is not None and shared.size == input_size else walk.take(input_size)
-    if value is not None:
-        walk.group_inputs[layer.group] = value
     script = short_dtype(layer.dtype)
     kept = script if walk.activations == "keep" else walk.activations
-    forms = [kept if (r := plan.recipe(g)) is None else r.format for g in ("fprop", "dgrad", "wgrad")]
     roles = layer.roles()
-    planned = any((r := plan.recipe(g)) is not None and r.scaled for g in ("fprop", "dgrad", "wgrad"))
-    if planned:
-        _planned(walk, plan, value, gemm.m, input_size, weight_size, roles)
-    else:
-        width = _BYTES.get(forms[0], 4.0)
-        if "wgrad" in roles:
-            if value is None or value.width != width:
-                if value is not None or width != _BYTES[script]:
-                    walk.total += input_size * width  # a cast copy, which no other layer shares
-            else:
-                walk.save(value, input_size)
-        # a convolution's backward keeps its weight even where its input needs no gradient
-        if (
-            ("dgrad" in roles or layer.kind == "conv")
-            and width < _BYTES[script]
-            and layer.weight not in walk.cast_weights
-        ):
-            walk.cast_weights.add(layer.weight)
-            walk.weights += weight_size * width
-    produced = _out_size(operator, sizes) if layer.kind == "conv" else gemm.m * gemm.n
-    walk.put(produced, _BYTES.get(kept, 4.0))
+    if any((r := plan.recipe(g)) is not None and r.scaled for g in ("fprop", "dgrad", "wgrad")):
+        _planned(walk, plan, read, gemm.m, weight_size, roles)
+        return
+    width = _BYTES.get(kept if plan.fprop is None else plan.fprop.format, 4.0)
+    if "wgrad" in roles:
+        if read.value is not None:
+            walk.save(read, width)
+        elif width != _BYTES.get(script, 4.0):
+            walk.copies += input_size * width  # of the batch, which counts as nobody's otherwise
+    # a convolution's backward keeps its weight even where its input needs no gradient
+    keeps_weight = "dgrad" in roles or layer.kind == "conv"
+    if keeps_weight and width < _BYTES.get(script, 4.0) and layer.weight not in walk.cast_weights:
+        walk.cast_weights.add(layer.weight)
+        walk.weights += weight_size * width
 
 
-def _planned(
-    walk: _Walk,
-    plan: LayerPlan,
-    value: _Value | None,
-    tokens: int,
-    input_size: int,
-    weight_size: int,
-    roles: tuple[str, ...],
-) -> None:
+def _planned(walk: _Walk, plan: LayerPlan, read: _Read, tokens: int, weight_size: int, roles: tuple[str, ...]) -> None:
     """Count what a quantised layer keeps: codes of the input for wgrad, codes of the weight where dgrad reuses them."""
     if "wgrad" in roles:
         recipe = plan.wgrad
         if recipe is not None and recipe.scaled:
-            walk.total += _codes(recipe, input_size, float(tokens))
-        elif value is not None:
+            walk.copies += _codes(recipe, read.size, float(tokens))
+            if read.value is not None:
+                read.value.asked = True
+        elif read.value is not None:
             width = 4.0 if recipe is None or recipe.format in ("fp32", "tf32") else 2.0
-            if value.width <= width:
-                walk.save(value, input_size)
-            else:
-                walk.total += input_size * width
+            walk.save(read, min(width, read.value.width))
     dgrad = plan.dgrad
     if "dgrad" not in roles or dgrad is None or not dgrad.scaled:
         return
@@ -181,52 +177,88 @@ def _planned(
         walk.weights += _codes(dgrad, weight_size, 128.0)
 
 
-def _other(walk: _Walk, operator: Operator, sizes: list[int]) -> None:
-    name = operator.op.rpartition("::")[2].rstrip("_")
-    produced, width = _out_size(operator, sizes), _width(operator)
-    low = _BYTES.get(walk.activations, 0.0)
-    if operator.cls == "attention" and name.startswith("_scaled_dot_product"):
-        inner = low or width
-        for size in sizes[:3]:
-            fused = walk.take(size) or walk.find(3 * size)
-            walk.save(fused or _Value(size, inner), size)
-        result = walk.put(sizes[0] if sizes else 0, inner)
-        walk.save(result, result.size)
-        walk.total += max(0, produced - result.size) * width
+def _operand_width(walk: _Walk, operator: Operator, name: str, value: _Value) -> float:
+    """Return the width in which a product that belongs to no layer reads an operand."""
+    if not walk.low:
+        return value.script
+    if name in _NOT_AUTOCAST:
+        return value.width
+    return 4.0 if operator.module in walk.wide_products else walk.low
+
+
+def _other(walk: _Walk, operator: Operator, name: str) -> None:
+    """Note what an operator that belongs to no layer saves of its inputs."""
+    reads = [read for read in walk.reads(operator) if read.dtype in _BYTES]
+    if operator.cls in _PRODUCTS:  # both operands, or q, k and v; a mask comes after them
+        for read in reads[:3] if name.startswith("_scaled_dot_product") else reads:
+            if read.value is not None:
+                walk.save(read, _operand_width(walk, operator, name, read.value))
+    elif operator.cls == "norm" and any(part in name for part in _NORMS):
+        for read in reads[:1]:
+            walk.save_wide(read)
+    elif name in _SAVES_INPUT or (name in _SAVES_BOTH and len(reads) > 1):
+        for read in reads:
+            # outside the model, whose output a policy returns in fp32
+            if operator.cls == "norm" or operator.module == _SCRIPT or name == "pow":
+                walk.save_wide(read)
+            elif read.value is not None:
+                read.value.keep()
+
+
+def _width(walk: _Walk, operator: Operator, script: float, name: str, layer: Layer | None) -> float:
+    """Return bytes per value of an operator's result under the policy."""
+    if not walk.low:
+        return script
+    if (layer is not None or operator.cls in _PRODUCTS) and name not in _NOT_AUTOCAST:
+        return walk.low
+    if name == "_to_copy":  # the script asks for this dtype
+        return script
+    reads = [read for read in walk.reads(operator) if read.dtype in _BYTES]
+    if (
+        operator.module == _SCRIPT
+        or operator.cls in _WIDE
+        or name == "pow"
+        or not any(read.value is not None for read in reads)
+    ):
+        return script if operator.cls == "allocation" else max(4.0, script)
+    # a parameter or buffer as wide as the script made it widens the result, single numbers do not
+    bias = operator.module in {row.module for row in walk.operators if row.cls == "gemm"} and name == "add"
+    widths = [
+        read.value.width if read.value is not None else _BYTES[read.dtype]
+        for read in reads
+        if read.value is not None or (read.size > 1 and not bias)
+    ]
+    return max(widths)
+
+
+def _result(walk: _Walk, index: int, operator: Operator, layer: Layer | None, name: str) -> None:
+    """Note an operator's result, or that it is the memory of its input."""
+    in_place = operator.op.endswith("_") and not operator.op.endswith("__")
+    source = walk.made.get(operator.sources[0]) if operator.sources else None
+    if operator.cls == "view" or in_place:
+        if source is not None:
+            walk.made[index] = source
+            if name in _SAVES_OUTPUT:
+                source.keep()
         return
-    if operator.cls == "norm" and any(part in name for part in ("layer_norm", "batch_norm", "group_norm")):
-        value = walk.find(sizes[0])
-        if value is not None and value.width < 4.0:  # widened for the norm
-            walk.total += sizes[0] * 4.0
-            walk.take(sizes[0])
-        else:
-            walk.save(value, sizes[0])
-        walk.total += max(0, produced - sizes[0]) * 4.0
-        walk.put(sizes[0], 4.0)
-        return
-    biggest = max(sizes, default=0)
-    # a norm written out in operators reads its input twice; only its mean is done with what it read
-    read = walk.find if operator.cls == "norm" and name not in ("mean", "sum") else walk.take
-    inputs = [read(size) for size in sizes[:2] if size == biggest and size > 1]
-    present = [value for value in inputs if value is not None]
-    if operator.module == _SCRIPT:  # outside the model, whose output a policy returns in fp32
-        present = [value if value.width >= 4.0 or not low else _Value(value.size, 4.0) for value in present]
-    wide = operator.cls in _WIDE or not low or not present or any(value.width > low for value in present)
-    result_width = width if not low else (4.0 if wide else low)
-    if name in _SAVES_INPUT or name in _SAVES_BOTH:
-        for value in present:
-            walk.save(value, value.size)
-    if name == "native_dropout":
-        walk.total += biggest
-    result = walk.put(produced or biggest, result_width)
-    if name in _SAVES_OUTPUT:
-        walk.save(result, result.size)
+    for slot, (dtype, saved) in enumerate(zip(operator.out_dtypes, operator.out_saved or (0,), strict=False)):
+        script = _BYTES.get(dtype)
+        if slot == 0 and script is not None:
+            size = script * prod(operator.out_shapes[0] or (1,))
+            value = _Value(script, _width(walk, operator, script, name, layer), float(saved) if walk.counted else size)
+            value.counted = walk.counted
+            if name in _SAVES_OUTPUT or name.startswith("_scaled_dot_product"):
+                value.keep()
+            walk.values.append(value)
+            walk.made[index] = value
+        else:  # masks, statistics, indices: nothing a policy changes
+            walk.copies += saved
 
 
 def saved_by_rules(
     report: GraphReport, plans: Mapping[str, LayerPlan], activations: str, *, gpu: bool = False
 ) -> tuple[float, float]:
-    """Return the bytes that the rules alone say a step saves: activations, and copies of weights.
+    """Return the bytes that the rules say a step saves: activations, and copies of weights.
 
     On a GPU a quantised layer keeps its 8-bit (transposed) weight from forward to backward, whatever the scaling; the
     emulation quantises the weight again where its scales lie along the contraction.
@@ -234,20 +266,27 @@ def saved_by_rules(
     by_weight = {layer.weight: layer for layer in report.layers}
     by_name = {layer.name: layer for layer in report.layers}
     # checkpointing runs these modules again in the backward pass: their forward saves nothing
-    again = frozenset(row.module for row in report.operators if row.phase == "recompute")
-    walk = _Walk(plans, activations, by_name, gpu, again)
-    for operator in report.operators:
-        if operator.phase != "forward" or operator.cls in ("view", "allocation") or not operator.shapes:
+    again = {row.module for row in report.operators if row.phase == "recompute"}
+    walk = _Walk(plans, activations, report.operators, gpu, _BYTES.get(activations, 0.0))
+    # attention that torch itself writes out (no fused kernel takes its dropout or mask here) computes in float32
+    walk.wide_products = frozenset(row.module for row in report.operators if row.op.endswith("::_safe_softmax"))
+    walk.counted = any(any(row.out_saved) for row in report.operators)
+    for index, operator in enumerate(report.operators):
+        if operator.phase != "forward" or not operator.out_shapes:
             continue
-        sizes = _sizes(operator)
-        layer = by_weight.get(operator.weight) or by_name.get(operator.module)
-        kept = walk.total, walk.weights
-        if operator.cls in ("gemm", "conv") and layer is not None and layer.gemms:
-            _linear(walk, operator, layer, sizes)
-        else:
-            _other(walk, operator, sizes)
-        if operator.module in walk.recomputed:
-            walk.total, walk.weights = kept
+        name = operator.op.rpartition("::")[2].rstrip("_")
+        layer = None
+        if operator.cls in ("gemm", "conv"):
+            layer = by_weight.get(operator.weight) or by_name.get(operator.module)
+        layer = layer if layer is not None and layer.gemms else None
+        kept = walk.copies, walk.weights
+        if layer is not None and (name not in _NOT_AUTOCAST or layer.name in plans):
+            _linear(walk, operator, layer)
+        elif operator.cls not in ("view", "allocation"):
+            _other(walk, operator, name)
+        if operator.module in again:
+            walk.copies, walk.weights = kept
+        _result(walk, index, operator, layer, name)
     return walk.total, walk.weights
 
 

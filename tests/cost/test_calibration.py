@@ -147,7 +147,7 @@ def test_no_point_is_begun_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> N
     from autoprec.cost import calibration
 
     clock = iter(range(0, 10_000, 10))
-    monkeypatch.setattr(calibration.time, "monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("autoprec.cost.calibration.time.monotonic", lambda: float(next(clock)))
     lines: list[str] = []
     points = calibration.measure_points(FakeBench(), H100, lines.append, limit_s=60.0)
     assert [point.kind for point in points] == ["copy", "launch", "host", "gemm", "gemm", "gemm"]
