@@ -105,12 +105,14 @@ def _counts(text: str) -> list[int]:
 
 
 def _more(
-    model: Any, verdict: Any, plans: Any, *, sweep: bool, gpus: list[int], tensor_parallel: int
+    model: Any, verdict: Any, plans: Any, *, threshold: float, sweep: bool, gpus: list[int], tensor_parallel: int
 ) -> dict[str, Any]:
-    """Return payback, and where asked the sweeps and the extrapolation to many GPUs."""
+    """Return payback, what compiling would change, and where asked sweeps and the extrapolation to many GPUs."""
     from autoprec.cost import planning
 
     out: dict[str, Any] = {"payback": planning.payback(verdict.step_ms, verdict.bound_speedup)}
+    if not model.compiled and not model.target.is_cpu:  # a policy may say `execution: compile`
+        out["compiled"] = model.executed("compile").verdict(plans, threshold=threshold)
     if sweep:
         out["batch_sweep"] = planning.sweep(model, plans)
         out["sequence_sweep"] = planning.sweep(model, plans, sequence=True)
@@ -139,6 +141,12 @@ def _more_lines(more: dict[str, Any]) -> list[str]:
         lines.append(
             f"payback   a search costs about {paid.search_s:.3g} s of training steps and is paid back after "
             f"{paid.steps:,.0f} steps ({paid.hours:.2g} h)"
+        )
+    if "compiled" in more:
+        other = more["compiled"]
+        lines.append(
+            f"compiled  the step takes {other.step_ms:.4g} ms as {other.baseline}; the bound there is "
+            f"{other.bound_speedup:.2f}x, verdict {other.kind}: a policy may say `execution: compile`"
         )
     for key, what in (("batch_sweep", "tokens per step"), ("sequence_sweep", "tokens, longer sequences")):
         if key in more:
@@ -170,7 +178,7 @@ def _more_lines(more: dict[str, Any]) -> list[str]:
 @click.option("--batch", default=1, show_default=True, metavar="N", help="With --config: sequences per device.")
 @click.option("--seq", default=8192, show_default=True, metavar="N", help="With --config: tokens per sequence.")
 @click.option("--eager", is_flag=True, help="The script is not compiled: nothing is fused, every launch is paid.")
-@click.option("--fused-casts", is_flag=True, help="Norms and activations write quantised inputs (TE's fused modules).")
+@click.option("--fused-casts", is_flag=True, help="Casts as Transformer Engine's fused modules make them.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="A file written by `autoprec calibrate`.")
 @click.option("--threshold", default=0.03, show_default=True, metavar="X", help="Smallest bound worth a search.")
 @click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Until the first training step.")
@@ -220,7 +228,15 @@ def estimate(
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
     verdict = model.verdict(plans, threshold=threshold)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
-    more = _more(model, verdict, plans, sweep=sweep, gpus=_counts(gpus), tensor_parallel=tensor_parallel)
+    more = _more(
+        model,
+        verdict,
+        plans,
+        threshold=threshold,
+        sweep=sweep,
+        gpus=_counts(gpus),
+        tensor_parallel=tensor_parallel,
+    )
     if as_json:
         document = {
             "target": found.name,

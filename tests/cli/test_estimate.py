@@ -126,3 +126,12 @@ for step in range(5):
     document = json.loads(run("--target", "h100", "--json", str(script)).output)
     assert document["verdict"]["kind"] == "stay"
     assert {row["name"] for row in document["verdict"]["rows"]} == {"0", "2"}
+
+
+def test_an_eager_script_is_told_what_compiling_would_change(graph: str) -> None:
+    found = run("--target", "h100", "--graph", graph, "--eager", "--json")
+    document = json.loads(found.output)
+    assert document["compiled"]["step_ms"] < document["verdict"]["step_ms"]
+    text = run("--target", "h100", "--graph", graph, "--eager").output
+    assert "execution: compile" in text
+    assert "compiled" not in json.loads(run("--target", "h100", "--graph", graph, "--json").output)
