@@ -48,8 +48,10 @@ def case(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> dict[str, floa
     row = {"measured": float(before.memory["saved_for_backward"])}
     for name, recipe in POLICIES.items():
         recipes = {"low": BUILTIN_RECIPES[recipe], "bf16": BUILTIN_RECIPES["bf16"]}
-        rules = tuple(LayerRule(match=layer.name, recipe="bf16") for layer in before.tunable if layer.kind == "conv")
-        policy = Policy(recipes=recipes, layers=rules, default="low", activations="bf16")
+        rules = tuple(
+            LayerRule(match=layer.name, recipe="bf16" if layer.kind == "conv" else "low") for layer in before.tunable
+        )
+        policy = Policy(recipes=recipes, layers=rules, activations="bf16")
         try:
             apply_policy(policy, model)
             measured = _record(model, batch).memory["saved_for_backward"]

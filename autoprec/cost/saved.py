@@ -138,11 +138,15 @@ def _linear(walk: _Walk, operator: Operator, layer: Layer) -> None:
     reads = walk.reads(operator)
     input_size = gemm.m * gemm.k if layer.kind != "conv" else (reads[0].size if reads else 0)
     read = next((r for r in reads if r.size == input_size and r.value is not None), _Read(None, input_size, ""))
+    # a weight computed in the step, such as the sum of a stack, is saved like an activation
+    made = next((r for r in reads if r is not read and r.value is not None and r.size == weight_size), None)
     plan = walk.plans.get(layer.name, _KEEP)
     script = short_dtype(layer.dtype)
     kept = script if walk.activations == "keep" else walk.activations
     roles = layer.roles()
     if any((r := plan.recipe(g)) is not None and r.scaled for g in ("fprop", "dgrad", "wgrad")):
+        if made is not None and made.value is not None:
+            made.value.asked = True
         _planned(walk, plan, read, gemm.m, weight_size, roles)
         return
     width = _BYTES.get(kept if plan.fprop is None else plan.fprop.format, 4.0)
@@ -153,7 +157,9 @@ def _linear(walk: _Walk, operator: Operator, layer: Layer) -> None:
             walk.copies += input_size * width  # of the batch, which counts as nobody's otherwise
     # a convolution's backward keeps its weight even where its input needs no gradient
     keeps_weight = "dgrad" in roles or layer.kind == "conv"
-    if keeps_weight and width < _BYTES.get(script, 4.0) and layer.weight not in walk.cast_weights:
+    if made is not None:
+        walk.save(made, width)
+    elif keeps_weight and width < _BYTES.get(script, 4.0) and layer.weight not in walk.cast_weights:
         walk.cast_weights.add(layer.weight)
         walk.weights += weight_size * width
 
