@@ -76,7 +76,6 @@ class _Walk:
 
     plans: Mapping[str, LayerPlan]
     activations: str
-    operators: tuple[Operator, ...]
     gpu: bool = False
     low: float = 0.0
     made: dict[int, _Value] = field(default_factory=dict)
@@ -85,6 +84,7 @@ class _Walk:
     weights: float = 0.0
     cast_weights: set[str] = field(default_factory=set)
     wide_products: frozenset[str] = frozenset()
+    layer_modules: frozenset[str] = frozenset()
     counted: bool = True
 
     def reads(self, operator: Operator) -> list[_Read]:
@@ -228,7 +228,7 @@ def _width(walk: _Walk, operator: Operator, script: float, name: str, layer: Lay
     ):
         return script if operator.cls == "allocation" else max(4.0, script)
     # a parameter or buffer as wide as the script made it widens the result, single numbers do not
-    bias = operator.module in {row.module for row in walk.operators if row.cls == "gemm"} and name == "add"
+    bias = name == "add" and operator.module in walk.layer_modules
     widths = [
         read.value.width if read.value is not None else _BYTES[read.dtype]
         for read in reads
@@ -273,9 +273,10 @@ def saved_by_rules(
     by_name = {layer.name: layer for layer in report.layers}
     # checkpointing runs these modules again in the backward pass: their forward saves nothing
     again = {row.module for row in report.operators if row.phase == "recompute"}
-    walk = _Walk(plans, activations, report.operators, gpu, _BYTES.get(activations, 0.0))
+    walk = _Walk(plans, activations, gpu, _BYTES.get(activations, 0.0))
     # attention that torch itself writes out (no fused kernel takes its dropout or mask here) computes in float32
     walk.wide_products = frozenset(row.module for row in report.operators if row.op.endswith("::_safe_softmax"))
+    walk.layer_modules = frozenset(row.module for row in report.operators if row.cls == "gemm")
     walk.counted = any(any(row.out_saved) for row in report.operators)
     for index, operator in enumerate(report.operators):
         if operator.phase != "forward" or not operator.out_shapes:
