@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import gc
 import sys
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -59,18 +61,21 @@ def set_execution(root: nn.Module, wanted: Execution) -> None:
     if wanted == "eager":
         torch.compiler.set_stance("force_eager")
     elif not is_compiled(root):
-        root.__dict__["_compiled_call_impl"] = torch.compile(_Call(root))
+        root.__dict__["_compiled_call_impl"] = torch.compile(_caller(root))
         root.__dict__[ATTRIBUTE] = ("compiled here", compiled_graphs())
 
 
-class _Call:
-    """Calls a module from a frame of ours: Dynamo does not start in a frame of torch, as ``Sequential.forward`` is."""
+def _caller(root: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls a module, from a frame of ours and with code of its own.
 
-    def __init__(self, root: nn.Module) -> None:
-        self.root = root
+    Dynamo does not start in a frame of torch, as ``Sequential.forward`` is; and what it compiled it keeps by code
+    object, so that models which share one would share its cache, its recompile limit, and the audit's evidence.
+    """
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return root._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return FunctionType(call.__code__.replace(), call.__globals__, "call", closure=call.__closure__)
 
 
 def restore_execution(root: nn.Module) -> None:

@@ -56,6 +56,16 @@ def test_a_model_is_compiled_in_place_and_given_back(more: dict[str, object]) ->
     assert set(model.__dict__) == set(_model().__dict__)
 
 
+def test_every_model_has_compiled_code_and_evidence_of_its_own() -> None:
+    policy, x = _policy("compile", **BF16), torch.randn(3, 8)
+    for _ in range(3):
+        model = _model()
+        for _ in range(2):
+            policy.apply(model)
+            model(x).sum().backward()
+            assert policy.audit(model).ok, policy.audit(model).operators["execution"]
+
+
 def test_a_compiled_graph_that_never_ran_fails_the_audit() -> None:
     model, policy = _model(), _policy("compile")
     policy.apply(model)

@@ -34,8 +34,9 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
         tempfile.TemporaryDirectory(prefix="autoprec-check-") as directory,
         TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner,
     ):
-        runner.start()
+        found = runner.start().model
         result = runner.run(spec)
+    _compare_models(document.get("model"), found)
     if result.audit is not None:
         return _with_recording(result.audit, result.payload.get("graph"), document)
     kind = _REFUSALS.get(result.status, ScriptError)
@@ -44,6 +45,13 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
         where=command.label,
         fix=result.tail or "run the script under it with `autoprec run` to see more",
     )
+
+
+def _compare_models(made_for: dict[str, Any] | None, found: dict[str, Any]) -> None:
+    """Note a policy that was found on another model: its rules may match, its evidence does not hold."""
+    if made_for and made_for.get("fingerprint") and made_for["fingerprint"] != found.get("fingerprint"):
+        wanted, here = (f"{model['class']} ({model['parameters']:,} parameters)" for model in (made_for, found))
+        click.echo(f"note: the policy was found on {wanted}, this is {here}: its evidence does not apply", err=True)
 
 
 def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:

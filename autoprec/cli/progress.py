@@ -89,7 +89,8 @@ class TerminalProgress:
         if self._verbosity < 0 or (record.kind in ("reference", "noise") and self._verbosity < 1):
             return
         leader = f"best {best.metrics['speedup']:.2f}x ({best.name})" if best else "best: the script as written"
-        line = f"{done}/{total} {record.name}: {describe(record)}"
+        count = f"finalist run {done}/{total}" if record.kind == "finalist" else f"{done}/{total}"
+        line = f"{count} {record.name}: {describe(record)}"
         if self._live and self._verbosity == 0:
             if self._bar is None:
                 columns: tuple[Any, ...] = (
@@ -103,7 +104,11 @@ class TerminalProgress:
             if self._task is not None:
                 tail = f"{leader}, {_clock(seconds_left)} left"
                 self._bar.update(
-                    self._task, completed=done, total=total, description=f"trial {done}/{total}", tail=tail
+                    self._task,
+                    completed=done,
+                    total=total,
+                    description=count if record.kind == "finalist" else f"trial {count}",
+                    tail=tail,
                 )
         elif self._verbosity > 0 or not record.ok or done % 5 == 0 or done == total:
             self._say(f"{line}   [{leader}; {_clock(seconds_left)} left]")

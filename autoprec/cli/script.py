@@ -12,6 +12,11 @@ import click
 
 __all__ = ["TakesScript", "script_command", "split_script"]
 
+#: Options that hardly any training script has: after the script's name they are probably in the wrong place.
+OURS_ALONE = frozenset(
+    {"--trials", "--space", "--study", "--storage", "--sampler", "--cost-scale", "--max-divergence", "--policy"}
+)
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -50,6 +55,9 @@ class TakesScript(click.Command):
             for name in (*option.opts, *option.secondary_opts)
         }
         own, script = split_script(list(args), takes_value)
+        late = [t for t in script[1:] if t.partition("=")[0] in OURS_ALONE & takes_value.keys()]
+        if late and script[0] != "--":
+            click.echo(f"note: {late[0]} comes after the script, so it is the script's; ours come before it", err=True)
         try:
             return super().parse_args(ctx, [*own, "--", *script])
         except click.NoSuchOption as error:

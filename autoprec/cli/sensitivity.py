@@ -28,10 +28,11 @@ def _payload(runner: TrialRunner, spec: Any) -> dict[str, Any]:
     """
     result: TrialResult = runner.run(spec)
     if not result.ok:
+        short = result.status == "too_short"
         raise ScriptError(
             f"the step could not be measured: {result.reason or result.status}",
             where=runner.command.label,
-            fix=result.tail or "run the script by itself first",
+            fix=result.tail or ("use a smaller --warmup" if short else "run the script by itself first"),
         )
     return result.payload
 

@@ -78,6 +78,7 @@ def _settings(policy: Policy) -> dict[str, Any]:
         values = getattr(policy, room).model_dump()
         changed[room] = ", ".join(f"{name} {value}" for name, value in values.items())
     changed["loss scaling"] = policy.loss_scaling
+    changed["execution"] = policy.execution
     return changed
 
 

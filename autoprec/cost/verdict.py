@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
@@ -16,6 +17,9 @@ from autoprec.recipes import GEMMS, KEEP, Recipe
 __all__ = ["Estimator", "Verdict", "judge"]
 
 _KEEP_PLAN = LayerPlan()
+
+#: Choices whose modelled times differ by less are the same precision under two names.
+SAME_PRECISION = 0.01
 
 
 class Estimator(Protocol):
@@ -200,6 +204,18 @@ def judge(
     )
 
 
+def _why_too_little(rows: list[dict[str, Any]], mixed: str, shares: Mapping[str, float]) -> str:
+    """Return why all choices together gain next to nothing."""
+    where = f"GEMMs take {shares['tunable']:.0%} of the step, launches {shares.get('launch', 0.0):.0%}"
+    if all(row["gain_ms"] > 0 for row in rows):
+        return f"every layer that may change gains, by {max(row['gain'] for row in rows):.0%} at most, but {where}"
+    times = [time / row["baseline_ms"] for row in rows if row["baseline_ms"] for time in row["times_ms"].values()]
+    if times and all(abs(ratio - 1.0) < SAME_PRECISION for ratio in times):
+        return f"the script already runs its GEMMs in the precision that the choices would give; {where}"
+    m, k, n = max((shape for row in rows for shape in row["shapes"]), key=math.prod, default=(0, 0, 0))
+    return f"{mixed}: its GEMMs (the largest: M {m:.0f}, K {k:.0f}, N {n:.0f}) are too small to pay for casts; {where}"
+
+
 def _decide(
     model: Estimator,
     rows: list[dict[str, Any]],
@@ -219,11 +235,7 @@ def _decide(
         if all(len(row["times_ms"]) <= 2 for row in rows) and refusals:
             cause = sorted(refusals)[0]
         else:
-            biggest = max((max(shape) for row in rows for shape in row["shapes"]), default=0)
-            cause = (
-                f"{mixed}: its GEMMs (largest dimension {biggest}) are too small for quantisation to pay; "
-                f"GEMMs take {shares['tunable']:.0%} of the step, launches {shares.get('launch', 0.0):.0%}"
-            )
+            cause = _why_too_little(rows, mixed, shares)
         return "stay", f"at most {speedup:.2f}x over {baseline} on {where}: {cause}"
     if not losing and uniform[1] >= 1.0 + (speedup - 1.0) * 0.98:
         return "adopt", (

@@ -193,6 +193,14 @@ class Policy(_Frozen):
             raise ValueError("loss_scaling: dynamic is for fp16 only, and this policy uses no fp16; set it to none")
         return self
 
+    def __repr__(self) -> str:
+        """Return one line: the whole document is :meth:`to_dict`'s, and ``autoprec show``'s."""
+        around = [f"{name}={value}" for name in ("activations", "execution") if (value := getattr(self, name)) != KEEP]
+        parts = [f"{len(self.layers)} rules", f"recipes={list(self.recipes)}", f"default={self.default}", *around]
+        return f"{type(self).__name__}({', '.join(parts)})"
+
+    __str__ = __repr__
+
     def uses_format(self, name: str) -> bool:
         """True when a layer recipe in use has this format."""
         used = {self.default, *(r.recipe for r in self.layers), *(n for r in self.layers for n in r.gemms.values())}

@@ -28,7 +28,7 @@ from autoprec.search.executors import runner_factory
 from autoprec.search.finals import run_finals
 from autoprec.search.hosts import HostPool, RunnerFactory
 from autoprec.search.members import save_front
-from autoprec.search.naming import free_name
+from autoprec.search.naming import free_name, is_numbered
 from autoprec.search.options import SearchOptions, check_signature
 from autoprec.search.problem import Problem
 from autoprec.search.records import SearchResult, TrialRecord
@@ -65,6 +65,7 @@ class Search:
     ) -> None:
         name = options.study or free_name(options, command)
         self.options = replace(options, study=name)
+        self._numbered = not (options.study or options.resume) and is_numbered(name, options.runs_dir)
         self.command, self.listener = command, listener
         self.study_dir: Path = self.options.study_dir()
         self.graph: GraphReport | None = None
@@ -107,6 +108,8 @@ class Search:
 
     def _run(self, pool: HostPool, stack: ExitStack) -> SearchResult:
         self.listener.phase("script", self.command.label)
+        if self._numbered:
+            self.listener.note(f"this is the new study {self.options.study}; --resume would continue the latest one")
         pool.prepare(0)
         probe = self._probe_cpu()
         store = self._open_store()
@@ -115,8 +118,9 @@ class Search:
         self.listener.phase("graph")
         graph = self.graph = self._record(pool)
         probe.join()
-        context = self.context = self._context(pool, store, host, graph)
+        context = self._context(pool, store, host, graph)
         self._sign(context)
+        self.context = context  # only now: under another setup nothing is continued
         self.listener.started(self._info(context))
         self.listener.phase("reference")
         measure_reference(context)

@@ -9,7 +9,7 @@ from autoprec.errors import StudyError
 from autoprec.search.options import SearchOptions
 from autoprec.trial.command import ScriptCommand
 
-__all__ = ["free_name"]
+__all__ = ["free_name", "is_numbered"]
 
 
 def free_name(options: SearchOptions, command: ScriptCommand) -> str:
@@ -34,3 +34,9 @@ def free_name(options: SearchOptions, command: ScriptCommand) -> str:
         index += 1
         name = f"{stem}-{index}"
     return name
+
+
+def is_numbered(name: str, runs_dir: str) -> bool:
+    """Say whether a free name got its number because the plain one is taken."""
+    plain, _, number = name.rpartition("-")
+    return number.isdigit() and (Path(runs_dir) / plain / "study.db").exists()

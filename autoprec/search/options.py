@@ -13,7 +13,18 @@ from autoprec.errors import StudyError, UsageError
 from autoprec.files import canonical_json
 from autoprec.redact import redact_arguments
 
-__all__ = ["SearchOptions", "check_signature", "parse_bytes", "parse_duration", "parse_share"]
+__all__ = [
+    "FEWEST_STEPS",
+    "SearchOptions",
+    "check_signature",
+    "fewer_steps",
+    "parse_bytes",
+    "parse_duration",
+    "parse_share",
+]
+
+#: Fewer timed steps than these have no median and no second half.
+FEWEST_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +63,7 @@ class SearchOptions:
     def __post_init__(self) -> None:
         for name, least in (
             ("trials", 1),
-            ("steps", 4),
+            ("steps", FEWEST_STEPS),
             ("warmup", 1),
             ("seeds", 1),
             ("finalists", 1),
@@ -116,6 +127,15 @@ def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str
         where=where,
         fix="repeat the original options, or start a new study with --study NAME",
     )
+
+
+def fewer_steps(seen: int, warmup: int) -> str:
+    """Return what a person can do whose script ended after ``seen`` steps."""
+    if seen - warmup >= FEWEST_STEPS:
+        return f"make it train longer, or ask for less: --steps {seen - warmup}"
+    if seen > FEWEST_STEPS:
+        return f"make it train longer, or ask for less: --steps {FEWEST_STEPS} --warmup {seen - FEWEST_STEPS}"
+    return f"make it train for at least {FEWEST_STEPS + 1} steps: one to warm up, {FEWEST_STEPS} to measure"
 
 
 def parse_duration(text: str) -> float:

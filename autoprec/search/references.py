@@ -7,6 +7,7 @@ import time
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.search.context import Context
 from autoprec.search.objectives import divergence, step_time
+from autoprec.search.options import fewer_steps
 from autoprec.search.records import TrialRecord
 from autoprec.search.score import Reference
 from autoprec.trial.protocol import TrialResult
@@ -71,7 +72,7 @@ def _run(context: Context, perturb: str = "") -> TrialResult:
         raise NothingAcceptableError(
             f"the script ended after {len(result.losses)} of {steps} training steps",
             where=str(where),
-            fix=f"make it train longer, or ask for less: --steps {max(4, len(result.losses) - context.options.warmup)}",
+            fix=fewer_steps(len(result.losses), context.options.warmup),
         )
     if result.status == "diverged":
         raise NothingAcceptableError(

@@ -12,6 +12,7 @@ from autoprec.policy import Policy
 from autoprec.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.search.hosts import HostPool
 from autoprec.search.objectives import divergence, step_time
+from autoprec.search.options import fewer_steps
 from autoprec.trial.protocol import TrialResult, TrialSpec
 
 __all__ = ["Contender", "Verification", "contenders", "verify"]
@@ -66,13 +67,17 @@ class Verification:
 
 
 def contenders(policy: Policy) -> dict[str, dict[str, Any]]:
-    """Return the policy and the uniform presets people would run instead, by name."""
-    out = {"policy": policy.to_dict()}
-    uniform: dict[str, Recipe] = {"bf16": BUILTIN_RECIPES["bf16"]}
-    uniform |= {name: recipe for name, recipe in policy.recipes.items() if recipe.scaled}
-    for name, recipe in uniform.items():
-        out[f"all {name}"] = Policy(recipes={name: recipe}, default=name, activations="bf16").to_dict()
-    return out
+    """Return the policy and the uniform presets people would run instead, by name; names are those of a search."""
+
+    def uniform(name: str, recipe: Recipe, activations: str) -> dict[str, Any]:
+        return Policy.model_validate({"recipes": {name: recipe}, "default": name, "activations": activations}).to_dict()
+
+    bf16 = BUILTIN_RECIPES["bf16"]
+    out = {"policy": policy.to_dict(), "bf16 autocast": uniform("bf16", bf16, "bf16")}
+    if policy.activations == "keep":
+        out["all bf16"] = uniform("bf16", bf16, "keep")
+    scaled = {name: recipe for name, recipe in policy.recipes.items() if recipe.scaled}
+    return out | {f"all {name}": uniform(name, recipe, policy.activations) for name, recipe in scaled.items()}
 
 
 def verify(
@@ -102,11 +107,13 @@ def verify(
     runs: dict[str, list[tuple[TrialResult, TrialResult]]] = {name: [] for name in policies}
     reference_ms: list[float] = []
     floor = 0.0
+    failed: TrialResult | None = None
     for seed in range(seeds):
         if seed + 1 < seeds:
             pool.prepare(seed + 1)
         reference = _run(pool, spec, None, seed)
         if not reference.ok:
+            failed = reference
             tell(f"seed {seed}: the reference failed: {reference.status}: {reference.reason}")
             continue
         if seed == 0:
@@ -122,7 +129,13 @@ def verify(
         if seed:
             pool.release(seed)
     if not reference_ms:
-        raise NothingAcceptableError("the reference could not be run", fix="make the script train as it is first")
+        short = failed is not None and failed.status == "too_short"
+        raise NothingAcceptableError(
+            f"the reference could not be run: {failed.reason if failed else 'no seed was asked for'}",
+            fix=fewer_steps(len(failed.losses), spec.warmup)
+            if failed and short
+            else "make the script train as it is first",
+        )
     rows = tuple(_contender(name, pairs) for name, pairs in runs.items())
     ok, reason = _judge(rows, max_divergence, floor, timed)
     return Verification(

@@ -88,3 +88,13 @@ def test_a_mismatch_is_exit_1_and_lists_the_layers(monkeypatch: pytest.MonkeyPat
 )
 def test_gemms_that_share_a_recipe_are_printed_together(values: dict[str, str], text: str) -> None:
     assert _gemms(values) == text
+
+
+@pytest.mark.slow
+def test_a_policy_found_on_another_model_is_noted(script: Path, policy: Path) -> None:
+    made_for = 'model: {class: GPT, parameters: 5000, fingerprint: "sha256:0"}\n'
+    policy.write_text(POLICY + made_for, encoding="utf-8")
+    found = autoprec("check", "--policy", policy, "--json", script)
+    assert found.code == 0
+    assert found.json()["ok"]
+    assert "found on GPT (5,000 parameters), this is Sequential (1,072 parameters)" in found.err

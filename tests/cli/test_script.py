@@ -71,3 +71,16 @@ def test_an_unknown_option_before_the_script_is_refused_with_the_nearest() -> No
     result = CliRunner().invoke(demo, ["--max-step", "3", "train.py"])
     assert result.exit_code == 2
     assert "--max-steps" in result.output
+
+
+def test_our_own_options_behind_the_script_are_noted_and_passed_on() -> None:
+    @script_command("study")
+    @click.option("--trials", type=int, default=30)
+    @click.option("--seed", type=int, default=0)
+    def study(script: tuple[str, ...], trials: int, seed: int) -> None:
+        click.echo(repr((list(script), trials, seed)))
+
+    late = CliRunner().invoke(study, ["train.py", "--trials", "6"])
+    assert "note: --trials comes after the script" in late.stderr
+    assert "['train.py', '--trials', '6'], 30, 0" in late.stdout
+    assert not CliRunner().invoke(study, ["--trials", "6", "train.py", "--seed", "1"]).stderr

@@ -45,6 +45,9 @@ def test_rules_settings_evidence_and_guard_are_shown(policy_file: Path) -> None:
     assert "memory_bytes 52 MB" in text
     assert "loss_gap 0.01" in text
     assert "1 all bf16 2 script" in text
+    assert "execution as the script wrote it" in text or "execution keep" in text
+    policy_file.write_text(policy_file.read_text(encoding="utf-8") + "execution: compile\n", encoding="utf-8")
+    assert "execution compile" in squeezed(autoprec("show", policy_file).out)
 
 
 def test_why_and_what_mattered_have_sections_of_their_own(policy_file: Path) -> None:

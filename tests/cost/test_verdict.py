@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autoprec.cost import CostModel, CostScale
+from autoprec.cost.verdict import _why_too_little
 from autoprec.graph.report import GraphReport
 from autoprec.hardware import TARGETS
 from autoprec.policy.schema import LayerPlan
@@ -103,3 +104,17 @@ def test_mixed_gemms_are_judged_too(large: GraphReport) -> None:
         "gw": {layer.name: plan for layer in large.layers},
     }
     assert CostModel(large, TARGETS["h100"]).verdict(choices).bound_speedup > 1.0
+
+
+def test_the_reason_to_stay_is_the_true_one(tiny: GraphReport, uniform: Uniform) -> None:
+    """Too few GEMMs, or nothing to change, is not "too small"."""
+    shares = {"tunable": 0.17, "launch": 0.0}
+
+    def row(gain: float, **times: float) -> dict[str, Any]:
+        return {"gain_ms": gain, "gain": gain, "baseline_ms": 1.0, "times_ms": times, "shapes": [[64, 32, 16]]}
+
+    assert "gains, by 4% at most, but GEMMs take 17%" in _why_too_little([row(0.04, keep=1.0, bf16=0.96)], "", shares)
+    assert "already runs its GEMMs" in _why_too_little([row(0.0, keep=1.0, bf16=1.0)], "", shares)
+    slow = _why_too_little([row(0.0, keep=1.0, fp8=1.5)], "1 of 1 layers are below break-even", shares)
+    assert "M 64, K 32, N 16" in slow
+    assert "too small" in slow

@@ -108,3 +108,10 @@ def test_formats_in_use_are_only_those_that_rules_name() -> None:
     )
     assert policy.uses_format("bf16")
     assert not policy.uses_format("fp16")
+
+
+def test_a_policy_prints_as_one_line() -> None:
+    policy = Policy.model_validate(
+        {"recipes": {"bf16": {"format": "bf16"}}, "layers": [{"match": "*", "recipe": "bf16"}], "activations": "bf16"}
+    )
+    assert repr(policy) == str(policy) == "Policy(1 rules, recipes=['bf16'], default=keep, activations=bf16)"

@@ -171,6 +171,9 @@ def test_an_existing_study_is_refused_without_resume(here: Path) -> None:
     search(script(), options(study="mine", trials=3))
     with pytest.raises(StudyError, match="exists already"):
         search(script(), options(study="mine", trials=3))
+    with pytest.raises(StudyError, match="another setup") as refused:
+        search(script(), options(study="mine", trials=3, resume=True, steps=9))
+    assert "continue with" not in refused.value.fix
 
 
 def test_default_names_are_free_names(here: Path) -> None:
@@ -178,6 +181,7 @@ def test_default_names_are_free_names(here: Path) -> None:
     second, _ = search(script(), options(trials=2))
     assert first.options.study == "train"
     assert second.options.study == "train-2"
+    assert second.context is not None
 
 
 def test_resume_refuses_another_setup_and_names_what_changed(here: Path) -> None:

@@ -8,7 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.errors import StudyError, UsageError
-from autoprec.search.options import SearchOptions, check_signature, parse_bytes, parse_duration, parse_share
+from autoprec.search.options import (
+    SearchOptions,
+    check_signature,
+    fewer_steps,
+    parse_bytes,
+    parse_duration,
+    parse_share,
+)
 
 
 @pytest.mark.parametrize(
@@ -72,3 +79,17 @@ def test_the_signature_covers_what_changes_the_answer_and_nothing_else() -> None
     assert base.signature("other", "model") != sign
     with pytest.raises(StudyError, match="model: was 'model', is 'new'"):
         check_signature(sign, base.signature("space", "new"), where="study")
+
+
+@pytest.mark.parametrize(
+    ("seen", "warmup", "advice"),
+    [
+        (20, 3, "--steps 17"),
+        (7, 3, "--steps 4"),
+        (6, 3, "--steps 4 --warmup 2"),
+        (5, 1, "--steps 4"),
+        (4, 3, "at least 5 steps"),
+    ],
+)
+def test_advice_for_a_short_script_can_be_followed(seen: int, warmup: int, advice: str) -> None:
+    assert advice in fewer_steps(seen, warmup)
