@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import threading
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +17,15 @@ from typing import Any
 
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.lines import messages
-from autoprec.trial.processes import private_folder, sweep
+from autoprec.trial.processes import born, private_folder, sweep
 from autoprec.trial.started import Output
 
 __all__ = ["Family", "Forked"]
 
 _families: dict[ScriptCommand, Family] = {}
 _guard = threading.Lock()
+#: How often a process is looked at while the zygote says nothing of it.
+_LOOK_S = 0.2
 
 
 class Forked(Output):
@@ -49,7 +53,13 @@ class Forked(Output):
         return self._code
 
     def wait(self, timeout_s: float) -> int | None:
-        self._ended.wait(timeout_s)
+        """Wait until the zygote tells the end, or, where the zygote is lost, until the process is seen to be gone."""
+        end = time.monotonic() + timeout_s
+        while not self._ended.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
+            if self.pid and not born(self.pid) and not self._ended.wait(_LOOK_S):
+                self.ended(signal.SIGKILL)
+            if time.monotonic() >= end:
+                break
         return self._code
 
 

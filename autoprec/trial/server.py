@@ -125,7 +125,7 @@ class _Server:
         for child in self._children.values():
             end_group(child.pid)
         sweep(self._mark, [c.pid for c in self._children.values()], patience_s=1.0)
-        end_orphans(())
+        end_orphans(self._own)  # among its own is the zygote, which tells the driver of other hosts' ends
         os._exit(0)
 
     # ---------------------------------------------------------------- children

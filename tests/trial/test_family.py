@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.family import Family
+from autoprec.trial.family import Family, Forked
 
 
 def test_one_family_per_command_until_the_last_leaves(tmp_path: Path) -> None:
@@ -24,3 +29,17 @@ def test_one_family_per_command_until_the_last_leaves(tmp_path: Path) -> None:
     third = Family.join(command)
     assert third is not first
     third.leave()
+
+
+def test_a_process_whose_zygote_is_lost_is_seen_to_be_gone() -> None:
+    reader, writer = os.pipe()
+    forked = Forked(reader, "autoprec-test", None)
+    gone = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    forked.started(gone.pid)
+    assert forked.wait(0.5) is None  # it lives
+    gone.kill()
+    gone.wait()
+    began = time.monotonic()
+    assert forked.wait(20.0) == -signal.SIGKILL
+    assert time.monotonic() - began < 5
+    os.close(writer)

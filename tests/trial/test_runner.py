@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,20 @@ def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: P
     assert other.ok
     assert other.losses != forked.losses
     assert forked.start_s < 1.0
+
+
+@pytest.mark.slow
+def test_hosts_end_at_once_in_whatever_order(host: Any, tmp_path: Path) -> None:
+    """The zygote that later hosts were forked from is a child of the first host, and tells of their ends."""
+    (tmp_path / "user").mkdir()
+    with host("plain.py", real=True) as first, host("plain.py", real=True, seed_offset=1) as second:
+        for runner in (first, second):
+            assert runner.start().launch == "fork"
+            assert runner.run(TrialSpec(steps=2, warmup=1)).ok
+        for runner in (first, second):
+            began = time.monotonic()
+            runner.close()
+            assert time.monotonic() - began < 3
 
 
 def test_trials_run_at_the_same_time(host: Any) -> None:
