@@ -1,6 +1,12 @@
 """Shared by all tests: one thread, no network, no user's settings, and GPU tests skipped with the reason."""
 
 import os
+import signal
+
+# A suite started by nohup, or in the background of a script, inherits ignored signals, and so would all it starts.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
