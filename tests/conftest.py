@@ -3,11 +3,6 @@
 import os
 import signal
 
-# A suite started by nohup, or in the background of a script, inherits ignored signals, and so would all it starts.
-for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
-    if signal.getsignal(_number) is signal.SIG_IGN:
-        signal.signal(_number, _handler)
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
@@ -17,6 +12,11 @@ from hypothesis import settings
 # A busy machine is no reason to fail, and the same commit gives the same verdict.
 settings.register_profile("autoprec", deadline=None, derandomize=True)
 settings.load_profile("autoprec")
+
+# A suite started by nohup, or in the background of a script, inherits ignored signals, and so would all it starts.
+for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, _handler)
 
 #: Settings of the person who runs the tests must not reach them.
 FOREIGN = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "OPTUNA_STORAGE", "AUTOPREC_DEBUG", "AUTOPREC_SPEC")
