@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoprec.graph.storages import StorageTable
+from autoprec.graph.storages import StorageTable, storage_of
 
 __all__ = ["SavedTensors"]
 
@@ -67,10 +67,11 @@ class SavedTensors:
         if torch._C._current_graph_task_id() != -1:  # a checkpointed block run again inside backward: short-lived
             return tensor
         try:
-            storage = tensor.untyped_storage()
-            self._bytes[storage._cdata] = storage.nbytes()
-            self._storages.watch(storage)
-        except (RuntimeError, NotImplementedError, AttributeError):
+            storage = storage_of(tensor)
+            if storage is not None:
+                self._bytes[storage._cdata] = storage.nbytes()
+                self._storages.watch(storage)
+        except (RuntimeError, AttributeError):
             pass  # a tensor subclass without storage: not counted, never a reason to stop the script
         return tensor
 

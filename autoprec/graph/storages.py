@@ -6,7 +6,15 @@ from typing import Any
 
 import torch
 
-__all__ = ["StorageTable"]
+__all__ = ["StorageTable", "storage_of"]
+
+
+def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
+    """Return a tensor's storage; None for sparse and other tensors that have none."""
+    try:
+        return tensor.untyped_storage()
+    except RuntimeError:  # NotImplementedError is one of them
+        return None
 
 
 class StorageTable:
@@ -23,23 +31,19 @@ class StorageTable:
 
     def key(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         """Return what identifies a tensor's contents and view; registers its storage."""
-        try:
-            storage = tensor.untyped_storage()
-            address = storage._cdata
-        except (RuntimeError, NotImplementedError):  # sparse and other storage-less tensors: by object
-            return (id(tensor),)
-        if address not in self._weak:
-            self._weak[address] = (storage._weak_ref(), storage.nbytes())
+        storage = storage_of(tensor)
+        if storage is None:
+            return (id(tensor),)  # by object
+        address = storage._cdata
+        self.watch(storage)
         if tensor.layout is not torch.strided:
             return (address, tuple(tensor.shape), tensor.dtype)
         return (address, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
 
     def address(self, tensor: torch.Tensor) -> int:
         """Return what the views of one storage have in common, 0 for a tensor without storage."""
-        try:
-            return int(tensor.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):
-            return 0
+        storage = storage_of(tensor)
+        return 0 if storage is None else int(storage._cdata)
 
     def watch(self, storage: torch.UntypedStorage) -> None:
         """Keep a storage's address from being reused."""
@@ -48,10 +52,9 @@ class StorageTable:
 
     def exclude(self, tensor: torch.Tensor) -> None:
         """Leave a tensor's storage out of activation memory: a parameter, a buffer, or the batch."""
-        try:
-            self._excluded.add(tensor.untyped_storage()._cdata)
-        except (RuntimeError, NotImplementedError):
-            return
+        storage = storage_of(tensor)
+        if storage is not None:
+            self._excluded.add(storage._cdata)
 
     def excluded(self, address: int) -> bool:
         """Say whether :meth:`exclude` named this storage."""
