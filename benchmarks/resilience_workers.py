@@ -22,6 +22,7 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.processes import marked_processes
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.trial.runner import TrialRunner
+from benchmarks.scale import Played
 
 __all__ = ["children", "ray", "workers"]
 
@@ -196,25 +197,11 @@ class _Simulated:
         self._runner.close()
 
 
-class _Timed(SimulatedRunner):
-    """Counts the simulated script's own CPU time, which is the trial's."""
-
-    seconds = 0.0
-    _guard = threading.Lock()
-
-    def run(self, spec: TrialSpec) -> TrialResult:
-        before = time.thread_time()
-        result = super().run(spec)
-        with _Timed._guard:
-            _Timed.seconds += time.thread_time() - before
-        return result
-
-
 def workers() -> list[Row]:
     """Eight local workers, then two Ray nodes of two slots, on 160 simulated trials of five seconds."""
     script = SimulatedScript(graph=simulated_graph(8, width=4096, tokens=16384), delay_s=SECONDS)
     script.device = "NVIDIA H100 80GB HBM3"
-    rows = _driven("8 local workers", lambda seed, _: _Timed(script, seed), 8)
+    rows = _driven("8 local workers", lambda seed, _: Played(script, seed), 8)
     warnings.simplefilter("ignore")
     from ray.cluster_utils import Cluster
 
@@ -242,10 +229,10 @@ def workers() -> list[Row]:
 
 def _driven(name: str, factory: RunnerFactory, count: int) -> list[Row]:
     with tempfile.TemporaryDirectory() as scratch:
-        _Timed.seconds, busy, began = 0.0, time.process_time(), time.monotonic()
+        Played.seconds, busy, began = 0.0, time.process_time(), time.monotonic()
         search = _search(Path(scratch), factory, trials=COUNT, workers=count, space="hopper-fp8")
         search.run()
-        busy, wall = time.process_time() - busy - _Timed.seconds, time.monotonic() - began
+        busy, wall = time.process_time() - busy - Played.seconds, time.monotonic() - began
         records = [record for record in search.records if record.kind in ("preset", "search")]
         os.chdir("/")
     different = len({repr(sorted(record.params.items())) for record in records})

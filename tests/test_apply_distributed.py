@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,13 +81,18 @@ def worker(rank: int, port: int, out: str) -> None:
     dist.destroy_process_group()
 
 
-@pytest.mark.slow
-def test_order_does_not_matter_and_removal_restores(tmp_path: Path) -> None:
+def on_two_ranks(work: Callable[[int, int, str], None], folder: Path) -> list[Any]:
+    """Run ``work(rank, port, out)`` in two processes; return what each saved as ``out.<rank>``."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(worker, args=(port, str(tmp_path / "out")), nprocs=2, join=True)
-    for runs in (found for rank in range(2) for found in torch.load(tmp_path / f"out.{rank}").values()):
+    mp.spawn(work, args=(port, str(folder / "out")), nprocs=2, join=True)
+    return [torch.load(folder / f"out.{rank}") for rank in range(2)]
+
+
+@pytest.mark.slow
+def test_order_does_not_matter_and_removal_restores(tmp_path: Path) -> None:
+    for runs in (found for saved in on_two_ranks(worker, tmp_path) for found in saved.values()):
         assert runs["before"] == runs["after"]
         assert runs["removed"] == runs["never"]
         assert runs["before"] != runs["never"]
@@ -148,11 +155,7 @@ def delayed_worker(rank: int, port: int, out: str) -> None:
 
 @pytest.mark.slow
 def test_delayed_scales_agree_on_all_ranks(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(delayed_worker, args=(port, str(tmp_path / "out")), nprocs=2, join=True)
-    first, second = (torch.load(tmp_path / f"out.{rank}") for rank in range(2))
+    first, second = on_two_ranks(delayed_worker, tmp_path)
     for how in ("ddp", "fsdp2"):
         assert first[how] == second[how], how
     assert {history for _, history in first["ddp"].values()} == {2}  # three forwards, two reductions between them
