@@ -31,7 +31,7 @@ from autoprec.recipes import GEMM_OPERANDS, Gemm
 
 __all__ = ["FALLBACK", "CpuCost", "cache_file", "cpu_rates"]
 
-_SCHEMA = 5
+_SCHEMA = 7
 _PROBE_TIMEOUT_S = 120.0
 
 #: Used when the micro-benchmark cannot run: a plain AVX2 core without bf16 instructions.
@@ -50,7 +50,12 @@ FALLBACK: dict[str, Any] = {
         name: [8e-9, 5e-5] for name in ("fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8")
     },
     "convolution": {"fp32": 1.5, "bf16": 1.5},
-    "attention": {form: {"forward": [2e-11, 1e-9, 2e-5], "backward": [5e-11, 3e-9, 5e-5]} for form in ("fp32", "bf16")},
+    "attention": {
+        form: {
+            regime: {"forward": [2e-11, 1e-9, 1e-8], "backward": [5e-11, 3e-9, 1e-7]} for regime in ("short", "long")
+        }
+        for form in ("fp32", "bf16")
+    },
     "optimizer": [5e-9, 7e-5],
     "dispatch": 3e-6,
     "weights": {"fp32": 0.0, "bf16": 0.0, "emulated": 0.0},
@@ -141,6 +146,22 @@ def _operator_kind(operator: Operator) -> str:
     if operator.cls == "pointwise" and any(name in operator.op for name in _ACTIVATIONS):
         return "activation"
     return _OPERATOR.get(operator.cls, "pointwise")
+
+
+#: From so many query rows on, PyTorch's fused attention works on larger blocks (``q_split_size`` in
+#: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp), which in bf16 makes its backward pass several times faster.
+_LONG_ROWS = 192
+
+
+def _fused_attention(operator: Operator) -> tuple[int, float, float, int] | None:
+    """Return (sequence, query rows, scores, head width) of a fused attention operator; None for any other."""
+    # the backward operator's first tensor is the gradient, which has the shape of the queries
+    shapes = operator.shapes[: 3 if operator.phase == "backward" else 2]
+    if len(shapes) < 2 or any(len(shape) != 4 for shape in shapes) or "bmm" in operator.op or "matmul" in operator.op:
+        return None
+    (batch, heads, seq, width), keys = shapes[0], shapes[-1][2]
+    rows = float(batch * heads * seq)
+    return seq, rows, rows * keys, width
 
 
 class CpuCost:
@@ -234,16 +255,24 @@ class CpuCost:
         moved = operator.bytes * more_bytes * (0.5 if narrowed else 1.0)
         phase = "backward" if operator.phase == "backward" else "forward"
         if kind == "attention" and operator.cls != "softmax" and operator.flops:
-            per_flop, per_value, fixed = self.rates["attention"][form][phase]
-            # the recorder counts five products backward, two forward; both were fitted to the two
-            flops = operator.flops * more_flops * (0.4 if phase == "backward" else 1.0)
-            values = moved / (2.0 if form == "bf16" else 4.0) / (8.0 if phase == "backward" else 4.0)
-            return float(flops * per_flop + values * per_value + fixed * depth) * self.in_situ[form]
+            spent = self._attention_seconds(operator, form, phase, more_flops, moved, depth)
+            return spent * self.in_situ[form]
         if operator.cls == "reduction":
             per_byte, fixed = self.rates["reduction"][form]
         else:
             per_byte, fixed = self.rates["operators"][_operator_kind(operator)][form][phase]
         return float(moved * per_byte + fixed * depth) * self.in_situ[form]
+
+    def _attention_seconds(
+        self, operator: Operator, form: str, phase: str, more: float, moved: float, depth: float
+    ) -> float:
+        fused = _fused_attention(operator)
+        if fused is None:  # written by hand: batched multiplications
+            per_flop, per_byte, fixed = self.rates["gemm"][form]["fprop"]
+            return float(operator.flops * more * per_flop + moved * per_byte + fixed * depth)
+        seq, rows, scores, width = fused
+        per_flop, per_score, per_row = self.rates["attention"][form]["short" if seq < _LONG_ROWS else "long"][phase]
+        return float(more * (4.0 * scores * width * per_flop + scores * per_score + rows * per_row))
 
     def overhead_seconds(self, views: float) -> float:
         """Return the time of operators that move nothing."""

@@ -57,13 +57,6 @@ def _best(run: Callable[[], Any], repeats: int = 3, floor: float = 1e-4) -> floa
     return best
 
 
-def _call_overhead() -> float:
-    """Return seconds of one call of ``autograd.grad`` that does nothing, which a step pays once."""
-    x = torch.zeros(4, 4, requires_grad=True)
-    y, grad = x.t(), torch.zeros(4, 4)
-    return _best(lambda: torch.autograd.grad(y, x, grad, retain_graph=True)) * 0.8
-
-
 def _fit(rows: list[list[float]], times: list[float]) -> list[float]:
     """Return non-negative coefficients of ``times ~ rows @ c`` by least squares on relative errors."""
     weight = 1.0 / np.asarray(times)
@@ -97,31 +90,52 @@ def _gemms() -> dict[str, dict[str, list[float]]]:
     return out
 
 
+def _operator_runs(x: torch.Tensor, grad: torch.Tensor) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    """Return class -> (forward, backward) of a typical operator on ``x``.
+
+    The backward kernels are called directly: through autograd a small one is lost in the engine's own time, which a
+    step pays once and not once per operator.
+    """
+    aten, functional = torch.ops.aten, torch.nn.functional
+    width = [x.shape[-1]]
+    weight, bias = torch.ones(width, dtype=x.dtype), torch.zeros(width, dtype=x.dtype)
+    _, mean, rstd = aten.native_layer_norm(x, width, weight, bias, 1e-5)
+    soft = torch.softmax(x, -1)
+    return {
+        "pointwise": (lambda: x * 2.0, lambda: grad * 2.0),
+        "activation": (lambda: functional.gelu(x), lambda: aten.gelu_backward(grad, x)),
+        "norm": (
+            lambda: functional.layer_norm(x, width, weight, bias),
+            lambda: aten.native_layer_norm_backward(grad, x, width, mean, rstd, weight, bias, [True, True, True]),
+        ),
+        "softmax": (
+            lambda: torch.softmax(x, -1),
+            lambda: aten._softmax_backward_data(grad, soft, -1, x.dtype),
+        ),
+    }
+
+
+#: How many of its tensors a backward operator moves (gradient, what was saved, result).
+_BACKWARD_TENSORS = {"pointwise": 2.0, "activation": 3.0, "norm": 3.0, "softmax": 3.0}
+
+
 def _operators() -> dict[str, dict[str, dict[str, list[float]]]]:
     """Return class -> format -> phase -> seconds per (byte moved, call) of typical operators."""
-    functional = torch.nn.functional
-    # forward, and how many of the operator's tensors the backward operator moves (grad, saved, result)
-    runs: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], float]] = {
-        "pointwise": (lambda x: x * 2.0, 2.0),
-        "activation": (lambda x: functional.gelu(x), 3.0),
-        "norm": (lambda x: functional.layer_norm(x, x.shape[-1:]), 3.0),
-        "softmax": (lambda x: torch.softmax(x, -1), 3.0),
-    }
-    overhead = _call_overhead()
-    out: dict[str, dict[str, dict[str, list[float]]]] = {}
-    for name, (run, tensors) in runs.items():
-        for form, dtype in _DTYPES.items():
-            rows, forward, back, backward = [], [], [], []
-            for shape in ((32, 128), (512, 256), (512, 1024)):
-                x = torch.randn(*shape).to(dtype).requires_grad_()
-                size = x.numel() * dtype.itemsize
-                rows.append([2.0 * size, 1.0])
-                back.append([tensors * size, 1.0])
-                forward.append(_best(lambda x=x, run=run: run(x)))  # type: ignore[misc]
-                y, grad = run(x), torch.randn(*shape).to(dtype)
-                spent = _best(lambda x=x, y=y, grad=grad: torch.autograd.grad(y, x, grad, retain_graph=True))  # type: ignore[misc]
-                backward.append(max(1e-7, spent - overhead))
-            out.setdefault(name, {})[form] = {"forward": _fit(rows, forward), "backward": _fit(back, backward)}
+    out: dict[str, dict[str, dict[str, list[float]]]] = {name: {} for name in _BACKWARD_TENSORS}
+    for form, dtype in _DTYPES.items():
+        sizes: list[float] = []
+        spent: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in out}
+        for shape in ((32, 128), (512, 256), (512, 1024)):
+            x, grad = torch.randn(*shape).to(dtype), torch.randn(*shape).to(dtype)
+            sizes.append(float(x.numel() * dtype.itemsize))
+            for name, runs in _operator_runs(x, grad).items():
+                for phase, run in zip(spent[name], runs, strict=True):
+                    phase.append(_best(run))
+        for name, (forward, backward) in spent.items():
+            out[name][form] = {
+                "forward": _fit([[2.0 * size, 1.0] for size in sizes], forward),
+                "backward": _fit([[_BACKWARD_TENSORS[name] * size, 1.0] for size in sizes], backward),
+            }
     return out
 
 
@@ -206,28 +220,37 @@ def _dispatch() -> float:
     return _best(run) / 40
 
 
-def _attention() -> dict[str, dict[str, list[float]]]:
-    """Return format -> phase -> seconds per (FLOP, value of the output, call) of fused attention."""
-    overhead = _call_overhead()
-    out: dict[str, dict[str, list[float]]] = {}
+#: batch, heads, seq, width of fused attention in each of the kernel's regimes.
+_ATTENTION_SHAPES = {
+    "short": ((4, 4, 64, 32), (1, 4, 96, 32), (2, 2, 128, 64)),
+    "long": ((1, 2, 256, 64), (1, 4, 256, 32), (1, 4, 512, 32)),
+}
+
+
+def _attention() -> dict[str, dict[str, dict[str, list[float]]]]:
+    """Return format -> regime -> phase -> seconds per (FLOP, score, query row) of fused causal attention."""
+    aten = torch.ops.aten
+    out: dict[str, dict[str, dict[str, list[float]]]] = {}
     for form, dtype in _DTYPES.items():
-        rows, forward, backward = [], [], []
-        for batch, heads, seq, width in ((4, 4, 64, 32), (2, 4, 128, 64), (1, 2, 256, 32)):
-            q, k, v = (torch.randn(batch, heads, seq, width).to(dtype).requires_grad_() for _ in range(3))
-            out_grad = torch.randn(batch, heads, seq, width).to(dtype)
+        for regime, shapes in _ATTENTION_SHAPES.items():
+            rows, forward, backward = [], [], []
+            for batch, heads, seq, width in shapes:
+                # heads are views of one projection, as in models
+                q, k, v, grad = (torch.randn(batch, seq, heads, width).to(dtype).transpose(1, 2) for _ in range(4))
 
-            def run(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> torch.Tensor:
-                return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+                def run(q: torch.Tensor = q, k: torch.Tensor = k, v: torch.Tensor = v) -> Any:
+                    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
 
-            made = run()
+                made, lse = run()[:2]
 
-            def back(y: torch.Tensor = made, inputs: Any = (q, k, v), grad: torch.Tensor = out_grad) -> None:
-                torch.autograd.grad(y, inputs, grad, retain_graph=True)
+                def back(saved: Any = (grad, q, k, v, made, lse)) -> Any:
+                    return aten._scaled_dot_product_flash_attention_for_cpu_backward(*saved, 0.0, True)
 
-            rows.append([4.0 * batch * heads * seq * seq * width, float(batch * heads * seq * width), 1.0])
-            forward.append(_best(run))
-            backward.append(max(1e-7, _best(back) - overhead))
-        out[form] = {"forward": _fit(rows, forward), "backward": _fit(rows, backward)}
+                scores = float(batch * heads * seq * seq)
+                rows.append([4.0 * scores * width, scores, float(batch * heads * seq)])
+                forward.append(_best(run))
+                backward.append(_best(back))
+            out.setdefault(form, {})[regime] = {"forward": _fit(rows, forward), "backward": _fit(rows, backward)}
     return out
 
 

@@ -10,7 +10,7 @@ import pytest
 from autoprec.cost import cpu
 from autoprec.cost.cpu import FALLBACK, CpuCost, cache_file, cpu_rates
 from autoprec.cost.scale import CostScale, GemmWork
-from autoprec.graph.report import GraphReport
+from autoprec.graph.report import GraphReport, Operator
 from autoprec.policy.schema import LayerPlan
 from autoprec.recipes import BUILTIN_RECIPES as R
 
@@ -135,3 +135,33 @@ def test_the_rest_of_a_step(tiny: GraphReport) -> None:
     assert more.seconds["pointwise"] > 2 * plain.seconds["pointwise"]
     assert COST.update_seconds(1e6, 10) > COST.update_seconds(1e5, 10) > 0
     assert COST.overhead_seconds(100) == pytest.approx(3e-4)
+
+
+def attention(
+    seq: int, phase: str = "forward", op: str = "aten::_scaled_dot_product_flash_attention_for_cpu"
+) -> Operator:
+    query = (2, 4, seq, 32)
+    flops = 4 * 2 * 4 * seq * seq * 32
+    return Operator("sdpa", "h.0.attn", op, phase, "attention", "follow", "", (query,) * 4, ("fp32",) * 4, flops, 1000)
+
+
+def test_fused_attention_has_two_regimes() -> None:
+    """Rates of FlashAttentionKernel.cpp change where its blocks of query rows do."""
+    slow = {"forward": [1e-10, 0.0, 0.0], "backward": [3e-10, 0.0, 0.0]}
+    fast = {"forward": [1e-11, 0.0, 1e-6], "backward": [3e-11, 0.0, 1e-6]}
+    regimes = {form: {"short": slow, "long": fast} for form in ("fp32", "bf16")}
+    cost = CpuCost({**RATES, "attention": regimes})
+
+    def spent(operator: Operator) -> float:
+        found = cost.rest_cost([operator], CostScale(), activations="keep", attention="keep").seconds
+        return found["attention"]
+
+    assert spent(attention(128)) == pytest.approx(1e-10 * attention(128).flops)
+    assert spent(attention(128, "backward")) == pytest.approx(3e-10 * attention(128).flops)
+    assert spent(attention(192)) == pytest.approx(1e-11 * attention(192).flops + 1e-6 * 2 * 4 * 192)
+
+
+def test_attention_written_by_hand_costs_what_its_multiplications_do() -> None:
+    written = replace(attention(128, op="aten::bmm"), shapes=((8, 128, 32), (8, 32, 128)), flops=2 * 8 * 128 * 128 * 32)
+    found = COST.rest_cost([written], CostScale(), activations="keep", attention="keep").seconds["attention"]
+    assert found == pytest.approx(1e-11 * written.flops + 1e-11 * 1000 + 1e-5)

@@ -49,3 +49,21 @@ def test_the_output_has_every_rate_the_model_reads(
     for name, rates in FALLBACK.items():
         if isinstance(rates, dict):
             assert set(rates) <= set(document[name]), name
+
+
+def test_larger_tensors_cost_more_in_every_class_format_and_phase() -> None:
+    for name, forms in cpu_probe._operators().items():
+        for form, phases in forms.items():
+            for phase, (per_byte, per_call) in phases.items():
+                # 512 x 1024 values: the bytes dominate, in a kernel as in its backward kernel
+                assert per_byte * 2**20 > per_call > 0, (name, form, phase)
+
+
+def test_both_regimes_of_fused_attention_are_measured() -> None:
+    found = cpu_probe._attention()
+    assert set(found) == {"fp32", "bf16"}
+    for regimes in found.values():
+        assert set(regimes) == {"short", "long"}
+        for phases in regimes.values():
+            per_flop, per_score, per_row = phases["backward"]
+            assert per_flop + per_score + per_row > 0
