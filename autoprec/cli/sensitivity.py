@@ -15,23 +15,21 @@ from autoprec.errors import NothingAcceptableError, ScriptError
 if TYPE_CHECKING:
     from autoprec.search.sensitivity import SensitivityTable
     from autoprec.trial.protocol import TrialResult
-    from autoprec.trial.runner import TrialRunner
 
 __all__ = ["sensitivity"]
 
 
-def _payload(runner: TrialRunner, spec: Any) -> dict[str, Any]:
-    """Run one trial and return its payload.
+def _payload(result: TrialResult, script: str) -> dict[str, Any]:
+    """Return the payload of a trial.
 
     Raises:
         ScriptError: the trial failed; the message carries the script's own output.
     """
-    result: TrialResult = runner.run(spec)
     if not result.ok:
         short = result.status == "too_short"
         raise ScriptError(
             f"the step could not be measured: {result.reason or result.status}",
-            where=runner.command.label,
+            where=script,
             fix=result.tail or ("use a smaller --warmup" if short else "run the script by itself first"),
         )
     return result.payload
@@ -41,7 +39,7 @@ def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, pass
     from autoprec.cost import CostModel
     from autoprec.graph.report import GraphReport
     from autoprec.search.problem import Problem
-    from autoprec.search.scan import SensitivityScan
+    from autoprec.search.scan import SensitivityScan, scan_batches
     from autoprec.search.targeting import resolve_target
     from autoprec.space import default_space, load_space
     from autoprec.trial.command import ScriptCommand
@@ -57,24 +55,33 @@ def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, pass
         TrialRunner(command, run_dir=Path(directory)) as runner,
     ):
         host = runner.start()
-        report = GraphReport.from_json(_payload(runner, TrialSpec(kind="record", steps=1, warmup=0))["graph"])
+        recorded = _payload(runner.run(TrialSpec(kind="record", steps=1, warmup=0)), command.label)
+        report = GraphReport.from_json(recorded["graph"])
         if not report.tunable:
             raise NothingAcceptableError("there is no trainable GEMM to tune", fix="`autoprec inspect` says why")
         found, timed = resolve_target(target, host.device)
         problem = Problem.build(report, chosen or default_space(found.name), CostModel(report, found).can_run)
-        scan = SensitivityScan(problem, max_passes=passes)
+        scan = SensitivityScan(problem, max_passes=passes, batches=scan_batches(report))
         seed = None if host.launch == "fork" else 0
+
         while probes := scan.next_round():
-            spec = TrialSpec(
-                kind="sensitivity",
-                steps=1,
-                warmup=warmup,
-                probes=tuple(probes),
-                batches=2,
-                seed=seed,
-                backend="auto" if timed else "emulated",
-            )
-            scan.add(_payload(runner, spec))
+            payloads: list[dict[str, Any]] = []
+            for later in range(scan.batches):
+                spec = TrialSpec(
+                    kind="sensitivity",
+                    steps=1,
+                    warmup=warmup + later,
+                    probes=tuple(probes),
+                    batches=2,
+                    seed=seed,
+                    backend="auto" if timed else "emulated",
+                )
+                result = runner.run(spec)
+                if payloads and result.status == "too_short":
+                    scan.batches = len(payloads)  # the script has no more of them
+                    break
+                payloads.append(_payload(result, command.label))
+            scan.add(*payloads)
     return scan.table()
 
 
@@ -111,7 +118,9 @@ def _print(table: SensitivityTable) -> None:
 @click.option("--target", default="auto", metavar="NAME", help="Whose recipes are asked about; default: this device.")
 @click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are asked about.")
 @click.option("--warmup", default=5, show_default=True, type=click.IntRange(min=1), help="Steps before the scan.")
-@click.option("--passes", default=60, show_default=True, type=click.IntRange(min=2), help="Gradients to spend.")
+@click.option(
+    "--passes", default=60, show_default=True, type=click.IntRange(min=2), help="Gradients to spend per batch."
+)
 @click.option("--json", "as_json", is_flag=True, help="The table as JSON on stdout.")
 def sensitivity(script: tuple[str, ...], target: str, space: str, warmup: int, passes: int, as_json: bool) -> None:
     """Measure the gradient error of every group of layers under every recipe, on the same weights and batch."""

@@ -1,4 +1,4 @@
-"""Runs the sensitivity scan: one forward and backward per question, all on the same weights and batch."""
+"""Runs the sensitivity scan: one forward and backward per question, all on the same weights and batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 from autoprec.errors import FileError, NothingAcceptableError
 from autoprec.files import read_document, with_checksum, without_checksum, write_json
 from autoprec.search.context import Context
-from autoprec.search.scan import SensitivityScan
+from autoprec.search.scan import SensitivityScan, scan_batches
 from autoprec.search.sensitivity import SensitivityTable
 from autoprec.trial.protocol import Probe, TrialSpec
 
@@ -37,9 +37,10 @@ def measure_table(context: Context) -> SensitivityTable:
         except (FileError, KeyError, ValueError, TypeError) as error:
             context.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
     began = time.monotonic()
-    asked = SensitivityScan(context.problem)
+    last = max(0, context.options.warmup + context.options.steps - _warmup(context) - 1)
+    asked = SensitivityScan(context.problem, batches=min(scan_batches(context.graph), last + 1))
     while probes := asked.next_round():
-        asked.add(_probe(context, probes))
+        asked.add(*(_probe(context, probes, later) for later in range(asked.batches)))
     table = context.table = asked.table()
     _refuse_without_gradient(context, table)
     context.timings["sensitivity_s"] = time.monotonic() - began
@@ -79,13 +80,14 @@ def measure_errors(context: Context, policies: Mapping[str, dict[str, Any]]) -> 
     }
 
 
-def _probe(context: Context, probes: Sequence[Probe]) -> dict[str, Any]:
+def _probe(context: Context, probes: Sequence[Probe], later: int = 0) -> dict[str, Any]:
+    """Ask on the batch ``later`` steps after the scan's first."""
     options = context.options
     result = context.run(
         TrialSpec(
             kind="sensitivity",
             policy=context.reference_policy(),
-            warmup=_warmup(context),
+            warmup=_warmup(context) + later,
             steps=1,
             probes=tuple(probes),
             batches=2,

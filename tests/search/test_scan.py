@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from autoprec.graph.report import GraphReport
 from autoprec.search.problem import Problem
-from autoprec.search.scan import SensitivityScan
+from autoprec.search.scan import SensitivityScan, scan_batches
 from autoprec.search.sensitivity import SensitivityTable, mixed_params
 from autoprec.space import load_space
 from autoprec.trial.protocol import Probe
@@ -93,3 +95,36 @@ def test_lost_updates_reach_the_table_and_its_json() -> None:
     table = run(problem, world(problem), 200).table()
     assert table.lost_updates == 0.25
     assert SensitivityTable.from_json(table.to_json()).lost_updates == 0.25
+
+
+def test_tiny_batches_are_asked_several_times() -> None:
+    report = gpt(2)  # 4096 rows
+
+    def with_rows(rows: int) -> GraphReport:
+        layers = [replace(x, gemms=tuple(replace(g, m=rows) for g in x.gemms)) for x in report.layers]
+        return replace(report, layers=tuple(layers))
+
+    assert [scan_batches(with_rows(rows)) for rows in (4096, 256, 255, 64, 1)] == [1, 1, 2, 4, 4]
+
+
+def test_squares_are_averaged_over_batches() -> None:
+    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    one, other = world(problem), world(problem, seed=1)
+    scan = SensitivityScan(problem, 200, batches=2)
+    asked = 0
+    while probes := scan.next_round():
+        asked += len(probes) + 1
+        scan.add(answer(problem, one, probes), answer(problem, other, probes))
+    np.testing.assert_allclose(scan.table().error2, (one + other) / 2, rtol=1e-9)
+    assert scan.table().passes == scan.passes == 2 * asked
+
+
+def test_a_probe_that_fails_on_one_batch_has_failed() -> None:
+    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    scan = SensitivityScan(problem, 200, batches=2)
+    probes = scan.next_round()
+    good, bad = answer(problem, world(problem), probes), answer(problem, world(problem), probes)
+    bad["probes"][0] |= {"gradient_error": None, "nonfinite": True}
+    scan.add(good, bad)
+    group, _, choice = probes[0].id.partition("|")
+    assert math.isinf(scan.table().error2[int(group), problem.choice_names.index(choice)])
