@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
@@ -14,6 +14,7 @@ from autoprec.errors import FileError, PolicyError, nearest
 from autoprec.files import parse_document, read_text, write_atomic
 from autoprec.policy.checksum import checksum_line, verify_checksum
 from autoprec.policy.schema import Policy
+from autoprec.recipes import BUILTIN_RECIPES, KEEP
 
 __all__ = ["dump_yaml", "explain", "load_policy", "parse_policy", "policy_from_dict", "save_policy"]
 
@@ -55,6 +56,27 @@ def _shown(value: Any, most: int = 120) -> str:
     return text if len(text) <= most else f"{text[:most]}..."
 
 
+def _recipe_fix(undefined: Sequence[str], defined: Sequence[str]) -> str:
+    """Return what to write for recipe names that a policy uses and does not define; the first is what is reported."""
+    meant = ""
+    if undefined[0] not in BUILTIN_RECIPES:
+        close = nearest(undefined[0], [*defined, KEEP]) or nearest(undefined[0], BUILTIN_RECIPES)
+        if not close:
+            return f"define it, or use one of {', '.join([*defined[:20], KEEP])}"
+        meant = f"did you mean '{close[0]}'?"
+        if close[0] not in BUILTIN_RECIPES or close[0] in defined:
+            return meant
+        meant, undefined = meant + " Then ", close
+    lines = {name: BUILTIN_RECIPES[name].to_dict() for name in undefined if name in BUILTIN_RECIPES}
+    if not defined:
+        lines = {"recipes": lines}
+    shown = [yaml.safe_dump({k: v}, default_flow_style=True, sort_keys=False, width=10_000) for k, v in lines.items()]
+    where = "under recipes:" if defined else "this block:"
+    return f"{meant or 'a policy spells out what it uses: '}add {where} " + ", ".join(
+        line.strip()[1:-1] for line in shown
+    )
+
+
 def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
     """Turn a pydantic error into (what is wrong, how to fix it), with near-miss suggestions for unknown keys."""
     lines, fixes = [], []
@@ -75,6 +97,8 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
         else:
             message = _shown(str(item["msg"]).removeprefix("Value error, "), 1000)
             lines.append(f"{where}: {message}" if location else message)
+            if item["type"] == "undefined_recipe":
+                fixes.append(_recipe_fix(item["ctx"]["undefined"], item["ctx"]["defined"]))
     return "; ".join(lines), " ".join(dict.fromkeys(fixes)) or "correct the value; see docs/policy-format.md"
 
 

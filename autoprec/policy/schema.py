@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from autoprec.errors import nearest
 from autoprec.recipes import GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
@@ -184,11 +184,13 @@ class Policy(_Frozen):
             named[f"layers[{index}].recipe"] = rule.recipe
             for gemm, name in rule.gemms.items():
                 named[f"layers[{index}].gemms.{gemm}"] = name
-        for where, name in named.items():
-            if name != KEEP and name not in self.recipes:
-                close = nearest(name, [*self.recipes, KEEP])
-                hint = f"; did you mean '{close[0]}'?" if close else ""
-                raise ValueError(f"{where}: recipe '{name}' is not defined under recipes{hint}")
+        undefined = {where: name for where, name in named.items() if name != KEEP and name not in self.recipes}
+        if undefined:
+            where, name = next(iter(undefined.items()))
+            # what to do about it needs every name at once: policy/document.py says it
+            names = {"undefined": [*undefined.values()], "defined": [*self.recipes]}
+            what = "{where}: recipe '{name}' is not defined under recipes"
+            raise PydanticCustomError("undefined_recipe", what, {"where": where, "name": name, **names})
         if self.loss_scaling == "dynamic" and not self.uses_format("fp16") and self.activations != "fp16":
             raise ValueError("loss_scaling: dynamic is for fp16 only, and this policy uses no fp16; set it to none")
         return self

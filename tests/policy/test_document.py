@@ -159,3 +159,34 @@ def test_hostile_policies(text: str, tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_missing_policy_names_its_path(tmp_path: Path) -> None:
     with pytest.raises(PolicyError, match=r"nowhere\.yaml: no such file"):
         load_policy(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("default: bf16", "add this block: recipes: {bf16: {format: bf16}}"),
+        (
+            "default: bf16\nlayers: [{match: a, recipe: fp16, gemms: {wgrad: mine}}]",
+            "add this block: recipes: {bf16: {format: bf16}, fp16: {format: fp16}}",
+        ),
+        ("recipes: {a: {format: fp32}}\ndefault: bf16", "add under recipes: bf16: {format: bf16}"),
+        ("recipes: {mine: {format: fp32}}\ndefault: mines", "did you mean 'mine'?"),
+        (
+            "default: fp8_rowise",
+            "'fp8_rowwise'? Then add this block: recipes: {fp8_rowwise: {format: fp8, scaling: {granularity: row,",
+        ),
+        ("recipes: {a: {format: fp32}}\ndefault: zzzzzz", "define it, or use one of a, keep"),
+    ],
+)
+def test_a_recipe_that_is_not_defined_shows_the_line_to_add(text: str, fix: str) -> None:
+    with pytest.raises(PolicyError, match="is not defined under recipes") as caught:
+        parse_policy(f"schema: autoprec.policy/1\n{text}\n")
+    assert fix in caught.value.fix
+
+
+@pytest.mark.parametrize("name", BUILTIN_RECIPES)
+def test_the_block_of_every_builtin_recipe_is_valid_as_it_is_shown(name: str) -> None:
+    text = f"schema: autoprec.policy/1\ndefault: {name}\n"
+    with pytest.raises(PolicyError) as caught:
+        parse_policy(text)
+    assert parse_policy(text + caught.value.fix.split("this block: ")[1]).recipes[name] == BUILTIN_RECIPES[name]
