@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from autoprec.errors import FileError, SpaceError, UnknownNameError, nearest
 from autoprec.files import read_document
-from autoprec.policy import CommunicationPolicy, LayerPlan, OperatorPolicy, OptimizerPolicy, explain, glob_matches
-from autoprec.policy.schema import LONGEST_GLOB
+from autoprec.policy import CommunicationPolicy, Glob, LayerPlan, OperatorPolicy, OptimizerPolicy, explain, glob_matches
 from autoprec.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
@@ -38,7 +37,6 @@ MAX_SPACE_BYTES = 1024 * 1024
 MOST_PARAMETER_VALUES = 1000
 #: Flags and kinds of layers that a rule can ask for (see :class:`autoprec.graph.report.Layer`).
 LayerFlag = Literal["first", "head", "tied", "router"]
-Glob = Annotated[str, Field(min_length=1, max_length=LONGEST_GLOB)]
 
 
 class _Frozen(BaseModel):

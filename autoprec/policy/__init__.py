@@ -2,7 +2,8 @@
 
 from autoprec.policy.diff import diff_policies
 from autoprec.policy.document import dump_yaml, explain, load_policy, parse_policy, policy_from_dict, save_policy
-from autoprec.policy.matching import escape, first_match, glob_matches, glob_regex, resolve, unmatched_rules
+from autoprec.policy.globs import Glob, escape, glob_matches, glob_regex
+from autoprec.policy.matching import first_match, resolve, unmatched_rules
 from autoprec.policy.schema import (
     SCHEMA,
     CommunicationPolicy,
@@ -18,6 +19,7 @@ from autoprec.policy.schema import (
 __all__ = [
     "SCHEMA",
     "CommunicationPolicy",
+    "Glob",
     "Guard",
     "LayerPlan",
     "LayerRule",

@@ -97,6 +97,7 @@ def explain(error: ValidationError, model: type[BaseModel]) -> tuple[str, str]:
         else:
             message = _shown(str(item["msg"]).removeprefix("Value error, "), 1000)
             lines.append(f"{where}: {message}" if location else message)
+            fixes += [str(fix)] if (fix := item.get("ctx", {}).get("fix")) else []
             if item["type"] == "undefined_recipe":
                 fixes.append(_recipe_fix(item["ctx"]["undefined"], item["ctx"]["defined"]))
     return "; ".join(lines), " ".join(dict.fromkeys(fixes)) or "correct the value; see docs/policy-format.md"

@@ -1,70 +1,14 @@
-"""Ordered glob matching of layer names: first match wins, and a rule that matches nothing is an error."""
+"""Ordered rules on layer names: first match wins, and a rule that matches nothing is an error."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 from autoprec.errors import PolicyMismatchError, nearest
+from autoprec.policy.globs import glob_matches
 from autoprec.policy.schema import LayerPlan, LayerRule, Policy
 
-__all__ = ["escape", "first_match", "glob_matches", "glob_regex", "resolve", "unmatched_rules"]
-
-
-def _pieces(pattern: str) -> list[str]:
-    """Return the regular expressions of the texts between the stars of a glob."""
-    out, index = [""], 0
-    while index < len(pattern):
-        char = pattern[index]
-        index += 1
-        if char == "*":
-            if out[-1] or len(out) == 1:  # two stars are one
-                out.append("")
-        elif char == "?":
-            out[-1] += "."
-        elif char == "[" and "]" in pattern[index + 1 :]:
-            end = pattern.index("]", index + 1)
-            body = pattern[index:end].replace("\\", "\\\\").replace("[", "\\[")
-            out[-1] += "[" + ("^" + body[1:] if body.startswith("!") else body.replace("^", "\\^", 1)) + "]"
-            index = end + 1
-        else:
-            out[-1] += re.escape(char)
-    return out
-
-
-@lru_cache(maxsize=4096)
-def _compiled(pattern: str, bounded: bool = True) -> re.Pattern[str]:
-    """Return the regular expression of a glob; ``bounded`` forbids it to try a star twice.
-
-    The first place where the text between two stars is found is as good as any later one, so each such part can be
-    atomic: without that ``*a*a*a*a*a*b`` takes hours on a name of a hundred letters.
-    """
-    first, *rest = _pieces(pattern)
-    if bounded and rest:
-        middle = "".join(f"(?>.*?{piece})" for piece in rest[:-1])
-        text = f"{first}{middle}.*{rest[-1]}"
-    else:
-        text = ".*".join([first, *rest])
-    try:
-        return re.compile(text, re.DOTALL)
-    except re.error:  # e.g. an inverted range: such a bracket is taken literally, as fnmatch does
-        return re.compile(re.escape(pattern), re.DOTALL)
-
-
-def glob_matches(pattern: str, name: str) -> bool:
-    """Say whether a glob matches a whole module name; ``*`` also crosses dots, and case counts."""
-    return _compiled(pattern).fullmatch(name) is not None
-
-
-def glob_regex(pattern: str) -> str:
-    """Return the regular expression whose ``fullmatch`` is :func:`glob_matches`, for files that others read."""
-    return _compiled(pattern, bounded=False).pattern
-
-
-def escape(name: str) -> str:
-    """Return a glob that matches exactly this name."""
-    return re.sub(r"([*?\[])", r"[\1]", name)
+__all__ = ["first_match", "resolve", "unmatched_rules"]
 
 
 def first_match(rules: Sequence[LayerRule], name: str) -> LayerRule | None:

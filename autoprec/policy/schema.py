@@ -10,10 +10,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from autoprec.policy.globs import Glob
 from autoprec.recipes import GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
-    "LONGEST_GLOB",
     "REFUSED_STATE",
     "SCHEMA",
     "CommunicationPolicy",
@@ -28,8 +28,6 @@ __all__ = [
 
 SCHEMA = "autoprec.policy/1"
 Protection = Literal["keep", "fp32"]
-#: Characters of a glob: module names are shorter, and a pattern of a megabyte takes seconds to compile.
-LONGEST_GLOB = 1000
 
 #: Storage that is known to break training, with the reason a person reads (measured: docs/state.md).
 REFUSED_STATE: dict[tuple[str, str], str] = {
@@ -62,11 +60,7 @@ class LayerRule(_Frozen):
     ``gemms`` overrides the recipe of single GEMMs; ``optional`` allows the rule to match nothing.
     """
 
-    match: str = Field(
-        min_length=1,
-        max_length=LONGEST_GLOB,
-        description="glob on module names: * any text, ? one character, [ab] a choice",
-    )
+    match: Glob = Field(description="glob on module names: * any text, ? one character, [ab] a choice")
     recipe: str = Field(description="a name in recipes, or keep")
     gemms: dict[Gemm, str] = Field(default_factory=dict, description="recipe of single GEMMs: fprop, dgrad, wgrad")
     optional: bool = Field(False, description="the rule may match nothing")
