@@ -14,7 +14,10 @@ __all__ = ["TakesScript", "script_command", "split_script"]
 
 #: Options that hardly any training script has: after the script's name they are probably in the wrong place.
 OURS_ALONE = frozenset(
-    {"--trials", "--space", "--study", "--storage", "--sampler", "--cost-scale", "--max-divergence", "--policy"}
+    {
+        *("--trials", "--finalists", "--space", "--study", "--storage", "--sampler", "--target", "--cost-scale"),
+        *("--max-divergence", "--max-gradient-error", "--max-memory", "--passes", "--policy"),
+    }
 )
 
 F = TypeVar("F", bound=Callable[..., Any])

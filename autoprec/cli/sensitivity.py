@@ -108,6 +108,8 @@ def _print(table: SensitivityTable) -> None:
         click.echo(f"{name} adds {value**0.5:.4f} beyond the layers' own")
     if table.lost_updates is not None:
         click.echo(f"weights kept in bf16 would not take {table.lost_updates:.0%} of a step's update (by magnitude)")
+    for name, share in table.lost_state.items():
+        click.echo(f"{name} kept in bf16, rounded to nearest, would not take {share:.0%} of a step's change")
     fit = table.misfit
     if fit.count:
         text = f"squares of errors add: measured / predicted {fit.ratio:.2f}, within a factor {fit.spread:.2f}"

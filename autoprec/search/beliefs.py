@@ -28,18 +28,21 @@ def features_of(problem: Problem) -> list[tuple[str, Any]]:
     return [(name, value) for name, values in problem.parameters.items() for value in values[1:]]
 
 
-def divergence_model(problem: Problem, error2: FloatTable, noise_floor: float = 0.0) -> DivergenceModel:
+def divergence_model(
+    problem: Problem, error2: FloatTable, noise_floor: float = 0.0, shared: float = SHARED
+) -> DivergenceModel:
     """Return the divergence model that starts from a table of squared errors.
 
     Args:
         problem: the search problem.
         error2: ``[G, C]``, see :class:`autoprec.search.sensitivity.SensitivityTable`.
         noise_floor: divergence of the benign perturbation; half of it is what no assignment gets below.
+        shared: see :class:`autoprec.search.model.DivergenceModel`; 1 for means over many seeds.
     """
     numbers = {g: number for number, family in enumerate(families(problem)) for g in family}
     weight = np.array([HEAD_WEIGHT if "head" in group.flags else 1.0 for group in problem.groups])
     groups = [numbers[g] for g in range(len(problem.groups))]
-    return DivergenceModel(error2 * weight[:, None], groups, len(features_of(problem)), 0.5 * noise_floor, SHARED)
+    return DivergenceModel(error2 * weight[:, None], groups, len(features_of(problem)), 0.5 * noise_floor, shared)
 
 
 def observation(

@@ -64,7 +64,7 @@ class SensitivityScan:
         self._families = families(problem)
         self._rows: dict[str, dict[str, Any]] = {}
         self._noise: float | None = None
-        self._lost: float | None = None
+        self._lost: dict[str, Any] = {}
         self._asked: set[str] = set()
         self._rounds = 0
         self._passes = 0
@@ -95,17 +95,14 @@ class SensitivityScan:
         for row in _averaged(payloads):
             self._rows[str(row["id"])] = row
         for payload in payloads:
-            self._lost = payload.get("lost_updates") if self._lost is None else self._lost
+            if not self._lost and payload.get("lost_updates") is not None:
+                self._lost = {name: payload.get(name) for name in ("lost_updates", "lost_state")}
             noise = payload.get("gradient_noise")
             self._noise = float(noise) if self._noise is None and noise is not None else self._noise
 
     def table(self) -> SensitivityTable:
         """Return the table of everything measured so far."""
-        payload = {
-            "probes": list(self._rows.values()),
-            "gradient_noise": self._noise,
-            "lost_updates": self._lost,
-        }
+        payload = {"probes": list(self._rows.values()), "gradient_noise": self._noise, **self._lost}
         return replace(SensitivityTable.from_probes(self.problem, payload), passes=self.passes)
 
     def _coarse(self) -> list[Probe]:

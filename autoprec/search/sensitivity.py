@@ -124,6 +124,7 @@ class SensitivityTable:
         passes: forward and backward passes it took.
         lost_updates: share of one optimizer step that weights kept in bfloat16 would not take (rounding to nearest);
             None when it was not measured.
+        lost_state: state of the optimizer (``exp_avg_sq``) -> the same share of one step's change of it.
     """
 
     groups: tuple[str, ...]
@@ -135,6 +136,7 @@ class SensitivityTable:
     measured: np.ndarray[Any, np.dtype[np.bool_]] | None = None
     passes: int = 0
     lost_updates: float | None = None
+    lost_state: dict[str, float] = field(default_factory=dict)
 
     @classmethod
     def from_probes(cls, problem: Problem, payload: Mapping[str, Any]) -> SensitivityTable:
@@ -174,6 +176,7 @@ class SensitivityTable:
             measured=measured,
             passes=len(payload.get("probes", ())) + 1,
             lost_updates=payload.get("lost_updates"),
+            lost_state=dict(payload.get("lost_state") or {}),
         )
         return table._with_misfit(problem, mixed)
 
@@ -233,6 +236,7 @@ class SensitivityTable:
             "measured": self.measured.tolist() if self.measured is not None else None,
             "passes": self.passes,
             "lost_updates": self.lost_updates,
+            "lost_state": self.lost_state,
         }
 
     @classmethod
@@ -251,6 +255,7 @@ class SensitivityTable:
             measured=np.array(measured, dtype=bool) if measured is not None else None,
             passes=document["passes"],
             lost_updates=document.get("lost_updates"),
+            lost_state=dict(document.get("lost_state", {})),
         )
 
 

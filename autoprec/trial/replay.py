@@ -25,7 +25,7 @@ from autoprec.trial.applying import apply_document
 from autoprec.trial.discovery import Found
 from autoprec.trial.hooks import Events, Hooks, raw_loss
 from autoprec.trial.protocol import TrialSpec
-from autoprec.trial.sensitivity import NOISE_BATCHES, Gradients, Weights, local_part, relative_error
+from autoprec.trial.sensitivity import NOISE_BATCHES, Gradients, StateSample, Weights, local_part, relative_error
 
 __all__ = ["Replay"]
 
@@ -94,6 +94,8 @@ class Replay(Events):
         self._loss = self._batch_loss = 0.0
         self._rows: list[dict[str, Any]] = []
         self._weights: Weights | None = None
+        self._state: StateSample | None = None
+        self._lost: dict[str, Any] = {"lost_updates": None, "lost_state": {}}
         self._original: Any = None
         self.tracked: dict[int, Any] = {}
         self.busy = False
@@ -186,6 +188,9 @@ class Replay(Events):
 
     def after_step(self, optimizer: Optimizer) -> None:
         if self._weights is not None:  # from the first complete gradients on, weights stay as they are
+            if self._state is not None and math.isfinite(lost := self._weights.lost_in_bf16()):
+                self._lost = {"lost_updates": lost, "lost_state": self._state.lost_in_bf16()}
+                self._state = None
             self._weights.restore(optimizer)
 
     def _ready(self) -> None:
@@ -195,7 +200,7 @@ class Replay(Events):
         if self._batch == 0:
             self._loss = self._batch_loss
             self._probe_all()
-            self._weights = Weights(self._found)
+            self._weights, self._state = Weights(self._found), StateSample(self._found)
         self._batch += 1
         self._batch_loss, self._unclip = 0.0, {}
         if self._batch >= NOISE_BATCHES or self._found.backward_only:
@@ -290,6 +295,7 @@ class Replay(Events):
                 "gradient_noise": noise,
                 "noise_batches": seen,
                 "reference_loss": self._loss,
+                **self._lost,
                 "method": "replay",
             }
         )
