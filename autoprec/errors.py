@@ -46,6 +46,8 @@ __all__ = [
     "nearest",
 ]
 
+#: What stands between an error and its fix in its text.
+FIX = "\n  fix: "
 #: Bounds of the search for near misses: names in a file may be of any length and number.
 LONGEST_NAME = 200
 MOST_NAMES = 2000
@@ -74,7 +76,7 @@ class AutoPrecError(Exception):
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
-        return f"{head}\n  fix: {self.fix}" if self.fix else head
+        return f"{head}{FIX}{self.fix}" if self.fix else head
 
 
 class UsageError(AutoPrecError):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from autoprec.cli.script import script_command
-from autoprec.errors import AuditError, AutoPrecError, PolicyMismatchError, ScriptError, UnsupportedError
+from autoprec.errors import FIX, AuditError, AutoPrecError, PolicyMismatchError, ScriptError, UnsupportedError
+
+if TYPE_CHECKING:
+    from autoprec.trial.protocol import TrialResult
 
 __all__ = ["check"]
 
@@ -39,12 +42,15 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
     _compare_models(document.get("model"), found)
     if result.audit is not None:
         return _with_recording(result.audit, result.payload.get("graph"), document)
+    raise _refusal(result, command.label)
+
+
+def _refusal(result: TrialResult, where: str) -> AutoPrecError:
+    """Return why there is no audit, with one fix: that of the error itself, if it came with one."""
+    what, _, fix = (result.reason or result.status).partition(FIX)
     kind = _REFUSALS.get(result.status, ScriptError)
-    raise kind(
-        f"the policy could not be checked: {result.reason or result.status}",
-        where=command.label,
-        fix=result.tail or "run the script under it with `autoprec run` to see more",
-    )
+    fix = fix or result.tail or "run the script under it with `autoprec run` to see more"
+    return kind(f"the policy could not be checked: {what}", where=where, fix=fix)
 
 
 def _compare_models(made_for: dict[str, Any] | None, found: dict[str, Any]) -> None:

@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cli.check import _gemms
+from autoprec.cli.check import _gemms, _refusal
+from autoprec.errors import PolicyMismatchError
+from autoprec.trial.protocol import TrialResult
 from tests.cli.helpers import autoprec
 
 SCRIPT = """\
@@ -60,6 +62,7 @@ def test_a_policy_for_another_model_is_exit_1_and_names_the_nearest_layer(script
     assert found.code == 1
     assert "'encoder.0'" in found.err
     assert "match no tunable layer" in found.err
+    assert found.err.count("fix:") == 1
 
 
 def test_a_mismatch_is_exit_1_and_lists_the_layers(monkeypatch: pytest.MonkeyPatch, policy: Path) -> None:
@@ -76,6 +79,20 @@ def test_a_mismatch_is_exit_1_and_lists_the_layers(monkeypatch: pytest.MonkeyPat
     text = " ".join(found.out.split())
     assert "head bf16 keep (fprop), bf16 (dgrad, wgrad) NO fprop ran as keep" in text
     assert "softmax fp32 bf16 NO autocast reached it" in text
+
+
+@pytest.mark.parametrize(
+    ("reason", "tail", "fix"),
+    [
+        (str(PolicyMismatchError("no layer", fix="correct the glob")), "", "correct the glob"),
+        ("no layer", "Traceback", "Traceback"),
+        ("no layer", "", "run the script under it with `autoprec run` to see more"),
+    ],
+)
+def test_a_refusal_has_one_fix(reason: str, tail: str, fix: str) -> None:
+    error = _refusal(TrialResult("mismatch", reason, tail=tail), "train.py")
+    assert isinstance(error, PolicyMismatchError)
+    assert str(error) == f"train.py: the policy could not be checked: no layer\n  fix: {fix}"
 
 
 @pytest.mark.parametrize(
