@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -21,7 +22,7 @@ from typing import Any
 
 import yaml
 
-from autoprec.errors import FileError, NoSpaceError, StudyError
+from autoprec.errors import MOST_NAMES, FileError, NoSpaceError, StudyError, nearest
 from autoprec.plain import MAX_DEPTH, parse_yaml
 
 __all__ = [
@@ -234,6 +235,20 @@ def parse_document(text: str, *, where: str = "document", most_bytes: int = MAX_
     return value
 
 
+def _look_alike(path: Path) -> str:
+    """Return how to correct a path where no file is: the nearest name in its folder, of its own kind if there is one.
+
+    An ending that all names share says nothing, so it is left out of the comparison.
+    """
+    with contextlib.suppress(OSError), os.scandir(path.parent) as entries:
+        files = sorted(entry.name for entry in itertools.islice(entries, MOST_NAMES) if entry.is_file())
+        for kind in (path.suffix, ""):
+            stems = {Path(name).stem: name for name in files if name.endswith(kind)}
+            if close := nearest(path.stem, stems):
+                return f"did you mean '{path.with_name(stems[close[0]])}'?"
+    return "check the path"
+
+
 def read_text(path: Path | str, *, most_bytes: int = MAX_BYTES) -> str:
     """Read a UTF-8 file of bounded size.
 
@@ -248,7 +263,7 @@ def read_text(path: Path | str, *, most_bytes: int = MAX_BYTES) -> str:
             raise FileError(f"larger than {most_bytes} bytes", where=str(path), fix="is it the right file?")
         return raw.decode("utf-8")
     except FileNotFoundError as error:
-        raise FileError("no such file", where=str(path), fix="check the path") from error
+        raise FileError("no such file", where=str(path), fix=_look_alike(path)) from error
     except UnicodeDecodeError as error:
         raise FileError("is not UTF-8 text", where=str(path), fix="is it the right file?") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path

@@ -248,6 +248,20 @@ def test_files_that_cannot_be_opened(tmp_path: Path, make: Any, says: str) -> No
         read_document(path)
 
 
+def test_a_missing_file_names_the_nearest_of_its_kind(tmp_path: Path) -> None:
+    for name in ("policies.py", "policy.yaml", "zzz"):
+        (tmp_path / name).touch()
+    meant = {"polici.yaml": "policy.yaml", "policys.py": "policies.py", "policie": "policies.py"}
+    for name, fix in {**meant, "policy.yml": "policy.yaml"}.items():
+        with pytest.raises(FileError) as caught:
+            read_document(tmp_path / name)
+        assert caught.value.fix == f"did you mean '{tmp_path / fix}'?"
+    for missing in (tmp_path / "other.yaml", tmp_path / "no-folder" / "policy.yaml"):
+        with pytest.raises(FileError) as caught:
+            read_document(missing)
+        assert caught.value.fix == "check the path"
+
+
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
     path = tmp_path / "a.yaml"
     path.write_bytes(b"a: \xff\xfe")

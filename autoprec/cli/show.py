@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoprec.errors import PolicyError, nearest
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -82,6 +84,25 @@ def _settings(policy: Policy) -> dict[str, Any]:
     return changed
 
 
+def _load(path: Path) -> Policy:
+    """Load a policy; who names a study instead of a file is told which file is its best policy."""
+    from autoprec.policy import load_policy
+
+    try:
+        loaded: Policy = load_policy(path)
+    except PolicyError as error:
+        if path.is_file() or (path.suffix and error.fix.startswith("did you mean")):
+            raise
+        best = {found.parent.name: found for found in Path("autoprec-runs").glob("*/best.yaml")}
+        close = [path.name] if (path / "best.yaml").is_file() else nearest(path.stem, best)
+        if not close:
+            raise
+        file = best.get(close[0], path / "best.yaml")
+        fix = f"did you mean '{file}', the best policy of the study '{close[0]}'?"
+        raise PolicyError(error.what, where=error.where, fix=fix) from error
+    return loaded
+
+
 @click.command("show")
 @click.argument("policy", type=click.Path(path_type=Path))
 @click.option("--graph", type=click.Path(path_type=Path), help="Layer by layer, of a step saved by `inspect --save`.")
@@ -89,9 +110,9 @@ def _settings(policy: Policy) -> dict[str, Any]:
 def show(policy: Path, graph: Path | None, as_json: bool) -> None:
     """Print POLICY as a table: what each layer runs, what surrounds the layers, and why."""
     from autoprec.cli.tables import load_graph
-    from autoprec.policy import load_policy, resolve
+    from autoprec.policy import resolve
 
-    loaded: Policy = load_policy(policy)
+    loaded = _load(policy)
     report = load_graph(graph) if graph else None
     if as_json:
         document: dict[str, Any] = {"policy": loaded.to_dict()}

@@ -106,3 +106,20 @@ def test_a_file_that_is_no_graph_is_refused(policy_file: Path, tmp_path: Path, t
 def test_no_colour_when_it_is_not_wanted(policy_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[3" not in autoprec("show", policy_file).out
+
+
+def test_a_missing_policy_names_the_nearest_file_or_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "fix: check the path" in autoprec("show", "polcy.yaml").err
+    (tmp_path / "policy.yaml").touch()
+    best = tmp_path / "autoprec-runs" / "train_gpt" / "best.yaml"
+    best.parent.mkdir(parents=True)
+    best.write_text("schema: autoprec.policy/1\n", encoding="utf-8")
+    found = autoprec("show", "polcy.yaml")
+    assert found.code == 2
+    assert "polcy.yaml: no such file" in found.err
+    assert "did you mean 'policy.yaml'?" in found.err
+    for name in ("train_gtp", "train_gpt", "train_gpt.yaml", "autoprec-runs/train_gpt"):
+        told = "did you mean 'autoprec-runs/train_gpt/best.yaml', the best policy of the study 'train_gpt'?"
+        assert told in autoprec("show", name).err, name
+    assert "fix: check the path" in autoprec("show", "zzzz").err
