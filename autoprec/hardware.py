@@ -5,15 +5,16 @@ The figures live in ``targets.yaml`` beside this file; a user adds GPUs with a f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from autoprec.errors import FileError, UnknownNameError
+from autoprec.errors import FileError, UnknownNameError, UsageError
 from autoprec.files import read_document
 from autoprec.recipes import Recipe
 
@@ -25,6 +26,7 @@ __all__ = [
     "alignment",
     "by_device_name",
     "load_targets",
+    "named",
     "recipe_family",
     "target",
     "target_from_dict",
@@ -140,6 +142,10 @@ class Target:
             return Capability(False, f"{self.title} has no {family} peak in the table")
         return found
 
+    def multiple(self, family: str) -> int:
+        """Return what M, K and N must be a multiple of for a GEMM of this family here; emulation takes any size."""
+        return 1 if self.is_cpu else alignment(family)
+
     def to_json(self) -> dict[str, Any]:
         """Return the row ``autoprec targets --json`` prints."""
         return {
@@ -149,10 +155,15 @@ class Target:
             "architecture": self.architecture,
             "capability": self.capability,
             "peaks_tflops": dict(self.peaks),
+            "units": self.units,
             "memory_bytes": self.memory_bytes,
             "bandwidth_bytes_per_s": self.bandwidth,
             "links_bytes_per_s": dict(self.links),
-            "recipes": {name: {"ok": c.ok, "reason": c.reason, "needs": c.needs} for name, c in self.recipes.items()},
+            "layouts": self.layouts,
+            "recipes": {
+                name: {"ok": c.ok, "reason": c.reason, "needs": c.needs, "multiple_of": self.multiple(name)}
+                for name, c in self.recipes.items()
+            },
             "source": self.source,
             "date": self.date,
             "notes": list(self.notes),
@@ -169,10 +180,14 @@ class _CapabilityEntry(_Strict):
     needs: str = ""
 
 
+_Family = Literal["fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8"]
+_Positive = Annotated[float, Field(gt=0)]
+
+
 class _Architecture(_Strict):
     source: str
     layouts: int = Field(1, ge=1, le=2)
-    recipes: dict[str, _CapabilityEntry]
+    recipes: dict[_Family, _CapabilityEntry]
 
 
 class _Entry(_Strict):
@@ -183,12 +198,26 @@ class _Entry(_Strict):
     units: int = Field(gt=0)
     memory: float = Field(gt=0, description="GB")
     bandwidth: float = Field(gt=0, description="GB/s")
-    peaks: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"], float]
-    links: dict[Literal["scale_up", "scale_out"], float]
+    peaks: dict[Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"], _Positive]
+    links: dict[Literal["scale_up", "scale_out"], _Positive]
     match: tuple[str, ...] = ()
     source: str
     date: str
     notes: tuple[str, ...] = ()
+
+    @field_validator("peaks")
+    @classmethod
+    def _has_a_baseline(cls, peaks: dict[str, float]) -> dict[str, float]:
+        if "bf16" not in peaks:
+            raise ValueError("bf16 is missing, which every policy is compared with")
+        return peaks
+
+    @field_validator("links")
+    @classmethod
+    def _both_or_none(cls, links: dict[str, float]) -> dict[str, float]:
+        if len(links) == 1:
+            raise ValueError("give scale_up and scale_out, or neither: links: {}")
+        return links
 
 
 class _Table(_Strict):
@@ -216,7 +245,7 @@ def _build(table: _Table, architectures: Mapping[str, _Architecture], sources: M
             bandwidth=entry.bandwidth * 1e9,
             links={key: value * 1e9 for key, value in entry.links.items()},
             layouts=family.layouts,
-            recipes={key: Capability(c.ok, c.reason, c.needs) for key, c in family.recipes.items()},
+            recipes={str(key): Capability(c.ok, c.reason, c.needs) for key, c in family.recipes.items()},
             match=entry.match,
             source=sources.get(entry.source, entry.source),
             date=entry.date,
@@ -276,7 +305,7 @@ def _cpu() -> Target:
         links={},
         layouts=1,
         recipes={
-            key: Capability(c.ok, c.reason, c.needs) for key, c in _packaged().architectures["cpu"].recipes.items()
+            str(key): Capability(c.ok, c.reason, c.needs) for key, c in _packaged().architectures["cpu"].recipes.items()
         },
         source="rates are fitted by a micro-benchmark on this machine and cached",
         date="",
@@ -308,32 +337,47 @@ class _Targets(Mapping[str, Target]):
 TARGETS: Mapping[str, Target] = _Targets()
 
 
+def named(name: str, table: Mapping[str, Target], *, where: str = "") -> Target:
+    """Return a target of a table by name, case-insensitively.
+
+    Raises:
+        UnknownNameError: with the nearest valid name.
+    """
+    found = table.get(name) or next((entry for key, entry in table.items() if key.lower() == name.lower()), None)
+    if found is None:
+        raise UnknownNameError("target", name, table, where=where)
+    return found
+
+
 def target(name: str) -> Target:
     """Return a packaged target by name, case-insensitively, or one from ``FILE.yaml`` / ``FILE.yaml:name``.
 
     Raises:
         UnknownNameError: with the nearest valid name.
+        UsageError: a file of several targets, and none is named.
         FileError: the file is missing or not valid.
     """
     path, _, inside = name.partition(":")
     if path.endswith((".yaml", ".yml", ".json")):
         own = load_targets(path)
-        if not inside and len(own) == 1:
-            return next(iter(own.values()))
-        if inside not in own:
-            raise UnknownNameError("target", inside, own, where=path)
-        return own[inside]
-    found = TARGETS.get(name.lower())
-    if found is None:
-        raise UnknownNameError("target", name, TARGETS)
-    return found
+        if inside:
+            return named(inside, own, where=path)
+        if len(own) != 1:
+            listed = ", ".join(f"{path}:{key}" for key in own) or "describe one under `targets:`"
+            raise UsageError(f"holds {len(own)} targets, and none is named", where=path, fix=listed)
+        return next(iter(own.values()))
+    return named(name, TARGETS)
 
 
 def by_device_name(device: str) -> Target | None:
-    """Return the packaged target of a device name as CUDA or ROCm prints it, or None; the longest match wins."""
-    best: tuple[int, Target] | None = None
-    for entry in TARGETS.values():
-        for pattern in entry.match:
-            if all(word in device for word in pattern.split()) and (best is None or len(pattern) > best[0]):
-                best = (len(pattern), entry)
-    return best[1] if best else None
+    """Return the packaged target of a device name as CUDA or ROCm prints it, or None; the longest match wins.
+
+    Whole words are compared (an ``RTX A1000`` is no ``A100``), and a laptop's GPU is never the desktop's.
+    """
+    words = set(re.findall(r"[A-Za-z0-9]+", device))
+    if "Laptop" in words:
+        return None
+    fitting = [
+        (len(pattern), entry) for entry in TARGETS.values() for pattern in entry.match if words >= set(pattern.split())
+    ]
+    return max(fitting, key=lambda pair: pair[0])[1] if fitting else None

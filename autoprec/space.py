@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from autoprec.errors import FileError, SpaceError, UnknownNameError, nearest
 from autoprec.files import read_document
+from autoprec.hardware import TARGETS, Target
 from autoprec.policy import CommunicationPolicy, Glob, LayerPlan, OperatorPolicy, OptimizerPolicy, explain, glob_matches
 from autoprec.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
 
@@ -311,12 +312,27 @@ def load_space(name_or_path: str | Path) -> SearchSpace:
     raise UnknownNameError("search space", text, space_names())
 
 
-def default_space(target_name: str) -> SearchSpace:
-    """Return the space taken for a target when none is named; ``ampere-bf16`` for a target no space claims."""
-    for name in space_names():
-        if target_name in _shipped(name).default_for:
-            return _shipped(name)
-    for name in space_names():
-        if target_name in _shipped(name).targets:
-            return _shipped(name)
-    return _shipped("ampere-bf16")
+def default_space(target: str | Target) -> SearchSpace:
+    """Return the space taken for a target when none is named.
+
+    A target that no space claims (a user's own GPU) takes that of the shipped ones of its architecture, and one of an
+    architecture of its own ``hopper-fp8`` where it multiplies FP8; else, and for a mere name, ``ampere-bf16``.
+    """
+    if isinstance(target, str):
+        return _claimed(target) or _shipped("ampere-bf16")
+    kin = [name for name, known in TARGETS.items() if known.architecture == target.architecture]
+    for name in (target.name, *kin):
+        # a user's name may be that of another device: what it multiplies decides
+        known = TARGETS.get(name)
+        found = _claimed(name) if known is None or known.architecture == target.architecture else None
+        if found is not None:
+            return found
+    fp8 = any(capability.ok for family, capability in target.recipes.items() if family.startswith("fp8_"))
+    return _shipped("hopper-fp8" if fp8 else "ampere-bf16")
+
+
+def _claimed(target_name: str) -> SearchSpace | None:
+    """Return the space that names a target as its default, else one that names it at all."""
+    spaces = [_shipped(name) for name in space_names()]
+    by_default = (space for space in spaces if target_name in space.default_for)
+    return next(by_default, next((space for space in spaces if target_name in space.targets), None))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.errors import FileError, UnknownNameError
+from autoprec.errors import FileError, UnknownNameError, UsageError
 from autoprec.hardware import (
     FAMILIES,
     TARGETS,
@@ -122,6 +122,7 @@ def test_keep_always_runs_and_alignment_grows_with_block_size() -> None:
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA B200", "b200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
         ("AMD Instinct MI300X", "mi300x"),
     ],
@@ -132,8 +133,12 @@ def test_device_names_are_recognised(device: str, name: str) -> None:
     assert found.name == name
 
 
-def test_an_unknown_device_is_not_guessed() -> None:
-    assert by_device_name("Some Accelerator 9000") is None
+@pytest.mark.parametrize(
+    "device",
+    ["Some Accelerator 9000", "NVIDIA RTX A1000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GH200 480GB"],
+)
+def test_an_unknown_device_is_not_guessed(device: str) -> None:
+    assert by_device_name(device) is None
 
 
 def test_unknown_target_names_the_nearest() -> None:
@@ -158,8 +163,18 @@ def test_users_add_their_own(tmp_path: Path) -> None:
     assert load_targets(path)["mycard"].peak("fp8_row") == pytest.approx(800e12)
     assert target(str(path)).name == "mycard"
     assert target(f"{path}:mycard").can_run(BUILTIN_RECIPES["fp8_rowwise"]).ok
+    assert target(f"{path}:MyCard").name == "mycard"
     with pytest.raises(UnknownNameError, match="target 'other'"):
         target(f"{path}:other")
+
+
+def test_of_several_own_targets_one_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "cards.yaml"
+    mine = OWN[OWN.index("  mycard") :]
+    path.write_text(OWN + mine.replace("mycard", "Second"))
+    assert target(f"{path}:second").name == "Second"
+    with pytest.raises(UsageError, match=f"holds 2 targets, and none is named\n  fix: {path}:mycard, {path}:Second"):
+        target(str(path))
 
 
 @pytest.mark.parametrize(
@@ -169,6 +184,15 @@ def test_users_add_their_own(tmp_path: Path) -> None:
         ("bandwidth: 1500", "bandwidht: 1500", "bandwi"),
         ("architecture: hopper", "architecture: hoper", "architecture 'hoper'"),
         ("autoprec.targets/1", "autoprec.targets/9", "schema"),
+        ("bf16: 400", "bf16: -400", "peaks.bf16: Input should be greater than 0"),
+        (", bf16: 400", "", "bf16 is missing"),
+        ("scale_up: 100", "scale_up: 0", "links.scale_up: Input should be greater than 0"),
+        (", scale_out: 10", "", "give scale_up and scale_out, or neither"),
+        (
+            "targets:\n",
+            "architectures: {mine: {source: me, recipes: {fp8_tenso: {ok: true}}}}\ntargets:\n",
+            "fp8_tenso",
+        ),
     ],
 )
 def test_a_bad_file_says_where(tmp_path: Path, old: str, new: str, match: str) -> None:

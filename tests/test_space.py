@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoprec.errors import SpaceError, UnknownNameError
 from autoprec.files import canonical_json, parse_document, read_document
-from autoprec.hardware import TARGETS
+from autoprec.hardware import TARGETS, Capability
 from autoprec.recipes import BUILTIN_RECIPES
 from autoprec.search.presets import presets
 from autoprec.search.problem import Problem
@@ -66,6 +67,24 @@ def test_every_target_has_exactly_one_default_space() -> None:
     assert default_space("h200").name == "hopper-fp8"
     assert default_space("b200").name == "blackwell-mx"
     assert default_space("a machine nobody knows").name == "ampere-bf16"
+
+
+@pytest.mark.parametrize(
+    ("name", "architecture", "fp8", "space"),
+    [
+        ("mycard", "hopper", True, "hopper-fp8"),
+        ("mycard", "blackwell", True, "blackwell-mx"),
+        ("mycard", "of its own", True, "hopper-fp8"),
+        ("mycard", "of its own", False, "ampere-bf16"),
+        ("cpu", "hopper", True, "hopper-fp8"),
+    ],
+)
+def test_a_users_own_gpu_takes_the_space_of_its_architecture(
+    name: str, architecture: str, fp8: bool, space: str
+) -> None:
+    recipes = {"fp8_row": Capability(fp8)}
+    own = replace(TARGETS["h100"], name=name, architecture=architecture, recipes=recipes)
+    assert default_space(own).name == space
 
 
 def test_a_users_own_file_is_loaded_by_path(tmp_path: Path) -> None:

@@ -223,7 +223,7 @@ def estimate(
         )
     found, _ = resolve_target(target, device)
     model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured, fused_casts=fused_casts)
-    chosen = load_space(space) if space else default_space(found.name)
+    chosen = load_space(space) if space else default_space(found)
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
     verdict = model.verdict(plans, threshold=threshold)

@@ -101,7 +101,7 @@ def rest_cost(
         time = moved / speed
         if kind == "attention" and operator.cls != "softmax":
             family = "bf16" if activations != "keep" or not wide else "tf32"
-            peak = target.peak(family) or target.peak("fp32")
+            peak = target.peak(family) or target.peak("fp32") or target.peak("bf16")
             time = max(time, operator.flops * more_flops / (peak * rates.attention))
         seconds[kind] += time
         depth = scale.depth if in_block(operator.module) else 1.0

@@ -26,12 +26,21 @@ def test_a_name_shows_source_and_reasons() -> None:
     assert "H100" not in found.output
 
 
+def test_a_name_shows_links_toolkit_and_alignment() -> None:
+    found = CliRunner().invoke(targets, ["h200"]).output
+    assert "hopper 9.0, 132 units" in found
+    assert "links per GPU and direction: scale-up 450 GB/s, scale-out 50 GB/s" in found
+    assert "fp8_block    yes  CUDA 12.9; M, K, N multiples of 128" in found
+    assert "multiples" not in CliRunner().invoke(targets, ["cpu"]).output  # emulation takes any size
+
+
 def test_json_has_units_in_the_names() -> None:
     found = CliRunner().invoke(targets, ["h200", "cpu", "--json"])
     h200, cpu = json.loads(found.output)["targets"]
     assert h200["peaks_tflops"]["bf16"] == 989
     assert h200["bandwidth_bytes_per_s"] == 4.8e12
     assert h200["recipes"]["mxfp8"]["ok"] is False
+    assert (h200["units"], h200["recipes"]["fp8_row"]["multiple_of"]) == (132, 16)
     assert cpu["vendor"] == "cpu"
 
 
@@ -49,6 +58,8 @@ targets:
          peaks: {bf16: 50}, links: {}, source: me, date: "2026-02"}
 """
     )
-    found = CliRunner().invoke(targets, ["--file", str(path), "card"])
+    found = CliRunner().invoke(targets, ["--file", str(path), "CARD"])
     assert found.exit_code == 0
     assert "Card" in found.output
+    with pytest.raises(UnknownNameError, match="unknown target 'cart'"):
+        CliRunner().invoke(targets, ["--file", str(path), "cart"], catch_exceptions=False)

@@ -36,6 +36,12 @@ def test_gemms_of_layers_and_views_are_not_counted_again(tiny: GraphReport) -> N
     assert [row.cls for row in found] == ["norm", "gemm"]
 
 
+def test_attention_has_a_peak_on_a_device_that_lists_bf16_alone() -> None:
+    bare = replace(H100, peaks={"bf16": 989.0})
+    found = rest_cost(bare, RATES, [operator("attention")], CostScale())
+    assert found.seconds["attention"] > 0
+
+
 def test_growth_by_class() -> None:
     scale = CostScale(width=2, depth=3, tokens=4, seq=2)
     assert growth(operator("attention"), scale) == (48, 24)
