@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -212,6 +213,8 @@ def _drive(
 ) -> None:
     context, store = loop.context, loop.context.store
     number, asked = store.next_number(), 0
+    # the N of the progress's N/30, not the number of the record: that one counts reference and finalist runs too
+    place = max((int(r.name[6:]) for r in store.learned() if re.fullmatch(r"trial \d+", r.name)), default=0)
     while loop.running or (loop.done < loop.goal and not loop.out_of_time()):
         room = min(context.workers - len(loop.running), loop.goal - loop.done - len(loop.running))
         while room > 0 and not exhausted() and not loop.out_of_time() and asked < ASKS_PER_TRIAL * loop.goal:
@@ -224,7 +227,8 @@ def _drive(
                 continue
             name = trial.user_attrs.get("preset")
             kind = "preset" if name else "search"
-            future = submit(trial_record, context, number, kind, name or f"trial {number}", params)
+            place = max(place, loop.done + len(loop.running)) + 1
+            future = submit(trial_record, context, number, kind, name or f"trial {place}", params)
             loop.running[future] = trial
             number, room = number + 1, room - 1
         if not loop.running:
