@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from autoprec.errors import UnknownNameError, UnsupportedError
+from autoprec.errors import UnsupportedError, UsageError
 
 __all__ = ["calibrate"]
 
@@ -32,12 +32,12 @@ def _bench(name: str) -> tuple[Any, Any, str]:
 
     Raises:
         UnsupportedError: torch sees no accelerator here.
-        UnknownNameError: the device is not in the hardware table and ``--target`` names none.
+        UsageError: the device is not in the hardware table and ``--target`` names none.
     """
     import torch
 
     from autoprec.cost.cuda_bench import CudaBench
-    from autoprec.hardware import TARGETS, by_device_name, target
+    from autoprec.hardware import by_device_name, target
 
     if not torch.cuda.is_available():
         raise UnsupportedError(
@@ -47,7 +47,10 @@ def _bench(name: str) -> tuple[Any, Any, str]:
     device = torch.cuda.get_device_name()
     found = target(name) if name else by_device_name(device)
     if found is None:
-        raise UnknownNameError("device", device, TARGETS)
+        raise UsageError(
+            f"'{device}' is not in the hardware table",
+            fix="name its entry with --target NAME, or describe it in YAML: --target FILE.yaml:NAME (docs/targets.md)",
+        )
     return CudaBench(), found, device
 
 
@@ -67,6 +70,12 @@ def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> i
     from autoprec.files import check_writable, write_json
 
     if device == "cpu":
+        given = [name for name, value in (("--target", target), ("--output", output)) if value]
+        if given:
+            raise UsageError(
+                f"{given[0]} has no place with --device cpu, whose rates are cached for every later estimate",
+                fix=f"leave {given[0]} out",
+            )
         return _cpu(as_json)
     if output is not None:
         check_writable(output)

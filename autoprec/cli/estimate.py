@@ -207,7 +207,7 @@ def estimate(
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not."""
     from autoprec.cost import CostModel, CostScale
-    from autoprec.cost.calibration import load_calibration
+    from autoprec.cost.calibration import check_target, load_calibration
     from autoprec.search.problem import Problem
     from autoprec.search.targeting import resolve_target
     from autoprec.space import default_space, load_space
@@ -215,13 +215,17 @@ def estimate(
     scale = CostScale.parse(cost_scale) if cost_scale else None
     measured = load_calibration(calibration) if calibration else None
     if target != "auto":
-        resolve_target(target, "cpu")  # an unknown name is refused before the script is started
+        asked, _ = resolve_target(target, "cpu")  # an unknown name is refused before the script is started
+        if measured:
+            check_target(measured, asked, str(calibration))
     report, device = _graph(script, graph, config, batch, seq, timeout)
     if not report.tunable:
         raise NothingAcceptableError(
             "there is no trainable GEMM to tune", fix="`autoprec inspect` lists every operator and why"
         )
     found, _ = resolve_target(target, device)
+    if measured:
+        check_target(measured, found, str(calibration))
     model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured, fused_casts=fused_casts)
     chosen = load_space(space) if space else default_space(found)
     problem = Problem.build(report, chosen, model.can_run)

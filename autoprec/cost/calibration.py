@@ -9,7 +9,7 @@ from __future__ import annotations
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +23,17 @@ from autoprec.files import read_document
 from autoprec.hardware import Target
 from autoprec.recipes import BUILTIN_RECIPES
 
-__all__ = ["CAST_SHAPES", "GEMM_SHAPES", "SCHEMA", "Bench", "Point", "calibrate", "fit_rates", "load_calibration"]
+__all__ = [
+    "CAST_SHAPES",
+    "GEMM_SHAPES",
+    "SCHEMA",
+    "Bench",
+    "Point",
+    "calibrate",
+    "check_target",
+    "fit_rates",
+    "load_calibration",
+]
 
 SCHEMA = "autoprec.calibration/1"
 _KEYS = {"schema", "device", "target", "machine", "versions", "date", "rates", "points", "label", "seconds", "drift"}
@@ -35,6 +45,8 @@ CAST_SHAPES = ((8192, 8192), (512, 1024), (4096, 2048))
 LIMIT_S = 120.0
 #: Families that run in the kernel of another.
 _SAME_KERNEL = {"bf16": ("fp16",), "fp8_tensor": ("fp8_delayed",)}
+#: What a file is laid over to see whether its rates are rates.
+_ANY = Rates(gemm={}, cast={}, quantise_us={})
 _RECIPES = {
     "fp8_tensor": "fp8_tensorwise",
     "fp8_delayed": "fp8_delayed",
@@ -220,11 +232,26 @@ def calibrate(
     }
 
 
+def check_target(document: Mapping[str, Any], target: Target, path: Path | str) -> None:
+    """Refuse to lay what one device reaches over the peaks of another.
+
+    Raises:
+        UsageError: the file was measured on another target.
+    """
+    measured = document.get("target", target.name)
+    if measured != target.name:
+        raise UsageError(
+            f"was measured on {document['device']} (target {measured}), not on {target.name}",
+            where=str(path),
+            fix=f"--target {measured}, or leave --calibration out: every figure is then called uncalibrated",
+        )
+
+
 def load_calibration(path: Path | str) -> dict[str, Any]:
     """Read a calibration file written by ``autoprec calibrate``.
 
     Raises:
-        FileError: missing, malformed, or of another schema.
+        FileError: missing, malformed, of another schema, or its rates are none.
     """
     document = read_document(path)
     fix = "write it with `autoprec calibrate`"
@@ -238,5 +265,9 @@ def load_calibration(path: Path | str) -> dict[str, Any]:
             raise FileError(f"'{key}' is missing", where=str(path), fix=fix)
     if not isinstance(document["rates"], dict):
         raise FileError("'rates' is no mapping", where=str(path), fix=fix)
+    try:  # every rate is looked at before a script is started for them
+        _ANY.merged(document["rates"], "")
+    except FileError as error:
+        raise FileError(error.what, where=str(path), fix=error.fix) from error
     document.setdefault("label", f"modelled, calibrated on {document['device']} ({document['date']})")
     return document

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 from autoprec.errors import FileError
-from autoprec.hardware import Target
+from autoprec.hardware import FAMILIES, Target
 
 __all__ = ["Rates", "default_rates"]
 
@@ -74,21 +75,44 @@ class Rates:
         """Return these rates with what a calibration measured put over them.
 
         Raises:
-            FileError: a value that is no positive number.
+            FileError: an unknown name, a value that is no positive number, or a share above 1.
         """
+        _known("rates", document, (*_PER_FAMILY, *_PLAIN))
         values: dict[str, Any] = {}
-        for name in ("gemm", "cast", "quantise_us", "error", "epilogue"):
-            values[name] = {**getattr(self, name), **document.get(name, {})}
-            for family, value in values[name].items():
-                may_be_zero = name in ("quantise_us", "epilogue")
-                if not isinstance(value, (int, float)) or value < 0 or (not may_be_zero and value == 0):
-                    raise FileError(f"rates.{name}.{family} is {value!r}, not a positive number", where="calibration")
-        for name in ("bandwidth", "launch_us", "host_us", "attention", "compiled_casts"):
+        for name in _PER_FAMILY:
+            given = document.get(name, {})
+            if not isinstance(given, Mapping):
+                raise FileError(f"rates.{name} is {given!r}, not a mapping", where="calibration", fix=_FIX)
+            _known(f"rates.{name}", given, (*FAMILIES, "rest"))
+            for family, value in given.items():
+                _check(f"{name}.{family}", value, share=name in _SHARES, zero=name in ("quantise_us", "epilogue"))
+            values[name] = {**getattr(self, name), **given}
+        for name in _PLAIN:
             value = document.get(name, getattr(self, name))
-            if not isinstance(value, (int, float)) or value <= 0:
-                raise FileError(f"rates.{name} is {value!r}, not a positive number", where="calibration")
+            _check(name, value, share=name in _SHARES)
             values[name] = float(value)
         return replace(self, **values, label=label)
+
+
+def _known(where: str, document: Mapping[str, Any], valid: tuple[str, ...]) -> None:
+    """Refuse a rate nobody reads: it would leave the default in place without a word."""
+    unknown = sorted(str(name) for name in document if name not in valid)
+    if unknown:
+        raise FileError(f"unknown {where}.{unknown[0]}", where="calibration", fix=f"valid: {', '.join(valid)}")
+
+
+def _check(name: str, value: Any, *, share: bool = False, zero: bool = False) -> None:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+    if not number or value < 0 or (value == 0 and not zero):
+        raise FileError(f"rates.{name} is {value!r}, not a positive number", where="calibration", fix=_FIX)
+    if share and value > 1:
+        raise FileError(f"rates.{name} is {value!r}, a share of the peak above 1", where="calibration", fix=_FIX)
+
+
+_FIX = "write the file with `autoprec calibrate`"
+_PER_FAMILY = ("gemm", "cast", "quantise_us", "error", "epilogue")
+_PLAIN = ("bandwidth", "launch_us", "host_us", "attention", "compiled_casts")
+_SHARES = ("gemm", "cast", "bandwidth", "attention", "compiled_casts")
 
 
 _GEMM = {"fp32": 0.85, "tf32": 0.75, "bf16": 0.73, "fp16": 0.73, "int8": 0.6}

@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from autoprec.cli import calibrate as command
 from autoprec.cost import cpu
 from autoprec.cost.calibration import load_calibration
-from autoprec.errors import FileError, UnsupportedError
+from autoprec.errors import FileError, UnsupportedError, UsageError
 from autoprec.hardware import TARGETS
 
 
@@ -63,6 +63,21 @@ def test_without_a_gpu_it_says_what_to_do() -> None:
         pytest.skip("this machine has a GPU")
     with pytest.raises(UnsupportedError, match="sees no CUDA"):
         CliRunner().invoke(command.calibrate, ["--device", "cuda"], catch_exceptions=False)
+
+
+def test_a_device_nobody_knows_is_named_or_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some Accelerator 9000")
+    with pytest.raises(UsageError, match="9000' is not in the hardware table\n  fix: name its entry with --target"):
+        CliRunner().invoke(command.calibrate, [], catch_exceptions=False)
+
+
+@pytest.mark.parametrize("option", ["--target", "--output"])
+def test_options_the_cpu_would_ignore_are_refused(option: str) -> None:
+    with pytest.raises(UsageError, match=f"{option} has no place with --device cpu"):
+        CliRunner().invoke(command.calibrate, ["--device", "cpu", option, "h100"], catch_exceptions=False)
 
 
 def test_the_cpu_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

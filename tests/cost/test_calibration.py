@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cost.calibration import SCHEMA, Point, calibrate, fit_rates, load_calibration
+from autoprec.cost.calibration import SCHEMA, Point, calibrate, check_target, fit_rates, load_calibration
 from autoprec.cost.kernels import cast_traffic, gemm_seconds
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.errors import FileError, UsageError
@@ -103,6 +103,13 @@ def test_a_written_file_is_read_back_and_labels_figures(tmp_path: Path) -> None:
     assert merged.gemm["fp8_block"] == default_rates(H100).gemm["fp8_block"]  # not measured: as it was
 
 
+def test_a_calibration_of_another_device_is_refused() -> None:
+    check_target({"device": "NVIDIA H100", "target": "h100"}, H100, "c.json")
+    check_target({"device": "NVIDIA H100"}, H100, "c.json")  # a file need not name one
+    with pytest.raises(UsageError, match=r"c\.json: was measured on NVIDIA H100 \(target h100\), not on b200"):
+        check_target({"device": "NVIDIA H100", "target": "h100"}, TARGETS["b200"], "c.json")
+
+
 def test_nothing_measured_is_an_error() -> None:
     with pytest.raises(UsageError, match="nothing could be measured"):
         calibrate(DeadBench(), H100, "Dead", "2026-01-02")
@@ -171,6 +178,11 @@ GOOD = {"schema": SCHEMA, "device": "X", "date": "2026-01-02", "rates": {"gemm":
         ({"ratez": 1}, "unknown key"),
         ({"rates": 5}, "no mapping"),
         ({"date": None}, "'date' is missing"),
+        ({"rates": {"gem": {"bf16": 0.5}}}, "unknown rates.gem\n  fix: valid: gemm"),
+        ({"rates": {"gemm": {"bf61": 0.5}}}, "unknown rates.gemm.bf61"),
+        ({"rates": {"gemm": "fast"}}, "c.json: rates.gemm is 'fast', not a mapping"),
+        ({"rates": {"gemm": {"bf16": 50}}}, "rates.gemm.bf16 is 50, a share of the peak above 1"),
+        ({"rates": {"bandwidth": 1.2}}, "a share of the peak above 1"),
     ],
 )
 def test_bad_files_say_what_is_wrong(tmp_path: Path, change: dict[str, object], match: str) -> None:
@@ -181,7 +193,16 @@ def test_bad_files_say_what_is_wrong(tmp_path: Path, change: dict[str, object], 
 
 
 @pytest.mark.parametrize(
-    "rates", [{"gemm": {"bf16": 0}}, {"gemm": {"bf16": "fast"}}, {"bandwidth": -1}, {"launch_us": "x"}]
+    "rates",
+    [
+        {"gemm": {"bf16": 0}},
+        {"gemm": {"bf16": "fast"}},
+        {"gemm": {"bf16": float("nan")}},
+        {"gemm": {"bf16": True}},
+        {"bandwidth": -1},
+        {"launch_us": "x"},
+        {"launch_us": float("inf")},
+    ],
 )
 def test_rates_that_are_no_positive_numbers_are_refused(rates: dict[str, object]) -> None:
     with pytest.raises(FileError, match="not a positive number"):
