@@ -139,7 +139,7 @@ class CostModel:
     def with_shards(self, shards: int) -> CostModel:
         """Return the same model with its optimizer step shared by ``shards`` devices; computed costs are shared."""
         out = copy.copy(self)
-        out.shards, out._other = shards, None
+        out.shards, out._other, out._memory = shards, None, {}
         return out
 
     def executed(self, execution: str) -> CostModel:

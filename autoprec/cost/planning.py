@@ -9,13 +9,16 @@ from typing import Any
 from autoprec.cost.model import CostModel
 from autoprec.cost.scale import GemmWork
 from autoprec.errors import UsageError
+from autoprec.hardware import Target
 from autoprec.policy.schema import LayerPlan
+from autoprec.recipes import GEMMS
 
 __all__ = [
     "Payback",
     "ScalePoint",
     "SweepPoint",
     "break_even_tokens",
+    "check_layout",
     "payback",
     "scale_out",
     "search_seconds",
@@ -25,13 +28,18 @@ __all__ = [
 Choices = Mapping[str, Mapping[str, LayerPlan]]
 #: Share of the backward pass behind which gradient communication hides (buckets are sent while later ones compute).
 _OVERLAP = 0.8
+_KEEP = LayerPlan()
 _NODE = 8
 _GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class SweepPoint:
-    """What a step of ``tokens`` tokens (or of a sequence ``seq`` times as long) could gain."""
+    """What a step of ``tokens`` tokens (or of a sequence ``seq`` times as long) could gain.
+
+    ``memory_bytes`` is the modelled peak of the baseline's step, 0 where the report counted none; ``fits`` compares it
+    with the memory of one device.
+    """
 
     factor: float
     tokens: int
@@ -40,6 +48,8 @@ class SweepPoint:
     best_uniform: str
     best_uniform_speedup: float
     kind: str
+    memory_bytes: int = 0
+    fits: bool = True
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -52,6 +62,7 @@ def sweep(
     factors: Iterable[float] = (0.25, 0.5, 1, 2, 4, 8, 16, 32),
     *,
     sequence: bool = False,
+    threshold: float = 0.03,
 ) -> list[SweepPoint]:
     """Return the verdict at several batch sizes (or sequence lengths).
 
@@ -60,6 +71,7 @@ def sweep(
         choices: as for :meth:`CostModel.verdict`.
         factors: tokens per step relative to the model's.
         sequence: the tokens come from longer sequences, so that attention grows with them.
+        threshold: as for :meth:`CostModel.verdict`.
     """
     largest = max((layer.gemms[0].m for layer in model.report.tunable if layer.gemms), default=0)
     tokens = model.report.batch.get("tokens", 0) or largest
@@ -68,7 +80,9 @@ def sweep(
         scale = replace(
             model.scale, tokens=model.scale.tokens * factor, seq=model.scale.seq * (factor if sequence else 1.0)
         )
-        found = model.at(scale).verdict(choices)
+        scaled = model.at(scale)
+        found = scaled.verdict(choices, threshold=threshold)
+        held = scaled.estimate(choices.get(found.baseline, {}), activations=found.activations).memory_bytes
         out.append(
             SweepPoint(
                 factor=factor,
@@ -78,6 +92,8 @@ def sweep(
                 best_uniform=found.best_uniform[0],
                 best_uniform_speedup=found.best_uniform[1],
                 kind=found.kind,
+                memory_bytes=held,
+                fits=held <= model.target.memory_bytes,
             )
         )
     return out
@@ -164,6 +180,28 @@ def _split(work: GemmWork, ways: int) -> GemmWork:
     return replace(work, out=max(1, work.out // ways))
 
 
+def check_layout(target: Target, gpus: Sequence[int], tensor_parallel: int) -> None:
+    """Refuse what :func:`scale_out` cannot extrapolate to.
+
+    Raises:
+        UsageError: a count that the replica size does not divide, or a device without links in the table.
+    """
+    if not target.links:
+        raise UsageError(f"{target.title} has no links in the table", fix="choose a GPU target, or give yours `links`")
+    if not 1 <= tensor_parallel <= _NODE:
+        raise UsageError(f"tensor parallel over {tensor_parallel} GPUs leaves the node", fix=f"use 1 to {_NODE}")
+    for count in gpus:
+        if count < tensor_parallel or count % tensor_parallel:
+            raise UsageError(
+                f"{count} GPUs are no whole number of replicas of {tensor_parallel}",
+                fix=f"use multiples of {tensor_parallel}, the tensor-parallel size",
+            )
+
+
+def _runs(model: CostModel, name: str, plan: LayerPlan) -> bool:
+    return all(model.can_run(name, plan.recipe(gemm))[0] for gemm in GEMMS)
+
+
 def scale_out(
     model: CostModel,
     plans: Mapping[str, LayerPlan],
@@ -186,23 +224,19 @@ def scale_out(
         gradients, baseline_gradients: what travels between replicas: fp32, bf16 or fp8.
 
     Gradients are reduced inside the node and then across nodes, one link per GPU; they hide behind 80 % of the
-    backward pass, tensor-parallel activations do not hide. Nothing here was measured: it is an extrapolation.
+    backward pass, tensor-parallel activations do not hide. A layer whose share no longer fits its recipe's multiples
+    runs the baseline. Nothing here was measured: it is an extrapolation.
 
     Raises:
         UsageError: a count that the replica size does not divide, or a device without links in the table.
     """
-    links = model.target.links
-    if not links:
-        raise UsageError(f"{model.target.title} has no links in the table", fix="choose a GPU target")
-    ways = tensor_parallel
-    if not 1 <= ways <= _NODE:
-        raise UsageError(f"tensor parallel over {ways} GPUs leaves the node", fix=f"use 1 to {_NODE}")
+    check_layout(model.target, gpus, tensor_parallel)
+    links, ways = model.target.links, tensor_parallel
     shard = model.split(lambda work: _split(work, ways)) if ways > 1 else model
+    plans = {name: plan if _runs(shard, name, plan) else baseline.get(name, _KEEP) for name, plan in plans.items()}
     exchanged = _exchanged_bytes(model, ways) / links["scale_up"]
     out = []
     for count in gpus:
-        if count < ways or count % ways:
-            raise UsageError(f"{count} GPUs are no whole number of replicas of {ways}", fix="choose multiples")
         replicas = count // ways
         sharded, times, exposed = shard.with_shards(replicas), [], 0.0
         for chosen, form in ((baseline, baseline_gradients), (plans, gradients)):

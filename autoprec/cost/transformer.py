@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autoprec.errors import FileError
+from autoprec.errors import FileError, UnknownNameError
 from autoprec.files import read_document
 from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
 
@@ -60,13 +60,50 @@ PRESETS: dict[str, DecoderConfig] = {
 }
 
 
+#: Families whose MLP has two projections and no gate; their heads share the embedding's weight unless they say not.
+_PLAIN_MLP = (
+    "bloom",
+    "codegen",
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox",
+    "gptj",
+    "mpt",
+    "opt",
+    "phi",
+    "starcoder2",
+)
+#: Keys that say how many experts a mixture has: its tokens are divided among them, which this report cannot write.
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+
+
+def _check_decoder(document: Mapping[str, Any], path: Path | str) -> None:
+    """Refuse a configuration whose step would be written down as that of another model.
+
+    Raises:
+        FileError: a mixture of experts, or no decoder.
+    """
+    fix = "record a step of the script itself: autoprec estimate train.py"
+    experts = next((name for name in _EXPERTS if isinstance(document.get(name), int) and document[name] > 1), "")
+    if experts:
+        raise FileError(f"is a mixture of experts ({experts}: {document[experts]})", where=str(path), fix=fix)
+    classes = [str(name) for name in document.get("architectures") or ()]
+    decoders = ("ForCausalLM", "LMHeadModel")
+    if document.get("is_encoder_decoder") or (classes and not any(name.endswith(decoders) for name in classes)):
+        named = ", ".join(classes) or "an encoder-decoder"
+        raise FileError(f"is the configuration of {named}, not of a decoder", where=str(path), fix=fix)
+
+
 def load_config(path: Path | str) -> DecoderConfig:
     """Read a Hugging Face ``config.json``.
 
     Raises:
-        FileError: missing, malformed, or a size is absent.
+        FileError: missing, malformed, not of a dense decoder, or a size is absent.
     """
     document = read_document(path)
+    _check_decoder(document, path)
 
     def size(*names: str, default: int | None = None) -> int:
         for name in names:
@@ -78,12 +115,12 @@ def load_config(path: Path | str) -> DecoderConfig:
         raise FileError(f"no {' or '.join(names)}", where=str(path), fix="is this the config.json of a decoder?")
 
     hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
-    gated = "intermediate_size" in document and document.get("model_type", "llama") not in ("gpt2", "gpt_neox", "opt")
+    gated = "intermediate_size" in document and document.get("model_type", "llama") not in _PLAIN_MLP
     return DecoderConfig(
         hidden=hidden,
         layers=size("num_hidden_layers", "n_layer"),
         heads=heads,
-        intermediate=size("intermediate_size", "n_inner", default=4 * hidden),
+        intermediate=size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
         vocab=size("vocab_size"),
         kv_heads=size("num_key_value_heads", default=heads),
         head_dim=size("head_dim", default=hidden // heads),
@@ -194,13 +231,15 @@ def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: st
     saved = (
         tokens * config.layers * (2 * h if recompute == "full" else 2 * per_token + 2 * h) + tokens * config.vocab * 4
     )
+    in_layers = sum(layer.total_flops for layer in layers)
+    total = in_layers + sum(row.flops for row in operators.rows)
     return GraphReport(
         model={"class": "Decoder", "parameters": weights, "fingerprint": ""},
         layers=tuple(layers),
         operators=tuple(operators.rows),
         groups=groups,
-        total_flops=sum(layer.total_flops for layer in layers) + sum(row.flops for row in operators.rows),
-        tunable_flops_share=1.0,
+        total_flops=total,
+        tunable_flops_share=in_layers / total if total else 0.0,
         batch={"samples": batch, "tokens": tokens},
         memory={
             "parameters": weights * 4,
@@ -214,7 +253,16 @@ def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: st
 
 
 def config_from(value: str | Mapping[str, Any]) -> DecoderConfig:
-    """Return a preset by name, or the configuration in a file."""
+    """Return a preset by name, or the configuration in a file.
+
+    Raises:
+        UnknownNameError: neither a preset nor a path.
+        FileError: see :func:`load_config`.
+    """
     if isinstance(value, Mapping):
         return DecoderConfig(**value)
-    return PRESETS[value] if value in PRESETS else load_config(value)
+    if value in PRESETS:
+        return PRESETS[value]
+    if Path(value).name == value and not Path(value).suffix and not Path(value).exists():
+        raise UnknownNameError("configuration", value, PRESETS)  # no file is called that
+    return load_config(value)

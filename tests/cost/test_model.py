@@ -162,6 +162,12 @@ def test_unknown_layers_are_a_key_error(tiny: GraphReport) -> None:
         CostModel(tiny, H100).layer_time_ms("nope", LayerPlan())
 
 
+def test_optimizer_state_that_is_shared_takes_less_memory(large: GraphReport) -> None:
+    model = CostModel(large, H100)
+    alone = model.estimate({}).memory_bytes
+    assert model.with_shards(8).estimate({}).memory_bytes < alone == model.estimate({}).memory_bytes
+
+
 def test_a_policy_may_compile_what_the_script_does_not(tiny: GraphReport) -> None:
     eager = CostModel(tiny, H100, compiled=False)
     compiled = eager.executed("compile")

@@ -41,6 +41,15 @@ def test_longer_sequences_dilute_the_gain(medium: GraphReport, uniform: Uniform)
     assert sequences[1].step_ms > batches[1].step_ms
 
 
+def test_a_sweep_says_what_no_longer_fits(uniform: Uniform) -> None:
+    report = decoder_report(PRESETS["gpt2"], batch=8, seq=1024)
+    small, big = sweep(CostModel(report, H100), uniform(report), (1, 32))
+    assert small.fits
+    assert not big.fits
+    assert big.memory_bytes > H100.memory_bytes > small.memory_bytes > 0
+    assert [p.kind for p in sweep(CostModel(report, H100), uniform(report), (1, 32), threshold=9.0)] == ["stay"] * 2
+
+
 def test_no_break_even_where_nothing_gains(tiny: GraphReport, uniform: Uniform) -> None:
     points = sweep(CostModel(tiny, H100), uniform(tiny), (0.5, 1))
     assert break_even_tokens(points) is None
@@ -94,6 +103,20 @@ def test_tensor_parallelism_divides_the_work_and_shrinks_the_gain(large: GraphRe
 def test_impossible_layouts_are_refused(large: GraphReport, gpus: list[int], ways: int) -> None:
     with pytest.raises(UsageError):
         scale_out(CostModel(large, H100), {}, {}, gpus, tensor_parallel=ways)
+
+
+def test_a_share_too_small_for_the_recipe_runs_the_baseline(uniform: Uniform) -> None:
+    """Width 1664 over 8 GPUs is 208, no multiple of MXFP8's 32."""
+    report = decoder_report(PRESETS["nanochat-d26"], batch=1, seq=2048)
+    plans = {**uniform(report), **uniform(report, ["mxfp8"])}
+    model = CostModel(report, TARGETS["b200"])
+    alone, split = (scale_out(model, plans["mxfp8"], plans["bf16"], [8], tensor_parallel=ways)[0] for ways in (1, 8))
+    assert alone.speedup != pytest.approx(1.0, abs=1e-3)
+    mlp = {n: p for n, p in plans["mxfp8"].items() if ".mlp." in n}  # 6656 / 8 = 832 is a multiple
+    rest = {n: p for n, p in plans["bf16"].items() if n not in mlp}
+    head = {"lm_head": plans["mxfp8"]["lm_head"]}  # 32768 / 8
+    same = scale_out(model, {**rest, **mlp, **head}, plans["bf16"], [8], tensor_parallel=8)[0]
+    assert split.policy_ms == pytest.approx(same.policy_ms)
 
 
 def test_a_cpu_has_no_links(tiny: GraphReport, cpu_rates: None) -> None:

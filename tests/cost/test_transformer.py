@@ -8,7 +8,7 @@ import pytest
 
 from autoprec.cost import CostModel
 from autoprec.cost.transformer import PRESETS, DecoderConfig, config_from, decoder_report, load_config
-from autoprec.errors import FileError
+from autoprec.errors import FileError, UnknownNameError
 from autoprec.graph.report import GraphReport
 from autoprec.hardware import TARGETS
 
@@ -72,6 +72,44 @@ def test_a_config_of_something_else_is_refused(tmp_path: Path) -> None:
     path.write_text('{"image_size": 224}')
     with pytest.raises(FileError, match="hidden_size"):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"model_type": "mixtral", "num_local_experts": 8}, r"mixture of experts \(num_local_experts: 8\)"),
+        ({"architectures": ["BertForMaskedLM"]}, "configuration of BertForMaskedLM, not of a decoder"),
+        ({"is_encoder_decoder": True}, "an encoder-decoder, not of a decoder"),
+    ],
+)
+def test_a_config_whose_step_would_be_another_models_is_refused(
+    tmp_path: Path, change: dict[str, object], match: str
+) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    path.write_text(json.dumps({**sizes, "architectures": ["LlamaForCausalLM"], "num_experts": 1}))
+    assert load_config(path).hidden == 64
+    path.write_text(json.dumps({**sizes, **change}))
+    with pytest.raises(FileError, match=match):
+        load_config(path)
+
+
+@pytest.mark.parametrize("family", ["phi", "starcoder2", "gpt_neox"])
+def test_decoders_without_a_gate_have_none(tmp_path: Path, family: str) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    path.write_text(json.dumps({**sizes, "intermediate_size": 256, "model_type": family}))
+    assert not load_config(path).gated
+
+
+def test_a_preset_nobody_knows_is_no_file() -> None:
+    with pytest.raises(UnknownNameError, match="unknown configuration 'lama3-70b'\n  fix: did you mean 'llama3-70b'"):
+        config_from("lama3-70b")
+
+
+def test_attention_is_no_tunable_flop() -> None:
+    short, long = (decoder_report(PRESETS["gpt2"], batch=1, seq=seq).tunable_flops_share for seq in (128, 8192))
+    assert 0.5 < long < short < 1.0
 
 
 def test_llama_70b_from_its_configuration_in_seconds() -> None:
