@@ -11,7 +11,7 @@ from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, name_plans
-from autoprec.export.operators import autocast_operators
+from autoprec.export.operators import IN_FORWARD, autocast_operators
 from autoprec.export.python import operator_losses
 from autoprec.export.summary import is_scaled, lose_rule, main_plan
 from autoprec.export.torchao import nearest_float8, torchao_source
@@ -105,13 +105,19 @@ class AccelerateExporter:
         losses = Losses()
         policy = request.policy
         main = main_plan(request)
-        operator_losses(request, losses, attention=False)
-        autocast_operators(request, losses, output="accelerate casts the model's output to fp32")
+        delayed = main is not None and _delayed_everywhere(request, main)
+        operator_losses(request, losses)
+        autocast_operators(
+            request,
+            losses,
+            output="accelerate casts the model's output to fp32",
+            attention="" if delayed else IN_FORWARD,
+        )
         state_losses(request, losses)
         files: dict[str, str] = {}
         if main is not None and policy.activations != "bf16":
             losses.add(f"activations: {policy.activations}", "bf16: accelerate's FP8 runs under bf16 autocast")
-        if main is not None and _delayed_everywhere(request, main):
+        if main is not None and delayed:
             if "operators.norm: fp32" in losses.kept:
                 losses.kept["operators.norm: fp32"] = "Transformer Engine's own LayerNorm kernels compute in fp32"
             document: dict[str, Any] = {"mixed_precision": "fp8", "fp8_config": _te_config(request, main, losses)}

@@ -48,8 +48,6 @@ class AxolotlExporter:
                 lose_rule(losses, rule, runs)
         if policy.loss_scaling == "dynamic" and dtype != "fp16":
             losses.add("loss_scaling: dynamic", "none")
-        if policy.operators.attention not in ("keep", policy.activations):
-            losses.add(f"operators.attention: {policy.operators.attention}", "attention as axolotl runs it")
         if policy.execution == "compile" or (policy.execution == "eager" and not eight):
             config["torch_compile"] = policy.execution == "compile"
         switched = config.get("torch_compile") == (policy.execution == "compile")

@@ -54,8 +54,6 @@ class DeepSpeedExporter:
             config["communication_data_type"] = "fp32"
         if policy.loss_scaling == "dynamic" and dtype != "fp16":
             losses.add("loss_scaling: dynamic", "none (DeepSpeed scales the loss for fp16 autocast only)")
-        if policy.operators.attention not in ("keep", policy.activations):
-            losses.add(f"operators.attention: {policy.operators.attention}", "attention in the autocast dtype")
         autocast_operators(request, losses, lost="the autocast dtype, also in a loss that the script computes itself")
         state_losses(request, losses, communication=False)
         notes = ["merge into your DeepSpeed configuration; leave its bf16 and fp16 sections off"]

@@ -47,7 +47,7 @@ class LightningExporter:
         """Return ``precision_policy.py`` and ``precision_lightning.py``."""
         losses = Losses()
         source = standalone_source(request, losses)
-        operator_losses(request, losses, attention=False)
+        operator_losses(request, losses)
         module_operators(request, losses)
         state_losses(request, losses)
         files = {

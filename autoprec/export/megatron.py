@@ -104,7 +104,7 @@ _KEPT = {
 
 
 def _operator_flags(request: Request, losses: Losses) -> list[str]:
-    report_operators(request, losses, _KEPT, {})
+    report_operators(request, losses, _KEPT, {"attention": "attention as Megatron runs it"})
     wanted = {"softmax": "--attention-softmax-in-fp32", "embedding": "--fp32-residual-connection"}
     return [flag for name, flag in wanted.items() if getattr(request.policy.operators, name) == "fp32"]
 
@@ -157,8 +157,6 @@ class MegatronExporter:
         flags.append("--te-precision-config-file te_precision_config.yaml")
         if request.policy.loss_scaling == "dynamic" and flags[0] != "--fp16":
             losses.add("loss_scaling: dynamic", "none (Megatron scales the loss under --fp16)")
-        if request.policy.operators.attention not in ("keep", request.policy.activations):
-            losses.add(f"operators.attention: {request.policy.operators.attention}", "attention as Megatron runs it")
         files = {
             "te_precision_config.yaml": header(request, "Megatron")
             + dump_yaml({"configs": configs, "matchers": matchers}),

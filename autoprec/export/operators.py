@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from autoprec.export.base import Losses, Request
 
-__all__ = ["AUTOCAST", "LOOKUP", "OPERATORS", "autocast_operators", "report_operators"]
+__all__ = ["AUTOCAST", "IN_FORWARD", "LOOKUP", "OPERATORS", "autocast_operators", "report_operators"]
 
 OPERATORS = ("softmax", "norm", "embedding", "loss", "output")
 #: torch.autocast's list for CUDA (torch/amp, "CUDA ops that can autocast to float32").
@@ -18,6 +18,8 @@ AUTOCAST = {
     "norm": "torch.autocast on CUDA computes layer and group norms in fp32; others accumulate in fp32",
     "loss": "torch.autocast on CUDA computes losses in fp32",
 }
+#: Who does what an exported Python module does itself.
+IN_FORWARD = "the exported module, inside the model's forward"
 LOOKUP = {"embedding": "a lookup returns the weights' own precision"}
 _UNTOUCHED = "nothing is run in less than the script's own precision"
 
@@ -25,7 +27,8 @@ _UNTOUCHED = "nothing is run in less than the script's own precision"
 def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], lost: Mapping[str, str]) -> None:
     """Say of every operator that the policy wants in FP32 who keeps it so, or what it runs in instead.
 
-    And of ``execution``, where the policy says whether the model is compiled: ``kept`` may name who sees to that too.
+    And of ``execution`` and ``operators.attention``, where the policy says how the model is compiled or what attention
+    computes in: ``kept`` may name who sees to that too.
 
     Args:
         request: the policy.
@@ -33,6 +36,7 @@ def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], 
         kept: operator -> who keeps it in FP32.
         lost: operator -> what the target does instead; every operator must be in one of the two.
     """
+    _report_attention(request, losses, kept.get("attention", ""), lost.get("attention", ""))
     execution = request.policy.execution
     if execution != "keep" and "execution" in kept:
         losses.kept[f"execution: {execution}"] = kept["execution"]
@@ -47,8 +51,19 @@ def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], 
             losses.add(f"operators.{name}: fp32", lost[name])
 
 
+def _report_attention(request: Request, losses: Losses, kept: str, lost: str) -> None:
+    wanted, activations = request.policy.operators.attention, request.policy.activations
+    if wanted == "keep":
+        return
+    if kept or wanted == activations:
+        losses.kept[f"operators.attention: {wanted}"] = kept or "the activations are, all of them"
+    else:
+        around = "as the script runs it" if activations == "keep" else "in the dtype of the activations"
+        losses.add(f"operators.attention: {wanted}", lost or f"attention {around}")
+
+
 def autocast_operators(
-    request: Request, losses: Losses, *, output: str = "", lost: str = "", execution: str = ""
+    request: Request, losses: Losses, *, output: str = "", lost: str = "", execution: str = "", attention: str = ""
 ) -> None:
     """Report a target that runs the model under ``torch.autocast``.
 
@@ -58,8 +73,9 @@ def autocast_operators(
         output: who casts the model's output to FP32, or
         lost: what the output is instead.
         execution: who compiles the model, or does not, as the policy says; empty for nobody.
+        attention: who runs attention in the dtype that the policy names; empty for nobody.
     """
-    more = {"execution": execution} if execution else {}
+    more = {name: who for name, who in (("execution", execution), ("attention", attention)) if who}
     if request.policy.activations == "keep":
         report_operators(request, losses, dict.fromkeys(OPERATORS, _UNTOUCHED) | more, {})
         return

@@ -7,7 +7,7 @@ from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, recipes_of, state_losses
 from autoprec.export.naming import header, literal, name_plans, rule_table
-from autoprec.export.operators import LOOKUP, report_operators
+from autoprec.export.operators import IN_FORWARD, LOOKUP, report_operators
 from autoprec.policy import LayerPlan
 from autoprec.recipes import GEMMS, Recipe
 
@@ -73,7 +73,7 @@ class PythonExporter:
         """Return ``precision_policy.py``."""
         losses = Losses()
         source = standalone_source(request, losses)
-        operator_losses(request, losses, attention=False)
+        operator_losses(request, losses)
         module_operators(request, losses)
         state_losses(request, losses)
         use = "import precision_policy; precision_policy.apply(model)"
@@ -82,14 +82,11 @@ class PythonExporter:
 
 def module_operators(request: Request, losses: Losses) -> None:
     """Report the protections that the exported module carries out itself, inside the model's forward."""
-    by = dict.fromkeys(("softmax", "norm", "loss", "output"), "the exported module, inside the model's forward")
+    by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention"), IN_FORWARD)
     report_operators(request, losses, by | LOOKUP, {})
 
 
-def operator_losses(request: Request, losses: Losses, *, attention: bool = True) -> None:
-    """List what plain autocast does not do: loss scaling, and a dtype of its own for attention where that is lost."""
-    policy = request.policy
-    if attention and policy.operators.attention not in ("keep", policy.activations):
-        losses.add(f"operators.attention: {policy.operators.attention}", "attention in the dtype of the activations")
-    if policy.loss_scaling == "dynamic":
+def operator_losses(request: Request, losses: Losses) -> None:
+    """List what plain autocast does not do: loss scaling."""
+    if request.policy.loss_scaling == "dynamic":
         losses.add("loss_scaling: dynamic", "none: use torch.amp.GradScaler in the training loop")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, name_plans, rule_table
-from autoprec.export.operators import autocast_operators
+from autoprec.export.operators import IN_FORWARD, autocast_operators
 from autoprec.export.python import operator_losses
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
 from autoprec.policy import LayerPlan
@@ -238,8 +238,9 @@ class TorchaoExporter:
         """Return ``precision_torchao.py`` with ``apply(model)`` and ``autocast()``."""
         losses = Losses()
         source = torchao_source(request, losses)
-        operator_losses(request, losses, attention=False)
-        autocast_operators(request, losses, output="the exported module casts the model's output")
+        operator_losses(request, losses)
+        output = "the exported module casts the model's output"
+        autocast_operators(request, losses, output=output, attention=IN_FORWARD)
         state_losses(request, losses)
         notes = ("import precision_torchao; precision_torchao.apply(model); with precision_torchao.autocast(): ...",)
         return Export(self.name, {"precision_torchao.py": source}, losses.done(), notes, losses.kept)

@@ -97,8 +97,6 @@ class TorchtitanExporter:
             losses.add(f"activations: {request.policy.activations}", "bf16 (torchtitan's mixed precision)")
         if request.policy.loss_scaling == "dynamic":
             losses.add("loss_scaling: dynamic", "none")
-        if request.policy.operators.attention not in ("keep", request.policy.activations):
-            losses.add(f"operators.attention: {request.policy.operators.attention}", "attention as torchtitan runs it")
         report_operators(request, losses, _KEPT, _LOST)
         state_losses(request, losses)
         if main is None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, literal, name_plans, rule_table
-from autoprec.export.operators import autocast_operators
+from autoprec.export.operators import IN_FORWARD, autocast_operators
 from autoprec.export.python import operator_losses
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
 from autoprec.policy import LayerPlan
@@ -353,8 +353,9 @@ class TransformerEngineExporter:
                 plain[name] = _TORCH.get(plan.fprop.format, "torch.float32")
                 if plan.fprop.format == "tf32":
                     losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
-        operator_losses(request, losses, attention=False)
-        autocast_operators(request, losses, output="the exported module casts the model's output")
+        operator_losses(request, losses)
+        output = "the exported module casts the model's output"
+        autocast_operators(request, losses, output=output, attention=IN_FORWARD)
         state_losses(request, losses)
         shared = {
             "RULES": rule_table(rules, names),

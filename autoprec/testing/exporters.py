@@ -98,6 +98,7 @@ POLICIES: dict[str, Policy] = {
     "unprotected": _policy(
         "bf16", operators={"softmax": "keep", "norm": "keep", "embedding": "keep", "loss": "keep", "output": "keep"}
     ),
+    "attention": _policy("fp8_tensorwise", operators={"attention": "fp32"}),
 }
 
 
@@ -157,11 +158,12 @@ def check_files(done: Export) -> list[str]:
 def check_operators(request: Request, done: Export) -> list[str]:
     """Return what the policy says beside layers and state and the export says nothing about, or two things.
 
-    That is: every operator that it wants in FP32, and whether the model is compiled.
+    That is: every operator that it wants in FP32, the dtype of attention, and whether the model is compiled.
     """
     problems = []
     policy = request.policy
     wanted = {f"operators.{name}: fp32": getattr(policy.operators, name) == "fp32" for name in OPERATORS}
+    wanted[f"operators.attention: {policy.operators.attention}"] = policy.operators.attention != "keep"
     wanted[f"execution: {policy.execution}"] = policy.execution != "keep"
     for what, speak in wanted.items():
         said = (what in done.kept) + sum(loss.what == what for loss in done.losses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from dataclasses import replace
 
@@ -9,6 +10,7 @@ import pytest
 
 from autoprec.errors import MissingDependencyError, UnknownNameError, UnsupportedError
 from autoprec.export import EXPORTERS, Export, Request, export, exporter
+from autoprec.policy import OperatorPolicy
 from autoprec.testing.exporters import MODELS, POLICIES, check_exporter, check_files, check_operators
 from autoprec.testing.readers import READERS
 
@@ -75,6 +77,31 @@ def test_who_keeps_an_operator_in_fp32_is_named() -> None:
     nothing = exporter("torchao").export(Request(POLICIES["unprotected"], MODELS["gpt"]))
     assert nothing.kept == {}
     assert nothing.losses == ()
+
+
+@pytest.mark.parametrize("name", EXPORTERS)
+def test_who_runs_attention_in_its_own_dtype_is_said(name: str) -> None:
+    """An exported module does it itself; a target that reads a configuration says what it does instead."""
+    done = exporter(name).export(Request(POLICIES["attention"], MODELS["gpt"]))
+    what = "operators.attention: fp32"
+    if name in ("python", "lightning", "torchao", "transformer-engine", "accelerate"):
+        assert done.kept[what] == "the exported module, inside the model's forward"
+        assert re.search(r'^ATTENTION = ("fp32"|torch.float32)', "".join(done.files.values()), re.MULTILINE)
+    else:
+        assert [loss.instead for loss in done.losses if loss.what == what] != []
+
+
+def test_attention_is_lost_where_accelerate_gets_no_module_and_kept_where_activations_are_the_same() -> None:
+    def run(name: str, **operators: str) -> tuple[list[str], dict[str, str]]:
+        policy = POLICIES["delayed"].model_copy(update={"operators": OperatorPolicy.model_validate(operators)})
+        done = exporter(name).export(Request(policy, MODELS["gpt"]))
+        return [loss.what for loss in done.losses], done.kept
+
+    lost, _ = run("accelerate", attention="fp32")
+    assert "operators.attention: fp32" in lost
+    lost, kept = run("deepspeed", attention="bf16")
+    assert "operators.attention: bf16" not in lost
+    assert "operators.attention: bf16" in kept
 
 
 def test_an_operator_that_is_not_spoken_of_is_found() -> None:
