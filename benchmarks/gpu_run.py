@@ -22,6 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from autoprec.trial.conditions import QUERY, Conditions, ask_driver  # noqa: E402 - nothing need be installed for it
+
 PARTS = ("tests", "numerics", "calibrate", "fidelity", "end_to_end")
 
 
@@ -41,27 +45,15 @@ def commands(out: Path) -> dict[str, list[str]]:
 
 def gpu_name() -> str:
     """Return the GPU's name, empty without one."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    return done.stdout.splitlines()[0].strip() if done.stdout.strip() else ""
+    return ask_driver(["name"])
 
 
 def throttled() -> str:
     """Return why timings would be unreliable now (clocks throttled, other processes), empty when they are fine."""
-    query = "clocks_event_reasons.hw_slowdown,clocks_event_reasons.hw_thermal_slowdown,utilization.gpu"
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"], capture_output=True, text=True, check=True
-        )
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-    slow, hot, busy = (part.strip() for part in done.stdout.splitlines()[0].split(","))
-    if "Active" in (slow, hot):
-        return f"the GPU is throttled (hardware {slow}, thermal {hot})"
+    state, _, busy = ask_driver((*QUERY, "utilization.gpu")).rpartition(",")
+    slowed = Conditions.parse(state).slowed
+    if slowed:
+        return f"the GPU is throttled ({', '.join(slowed)})"
     used = int(re.sub(r"\D", "", busy) or 0)
     return f"somebody else uses {used} % of the GPU" if used > 5 else ""
 

@@ -14,6 +14,7 @@ DRIVER = [
     "autoprec.graph.report",
     "autoprec.cost",
     "autoprec.trial.command",
+    "autoprec.trial.conditions",
     "autoprec.trial.protocol",
     "autoprec.trial.runner",
     "autoprec.trial.script",

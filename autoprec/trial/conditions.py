@@ -10,14 +10,24 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-__all__ = ["Conditions", "compiled_steps", "read_conditions", "still_compiling", "unreliable"]
+__all__ = [
+    "QUERY",
+    "Conditions",
+    "ask_driver",
+    "compiled_steps",
+    "read_conditions",
+    "still_compiling",
+    "unreliable",
+]
 
 #: Fields of ``nvidia-smi --query-gpu``, in the order of :class:`Conditions`. Drivers before 535 call the reasons
 #: ``clocks_throttle_reasons``, which newer ones still accept.
-_QUERY = (
+QUERY = (
     "clocks.sm",
     "clocks.max.sm",
     "temperature.gpu",
@@ -57,27 +67,35 @@ class Conditions:
     def parse(cls, line: str, foreign_memory: int = 0) -> Conditions:
         """Read one line of ``nvidia-smi --format=csv,noheader,nounits``; what it does not say stays 0."""
         cells = [cell.strip() for cell in line.split(",")]
-        if len(cells) != len(_QUERY):
+        if len(cells) != len(QUERY):
             return cls(foreign_memory=foreign_memory)
         numbers = [float(cell) if cell.replace(".", "", 1).isdigit() else 0.0 for cell in cells[:3]]
         slowed = tuple(why for why, cell in zip(_REASONS, cells[3:], strict=True) if cell == "Active")
         return cls(numbers[0], numbers[1], numbers[2], slowed, foreign_memory)
 
 
+def ask_driver(fields: Sequence[str], gpu: str = "") -> str:
+    """Return the line that ``nvidia-smi`` has about one GPU (the first by default); empty where there is none."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    command += ["-i", gpu] if gpu else []
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout.partition("\n")[0].strip()
+
+
 def read_conditions(device: torch.device) -> Conditions | None:
     """Return the state of a CUDA device now (some 20 ms); None for other devices."""
     if device.type != "cuda":
         return None
+    import torch  # here: benchmarks/gpu_run.py asks the driver on machines without it
+
     free, total = torch.cuda.mem_get_info(device)
     foreign = total - free - torch.cuda.memory_reserved(device)
-    line = ""
-    try:
-        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        command = ["nvidia-smi", f"--query-gpu={','.join(_QUERY)}", "--format=csv,noheader,nounits", "-i", uuid]
-        line = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError, AttributeError):
-        pass  # no nvidia-smi in this container: memory alone still tells of company
-    return Conditions.parse(line, foreign)
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    # without nvidia-smi in this container memory alone still tells of company
+    return Conditions.parse(ask_driver(QUERY, f"GPU-{uuid}") if uuid else "", foreign)
 
 
 def unreliable(before: Conditions | None, after: Conditions | None) -> str:

@@ -9,7 +9,14 @@ import pytest
 import torch
 
 from autoprec.trial import conditions
-from autoprec.trial.conditions import Conditions, compiled_steps, read_conditions, still_compiling, unreliable
+from autoprec.trial.conditions import (
+    Conditions,
+    ask_driver,
+    compiled_steps,
+    read_conditions,
+    still_compiling,
+    unreliable,
+)
 
 FINE = "1755, 1980, 54, Not Active, Not Active, Not Active, Not Active"
 HOT = "1215, 1980, 91, Not Active, Active, Active, Not Active"
@@ -63,3 +70,13 @@ def test_only_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(conditions.subprocess, "run", missing)
     assert read_conditions(torch.device("cuda")) == Conditions(foreign_memory=30)
+    assert ask_driver(["name"]) == ""
+
+
+def test_without_a_name_the_first_gpu_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **_: object) -> SimpleNamespace:
+        assert command == ["nvidia-smi", "--query-gpu=name,power.draw", "--format=csv,noheader,nounits"]
+        return SimpleNamespace(stdout="A100, 71.2\nA100, 64.0\n")
+
+    monkeypatch.setattr(conditions.subprocess, "run", run)
+    assert ask_driver(["name", "power.draw"]) == "A100, 71.2"
