@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +35,10 @@ ATTRIBUTE = "_autoprec"
 ROOT = "_autoprec_root"
 #: What ``module.compile()`` made; torch leaves it out of copies and pickles too.
 _COMPILED = "_compiled_call_impl"
+_NOT_PICKLED = (
+    "a model under a precision policy is pickled without its policy; "
+    "call policy.apply(model) again where it is loaded, or save model.state_dict()"
+)
 _CLASSES: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
 
 
@@ -117,8 +122,13 @@ def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
 
 
 def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
-    """Pickle as a module of the original class: a policy is applied anew where the pickle is loaded."""
+    """Pickle as a module of the original class: a policy is applied anew where the pickle is loaded.
+
+    So a checkpoint needs no AutoPrec to be loaded; that the policy is not in it is said rather than found out.
+    """
     base = swapped_base(self)
+    if ATTRIBUTE in self.__dict__ or ROOT in self.__dict__:
+        warnings.warn(_NOT_PICKLED, stacklevel=2)
     state = {key: value for key, value in self.__dict__.items() if key not in (ATTRIBUTE, ROOT, _COMPILED)}
     return (_new_module, (base,), state)
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
+import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
@@ -93,3 +97,16 @@ def test_an_optimizer_built_before_or_after_trains_the_same_parameters() -> None
             optimizer.step()
         results.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
     assert torch.equal(*results)
+
+
+def test_a_pickle_says_that_it_leaves_the_policy_out_and_only_then() -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    policy = bf16()
+    policy.apply(model)
+    for part in (model, model[0]):
+        with pytest.warns(UserWarning, match=r"pickled without its policy.*policy\.apply\(model\) again"):
+            loaded = pickle.loads(pickle.dumps(part))
+        assert execution_of(loaded) is root_of(loaded) is None
+    copy.deepcopy(model)
+    policy.remove(model)
+    pickle.dumps(model)
