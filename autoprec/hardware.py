@@ -272,7 +272,9 @@ def target_from_dict(document: Mapping[str, Any], *, where: str = "targets") -> 
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise FileError(
-            f"{place}: {first['msg']}", where=where, fix="see docs/targets.md for the fields of a target"
+            f"{place}: {first['msg'].removeprefix('Value error, ')}",
+            where=where,
+            fix="see docs/targets.md for the fields of a target",
         ) from error
     base = _packaged()
     return _build(table, {**base.architectures, **table.architectures}, {**base.sources, **table.sources})

@@ -185,7 +185,7 @@ def test_of_several_own_targets_one_is_named(tmp_path: Path) -> None:
         ("architecture: hopper", "architecture: hoper", "architecture 'hoper'"),
         ("autoprec.targets/1", "autoprec.targets/9", "schema"),
         ("bf16: 400", "bf16: -400", "peaks.bf16: Input should be greater than 0"),
-        (", bf16: 400", "", "bf16 is missing"),
+        (", bf16: 400", "", "peaks: bf16 is missing"),
         ("scale_up: 100", "scale_up: 0", "links.scale_up: Input should be greater than 0"),
         (", scale_out: 10", "", "give scale_up and scale_out, or neither"),
         (

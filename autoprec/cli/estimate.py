@@ -68,35 +68,89 @@ def _load_graph(path: Path) -> Any:
         ) from error
 
 
-def _lines(verdict: Any, estimate: Any, limit: int) -> list[str]:
+def _ms(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size, limit in (("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172800.0)):
+        if seconds < limit:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86400:,.3g} days"
+
+
+def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
     """Return what a person reads on stdout."""
-    share = ", ".join(f"{name} {value:.0%}" for name, value in verdict.shares.items() if value >= 0.005)
-    lines = [
+    share = ", ".join(
+        f"{name} {value:.0%}" for name, value in verdict.shares.items() if value >= 0.005 and name != "tunable"
+    )
+    low, high = _ms(estimate.low_ms), _ms(estimate.high_ms)
+    return [
         f"verdict   {verdict.kind}",
         f"why       {verdict.reason}",
         f"bound     {verdict.bound_speedup:.2f}x (between {verdict.low:.2f}x and {verdict.high:.2f}x), {verdict.label}",
-        f"step      {estimate.time_ms:.4g} ms ({estimate.low_ms:.4g} to {estimate.high_ms:.4g}) as {verdict.baseline}",
-        f"shares    {share}",
-        "",
+        f"choices   {choices}",
+        f"step      {_ms(estimate.time_ms)} ms ({low} to {high}) as {verdict.baseline}",
+        f"shares    {share}; layers that may change: {verdict.shares['tunable']:.0%}",
     ]
+
+
+def _layer_lines(verdict: Any, limit: int) -> list[str]:
+    """Return one line per kind of layer, those that take most time first."""
+    lines = [""]
     shown: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for row in verdict.rows:
         key = (str(row["shapes"]), row["best"], row["reason"])
         shown.setdefault(key, []).append(row)
-    for rows in list(shown.values())[:limit]:
+    by_time = sorted(shown.values(), key=lambda rows: -sum(row["baseline_ms"] for row in rows))
+    for rows in by_time[:limit]:
         row = rows[0]
         shapes = " ".join("x".join(str(size) for size in shape) for shape in row["shapes"][:2])
         more = f" and {len(rows) - 1} more" if len(rows) > 1 else ""
         total = sum(r["baseline_ms"] for r in rows)
-        lines.append(f"{row['name']}{more}  {shapes}  {total:.4g} ms  {row['best']}: {row['reason']}")
+        why = row["reason"] if row["reason"].startswith(row["best"]) else f"{row['best']}: {row['reason']}"
+        lines.append(f"{row['name']}{more}  {shapes}  {_ms(total)} ms  {why}")
     if len(shown) > limit:
         lines.append(f"... {len(shown) - limit} more kinds of layers; --json has every layer")
     return lines
 
 
+def _memory(model: Any, verdict: Any, plans: Any) -> dict[str, Any]:
+    """Return the modelled bytes of the baseline's step and of the best single choice's, and whether they fit."""
+
+    def held(choice: str) -> dict[str, int] | None:
+        found = model.memory(plans.get(choice, {}), activations=verdict.activations)
+        return found.to_json() if found else None
+
+    base, best = held(verdict.baseline), verdict.best_uniform[0]
+    # a configuration says nothing about which tensor autograd saves, so what a policy changes there is not known
+    known = model.report.source != "analytic" and best != verdict.baseline
+    return {
+        "baseline": base,
+        "best_uniform": held(best) if known else None,
+        "device_bytes": model.target.memory_bytes,
+        "fits": base is None or base["total"] <= model.target.memory_bytes,
+    }
+
+
+def _memory_line(memory: dict[str, Any], verdict: Any) -> str:
+    base, best, device = memory["baseline"], memory["best_uniform"], memory["device_bytes"]
+    if base is None:
+        return "memory    not modelled: the record counted none"
+    saved = base["saved"] + base["weight_casts"]
+    parts = [("weights", base["parameters"]), ("gradients", base["gradients"])]
+    parts += [("optimizer", base["optimizer"]), ("saved for backward", saved)]
+    listed = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts)
+    other = f"; {best['total'] / 1e9:.3g} GB with {verdict.best_uniform[0]}" if best else ""
+    line = f"memory    {base['total'] / 1e9:,.4g} GB as {verdict.baseline} ({listed}){other}; "
+    if memory["fits"]:
+        return f"{line}one device has {device / 1e9:.4g} GB"
+    return f"{line}MORE than the {device / 1e9:.4g} GB of one device: shard, checkpoint, or cut the batch"
+
+
 def _counts(text: str) -> list[int]:
     try:
-        counts = [int(part) for part in text.split(",") if part.strip()]
+        counts = [int(part) for part in text.split(",")] if text else []
     except ValueError:
         counts = [0]
     if any(count < 1 for count in counts):
@@ -114,9 +168,9 @@ def _more(
     if not model.compiled and not model.target.is_cpu:  # a policy may say `execution: compile`
         out["compiled"] = model.executed("compile").verdict(plans, threshold=threshold)
     if sweep:
-        out["batch_sweep"] = planning.sweep(model, plans)
-        out["sequence_sweep"] = planning.sweep(model, plans, sequence=True)
-        out["break_even_tokens"] = planning.break_even_tokens(out["batch_sweep"])
+        out["batch_sweep"] = planning.sweep(model, plans, threshold=threshold)
+        out["sequence_sweep"] = planning.sweep(model, plans, sequence=True, threshold=threshold)
+        out["break_even_tokens"] = planning.break_even_tokens(out["batch_sweep"], threshold)
     if gpus:
         best, base = plans.get(verdict.best_uniform[0], {}), plans.get(verdict.baseline, {})
         out["scale_out"] = planning.scale_out(
@@ -131,7 +185,26 @@ def _plain(value: Any) -> Any:
     return value.to_json() if hasattr(value, "to_json") else value
 
 
-def _more_lines(more: dict[str, Any]) -> list[str]:
+def _sweep_lines(points: list[Any], what: str) -> list[str]:
+    """Return the table of a sweep; a batch that one device cannot hold says so."""
+    lines = ["", f"{what:>24}     step ms  bound    memory  best single choice"]
+    for p in points:
+        held = f"{p.memory_bytes / 1e9:,.0f} GB" if p.memory_bytes else "-"
+        over = "" if p.fits else "  (more than one device has)"
+        best = f"{p.best_uniform} {p.best_uniform_speedup:.2f}x"
+        lines.append(f"{p.tokens:>24,}  {_ms(p.step_ms):>10}  {p.bound_speedup:4.2f}x  {held:>8}  {best}{over}")
+    return lines
+
+
+def _break_even(points: list[Any], found: int | None) -> str:
+    if found is None:
+        return "pays at no batch size looked at"
+    notes = ["the smallest looked at"] if found == min(p.tokens for p in points) else []
+    notes += ["which one device cannot hold"] if any(p.tokens == found and not p.fits for p in points) else []
+    return f"pays from {found:,} tokens per step on" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _more_lines(more: dict[str, Any], best: str) -> list[str]:
     """Return the text of :func:`_more`."""
     paid = more["payback"]
     lines = [""]
@@ -139,34 +212,52 @@ def _more_lines(more: dict[str, Any]) -> list[str]:
         lines.append("payback   never: a search would gain nothing")
     else:
         lines.append(
-            f"payback   a search costs about {paid.search_s:.3g} s of training steps and is paid back after "
-            f"{paid.steps:,.0f} steps ({paid.hours:.2g} h)"
+            f"payback   a search costs about {_duration(paid.search_s)} of training steps, starting the script apart, "
+            f"and is paid back after {paid.steps:,.0f} steps ({_duration(paid.hours * 3600)}) at the earliest"
         )
     if "compiled" in more:
         other = more["compiled"]
         lines.append(
-            f"compiled  the step takes {other.step_ms:.4g} ms as {other.baseline}; the bound there is "
+            f"compiled  the step takes {_ms(other.step_ms)} ms as {other.baseline}; the bound there is "
             f"{other.bound_speedup:.2f}x, verdict {other.kind}: a policy may say `execution: compile`"
         )
     for key, what in (("batch_sweep", "tokens per step"), ("sequence_sweep", "tokens, longer sequences")):
         if key in more:
-            lines += ["", f"{what:>24}  step ms  bound  best single choice"]
-            lines += [
-                f"{p.tokens:>24,}  {p.step_ms:7.4g}  {p.bound_speedup:4.2f}x  "
-                f"{p.best_uniform} {p.best_uniform_speedup:.2f}x"
-                for p in more[key]
-            ]
+            lines += _sweep_lines(more[key], what)
     if "break_even_tokens" in more:
-        found = more["break_even_tokens"]
-        lines.append(f"pays from {found:,} tokens per step on" if found else "pays at no batch size looked at")
+        lines += ["", _break_even(more["batch_sweep"], more["break_even_tokens"])]
     if "scale_out" in more:
-        lines += ["", "extrapolated: GPUs  TP  DP  baseline ms  policy ms  speed-up  waiting  state fits"]
         lines += [
-            f"{p.gpus:>18}  {p.tensor_parallel:>2}  {p.data_parallel:>4}  {p.baseline_ms:>9.4g}  {p.policy_ms:>9.4g}  "
-            f"{p.speedup:.2f}x  {p.exposed:.0%}  {'yes' if p.fits else 'no'} ({p.state_bytes / 1e9:.0f} GB)"
+            "",
+            f"extrapolated to many GPUs, {best} wherever it runs; state: weights, gradients and optimizer of one GPU",
+        ]
+        lines += ["  GPUs  TP    DP  baseline ms   policy ms  speed-up  waiting  state fits"]
+        lines += [
+            f"{p.gpus:>6,}  {p.tensor_parallel:>2}  {p.data_parallel:>4}  {_ms(p.baseline_ms):>11}  "
+            f"{_ms(p.policy_ms):>10}  {p.speedup:>7.2f}x  {p.exposed:>7.0%}  "
+            f"{'yes' if p.fits else 'no'} ({p.state_bytes / 1e9:,.0f} GB)"
             for p in more["scale_out"]
         ]
     return lines
+
+
+def _check_options(config: str, batch: int, seq: int, threshold: float, gpus: str, tensor_parallel: int) -> list[int]:
+    """Refuse what cannot be, and what would be ignored; return the counts of ``--gpus``."""
+    asked = click.get_current_context().get_parameter_source
+    for name, needs, other in (
+        ("batch", config, "--config"),
+        ("seq", config, "--config"),
+        ("tensor_parallel", gpus, "--gpus"),
+    ):
+        if not needs and asked(name) is click.core.ParameterSource.COMMANDLINE:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} has no effect without {other}", fix=f"give {other}, or leave {flag} out")
+    for flag, count in (("--batch", batch), ("--seq", seq), ("--tensor-parallel", tensor_parallel)):
+        if count < 1:
+            raise UsageError(f"{flag} {count} is no count", fix="use 1 or more")
+    if not 0 <= threshold < float("inf"):
+        raise UsageError(f"--threshold {threshold:g} is no gain", fix="e.g. 0.03: a bound below 1.03x means stay")
+    return _counts(gpus)
 
 
 @script_command("estimate", required=False)
@@ -208,16 +299,21 @@ def estimate(
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not."""
     from autoprec.cost import CostModel, CostScale
     from autoprec.cost.calibration import check_target, load_calibration
+    from autoprec.cost.planning import check_layout
     from autoprec.search.problem import Problem
     from autoprec.search.targeting import resolve_target
     from autoprec.space import default_space, load_space
 
+    counts = _check_options(config, batch, seq, threshold, gpus, tensor_parallel)
     scale = CostScale.parse(cost_scale) if cost_scale else None
+    given = load_space(space) if space else None
     measured = load_calibration(calibration) if calibration else None
     if target != "auto":
         asked, _ = resolve_target(target, "cpu")  # an unknown name is refused before the script is started
         if measured:
             check_target(measured, asked, str(calibration))
+        if counts:
+            check_layout(asked, counts, tensor_parallel)
     report, device = _graph(script, graph, config, batch, seq, timeout)
     if not report.tunable:
         raise NothingAcceptableError(
@@ -227,7 +323,7 @@ def estimate(
     if measured:
         check_target(measured, found, str(calibration))
     model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured, fused_casts=fused_casts)
-    chosen = load_space(space) if space else default_space(found)
+    chosen = given or default_space(found)
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
     verdict = model.verdict(plans, threshold=threshold)
@@ -238,9 +334,10 @@ def estimate(
         plans,
         threshold=threshold,
         sweep=sweep,
-        gpus=_counts(gpus),
+        gpus=counts,
         tensor_parallel=tensor_parallel,
     )
+    memory = _memory(model, verdict, plans)
     if as_json:
         document = {
             "target": found.name,
@@ -248,11 +345,14 @@ def estimate(
             "cost_scale": cost_scale,
             "verdict": verdict.to_json(),
             "step": step.to_json(),
+            "memory": memory,
             "source": "modelled",
             **{key: _plain(value) for key, value in more.items()},
         }
         click.echo(json.dumps(document))
     else:
-        click.echo("\n".join([*_lines(verdict, step, 12), *_more_lines(more)]))
+        offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
+        head = [*_lines(verdict, step, offered), _memory_line(memory, verdict), *_layer_lines(verdict, 12)]
+        click.echo("\n".join([*head, *_more_lines(more, verdict.best_uniform[0])]))
     sys.stdout.flush()
     return 0

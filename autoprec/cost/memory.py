@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes
 from autoprec.cost.saved import saved_bytes
@@ -32,6 +32,10 @@ class MemoryEstimate:
     def total(self) -> int:
         """All purposes together; gradients of the last step are freed before the next in most scripts, yet count."""
         return int(self.parameters + self.gradients + self.optimizer + self.saved + self.weight_casts)
+
+    def to_json(self) -> dict[str, int]:
+        """Return whole bytes by purpose, and their total."""
+        return {**{name: round(value) for name, value in asdict(self).items()}, "total": self.total}
 
 
 def activation_growth(report: GraphReport, scale: CostScale) -> float:

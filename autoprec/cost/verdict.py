@@ -12,7 +12,7 @@ from autoprec.cost.scale import GemmWork
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.hardware import Target
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import GEMMS, KEEP, Recipe
+from autoprec.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 
 __all__ = ["Estimator", "Verdict", "judge"]
 
@@ -48,7 +48,7 @@ class Verdict:
         best_uniform: the fastest single choice and its speed-up.
         reason: one sentence for a person.
         shares: share of the baseline's step by category; ``tunable`` is what the layers' GEMMs take.
-        rows: one per tunable layer: shapes, time per choice, best choice, gain, and why (not).
+        rows: one per tunable layer: shapes, time per choice, best choice, gain, why (not), and what blocks 8 bits.
     """
 
     kind: str
@@ -89,7 +89,11 @@ def _row(
         plan = plans.get(name, _KEEP_PLAN)
         ok, reason = _allowed(model, name, plan)
         if ok:
-            times[choice] = model.layer_time_ms(name, plan, activations)
+            time = model.layer_time_ms(name, plan, activations)
+            if math.isfinite(time):
+                times[choice] = time
+            else:
+                refused[choice] = f"{model.target.title} has no peak for it in the table"
         else:
             refused[choice] = reason
     base = times.get(baseline, model.layer_time_ms(name, _KEEP_PLAN, activations))
@@ -97,15 +101,18 @@ def _row(
     if times.get(best, base) >= base * 0.999:
         best = baseline
     gain = base - times.get(best, base)
+    # a choice that this layer is not offered names the baseline's plan for it
+    plain = choices.get(baseline, {}).get(name, _KEEP_PLAN)
+    rivals = {c: choices[c].get(name, _KEEP_PLAN) for c in times if c not in (baseline, KEEP)}
+    rivals = {choice: plan for choice, plan in rivals.items() if plan != plain}
+    quantised = {choice: times[choice] for choice, plan in rivals.items() if _is_quantised(plan)}
+    blocked = "" if quantised or model.target.is_cpu else _blocked(model, name, refused)
     if gain > 0:
         reason = f"{best} saves {gain / base:.0%} of this layer"
-    elif refused and len(times) <= 1:
-        reason = next(iter(refused.values()))
+    elif blocked:
+        reason = f"stays in {baseline}: {blocked}"
     else:
-        rivals = {choice: time for choice, time in times.items() if choice not in (baseline, KEEP)}
-        nearest = min(rivals, key=lambda choice: rivals[choice], default="")
-        extra = f": {nearest} takes {rivals[nearest] / base:.2f}x" if nearest else ""
-        reason = f"below break-even{extra}, casts and launches cost more than the faster multiplication saves"
+        reason = _no_gain(base, quantised, {choice: times[choice] for choice in rivals})
     works = model.works(name)
     row = {
         "name": name,
@@ -119,8 +126,33 @@ def _row(
         "gain_ms": gain,
         "gain": gain / base if base else 0.0,
         "reason": reason,
+        "blocked": blocked,
     }
     return row, best
+
+
+def _is_quantised(plan: LayerPlan) -> bool:
+    return any(recipe is not None and recipe.scaled for recipe in map(plan.recipe, GEMMS))
+
+
+def _blocked(model: Estimator, name: str, refused: Mapping[str, str]) -> str:
+    """Return why a layer has no 8-bit choice: the device, its sizes, or the space (which drops what cannot run)."""
+    if refused:
+        return next(iter(refused.values()))
+    ok, reason = model.can_run(name, BUILTIN_RECIPES["fp8_tensorwise"])
+    return "the search space offers it no 8-bit choice" if ok else reason
+
+
+def _no_gain(base: float, quantised: Mapping[str, float], rivals: Mapping[str, float]) -> str:
+    """Return why no choice gains, by the one that comes nearest."""
+    nearest = min(quantised, key=lambda choice: quantised[choice], default="")
+    if nearest:
+        takes = f"{nearest} takes {quantised[nearest] / base:.2f}x"
+        return f"below break-even: {takes}, casts and launches cost more than the faster multiplication saves"
+    nearest = min(rivals, key=lambda choice: rivals[choice], default="")
+    if not nearest or abs(rivals[nearest] / base - 1.0) < SAME_PRECISION:
+        return "runs in the precision that the choices would give already"
+    return f"no choice is faster: {nearest} takes {rivals[nearest] / base:.2f}x"
 
 
 def _speedup(base: StepEstimate, other: StepEstimate) -> float:
@@ -212,8 +244,9 @@ def _why_too_little(rows: list[dict[str, Any]], mixed: str, shares: Mapping[str,
     times = [time / row["baseline_ms"] for row in rows if row["baseline_ms"] for time in row["times_ms"].values()]
     if times and all(abs(ratio - 1.0) < SAME_PRECISION for ratio in times):
         return f"the script already runs its GEMMs in the precision that the choices would give; {where}"
-    m, k, n = max((shape for row in rows for shape in row["shapes"]), key=math.prod, default=(0, 0, 0))
-    return f"{mixed}: its GEMMs (the largest: M {m:.0f}, K {k:.0f}, N {n:.0f}) are too small to pay for casts; {where}"
+    asked = [row for row in rows if not row.get("blocked")] or rows  # what has no 8-bit choice pays for no cast
+    m, k, n = max((shape for row in asked for shape in row["shapes"]), key=math.prod, default=(0, 0, 0))
+    return f"{mixed}: the GEMMs (the largest: M {m:.0f}, K {k:.0f}, N {n:.0f}) are too small to pay for casts; {where}"
 
 
 def _decide(
@@ -227,13 +260,14 @@ def _decide(
 ) -> tuple[str, str]:
     where = model.target.title
     losing = [row for row in rows if row["gain_ms"] <= 0]
-    mixed = f"{len(losing)} of {len(rows)} layers are below break-even"
+    blocked = [row for row in losing if row["blocked"]]
+    mixed = f"{len(losing) - len(blocked)} of {len(rows)} layers are below break-even"
+    mixed += f", {len(blocked)} have no 8-bit choice" if blocked else ""
     if not rows:
         return "stay", "the model has no tunable layer"
     if speedup < 1.0 + threshold:
-        refusals = {reason for row in rows for reason in row["refused"].values()}
-        if all(len(row["times_ms"]) <= 2 for row in rows) and refusals:
-            cause = sorted(refusals)[0]
+        if all(row["blocked"] for row in rows):
+            cause = str(max(rows, key=lambda row: row["baseline_ms"])["blocked"])
         else:
             cause = _why_too_little(rows, mixed, shares)
         return "stay", f"at most {speedup:.2f}x over {baseline} on {where}: {cause}"

@@ -50,8 +50,59 @@ def test_sweeps_and_many_gpus() -> None:
     assert found.exit_code == 0
     assert "tokens per step" in found.output
     assert "longer sequences" in found.output
-    assert "extrapolated: GPUs" in found.output
+    assert "extrapolated to many GPUs" in found.output
     assert "pays " in found.output
+
+
+def test_memory_is_shown_and_held_against_the_device(graph: str) -> None:
+    small = run("--target", "h100", "--graph", graph).output
+    assert "one device has 80 GB" in small
+    large = run("--target", "h100", "--config", "llama3-70b", "--seq", "4096", "--sweep")
+    assert "MORE than the 80 GB of one device: shard, checkpoint, or cut the batch" in large.output
+    assert "(more than one device has)" in large.output
+    assert "the smallest looked at, which one device cannot hold" in large.output
+    document = json.loads(run("--target", "h100", "--config", "llama3-70b", "--json").output)["memory"]
+    assert not document["fits"]
+    assert document["baseline"]["parameters"] == pytest.approx(4 * 70.55e9, rel=0.01)
+    assert document["best_uniform"] is None  # a configuration does not say what autograd saves
+
+
+def test_a_recorded_step_says_what_fp8_does_to_memory(tmp_path: Path) -> None:
+    report = decoder_report(DecoderConfig(4096, 2, 32, 16384, 32000), batch=1, seq=8192).to_json()
+    path = tmp_path / "graph.json"
+    path.write_text(json.dumps({**report, "source": "recorded"}))
+    found = run("--target", "h100", "--graph", str(path))
+    assert " GB with fp8_delayed; one device has 80 GB" in found.output
+    report["memory"] = {}
+    path.write_text(json.dumps(report))
+    assert "memory    not modelled" in run("--target", "h100", "--graph", str(path)).output
+
+
+def test_the_choices_and_the_space_are_named(graph: str) -> None:
+    found = run("--target", "b200", "--graph", graph).output
+    assert "choices   bf16, mxfp8, fp8_tensorwise, mxfp8/wgrad=bf16 (space blackwell-mx)" in found
+
+
+def test_a_users_own_hopper_is_offered_fp8(tmp_path: Path) -> None:
+    path = tmp_path / "card.yaml"
+    path.write_text(
+        """schema: autoprec.targets/1
+targets:
+  MyCard: {title: My card, vendor: nvidia, architecture: hopper, capability: "9.0", units: 100, memory: 40,
+           bandwidth: 1500, peaks: {bf16: 400, fp8: 800}, links: {}, source: me, date: "2026-02"}
+"""
+    )
+    document = json.loads(run("--target", str(path), "--config", "llama3-8b", "--json").output)
+    assert (document["target"], document["space"]) == ("MyCard", "hopper-fp8")
+    assert document["verdict"]["bound_speedup"] > 1.2
+    with pytest.raises(UsageError, match="no links"):
+        run("--target", str(path), "--config", "llama3-8b", "--gpus", "8")
+
+
+def test_the_threshold_counts_in_the_sweep_too() -> None:
+    args = ("--target", "h100", "--config", "llama3-8b", "--sweep", "--json", "--threshold")
+    low, high = (json.loads(run(*args, value).output)["break_even_tokens"] for value in ("0.03", "0.3"))
+    assert low < high
 
 
 def test_json_of_everything() -> None:
@@ -98,6 +149,18 @@ def test_a_calibration_of_another_device_is_refused(graph: str, tmp_path: Path, 
         (["--config", "llama3-8b", "train.py"], UsageError, "a script and --config"),
         (["--target", "h10", "--config", "llama3-8b"], UnknownNameError, "did you mean 'h100'"),
         (["--target", "h100", "--config", "llama3-8b", "--gpus", "8,x"], UsageError, "no list of counts"),
+        (["--target", "h100", "--config", "llama3-8b", "--gpus", ","], UsageError, "no list of counts"),
+        (
+            ["--target", "h100", "--config", "llama3-8b", "--gpus", "4", "--tensor-parallel", "8"],
+            UsageError,
+            "replicas",
+        ),
+        (["--target", "h100", "--config", "llama3-8b", "--tensor-parallel", "2"], UsageError, "without --gpus"),
+        (["--target", "h100", "--config", "llama3-8b", "--batch", "0"], UsageError, "--batch 0 is no count"),
+        (["--target", "h100", "--config", "llama3-8b", "--threshold", "nan"], UsageError, "--threshold nan is no gain"),
+        (["--target", "h100", "--seq", "128", "train.py"], UsageError, "--seq has no effect without --config"),
+        (["--target", "cpu", "--gpus", "8", "train.py"], UsageError, "no links"),  # before the script is started
+        (["--target", "h100", "--config", "llama3-80b"], UnknownNameError, "did you mean 'llama3-8b'"),
         (["--target", "h100", "--config", "missing.json"], FileError, "no such file"),
         (["--target", "h100", "--graph", "missing.json"], FileError, "no recorded step"),
         (["--target", "h100", "--config", "llama3-8b", "--cost-scale", "widht=2"], UsageError, "unknown cost scale"),

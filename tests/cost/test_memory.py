@@ -21,6 +21,8 @@ def test_parts_add_up_to_the_counts(tiny: GraphReport) -> None:
     assert found.parameters == tiny.memory["parameters"]
     assert found.optimizer == tiny.memory["optimizer"]
     assert found.total == pytest.approx(sum(tiny.memory.values()))
+    plain = found.to_json()
+    assert plain.pop("total") == pytest.approx(sum(plain.values()))
 
 
 def test_cheaper_states_shrink_what_they_store(tiny: GraphReport) -> None:

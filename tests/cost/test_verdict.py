@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import pytest
 
 from autoprec.cost import CostModel, CostScale
+from autoprec.cost.transformer import PRESETS, decoder_report
 from autoprec.cost.verdict import _why_too_little
 from autoprec.graph.report import GraphReport
 from autoprec.hardware import TARGETS
@@ -54,6 +56,36 @@ def test_a_gpu_without_fp8_says_so(large: GraphReport, uniform: Uniform) -> None
     assert found.kind == "stay"
     assert "compute capability 8.0 multiplies no FP8" in found.reason
     assert "compute capability" in found.rows[0]["refused"]["fp8_rowwise"]
+
+
+def test_a_gpu_without_fp8_says_so_also_where_the_space_left_fp8_out(large: GraphReport, uniform: Uniform) -> None:
+    found = CostModel(large, TARGETS["a100"]).verdict(uniform(large, ["bf16", "tf32"]))
+    assert "compute capability 8.0 multiplies no FP8" in found.reason
+    assert "too small" not in found.reason
+    assert found.rows[0]["reason"].startswith("stays in bf16: compute capability 8.0")
+
+
+def test_a_layer_of_odd_size_is_not_called_too_small(uniform: Uniform) -> None:
+    """A space gives a layer that cannot run a choice the baseline's plan."""
+    report = decoder_report(PRESETS["gpt2"], batch=8, seq=1024)
+    choices = {name: dict(plans) for name, plans in uniform(report).items()}
+    for plans in choices.values():
+        plans["lm_head"] = choices["bf16"]["lm_head"]
+    found = CostModel(report, TARGETS["h200"]).verdict(choices)
+    rows = {row["name"]: row for row in found.rows}
+    assert rows["lm_head"]["reason"] == "stays in bf16: out_features 50257 is no multiple of 16, which fp8_tensor needs"
+    assert "0 of 73 layers are below break-even, 1 have no 8-bit choice" in found.reason
+    offered = CostModel(decoder_report(PRESETS["llama3-8b"], batch=1, seq=64), TARGETS["h200"])
+    bare = offered.verdict(uniform(offered.report, ["bf16"]))
+    assert "the search space offers it no 8-bit choice" in bare.reason
+
+
+def test_a_format_without_a_peak_is_refused(large: GraphReport, uniform: Uniform) -> None:
+    bare = replace(TARGETS["h100"], peaks={"bf16": 989.0, "fp8": 1979.0})
+    fp32 = replace(large, layers=tuple(replace(layer, dtype="fp32") for layer in large.layers))
+    found = CostModel(fp32, bare).verdict({**uniform(fp32), "fp32": uniform(fp32, ["fp32"])["fp32"]})
+    assert all(math.isfinite(time) for row in found.rows for time in row["times_ms"].values())
+    assert "no fp32 peak" in found.rows[0]["refused"]["fp32"]
 
 
 def test_without_bf16_among_the_choices_the_script_is_the_baseline(large: GraphReport, uniform: Uniform) -> None:
@@ -115,6 +147,8 @@ def test_the_reason_to_stay_is_the_true_one(tiny: GraphReport, uniform: Uniform)
 
     assert "gains, by 4% at most, but GEMMs take 17%" in _why_too_little([row(0.04, keep=1.0, bf16=0.96)], "", shares)
     assert "already runs its GEMMs" in _why_too_little([row(0.0, keep=1.0, bf16=1.0)], "", shares)
+    vocabulary = row(0.0, keep=1.0, fp8=1.5) | {"shapes": [[64, 32, 50257]], "blocked": "no multiple of 16"}
+    assert "N 16)" in _why_too_little([row(0.0, keep=1.0, fp8=1.5), vocabulary], "", shares)
     slow = _why_too_little([row(0.0, keep=1.0, fp8=1.5)], "1 of 1 layers are below break-even", shares)
     assert "M 64, K 32, N 16" in slow
     assert "too small" in slow
