@@ -48,7 +48,7 @@ class Verdict:
         best_uniform: the fastest single choice and its speed-up.
         reason: one sentence for a person.
         shares: share of the baseline's step by category; ``tunable`` is what the layers' GEMMs take.
-        rows: one per tunable layer: shapes, time per choice, best choice, gain, why (not), and what blocks 8 bits.
+        rows: one per tunable layer: shapes, time per choice, best choice, gain, why (not), and what blocks quantising.
     """
 
     kind: str
@@ -136,11 +136,11 @@ def _is_quantised(plan: LayerPlan) -> bool:
 
 
 def _blocked(model: Estimator, name: str, refused: Mapping[str, str]) -> str:
-    """Return why a layer has no 8-bit choice: the device, its sizes, or the space (which drops what cannot run)."""
+    """Return why a layer has no quantised choice: the device, its sizes, or the space (which drops what cannot run)."""
     if refused:
         return next(iter(refused.values()))
     ok, reason = model.can_run(name, BUILTIN_RECIPES["fp8_tensorwise"])
-    return "the search space offers it no 8-bit choice" if ok else reason
+    return "the search space offers it no quantised choice" if ok else reason
 
 
 def _no_gain(base: float, quantised: Mapping[str, float], rivals: Mapping[str, float]) -> str:
@@ -244,7 +244,7 @@ def _why_too_little(rows: list[dict[str, Any]], mixed: str, shares: Mapping[str,
     times = [time / row["baseline_ms"] for row in rows if row["baseline_ms"] for time in row["times_ms"].values()]
     if times and all(abs(ratio - 1.0) < SAME_PRECISION for ratio in times):
         return f"the script already runs its GEMMs in the precision that the choices would give; {where}"
-    asked = [row for row in rows if not row.get("blocked")] or rows  # what has no 8-bit choice pays for no cast
+    asked = [row for row in rows if not row.get("blocked")] or rows  # what has no quantised choice pays for no cast
     m, k, n = max((shape for row in asked for shape in row["shapes"]), key=math.prod, default=(0, 0, 0))
     return f"{mixed}: the GEMMs (the largest: M {m:.0f}, K {k:.0f}, N {n:.0f}) are too small to pay for casts; {where}"
 
@@ -262,7 +262,7 @@ def _decide(
     losing = [row for row in rows if row["gain_ms"] <= 0]
     blocked = [row for row in losing if row["blocked"]]
     mixed = f"{len(losing) - len(blocked)} of {len(rows)} layers are below break-even"
-    mixed += f", {len(blocked)} have no 8-bit choice" if blocked else ""
+    mixed += f", {len(blocked)} without a quantised choice" if blocked else ""
     if not rows:
         return "stay", "the model has no tunable layer"
     if speedup < 1.0 + threshold:
@@ -273,7 +273,7 @@ def _decide(
         return "stay", f"at most {speedup:.2f}x over {baseline} on {where}: {cause}"
     if not losing and uniform[1] >= 1.0 + (speedup - 1.0) * 0.98:
         return "adopt", (
-            f"{uniform[0]} everywhere reaches the bound of {speedup:.2f}x over {baseline} on {where}; "
+            f"{uniform[0]} wherever it is offered reaches the bound of {speedup:.2f}x over {baseline} on {where}; "
             "a search can only make it safer, not faster"
         )
     return "search", (

@@ -48,6 +48,7 @@ def test_one_choice_that_reaches_the_bound_is_adopted(large: GraphReport, unifor
     found = CostModel(large, TARGETS["h100"]).verdict(uniform(large))
     assert found.kind == "adopt"
     assert found.best_uniform[0] == "fp8_delayed"
+    assert found.reason.startswith("fp8_delayed wherever it is offered reaches the bound of 1.")
     assert found.low < found.bound_speedup < found.high
 
 
@@ -74,10 +75,10 @@ def test_a_layer_of_odd_size_is_not_called_too_small(uniform: Uniform) -> None:
     found = CostModel(report, TARGETS["h200"]).verdict(choices)
     rows = {row["name"]: row for row in found.rows}
     assert rows["lm_head"]["reason"] == "stays in bf16: out_features 50257 is no multiple of 16, which fp8_tensor needs"
-    assert "0 of 73 layers are below break-even, 1 have no 8-bit choice" in found.reason
+    assert "0 of 73 layers are below break-even, 1 without a quantised choice" in found.reason
     offered = CostModel(decoder_report(PRESETS["llama3-8b"], batch=1, seq=64), TARGETS["h200"])
     bare = offered.verdict(uniform(offered.report, ["bf16"]))
-    assert "the search space offers it no 8-bit choice" in bare.reason
+    assert "the search space offers it no quantised choice" in bare.reason
 
 
 def test_a_format_without_a_peak_is_refused(large: GraphReport, uniform: Uniform) -> None:
