@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 
 from autoprec.cost.rest import GRADIENT_BYTES, optimizer_bytes
 from autoprec.cost.saved import saved_bytes
@@ -39,7 +40,34 @@ class MemoryEstimate:
 
 
 def activation_growth(report: GraphReport, scale: CostScale) -> float:
-    """Return the factor of saved activations from the recorded model to the scaled one (blocks grow in depth)."""
+    """Return the factor of saved activations from the recorded model to the scaled one.
+
+    Each saved tensor grows by what it holds: blocks in depth, attention's written-out scores with the sequence again
+    and not with the width, logits with the tokens alone. Without a count of each tensor, layers' inputs stand for all.
+    """
+    if scale.is_identity:
+        return 1.0
+    rows = [row for row in report.operators if row.phase == "forward" and row.out_shapes and any(row.out_saved)]
+    if not rows:
+        return _growth_by_layers(report, scale)
+    scores = {
+        (row.module, prod(row.out_shapes[0])) for row in report.operators if row.cls == "softmax" and row.out_shapes
+    }
+    words = {layer.gemms[0].n for layer in report.layers if "head" in layer.flags and layer.gemms}
+    before = after = 0.0
+    for row in rows:
+        grown, shape = scale.tokens, row.out_shapes[0]
+        if in_block(row.module):
+            square = (row.module, prod(shape)) in scores
+            grown *= scale.depth * (scale.seq if square else scale.width)
+        elif row.cls != "loss" and not (shape and shape[-1] in words):
+            grown *= scale.width
+        before += sum(row.out_saved)
+        after += sum(row.out_saved) * grown
+    return after / before
+
+
+def _growth_by_layers(report: GraphReport, scale: CostScale) -> float:
     inside = sum(layer.gemms[0].m * layer.gemms[0].k for layer in report.layers if layer.gemms and in_block(layer.name))
     outside = sum(
         layer.gemms[0].m * layer.gemms[0].k for layer in report.layers if layer.gemms and not in_block(layer.name)

@@ -3,10 +3,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autoprec.cost import CostModel, CostScale
 from autoprec.cost.memory import activation_growth, memory_estimate
 from autoprec.cost.transformer import DecoderConfig, decoder_report
+from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.hardware import TARGETS
 from autoprec.policy.schema import OptimizerPolicy
@@ -41,6 +45,67 @@ def test_a_scaled_model_needs_what_the_real_one_needs() -> None:
     found = CostModel(small, TARGETS["h100"], scale=scale).estimate({}).memory_bytes
     assert found == pytest.approx(CostModel(big, TARGETS["h100"]).estimate({}).memory_bytes, rel=0.25)
     assert activation_growth(small, ONE) == pytest.approx(1.0)
+
+
+class Attention(nn.Module):
+    """A block whose attention is written out, or left to torch's fused kernel."""
+
+    def __init__(self, width: int, fused: bool) -> None:
+        super().__init__()
+        self.fused, self.norm, self.qkv = fused, nn.LayerNorm(width), nn.Linear(width, 3 * width)
+        self.out, self.up, self.down = nn.Linear(width, width), nn.Linear(width, 3 * width), nn.Linear(3 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(self.norm(x)).view(b, t, 3, 2, d // 2).permute(2, 0, 3, 1, 4)
+        if self.fused:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:
+            y = F.dropout(torch.softmax(q @ k.transpose(-1, -2), dim=-1), 0.1) @ v
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, d))
+        result: Tensor = x + self.down(F.gelu(self.up(x)))
+        return result
+
+
+class Words(nn.Module):
+    """A language model of 512 words."""
+
+    def __init__(self, width: int, depth: int, fused: bool) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(512, width), nn.Linear(width, 512)
+        self.blocks = nn.ModuleList(Attention(width, fused) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return torch.log_softmax(self.head(x).float(), -1)
+
+
+def recorded(fused: bool, width: int = 32, depth: int = 2, batch: int = 2, seq: int = 64) -> GraphReport:
+    torch.manual_seed(0)
+    model = Words(width, depth, fused)
+    with StepRecorder(model) as recorder:
+        model(torch.randint(0, 512, (batch, seq))).square().mean().backward()
+    return recorder.report()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(
+    ("sizes", "scale"),
+    [
+        ({"batch": 8}, CostScale(tokens=4)),
+        ({"seq": 256}, CostScale(tokens=4, seq=4)),
+        ({"width": 128}, CostScale(width=4)),
+        ({"depth": 8}, CostScale(depth=4)),
+    ],
+)
+def test_what_is_saved_grows_as_in_the_model_that_is_really_that_large(
+    fused: bool, sizes: dict[str, int], scale: CostScale
+) -> None:
+    found = CostModel(recorded(fused), TARGETS["h100"], scale=scale).memory({})
+    assert found is not None
+    assert found.saved == pytest.approx(recorded(fused, **sizes).memory["saved_for_backward"], rel=0.03)
 
 
 def test_shards_divide_the_state(tiny: GraphReport) -> None:
