@@ -60,7 +60,7 @@ PRESETS: dict[str, DecoderConfig] = {
 }
 
 
-#: Families whose MLP has two projections and no gate; their heads share the embedding's weight unless they say not.
+#: Families whose MLP has two projections and no gate.
 _PLAIN_MLP = (
     "bloom",
     "codegen",
@@ -75,6 +75,8 @@ _PLAIN_MLP = (
     "phi",
     "starcoder2",
 )
+#: Families whose head shares the embedding's weight where ``config.json`` is silent, as transformers takes it.
+_TIED = ("bloom", "cohere", "falcon", "gemma", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "starcoder2")
 #: Keys that say how many experts a mixture has: its tokens are divided among them, which this report cannot write.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
@@ -116,6 +118,9 @@ def load_config(path: Path | str) -> DecoderConfig:
 
     hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
     gated = "intermediate_size" in document and document.get("model_type", "llama") not in _PLAIN_MLP
+    family = str(document.get("model_type", "" if gated else "gpt2"))
+    # gemma2 and gemma3_text are gemma, but gpt_neox is no gpt_neo
+    tied = family in _TIED or family.startswith(("gemma", "cohere"))
     return DecoderConfig(
         hidden=hidden,
         layers=size("num_hidden_layers", "n_layer"),
@@ -125,7 +130,7 @@ def load_config(path: Path | str) -> DecoderConfig:
         kv_heads=size("num_key_value_heads", default=heads),
         head_dim=size("head_dim", default=hidden // heads),
         gated=gated,
-        tied=bool(document.get("tie_word_embeddings", not gated)),
+        tied=bool(document.get("tie_word_embeddings", tied)),
     )
 
 

@@ -102,6 +102,16 @@ def test_decoders_without_a_gate_have_none(tmp_path: Path, family: str) -> None:
     assert not load_config(path).gated
 
 
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", False), ("gemma", True), ("gemma2", True), ("gpt_neox", False), ("gpt_neo", True)]
+)
+def test_a_silent_config_ties_its_head_as_its_family_does(tmp_path: Path, family: str, tied: bool) -> None:
+    path = tmp_path / "config.json"
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100}
+    path.write_text(json.dumps({**sizes, "intermediate_size": 256, "model_type": family}))
+    assert load_config(path).tied is tied
+
+
 def test_a_preset_nobody_knows_is_no_file() -> None:
     with pytest.raises(UnknownNameError, match="unknown configuration 'lama3-70b'\n  fix: did you mean 'llama3-70b'"):
         config_from("lama3-70b")
