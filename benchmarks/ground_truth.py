@@ -2,7 +2,8 @@
 
 The table maps (assignment, seed) to a divergence: the mean relative loss gap to the float32 run of the same seed. What
 a *trial* of a search sees is one seed's value, as in the product, where single short trials are noisy. What an
-assignment is *worth* is the mean over other, fresh seeds.
+assignment is *worth* is the mean over other, fresh seeds: some to find out which assignments are good (*truth* seeds),
+and others, used for nothing else, to say how good those are (*judge* seeds).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.hardware import target
 from autoprec.search.problem import Problem
 from autoprec.search.sampler import Prior
+from autoprec.search.scan import scan_batches
 from autoprec.search.sensitivity import SensitivityTable, plan_probes
 from autoprec.space import Choice, space_from_dict
 
@@ -30,8 +32,9 @@ if TYPE_CHECKING:
 STEPS, SCORED, SCAN_STEP = 14, 7, 6
 SCALE = "width=256,tokens=256"
 RESULTS = Path(__file__).parent / "results"
-#: A run of a search sees one of the first seeds; assignments are worth their mean over the others.
-TRIAL_SEEDS, TRUTH_SEEDS = range(8), range(8, 32)
+#: A run of a search sees one of the first seeds. The best of thousands of means over the truth seeds is best partly by
+#: luck, so what was picked by them is judged by seeds of its own.
+TRIAL_SEEDS, TRUTH_SEEDS, JUDGE_SEEDS = range(8), range(8, 32), range(32, 56)
 #: Replicas trained at once.
 BATCH = 256
 _B200 = ["bf16", "mxfp8", "nvfp4_plain", "nvfp4_plain/wgrad=mxfp8"]
@@ -72,11 +75,13 @@ class Scan:
     """What the product measures before its first trial, under one trial seed.
 
     ``checks`` are (predicted, measured) gradient errors of random assignments; ``floor`` is the noise floor.
+    ``one_pass`` ``[G, C]`` is what ModelOpt measures instead, for the alternative of that name.
     """
 
     table: SensitivityTable
     checks: np.ndarray[Any, Any]
     floor: float
+    one_pass: np.ndarray[Any, Any]
 
 
 @dataclass
@@ -124,9 +129,11 @@ class Case:
     @classmethod
     def _restored(cls, name: str, kind: str, problem: Problem, stored: dict[str, Any]) -> Case:
         case = cls(name, kind, problem, stored["time_ms"], float(stored["base_ms"]))
-        for error2, checks, floor in zip(stored["error2"], stored["checks"], stored["floor"], strict=True):
+        scans = zip(stored["error2"], stored["checks"], stored["floor"], stored["one_pass"], strict=True)
+        for error2, checks, floor, one_pass in scans:
             groups = tuple(group.name for group in problem.groups)
-            case.scans.append(Scan(SensitivityTable(groups, problem.choice_names, error2), checks, float(floor)))
+            table = SensitivityTable(groups, problem.choice_names, error2)
+            case.scans.append(Scan(table, checks, float(floor), one_pass))
         rows = zip(stored["assignment"], stored["divergence"], strict=True)
         case.values = {row.tobytes(): values.astype(np.float64) for row, values in rows}
         rows = list(case.values)
@@ -150,6 +157,7 @@ class Case:
             "error2": np.array([scan.table.error2 for scan in self.scans]),
             "checks": np.array([scan.checks for scan in self.scans], dtype=np.float32),
             "floor": np.array([scan.floor for scan in self.scans]),
+            "one_pass": np.array([scan.one_pass for scan in self.scans]),
         }
         for key, log in self.logs.items():
             if key.startswith("ms:"):
@@ -175,23 +183,30 @@ class Case:
         return float(self.values[row][seed])
 
     def truth(self, row: bytes) -> float:
-        """Return the mean divergence over the fresh seeds measured so far; infinity where there are none."""
+        """Return the mean divergence over the truth seeds measured so far; infinity where there are none."""
+        return self._mean(row, TRUTH_SEEDS)
+
+    def judged(self, row: bytes) -> float:
+        """Return the mean divergence over the judge seeds measured so far; infinity where there are none."""
+        return self._mean(row, JUDGE_SEEDS)
+
+    def _mean(self, row: bytes, seeds: range) -> float:
         values = self.values.get(row)
-        known = values[TRUTH_SEEDS.start :] if values is not None else np.zeros(0)
+        known = values[seeds.start : seeds.stop] if values is not None else np.zeros(0)
         known = known[np.isfinite(known)]
         return float(known.mean()) if len(known) else math.inf
 
     def seeds_of(self, row: bytes) -> int:
-        """Return how many fresh seeds an assignment was measured under."""
+        """Return how many truth seeds an assignment was measured under."""
         values = self.values.get(row)
-        return 0 if values is None else int(np.isfinite(values[TRUTH_SEEDS.start :]).sum())
+        return 0 if values is None else int(np.isfinite(values[TRUTH_SEEDS.start : TRUTH_SEEDS.stop]).sum())
 
     # --- training -----------------------------------------------------------------------------------------------------
     def measure(self, wanted: Iterable[tuple[bytes, int]]) -> None:
         """Train every (assignment, seed) that is not in the table yet."""
         new = []
         for row, seed in dict.fromkeys(wanted):
-            values = self.values.setdefault(row, np.full(TRUTH_SEEDS.stop, np.nan))
+            values = self.values.setdefault(row, np.full(JUDGE_SEEDS.stop, np.nan))
             if math.isnan(values[seed]):
                 new.append((row, seed))
         new.sort(key=lambda pair: pair[1])
@@ -225,7 +240,7 @@ class Case:
         return self._models[seeds]
 
     def scan(self, seed: int, checks: int = 80) -> Scan:
-        """Measure the table as the product does (one gradient per probe, same weights and batch), and the noise floor.
+        """Measure the table as the product does (on as many batches, a step apart), and the noise floor.
 
         The checks are random assignments: half of them draw every group's choice evenly, the others with shares of
         their own (from a flat Dirichlet), so that the whole range between the uniform assignments is covered.
@@ -234,7 +249,6 @@ class Case:
         choices = ["keep", *self.problem.choice_names]
         count = len(self.problem.groups)
         reference, one = np.zeros((1, count), dtype=np.int64), np.zeros(1, dtype=np.int64)
-        _, weights = model.train(reference, one, choices, STEPS, stop=SCAN_STEP)
         whole, _ = model.train(reference, one, choices, STEPS)
         benign, _ = model.train(reference, one, choices, STEPS, perturbed=True)
         probes = [p for p in plan_probes(self.problem) if not p.id.startswith(("mixed", "parameter"))]
@@ -246,16 +260,29 @@ class Case:
         for number, row in enumerate(rows[len(probes) :]):
             shares = rng.dirichlet(np.ones(len(choices) - 1)) if number % 2 else None
             row[:] = rng.choice(len(choices) - 1, count, p=shares) + 1
-        clean = model.gradients(weights, SCAN_STEP, reference, choices)[0]
-        errors: list[float] = []
-        for start in range(0, len(rows), 64):
-            grads = model.gradients(weights, SCAN_STEP, rows[start : start + 64], choices)
-            errors += ((grads - clean).norm(dim=1) / clean.norm()).tolist()
-        answers = [{"id": p.id, "gradient_error": e} for p, e in zip(probes, errors, strict=False)]
+        squares, one_pass = [], []
+        for step in range(SCAN_STEP, SCAN_STEP + scan_batches(recorded(self.kind))):
+            _, weights = model.train(reference, one, choices, STEPS, stop=step)
+            squares.append(_squared_errors(model, weights, step, rows, choices))
+            one_pass.append(model.one_pass_scores(weights, step, choices))
+        errors = np.sqrt(np.mean(squares, axis=0))
+        answers = [{"id": p.id, "gradient_error": float(e)} for p, e in zip(probes, errors, strict=False)]
         table = SensitivityTable.from_probes(self.problem, {"probes": answers})
         predicted = [math.sqrt(table.error2[np.arange(count), row - 1].sum()) for row in rows[len(probes) :]]
         pairs = np.array([predicted, errors[len(probes) :]]).T
-        return Scan(table, pairs, gap(benign[0], whole[0]))
+        return Scan(table, pairs, gap(benign[0], whole[0]), np.mean(one_pass, axis=0)[:, 1:])
+
+
+def _squared_errors(
+    model: Replicas, weights: Any, step: int, rows: np.ndarray[Any, Any], choices: Sequence[str]
+) -> np.ndarray[Any, Any]:
+    """Return the squared relative gradient errors of assignments ``[N, G]``, the first column of choices as truth."""
+    clean = model.gradients(weights, step, np.zeros_like(rows[:1]), choices)[0]
+    out: list[float] = []
+    for start in range(0, len(rows), 64):
+        grads = model.gradients(weights, step, rows[start : start + 64], choices)
+        out += ((grads - clean).square().sum(1) / clean.square().sum()).tolist()
+    return np.array(out)
 
 
 def gap(losses: Any, reference: Any) -> float:

@@ -131,8 +131,13 @@ class Replicas:
         at = torch.randint(len(images), (self.batch,), generator=generator)
         return images[at], labels[at]
 
-    def losses(self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds]) -> Tensor:
-        """Return the loss of every replica ``[R]`` on its own batch ``[R, b, ...]``."""
+    def losses(
+        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Any] | None = None
+    ) -> Tensor:
+        """Return the loss of every replica ``[R]`` on its own batch ``[R, b, ...]``.
+
+        ``calls`` receives (input, weight, output) of every quantised layer, the output with its gradient kept.
+        """
         r, d, b, t = len(p["head"]), self.width, self.batch, self.tokens
         if self.kind == "gpt":
             offset = p["embed"].shape[1] * torch.arange(r).view(-1, 1, 1)
@@ -142,7 +147,11 @@ class Replicas:
         h = (embedded + p["position"][:, None]).reshape(r, b * t, d)
 
         def linear(z: Tensor, name: str) -> Tensor:
-            return QuantisedLinear.apply(z, p[name], kinds[name])
+            out = QuantisedLinear.apply(z, p[name], kinds[name])
+            if calls is not None:
+                out.retain_grad()
+                calls.append((z.detach(), p[name].detach(), out))
+            return out
 
         def norm(z: Tensor, name: str) -> Tensor:
             return F.layer_norm(z, (d,)) * p[name][:, None]
@@ -211,6 +220,24 @@ class Replicas:
         x, y = (each[:1].expand(len(assignment), *each.shape[1:]) for each in self.batch_at(step))
         loss = self.losses(p, x, y, self.kinds(assignment, choices))
         return torch.cat([g.flatten(1) for g in torch.autograd.grad(loss.sum(), list(p.values()))], 1)
+
+    def one_pass_scores(self, weights: dict[str, Tensor], step: int, choices: Sequence[str]) -> np.ndarray:
+        """Return ModelOpt's scores ``[G, len(choices)]`` at one member's weights, from one forward and backward pass.
+
+        Of each layer the squared gradient of its output times the squared change of that output under each choice,
+        summed (modelopt/torch/quantization/algorithms.py, ``AutoQuantizeGradientSearcher``).
+        """
+        p = {n: w.clone().requires_grad_() for n, w in weights.items()}
+        x, y = (each[:1] for each in self.batch_at(step))
+        calls: list[tuple[Tensor, Tensor, Tensor]] = []
+        reference = np.zeros((1, len(self.groups)), dtype=np.int64)
+        self.losses(p, x, y, self.kinds(reference, choices), calls).sum().backward()
+        scores = np.zeros((len(calls), len(choices)))
+        for g, (z, w, out) in enumerate(calls):
+            for c in range(len(choices)):
+                change = QuantisedLinear.apply(z, w, Kinds.of(np.array([c]), choices)) - out.detach()
+                scores[g, c] = float((out.grad * change).square().sum())
+        return scores
 
 
 def text() -> tuple[Tensor]:

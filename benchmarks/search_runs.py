@@ -33,8 +33,7 @@ class Run:
 
 def start(case: Case, strategy: str, seed: int, trials: int) -> Run:
     """Open a study with the same presets for everyone."""
-    floor = case.scans[seed].floor
-    chosen = sampler(strategy, case.problem, case.prior(seed), seed, MAX_DIVERGENCE, trials, floor)
+    chosen = sampler(strategy, case, seed, MAX_DIVERGENCE, trials)
     study = optuna.create_study(directions=["minimize", "minimize"], sampler=chosen)
     for _, params in presets(case.problem, PRESETS):
         study.enqueue_trial(params)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import optuna
+from ground_truth import Case
 
-from autoprec.search.peers import _Assigning, make_sampler
+from autoprec.search.peers import IlpSampler, _Assigning, make_sampler
 from autoprec.search.problem import Problem
 from autoprec.search.sampler import Prior
 from autoprec.search.solver import solve
 from autoprec.search.tables import IntVector
 
-STRATEGIES = ("ours", "ilp", "measured-ilp", "greedy", "tpe", "tpe-mv", "nsga2", "gp", "random")
+STRATEGIES = ("ours", "ilp", "one-pass", "measured-ilp", "greedy", "tpe", "tpe-mv", "nsga2", "gp", "random")
 
 
 class MeasuredIlp(_Assigning):
@@ -67,10 +69,15 @@ class MeasuredIlp(_Assigning):
                 yield found
 
 
-def sampler(
-    name: str, problem: Problem, prior: Prior, seed: int, max_divergence: float, trials: int, noise_floor: float
-) -> Any:
-    """Return a sampler by name; the search's own are made by ``make_sampler``."""
+def sampler(name: str, case: Case, seed: int, max_divergence: float, trials: int) -> Any:
+    """Return a sampler by name; the search's own are made by ``make_sampler``.
+
+    ``ilp`` is our own sensitivity table and solver without the learning; ``one-pass`` has ModelOpt's scores instead.
+    """
+    problem, prior = case.problem, case.prior(seed)
+    if name == "one-pass":
+        scores = replace(prior, error2=case.scans[seed].one_pass)
+        return IlpSampler(problem, scores, max_divergence=max_divergence, seed=seed)
     if name == "measured-ilp":
         return MeasuredIlp(problem, prior, max_divergence=max_divergence, seed=seed)
     with warnings.catch_warnings():
@@ -80,5 +87,11 @@ def sampler(
         if name == "gp":
             return optuna.samplers.GPSampler(seed=seed, n_startup_trials=10)
     return make_sampler(
-        name, problem, prior, seed=seed, max_divergence=max_divergence, noise_floor=noise_floor, trials=trials
+        name,
+        problem,
+        prior,
+        seed=seed,
+        max_divergence=max_divergence,
+        noise_floor=case.scans[seed].floor,
+        trials=trials,
     )

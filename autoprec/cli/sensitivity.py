@@ -120,9 +120,7 @@ def _print(table: SensitivityTable) -> None:
 @click.option("--target", default="auto", metavar="NAME", help="Whose recipes are asked about; default: this device.")
 @click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are asked about.")
 @click.option("--warmup", default=5, show_default=True, type=click.IntRange(min=1), help="Steps before the scan.")
-@click.option(
-    "--passes", default=60, show_default=True, type=click.IntRange(min=2), help="Gradients to spend per batch."
-)
+@click.option("--passes", default=60, show_default=True, type=click.IntRange(min=2), help="Gradients to spend.")
 @click.option("--json", "as_json", is_flag=True, help="The table as JSON on stdout.")
 def sensitivity(script: tuple[str, ...], target: str, space: str, warmup: int, passes: int, as_json: bool) -> None:
     """Measure the gradient error of every group of layers under every recipe, on the same weights and batch."""

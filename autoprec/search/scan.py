@@ -4,8 +4,8 @@ On a small model every group is asked under every choice. On a large one each *f
 is asked as a whole under every choice, and the passes that are left split, under the most telling choice, the segments
 whose halves could differ most; the other choices follow that depth profile.
 
-What one batch says of a layer is partly true of that batch only, the more so the fewer rows its GEMMs have: a script
-with tiny batches, whose passes are as cheap, is asked everything on several batches, and the squares are averaged.
+What one batch says of a layer is partly true of that batch only, the more so the fewer rows its GEMMs have: where there
+is room, a script with tiny batches is asked everything on several of them, and the squares are averaged.
 """
 
 from __future__ import annotations
@@ -55,12 +55,16 @@ class SensitivityScan:
 
     Args:
         problem: the search problem.
-        max_passes: forward and backward passes to spend per batch at most, the reference pass of each round included.
-        batches: how many batches every question is asked on, see :func:`scan_batches`.
+        max_passes: forward and backward passes to spend at most, the reference pass of each round included.
+        room: passes that may be spent instead if every group can then be asked under every choice.
+        batches: on how many batches, see :func:`scan_batches`, every question should be asked if there is room.
+
+    Attributes:
+        batches: on how many batches every question is to be asked.
     """
 
-    def __init__(self, problem: Problem, max_passes: int = 60, batches: int = 1) -> None:
-        self.problem, self.max_passes, self.batches = problem, max_passes, batches
+    def __init__(self, problem: Problem, max_passes: int = 60, room: int = 0, batches: int = 1) -> None:
+        self.problem, self.max_passes = problem, max_passes
         self._families = families(problem)
         self._rows: dict[str, dict[str, Any]] = {}
         self._noise: float | None = None
@@ -68,7 +72,9 @@ class SensitivityScan:
         self._asked: set[str] = set()
         self._rounds = 0
         self._passes = 0
-        self._complete = len(plan_probes(problem)) + 1 <= max_passes
+        every, room = len(plan_probes(problem)) + 1, max(room, max_passes)
+        self._complete = every <= room
+        self.batches = max(1, min(batches, room // every))
 
     @property
     def passes(self) -> int:

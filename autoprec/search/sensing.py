@@ -17,6 +17,9 @@ from autoprec.trial.protocol import Probe, TrialSpec
 
 __all__ = ["measure_errors", "measure_table"]
 
+#: A complete scan may take as many passes as this share of the trials has steps, and so many at most.
+SCAN_SHARE, MOST_PASSES = 0.2, 300
+
 
 def _warmup(context: Context) -> int:
     """Return the steps before the scan: late enough to leave the initialisation, early enough to be cheap."""
@@ -37,8 +40,10 @@ def measure_table(context: Context) -> SensitivityTable:
         except (FileError, KeyError, ValueError, TypeError) as error:
             context.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
     began = time.monotonic()
-    last = max(0, context.options.warmup + context.options.steps - _warmup(context) - 1)
-    asked = SensitivityScan(context.problem, batches=min(scan_batches(context.graph), last + 1))
+    options = context.options
+    later = options.warmup + options.steps - _warmup(context)  # batches that the script surely has from there on
+    room = min(MOST_PASSES, int(SCAN_SHARE * options.trials * (options.warmup + options.steps)))
+    asked = SensitivityScan(context.problem, room=room, batches=max(1, min(scan_batches(context.graph), later)))
     while probes := asked.next_round():
         asked.add(*(_probe(context, probes, later) for later in range(asked.batches)))
     table = context.table = asked.table()

@@ -9,7 +9,7 @@ import numpy as np
 from autoprec.graph.report import GraphReport
 from autoprec.search.problem import Problem
 from autoprec.search.scan import SensitivityScan, scan_batches
-from autoprec.search.sensitivity import SensitivityTable, mixed_params
+from autoprec.search.sensitivity import SensitivityTable, mixed_params, plan_probes
 from autoprec.space import load_space
 from autoprec.trial.protocol import Probe
 from tests.search.models import gpt
@@ -107,10 +107,20 @@ def test_tiny_batches_are_asked_several_times() -> None:
     assert [scan_batches(with_rows(rows)) for rows in (4096, 256, 255, 64, 1)] == [1, 1, 2, 4, 4]
 
 
+def test_batches_and_completeness_need_room() -> None:
+    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    every = len(plan_probes(problem)) + 1
+    cases = {(every, every): 1, (every, 3 * every - 1): 2, (every, 9 * every): 4, (every - 1, 0): 1}
+    for (most, room), batches in cases.items():
+        scan = SensitivityScan(problem, most, room=room, batches=4)
+        assert scan.batches == batches
+        assert (len(scan.next_round()) + 1 == every) == (most >= every)
+
+
 def test_squares_are_averaged_over_batches() -> None:
     problem = Problem.build(gpt(2), load_space("hopper-fp8"))
     one, other = world(problem), world(problem, seed=1)
-    scan = SensitivityScan(problem, 200, batches=2)
+    scan = SensitivityScan(problem, room=200, batches=2)
     asked = 0
     while probes := scan.next_round():
         asked += len(probes) + 1
@@ -121,7 +131,7 @@ def test_squares_are_averaged_over_batches() -> None:
 
 def test_a_probe_that_fails_on_one_batch_has_failed() -> None:
     problem = Problem.build(gpt(2), load_space("hopper-fp8"))
-    scan = SensitivityScan(problem, 200, batches=2)
+    scan = SensitivityScan(problem, room=200, batches=2)
     probes = scan.next_round()
     good, bad = answer(problem, world(problem), probes), answer(problem, world(problem), probes)
     bad["probes"][0] |= {"gradient_error": None, "nonfinite": True}
