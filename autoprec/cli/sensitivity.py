@@ -60,7 +60,7 @@ def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, pass
         if not report.tunable:
             raise NothingAcceptableError("there is no trainable GEMM to tune", fix="`autoprec inspect` says why")
         found, timed = resolve_target(target, host.device)
-        problem = Problem.build(report, chosen or default_space(found.name), CostModel(report, found).can_run)
+        problem = Problem.build(report, chosen or default_space(found), CostModel(report, found).can_run)
         scan = SensitivityScan(problem, max_passes=passes, batches=scan_batches(report))
         seed = None if host.launch == "fork" else 0
 

@@ -176,7 +176,7 @@ class Search:
     def _context(self, pool: HostPool, store: StudyStore, host: HostInfo, graph: GraphReport) -> Context:
         options = self.options
         target, here = resolve_target(options.target, host.device)
-        space: SearchSpace = load_space(options.space) if options.space else default_space(target.name)
+        space: SearchSpace = load_space(options.space) if options.space else default_space(target)
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
         measured = here and scale is None
         space = space.executed(compiled=host.compiled, measured=measured)

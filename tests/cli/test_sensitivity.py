@@ -40,6 +40,20 @@ def test_eight_bits_cost_more_than_sixteen_everywhere(script: Path) -> None:
         assert errors[group, "fp8_rowwise/wgrad=bf16"] <= errors[group, "fp8_rowwise"]
 
 
+@pytest.mark.slow
+def test_a_users_own_target_is_asked_about_its_own_recipes(script: Path, tmp_path: Path) -> None:
+    card = tmp_path / "mycard.yaml"
+    card.write_text(
+        "schema: autoprec.targets/1\n"
+        "targets:\n"
+        "  mycard: {title: My card, vendor: nvidia, architecture: hopper, capability: '9.0', units: 100,\n"
+        "    memory: 40, bandwidth: 1500, peaks: {fp32: 30, bf16: 400, fp8: 800}, links: {}, source: me, date: '2026-01'}\n"
+    )
+    found = autoprec("sensitivity", "--target", card, "--passes", "4", "--json", script)
+    assert found.code == 0, found.err
+    assert "fp8_rowwise" in {row["choice"] for row in found.json()["rows"]}
+
+
 def test_an_unknown_target_or_space_is_refused_before_the_script_starts(script: Path) -> None:
     script.write_text("raise SystemExit('it started')", encoding="utf-8")
     assert autoprec("sensitivity", "--target", "h1000", script).code == 2

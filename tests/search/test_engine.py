@@ -107,6 +107,20 @@ def test_a_rehearsal_is_labelled_modelled_and_emulated(here: Path) -> None:
     assert result.best["sources"]["divergence"] == "measured"
 
 
+def test_a_users_own_target_gets_the_space_of_its_architecture(here: Path) -> None:
+    (here / "mycard.yaml").write_text(
+        "schema: autoprec.targets/1\n"
+        "targets:\n"
+        "  mycard: {title: My card, vendor: nvidia, architecture: hopper, capability: '9.0', units: 100,\n"
+        "    memory: 40, bandwidth: 1500, peaks: {fp32: 30, bf16: 400, fp8: 800}, links: {}, source: me, date: '2026-01'}\n"
+    )
+    made, result = search(script(device="cpu"), options(target="mycard.yaml", space="", trials=4))
+    assert made.context is not None
+    assert made.context.space.name == "hopper-fp8"
+    assert "fp8_rowwise" in made.context.problem.choice_names
+    assert result.target == "mycard"
+
+
 def test_too_small_for_the_target_stays_without_a_single_trial(here: Path) -> None:
     simulated = script(device="cpu", graph=simulated_graph(2, width=64, tokens=256))
     _, result = search(simulated, options(target="h100", force=False))
