@@ -9,7 +9,7 @@ from tests.cli.helpers import autoprec
 
 SURFACE = {
     "search": (
-        "--backend --budget --cost-scale --engine --finalists --force --gpus-per-trial --json "
+        "--backend --budget --calibration --cost-scale --engine --finalists --force --gpus-per-trial --json "
         "--max-divergence --max-gradient-error --max-memory --no-mlflow --objective --output --quiet "
         "--ray-address --reference --resume --sampler --seed --seeds --space --steps --storage --study "
         "--target --trials --verbose --warmup --workers"

@@ -91,5 +91,6 @@ def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> i
         click.echo(json.dumps(document))
     else:
         click.echo(f"{name}: {len(document['points'])} points in {document['seconds']} s, written to {path}")
-        click.echo(f"use it: autoprec estimate --target {found.name} --calibration {path} train.py")
+        options = f"--target {found.name} --calibration {path} train.py"
+        click.echo(f"use it: autoprec estimate {options}\nor, where this device is not: autoprec search {options}")
     return 0

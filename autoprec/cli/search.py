@@ -67,6 +67,7 @@ def parsed(parse: str) -> Callable[[click.Context, click.Parameter, str | None],
               show_default=True, help="Who proposes trials; all but ours are for comparison.")  # fmt: skip
 @click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32",
               help="Rehearsal: evaluate the cost model at scaled shapes.")  # fmt: skip
+@click.option("--calibration", default="", metavar="FILE", help="Rehearsal: a file written by `autoprec calibrate`.")
 @click.option("--backend", default="auto", metavar="NAME", help="Who runs the GEMMs in trials.")
 @click.option("--force", is_flag=True, help="Search even where the verdict is 'stay'.")
 @click.option("--no-mlflow", is_flag=True, help="Track nothing.")

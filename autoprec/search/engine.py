@@ -13,6 +13,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from autoprec.cost import CostModel, CostScale, Verdict
 from autoprec.cost.cpu import cpu_rates
@@ -37,7 +38,7 @@ from autoprec.search.sensing import measure_table
 from autoprec.search.slots import visible_gpus
 from autoprec.search.storage import sqlite_file
 from autoprec.search.study import StudyStore, default_storage
-from autoprec.search.targeting import resolve_target
+from autoprec.search.targeting import calibration_of, resolve_target
 from autoprec.search.trials import run_trials
 from autoprec.space import SearchSpace, default_space, load_space
 from autoprec.trial.command import ScriptCommand
@@ -72,6 +73,7 @@ class Search:
         self.context: Context | None = None
         self._factory = factory
         self._started = time.monotonic()
+        self._calibration: dict[str, Any] | None = None
 
     @property
     def records(self) -> list[TrialRecord]:
@@ -88,6 +90,7 @@ class Search:
             SearchInterruptedError: Ctrl-C or SIGTERM; the best policy so far was written.
         """
         check_early(self.options)
+        calibration_of(self.options)
         with ExitStack() as stack:
             stack.enter_context(file_lock(self.study_dir / "lock"))
             named = sqlite_file(self.options.storage)
@@ -112,6 +115,8 @@ class Search:
             self.listener.note(f"this is the new study {self.options.study}; --resume would continue the latest one")
         pool.prepare(0)
         probe = self._probe_cpu()
+        if self.options.calibration:  # refused before the study is begun; else that overlaps with the script's start
+            self._calibration = calibration_of(self.options, pool.info(0).device)
         store = self._open_store()
         stack.callback(store.close)
         host = pool.info(0)
@@ -122,6 +127,8 @@ class Search:
         self._sign(context)
         self.context = context  # only now: under another setup nothing is continued
         self.listener.started(self._info(context))
+        if not context.measured:
+            context.note(f"times are {context.cost.label}")
         self.listener.phase("reference")
         measure_reference(context)
         self.listener.phase("verdict")
@@ -180,7 +187,9 @@ class Search:
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
         measured = here and scale is None
         space = space.executed(compiled=host.compiled, measured=measured)
-        cost = CostModel(graph, target, scale=scale, compiled=host.compiled or not measured)
+        cost = CostModel(
+            graph, target, scale=scale, compiled=host.compiled or not measured, calibration=self._calibration
+        )
         problem = Problem.build(graph, space, cost.can_run)
         return Context(
             options=options,
@@ -200,7 +209,9 @@ class Search:
         )
 
     def _sign(self, context: Context) -> None:
-        signature = self.options.signature(context.space.model_dump_json(), str(context.graph.model["fingerprint"]))
+        signature = self.options.signature(
+            context.space.model_dump_json(), str(context.graph.model["fingerprint"]), self._calibration
+        )
         stored = context.store.signature
         if stored is None and context.store.records:
             raise StudyError(
@@ -209,6 +220,8 @@ class Search:
                 fix="put an intact copy of the database back, or begin again with --study NEW",
             )
         if stored is None:
+            if self._calibration is not None:  # what a resumed search must be given again, should the file be gone
+                write_json(self.study_dir / "calibration.json", self._calibration)
             context.store.set_signature(signature)
         else:
             check_signature(stored, signature, where=f"study {self.options.study}")

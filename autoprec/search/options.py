@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,7 @@ class SearchOptions:
     gpus_per_trial: int = 1
     sampler: str = "ours"
     cost_scale: str = ""
+    calibration: str = ""
     force: bool = False
     seeds: int = 4
     finalists: int = 3
@@ -77,13 +79,18 @@ class SearchOptions:
         if self.workers < 0:
             raise UsageError("--workers must not be negative", fix="leave it out to let AutoPrec choose")
 
-    def signature(self, space_text: str, fingerprint: str) -> dict[str, Any]:
+    def signature(
+        self, space_text: str, fingerprint: str, calibration: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         """Return everything that would change the answer: a resumed search must agree on all of it."""
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
         out: dict[str, Any] = {key: value for key, value in asdict(self).items() if key in kept}
         out["script"] = shlex.join(redact_arguments(self.command))  # a new password is no other script
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
         out["model"] = fingerprint
+        if calibration is not None:  # by what it says: the file may move, and studies without one stay as they were
+            digest = hashlib.sha256(canonical_json(dict(calibration)).encode()).hexdigest()[:16]
+            out["calibration"] = f"{calibration['device']} ({calibration['date']}), sha256 {digest}"
         return out
 
     def resume_command(self) -> str:

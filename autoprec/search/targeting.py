@@ -1,11 +1,15 @@
-"""Which device a search is for, and whether that device is the one at hand."""
+"""Which device a search is for, whether that device is the one at hand, and which calibration belongs to it."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from autoprec.cost.calibration import check_target, load_calibration
 from autoprec.errors import UsageError
 from autoprec.hardware import Target, by_device_name, target
+from autoprec.search.options import SearchOptions
 
-__all__ = ["resolve_target"]
+__all__ = ["calibration_of", "resolve_target"]
 
 
 def resolve_target(name: str, device: str) -> tuple[Target, bool]:
@@ -33,3 +37,41 @@ def resolve_target(name: str, device: str) -> tuple[Target, bool]:
             f"--target cpu, but the script trains on '{device}'", fix="make it train on the CPU, or use --target auto"
         )
     return asked, here is not None and here.name == asked.name
+
+
+def calibration_of(options: SearchOptions, device: str = "") -> dict[str, Any] | None:
+    """Return the calibration laid over the default rates of the target; None where none was asked for.
+
+    Args:
+        options: what was asked.
+        device: what the script trains on; empty before it was started, and then what is certain is refused.
+
+    Raises:
+        FileError: it is no calibration.
+        UsageError: it was measured on another target, or no time of this search is modelled with its rates.
+    """
+    path = options.calibration
+    if not path:
+        return None
+    document = load_calibration(path)
+    asked: Target | None
+    if device:
+        asked, here = resolve_target(options.target, device)
+    else:  # auto is the device at hand, whichever that is; a named one may turn out to be it
+        asked, here = (None, True) if options.target == "auto" else (target(options.target), False)
+    if asked is not None:
+        check_target(document, asked, path)
+    if asked is not None and asked.is_cpu:
+        raise UsageError(
+            "--calibration has no effect on the CPU, whose rates are measured on this machine and cached",
+            where=path,
+            fix="leave --calibration out; `autoprec calibrate --device cpu` measures again",
+        )
+    if here and not options.cost_scale:
+        raise UsageError(
+            "--calibration is for modelled times, and this search times its steps on the target itself",
+            where=path,
+            fix=f"leave --calibration out, or rehearse: --target {document.get('target', 'NAME')} on another machine, "
+            "or --cost-scale for another size",
+        )
+    return document

@@ -112,7 +112,7 @@ def test_a_users_own_target_gets_the_space_of_its_architecture(here: Path) -> No
         "schema: autoprec.targets/1\n"
         "targets:\n"
         "  mycard: {title: My card, vendor: nvidia, architecture: hopper, capability: '9.0', units: 100,\n"
-        "    memory: 40, bandwidth: 1500, peaks: {fp32: 30, bf16: 400, fp8: 800}, links: {}, source: me, date: '2026-01'}\n"
+        "    memory: 40, bandwidth: 1500, peaks: {fp32: 30, bf16: 400, fp8: 800}, links: {}, source: x, date: x}\n"
     )
     made, result = search(script(device="cpu"), options(target="mycard.yaml", space="", trials=4))
     assert made.context is not None
