@@ -2,7 +2,7 @@
 
 The same steps as :mod:`autoprec.search.finals`, on the table of ground_truth.py: the fastest trials within the budget,
 those whose divergence the model of all trials believes, the best preset; four paired seeds, then four more for the
-uncertain, then safer ones.
+uncertain, then safer ones; and what lies between the best of them and faster ones that were rejected.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from search_runs import MAX_DIVERGENCE, PRESETS
 from autoprec.search.decision import Candidate, Decision, choose
 from autoprec.search.finals import SAFER_SHARES, UNCERTAIN_SHARE
 from autoprec.search.records import TrialRecord
-from autoprec.search.shortlist import shortlist, smoothed_divergence
+from autoprec.search.shortlist import faster_ones, shortlist, smoothed_divergence
 
 FINALISTS, PAIRED, FRESH = 4, 4, 16
 
@@ -54,6 +54,15 @@ def ending(case: Case, log: Sequence[bytes], seed: int) -> Ending:
             seeds |= dict.fromkeys((r.number for r in uncertain), 2 * PAIRED)
             decision = _decide(case, log, tried, seeds, seed, floor) if uncertain else decision
         if decision.index is not None:
+            ahead = _step(tried[decision.index]) * 0.99
+            means = {r.number: float(np.mean(_paired(case, log[r.number], seed, seeds[r.number]))) for r in tried}
+            if any(_step(r) < ahead for r in tried):
+                between = faster_ones(
+                    case.problem, table, records, means, limit=limit, noise_floor=floor, ahead_of_ms=ahead
+                )
+                seeds |= dict.fromkeys((r.number for r in between), PAIRED)
+                tried += between
+                decision = _decide(case, log, tried, seeds, seed, floor)
             row = log[tried[decision.index].number]
             fresh = list(TRUTH_SEEDS)[:FRESH]
             case.measure((row, s) for s in fresh)

@@ -2,9 +2,10 @@
 
 Rules, in this order (DESIGN section 5, point 7):
 
-1. A candidate is *acceptable* when the upper 95 % confidence bound of its mean divergence over the paired seeds is
-   within ``max_divergence``, or within what rounding the weights once to bf16 does to this training run (the noise
-   floor: nobody can measure less); when its gradient error is within the limit; and when it fits into memory.
+1. A candidate is *acceptable* when the upper 95 % confidence bound of its mean divergence over the paired seeds
+   (:mod:`~autoprec.search.bounds`) is within ``max_divergence``, or within what rounding the weights once to bf16 does
+   to this training run (the noise floor: nobody can measure less); when its gradient error is within the limit; and
+   when it fits into memory.
 2. The best by the objective leads; candidates within the timing noise of it are tied with it, except that nothing
    slower than the best acceptable preset is ever taken.
 3. Among the tied the smallest gradient error wins (safety is free there), then the smaller memory.
@@ -20,13 +21,12 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Candidate", "Decision", "choose", "confidence_bound", "gradient_limit", "noise_limit"]
+from autoprec.search.bounds import confidence_bounds
 
-#: One-sided 95 % quantiles of Student's t by degrees of freedom; the normal's beyond 30.
-_T95 = (
-    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753,
-    1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697,
-)  # fmt: skip
+__all__ = ["Candidate", "Decision", "choose", "gradient_limit", "noise_limit"]
+
+#: Divergences below this share of the limit are as good as nothing.
+_NEGLIGIBLE = 0.02
 
 
 @dataclass(frozen=True)
@@ -80,22 +80,6 @@ def gradient_limit(noise: float | None, max_gradient_error: float = 0.12) -> flo
     return None if noise is None or not math.isfinite(noise) or noise <= 0 else max_gradient_error * noise
 
 
-def confidence_bound(values: Sequence[float]) -> tuple[float, float]:
-    """Return (mean, upper 95 % bound of the mean) by Student's t.
-
-    One value bounds itself by twice itself: a single short run cannot promise more than its order of magnitude. A
-    non-finite value makes both infinite.
-    """
-    data = np.asarray(values, dtype=np.float64)
-    if len(data) == 0 or not np.isfinite(data).all():
-        return math.inf, math.inf
-    mean = float(data.mean())
-    if len(data) == 1:
-        return mean, 2 * mean
-    t = _T95[len(data) - 2] if len(data) - 1 <= len(_T95) else 1.645
-    return mean, mean + t * float(data.std(ddof=1)) / math.sqrt(len(data))
-
-
 def noise_limit(noise_floor: Sequence[float] | float) -> float:
     """Return the divergence that the benign perturbation itself reaches: the mean over its seeds."""
     values = [noise_floor] if isinstance(noise_floor, (int, float)) else list(noise_floor)
@@ -103,9 +87,11 @@ def noise_limit(noise_floor: Sequence[float] | float) -> float:
     return float(np.mean(finite)) if finite else 0.0
 
 
-def _rejection(c: Candidate, limit: float, max_gradient: float | None, max_memory: float | None) -> str:
+def _rejection(
+    c: Candidate, bound: tuple[float, float], limit: float, max_gradient: float | None, max_memory: float | None
+) -> str:
     """Return why a candidate is not acceptable; empty when it is."""
-    mean, upper = confidence_bound(c.divergences)
+    mean, upper = bound
     if not math.isfinite(mean):
         return "it was not measured to the end in every seed"
     if upper > limit:
@@ -149,8 +135,11 @@ def choose(
     """
     floor = noise_limit(noise_floor)
     limit = max(max_divergence, floor)
+    bounds = confidence_bounds([() if c.reference else c.divergences for c in candidates], _NEGLIGIBLE * limit)
     rejected = {
-        c.name: why for c in candidates if not c.reference and (why := _rejection(c, limit, max_gradient, max_memory))
+        c.name: why
+        for c, bound in zip(candidates, bounds, strict=True)
+        if not c.reference and (why := _rejection(c, bound, limit, max_gradient, max_memory))
     }
     script = next((i for i, c in enumerate(candidates) if c.reference), None)
     accepted = [i for i, c in enumerate(candidates) if not c.reference and c.name not in rejected]
@@ -170,7 +159,7 @@ def choose(
     least = max(merit[leader] * (1.0 - timing_noise), min(best_preset, merit[leader]))
     tied = [i for i in accepted if merit[i] >= least]
     chosen = min(tied, key=lambda i: _safety(candidates[i], merit[i]))
-    mean, upper = confidence_bound(candidates[chosen].divergences)
+    mean, upper = bounds[chosen]
     others = tuple(candidates[i].name for i in tied if i != chosen)
     reason = _reason(candidates[chosen], objective, merit[chosen], mean, limit, floor, max_divergence, others)
     return Decision("adopt", chosen, reason, upper - mean, rejected, others)
@@ -178,8 +167,9 @@ def choose(
 
 def _safety(candidate: Candidate, merit: float) -> tuple[float, float, float]:
     """Order tied candidates: gradient error (or divergence where it is unknown), memory, then merit."""
-    mean, _ = confidence_bound(candidate.divergences)
-    error = candidate.gradient_error if candidate.gradient_error is not None else mean
+    error = candidate.gradient_error
+    if error is None:
+        error = float(np.mean(candidate.divergences))
     return (error, candidate.memory_bytes, -merit)
 
 

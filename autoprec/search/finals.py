@@ -21,7 +21,7 @@ from autoprec.search.records import TrialRecord
 from autoprec.search.references import reference_of
 from autoprec.search.score import Reference
 from autoprec.search.sensing import measure_errors
-from autoprec.search.shortlist import shortlist, smoothed_divergence
+from autoprec.search.shortlist import faster_ones, shortlist, smoothed_divergence
 from autoprec.search.trials import measured
 
 __all__ = ["pick_finalists", "run_finals"]
@@ -80,8 +80,35 @@ def pick_safer(context: Context, tried: Sequence[TrialRecord], turn: int) -> lis
     return list(unique.values())
 
 
+def pick_faster(
+    context: Context, tried: Sequence[TrialRecord], rows: dict[int, list[TrialRecord]], chosen: TrialRecord
+) -> list[TrialRecord]:
+    """Return what to measure when faster finalists were rejected: what lies between them and the chosen one."""
+    if context.table is None or context.options.objective != "throughput":
+        return []
+    ahead = chosen.metrics["step_time_ms"] * (1 - (TIE if context.measured else 0.01))
+    if all(record.metrics["step_time_ms"] >= ahead for record in tried):
+        return []
+    floor = context.references[0].noise_floor
+    records = [r for r in context.store.learned() if not context.problem.is_script(r.params)]
+    means = {
+        record.number: statistics.fmean(
+            run.metrics["divergence"] if run.ok else math.inf for run in rows[record.number]
+        )
+        for record in tried
+        if rows[record.number]
+    }
+    limit = max(context.limits.divergence, floor)
+    return faster_ones(
+        context.problem, context.table, records, means, limit=limit, noise_floor=floor, ahead_of_ms=ahead
+    )
+
+
 def run_finals(context: Context) -> Answer:
-    """Measure the finalists over the paired seeds and decide; safer ones follow while none is surely acceptable."""
+    """Measure the finalists over the paired seeds and decide; safer ones follow while none is surely acceptable.
+
+    When one is, but slower than finalists that were rejected, what lies between them gets its chance, once.
+    """
     picked = pick_finalists(context)
     answer = Answer("stay", _why_nothing(context), None, seeds=0)
     began = time.monotonic()
@@ -107,6 +134,12 @@ def run_finals(context: Context) -> Answer:
             break
         context.listener.note("none of these is surely within the limits over all seeds: safer ones are measured")
         picked = pick_safer(context, tried, turn)
+    between = pick_faster(context, tried, rows, answer.chosen.tag) if answer.chosen is not None else []
+    if between and not _over_budget(context):
+        context.listener.note("faster finalists were rejected: what lies between them and the best so far is measured")
+        _measure_all(context, between, rows, references, range(context.options.seeds))
+        errors |= measure_errors(context, {str(record.number): record.policy for record in between})
+        answer, rejected = _decide(context, [*tried, *between], rows, errors)
     for name, why in rejected.items():
         context.note(f"finalist {name} was rejected: {why}")
     context.timings["finalists_s"] = time.monotonic() - began

@@ -7,7 +7,7 @@ to all of them, knows what such a point usually costs; points are ranked by what
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from autoprec.search.beliefs import divergence_model, observation
@@ -15,10 +15,12 @@ from autoprec.search.problem import Problem
 from autoprec.search.records import TrialRecord
 from autoprec.search.sensitivity import SensitivityTable
 
-__all__ = ["shortlist", "smoothed_divergence"]
+__all__ = ["faster_ones", "shortlist", "smoothed_divergence"]
 
 #: Shares of the budget that the members of a shortlist are chosen for, in turn: one that just fits, then safer ones.
 SHARES = (0.9, 0.7, 0.5)
+#: The same for those that are measured once the first finalists have shown what the seeds make of such points.
+FASTER_SHARES = (0.75, 0.64)
 
 
 def smoothed_divergence(
@@ -70,3 +72,44 @@ def shortlist(
                 kept[record.number] = record
                 break
     return sorted(kept.values(), key=lambda r: r.metrics["step_time_ms"])
+
+
+def faster_ones(
+    problem: Problem,
+    table: SensitivityTable,
+    records: Sequence[TrialRecord],
+    means: Mapping[int, float],
+    *,
+    limit: float,
+    noise_floor: float,
+    ahead_of_ms: float,
+) -> list[TrialRecord]:
+    """Return trials between the fastest finalist that was accepted and the faster ones that were not.
+
+    The first finalists jump over the budget: the fastest of them are beyond it, the next is well within. What their
+    seeds say about all of them, against what the model believed, tells where in between the budget lies.
+
+    Args:
+        problem: the search problem.
+        table: its sensitivity table.
+        records: every trial that was measured to its end.
+        means: number -> mean divergence over the paired seeds, of those that were finalists already.
+        limit: the divergence budget, or the noise floor above it.
+        noise_floor: divergence of the benign perturbation.
+        ahead_of_ms: step time that they have to beat.
+    """
+    usable = [r for r in records if r.ok and math.isfinite(r.metrics["divergence"])]
+    believed = dict(
+        zip((r.number for r in usable), smoothed_divergence(problem, table, usable, noise_floor), strict=True)
+    )
+    ratios = [
+        math.log(mean / believed[n]) for n, mean in means.items() if n in believed and math.isfinite(mean) and mean > 0
+    ]
+    scale = math.exp(sum(ratios) / len(ratios)) if ratios else 1.0
+    waiting = [r for r in usable if r.number not in means and r.metrics["step_time_ms"] < ahead_of_ms]
+    waiting.sort(key=lambda r: r.metrics["step_time_ms"])
+    found: list[TrialRecord] = []
+    for share in FASTER_SHARES:
+        fits = [r for r in waiting if r not in found and scale * believed[r.number] <= share * limit]
+        found += fits[:1]
+    return found

@@ -4,10 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from autoprec.search.decision import Candidate, choose, confidence_bound, gradient_limit, noise_limit
+from autoprec.search.decision import Candidate, choose, gradient_limit, noise_limit
 
 SCRIPT = Candidate("script as written", 1.0, (0.0,), 0.0, 100.0, reference=True)
 
@@ -26,7 +24,7 @@ def test_the_fastest_acceptable_policy_is_adopted() -> None:
 
 def test_it_is_the_upper_bound_that_counts_not_the_mean() -> None:
     scattered = candidate("scattered", 1.5, gaps=(0.0005, 0.0045, 0.0005, 0.0035))
-    steady = candidate("steady", 1.2, gaps=(0.0023, 0.0022, 0.0023, 0.0022))
+    steady = candidate("steady", 1.2, gaps=(0.0012, 0.0013, 0.0012, 0.0011))
     assert np.mean(scattered.divergences) < 0.0025
     found = choose([SCRIPT, scattered, steady])
     assert found.index == 2
@@ -92,21 +90,6 @@ def test_a_failed_seed_is_never_accepted() -> None:
 def test_nothing_at_all() -> None:
     assert choose([]).verdict == "stay"
     assert choose([SCRIPT]).index == 0
-
-
-def test_confidence_bound_covers_the_mean() -> None:
-    rng = np.random.default_rng(0)
-    samples = rng.gamma(4.0, 1.0, (4000, 4))
-    covered = np.mean([confidence_bound(row)[1] >= 4.0 for row in samples])
-    assert 0.90 <= covered <= 0.97  # 95 % for a normal; the t interval loses a little on a skewed one
-    assert confidence_bound([0.001]) == (0.001, 0.002)
-    assert confidence_bound([]) == (math.inf, math.inf)
-
-
-@given(st.lists(st.floats(1e-6, 1e-2), min_size=2, max_size=40))
-def test_the_bound_is_never_below_the_mean(values: list[float]) -> None:
-    mean, upper = confidence_bound(values)
-    assert upper >= mean
 
 
 def test_the_noise_floor_may_be_one_number_or_one_per_seed() -> None:

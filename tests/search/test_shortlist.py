@@ -4,7 +4,7 @@ import numpy as np
 
 from autoprec.search.records import TrialRecord
 from autoprec.search.sensitivity import SensitivityTable
-from autoprec.search.shortlist import shortlist, smoothed_divergence
+from autoprec.search.shortlist import faster_ones, shortlist, smoothed_divergence
 from tests.search.synthetic import World, world
 
 BUDGET = 0.0025
@@ -56,3 +56,27 @@ def test_a_lucky_trial_is_not_shortlisted() -> None:
 def test_nothing_within_the_budget_is_an_empty_list() -> None:
     found = world()
     assert shortlist(found.problem, table(found), records(found, 0.1), max_divergence=1e-9) == []
+
+
+def test_what_lies_between_a_rejected_finalist_and_the_best_is_found() -> None:
+    found = world(misfit=0.1)
+    known = records(found, 0.05, 120)
+    ordered = sorted(known, key=lambda r: r.metrics["step_time_ms"])
+    limit = float(np.median([r.metrics["divergence"] for r in known]))
+    fast = next(r for r in ordered if r.metrics["divergence"] > 1.5 * limit)
+    slow = next(r for r in reversed(ordered) if r.metrics["divergence"] < 0.5 * limit)
+    seen = {r.number: 2.0 * r.metrics["divergence"] for r in (fast, slow)}  # these seeds show twice what the trials did
+    ahead = slow.metrics["step_time_ms"]
+
+    def between(means: dict[int, float]) -> list[TrialRecord]:
+        return faster_ones(found.problem, table(found), known, means, limit=limit, noise_floor=0.0, ahead_of_ms=ahead)
+
+    picked = between(seen)
+    assert 1 <= len(picked) <= 2
+    for record in picked:
+        assert record.number not in seen
+        assert record.metrics["step_time_ms"] < ahead
+        assert 2.0 * found.step(record.params)[1] <= limit
+    bolder = between({fast.number: fast.metrics["divergence"], slow.number: slow.metrics["divergence"]})
+    assert bolder[0].metrics["step_time_ms"] < picked[0].metrics["step_time_ms"]  # their seeds show nothing worse
+    assert between({r.number: r.metrics["divergence"] for r in known}) == []  # everything was a finalist already
