@@ -98,11 +98,13 @@ class AttentionExecutions:
             weights = weights.mean(dim=1) if average_attn_weights else weights
         else:
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        out = out.transpose(1, 2).flatten(2)
+        # length first, as PyTorch lays it out: a dropout that follows draws its mask in the order of memory, and would
+        # fall on other elements than in the script as written
+        out = out.permute(2, 0, 1, 3).flatten(2)
         out = self._project("out_proj", out, m.out_proj.weight, m.out_proj.bias)
         if not batched:
-            return out.squeeze(0), None if weights is None else weights.squeeze(0)
-        return out if m.batch_first else out.transpose(0, 1), weights
+            return out.squeeze(1), None if weights is None else weights.squeeze(0)
+        return out.transpose(0, 1) if m.batch_first else out, weights
 
     def _heads(self, x: Tensor) -> Tensor:
         """``[batch, length, embed]`` to ``[batch, heads, length, embed / heads]``."""

@@ -91,3 +91,36 @@ def test_what_cannot_be_expressed_is_refused() -> None:
     model = Holder(nn.MultiheadAttention(16, 4, add_bias_kv=True))
     with pytest.raises(UnsupportedError, match="add_bias_kv"):
         policy("bf16").apply(model)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_dropout_falls_on_the_same_elements_as_in_the_script(batch_first: bool, norm_first: bool) -> None:
+    """A dropout draws its mask in the order of memory, so outputs must lie in it as PyTorch's do."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.3, batch_first=batch_first, norm_first=norm_first)
+    theirs = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    ours = copy.deepcopy(theirs)
+    policy("fp32").apply(ours)
+    x = torch.randn(3, 5, 16)
+    found = []
+    for model in (theirs, ours):
+        torch.manual_seed(1)
+        out = model(x)
+        out.square().mean().backward()
+        found.append((out, [p.grad for p in model.parameters()]))
+    (expected, gradients), (out, own) = found
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(own, gradients, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+def test_outputs_lie_in_memory_as_those_of_torch(batch_first: bool) -> None:
+    theirs = nn.MultiheadAttention(16, 4, batch_first=batch_first)
+    ours = Holder(copy.deepcopy(theirs))
+    policy("fp32").apply(ours)
+    for shape in ((3, 5, 16), (5, 16)):
+        x = torch.randn(*shape)
+        for need_weights in (False, True):
+            expected, found = (model(x, x, x, need_weights=need_weights)[0] for model in (theirs, ours))
+            assert (found.shape, found.stride()) == (expected.shape, expected.stride())
