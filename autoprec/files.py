@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ __all__ = [
     "check_writable",
     "checksum",
     "file_lock",
+    "keep_earlier",
     "parse_document",
     "read_document",
     "read_text",
@@ -247,6 +249,23 @@ def _look_alike(path: Path) -> str:
             if close := nearest(path.stem, stems):
                 return f"did you mean '{path.with_name(stems[close[0]])}'?"
     return "check the path"
+
+
+def keep_earlier(path: Path, known: Path) -> Path | None:
+    """Copy a file aside (``policy.yaml.1``, ``.2``, ...) before it is overwritten, and return the copy.
+
+    Args:
+        path: the file about to be written.
+        known: a file with content that may be lost, our own earlier one: None is returned then, or where no file is.
+    """
+    if not path.is_file():
+        return None
+    earlier = path.read_bytes()
+    if known.is_file() and known.read_bytes() == earlier:
+        return None
+    copy = next(p for n in itertools.count(1) if not (p := path.with_name(f"{path.name}.{n}")).exists())
+    shutil.copy2(path, copy)
+    return copy
 
 
 def read_text(path: Path | str, *, most_bytes: int = MAX_BYTES) -> str:

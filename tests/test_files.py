@@ -23,6 +23,7 @@ from autoprec.files import (
     canonical_json,
     check_writable,
     file_lock,
+    keep_earlier,
     parse_document,
     read_document,
     with_checksum,
@@ -287,3 +288,15 @@ def test_a_checksum_comes_off_again_and_notices_a_change(document: dict[str, Any
         without_checksum({**sealed, "added": 1}, where="x")
     with pytest.raises(FileError, match="damaged"):
         without_checksum(document, where="x")
+
+
+def test_a_file_is_kept_aside_before_it_is_overwritten_unless_it_is_ours(tmp_path: Path) -> None:
+    path, ours = tmp_path / "policy.yaml", tmp_path / "own.yaml"
+    assert keep_earlier(path, ours) is None  # there is none
+    path.write_text("by hand")
+    assert keep_earlier(path, ours) == tmp_path / "policy.yaml.1"
+    path.write_text("by another study")
+    assert keep_earlier(path, ours) == tmp_path / "policy.yaml.2"
+    assert (tmp_path / "policy.yaml.1").read_text() == "by hand"
+    ours.write_text("by another study")
+    assert keep_earlier(path, ours) is None

@@ -18,9 +18,9 @@ from typing import Any
 from autoprec.cost import CostModel, CostScale, Verdict
 from autoprec.cost.cpu import cpu_rates
 from autoprec.errors import AutoPrecError, NothingAcceptableError, SearchInterruptedError, StudyError
-from autoprec.files import file_lock, write_json
+from autoprec.files import file_lock, keep_earlier, write_json
 from autoprec.graph.report import GraphReport
-from autoprec.policy import save_policy
+from autoprec.policy import Policy, save_policy
 from autoprec.search.answer import Answer, emitted_policy, search_result
 from autoprec.search.context import Context, Limits
 from autoprec.search.early import check_early
@@ -263,12 +263,21 @@ class Search:
 
     def _finish(self, context: Context, answer: Answer, verdict: Verdict) -> SearchResult:
         policy = emitted_policy(context, answer)
-        save_policy(policy, self.options.output)
+        self._emit(policy)
         save_policy(policy, self.study_dir / "best.yaml")
         result = search_result(context, answer, verdict, policy_path=self.options.output)
         save_front(context, result, self.study_dir / "front")
         self.listener.finished(result)
         return result
+
+    def _emit(self, policy: Policy) -> None:
+        """Write the policy where it was asked for; what was there, and is not this study's, is kept beside it."""
+        output, own = Path(self.options.output), self.study_dir / "policy.yaml"
+        kept = keep_earlier(output, own)
+        if kept is not None:
+            self.listener.note(f"there was a {output} already: it is now {kept}")
+        save_policy(policy, output)
+        save_policy(policy, own)
 
     def _interrupted(self, stop: BaseException) -> SearchInterruptedError:
         code = 143 if isinstance(stop, SystemExit) and stop.code == 143 else 130
@@ -278,7 +287,7 @@ class Search:
             policy = emitted_policy(context, Answer("adopt", "interrupted before the finalists", best, seeds=1))
             kept = f"the best policy so far ({best.metrics['speedup']:.2f}x) is in {self.options.output}"
             try:
-                save_policy(policy, self.options.output)
+                self._emit(policy)
             except AutoPrecError as error:
                 kept = f"the best policy so far could not be saved: {error.what}"
         return SearchInterruptedError(

@@ -17,6 +17,9 @@ from autoprec.trial.protocol import TrialResult, TrialSpec
 
 __all__ = ["Contender", "Verification", "contenders", "verify"]
 
+#: What is told apart from timing noise, as a factor of speed, and what counts as saving memory.
+FASTER, SMALLER = 1.05, 0.98
+
 
 @dataclass(frozen=True, slots=True)
 class Contender:
@@ -106,7 +109,7 @@ def verify(
     """
     runs: dict[str, list[tuple[TrialResult, TrialResult]]] = {name: [] for name in policies}
     reference_ms: list[float] = []
-    floor = 0.0
+    floor, reference_memory = 0.0, 0
     failed: TrialResult | None = None
     for seed in range(seeds):
         if seed + 1 < seeds:
@@ -116,6 +119,7 @@ def verify(
             failed = reference
             tell(f"seed {seed}: the reference failed: {reference.status}: {reference.reason}")
             continue
+        reference_memory = reference_memory or reference.memory_bytes
         if seed == 0:
             floor = divergence(_run(pool, spec, None, seed, perturb="bf16").losses, reference.losses)
         order = list(policies)
@@ -137,7 +141,7 @@ def verify(
             else "make the script train as it is first",
         )
     rows = tuple(_contender(name, pairs) for name, pairs in runs.items())
-    ok, reason = _judge(rows, max_divergence, floor, timed)
+    ok, reason = _judge(rows, max_divergence, floor, timed, reference_memory)
     return Verification(
         ok=ok,
         reason=reason,
@@ -168,7 +172,9 @@ def _contender(name: str, pairs: Sequence[tuple[TrialResult, TrialResult]]) -> C
     )
 
 
-def _judge(rows: Sequence[Contender], max_divergence: float, floor: float, timed: bool) -> tuple[bool, str]:
+def _judge(
+    rows: Sequence[Contender], max_divergence: float, floor: float, timed: bool, reference_memory: int
+) -> tuple[bool, str]:
     """Return (ok, reason) for the first row."""
     policy, others = rows[0], rows[1:]
     if policy.failures:
@@ -178,8 +184,16 @@ def _judge(rows: Sequence[Contender], max_divergence: float, floor: float, timed
         return False, f"divergence {policy.divergence:.3%} is above {limit:.3%}"
     if not timed:
         return True, f"divergence {policy.divergence:.3%} within {limit:.3%}; speed not judged (emulated numerics)"
+    smaller = 0 < policy.memory_bytes < SMALLER * reference_memory  # what some policies are for
+    if policy.speedup < 1 / FASTER and max(policy.speedups) < 1.0 and not smaller:
+        return False, f"it is slower than the script as written: {policy.speedup:.2f}x, and saves no memory"
     faster = [
-        row for row in others if row.divergences and row.divergence <= limit and row.speedup > policy.speedup * 1.05
+        row
+        for row in others
+        if row.divergences
+        and row.divergence <= limit
+        and row.speedup > policy.speedup * FASTER
+        and min(row.speedups) > max(policy.speedups)  # a policy that is that preset must not lose to it by chance
     ]
     if faster:
         return False, f"preset '{faster[0].name}' is faster ({faster[0].speedup:.2f}x against {policy.speedup:.2f}x)"

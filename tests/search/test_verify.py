@@ -5,7 +5,7 @@ from pathlib import Path
 from autoprec.policy import Policy
 from autoprec.recipes import BUILTIN_RECIPES
 from autoprec.search.hosts import HostPool
-from autoprec.search.verify import Verification, contenders, verify
+from autoprec.search.verify import Contender, Verification, _judge, contenders, verify
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript
 from autoprec.trial.protocol import TrialSpec
 
@@ -47,3 +47,21 @@ def test_emulated_numerics_are_never_judged_by_speed(tmp_path: Path) -> None:
     result = check(slow, tmp_path, timed=False)
     assert result.ok
     assert "speed not judged" in result.reason
+
+
+def contender(name: str, *speedups: float, memory: int = 100) -> Contender:
+    return Contender(name, speedups, (0.0001,) * len(speedups), memory, 1.0, ())
+
+
+def test_a_policy_that_is_slower_than_the_script_and_saves_nothing_does_not_hold() -> None:
+    ok, reason = _judge([contender("policy", 0.6, 0.62)], 0.0025, 0.0, True, 100)
+    assert not ok
+    assert "slower than the script as written: 0.6" in reason
+    assert _judge([contender("policy", 0.6, 0.62, memory=80)], 0.0025, 0.0, True, 100)[0]
+    assert _judge([contender("policy", 0.97, 0.98)], 0.0025, 0.0, True, 100)[0]  # timing noise
+
+
+def test_a_policy_does_not_lose_by_chance_to_a_preset_that_does_the_same() -> None:
+    policy = contender("policy", 1.4, 1.6, 1.5)
+    assert _judge([policy, contender("bf16 autocast", 1.58, 1.62, 1.7)], 0.0025, 0.0, True, 100)[0]
+    assert not _judge([policy, contender("bf16 autocast", 1.7, 1.8, 1.75)], 0.0025, 0.0, True, 100)[0]
