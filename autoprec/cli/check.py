@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoprec.cli.script import script_command
-from autoprec.errors import FIX, AuditError, AutoPrecError, PolicyMismatchError, ScriptError, UnsupportedError
+from autoprec.errors import (
+    FIX,
+    AuditError,
+    AutoPrecError,
+    NothingAcceptableError,
+    PolicyMismatchError,
+    ScriptError,
+    UnsupportedError,
+)
 
 if TYPE_CHECKING:
     from autoprec.trial.protocol import TrialResult
@@ -26,6 +34,7 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
     Raises:
         PolicyMismatchError, UnsupportedError: the policy could not be applied; the message says why.
         ScriptError: the script failed before or within these steps.
+        NothingAcceptableError: it has fewer steps.
     """
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.protocol import TrialSpec
@@ -48,6 +57,8 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
 def _refusal(result: TrialResult, where: str) -> AutoPrecError:
     """Return why there is no audit, with one fix: that of the error itself, if it came with one."""
     what, _, fix = (result.reason or result.status).partition(FIX)
+    if result.status == "too_short" and result.losses:
+        return NothingAcceptableError(what, where=where, fix=f"ask for less: --steps {len(result.losses)}")
     kind = _REFUSALS.get(result.status, ScriptError)
     fix = fix or result.tail or "run the script under it with `autoprec run` to see more"
     return kind(f"the policy could not be checked: {what}", where=where, fix=fix)

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.cli.check import _gemms, _refusal
-from autoprec.errors import PolicyMismatchError
+from autoprec.errors import NothingAcceptableError, PolicyMismatchError
 from autoprec.trial.protocol import TrialResult
 from tests.cli.helpers import autoprec
 
@@ -115,3 +115,10 @@ def test_a_policy_found_on_another_model_is_noted(script: Path, policy: Path) ->
     assert found.code == 0
     assert found.json()["ok"]
     assert "found on GPT (5,000 parameters), this is Sequential (1,072 parameters)" in found.err
+
+
+def test_a_script_with_fewer_steps_than_asked_for_is_told_how_many_it_has() -> None:
+    short = TrialResult("too_short", "the script ended after 2 of 500 steps", losses=(2.0, 1.9), tail="step 0 loss 2.0")
+    error = _refusal(short, "train.py")
+    assert isinstance(error, NothingAcceptableError)
+    assert error.fix == "ask for less: --steps 2"
