@@ -15,7 +15,7 @@ from ground_truth import TRIAL_SEEDS, TRUTH_SEEDS, Case
 from search_runs import MAX_DIVERGENCE, PRESETS
 
 from autoprec.search.decision import Candidate, Decision, choose
-from autoprec.search.finals import SAFER_SHARES, UNCERTAIN_SHARE
+from autoprec.search.finals import MODELLED_TIE, SAFER_SHARES, UNCERTAIN_SHARE
 from autoprec.search.records import TrialRecord
 from autoprec.search.shortlist import faster_ones, shortlist, smoothed_divergence
 
@@ -54,7 +54,7 @@ def ending(case: Case, log: Sequence[bytes], seed: int) -> Ending:
             seeds |= dict.fromkeys((r.number for r in uncertain), 2 * PAIRED)
             decision = _decide(case, log, tried, seeds, seed, floor) if uncertain else decision
         if decision.index is not None:
-            ahead = _step(tried[decision.index]) * 0.99
+            ahead = _step(tried[decision.index]) * (1 - MODELLED_TIE)
             means = {r.number: float(np.mean(_paired(case, log[r.number], seed, seeds[r.number]))) for r in tried}
             if any(_step(r) < ahead for r in tried):
                 between = faster_ones(

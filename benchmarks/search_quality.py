@@ -39,7 +39,7 @@ weights, data, noise, sensitivity scan): its trials see that one seed, as in a r
 true values, in two steps. Which of it is non-dominated is found out under truth seeds (four for whatever may count, 24
 near the best known front), drawn towards an additive model of all of them. How good those are is measured under 24
 judge seeds that nobody has picked by: the best of thousands of noisy means is best partly by luck, and a front scored
-by the means it was picked by loses 3 to 4 % of its hypervolume when it is measured again. The best known front is
+by the means it was picked by loses 4 to 5 % of its hypervolume when it is measured again. The best known front is
 picked and judged alike, from everything any strategy asked and from a long run that knows the truth seeds. Everyone
 starts with the same 6 presets. HV: hypervolume of what was asked over (step time, log10 divergence), corner at twenty
 times the budget of 0.25 %, as a share of the best known front's (which it may exceed by luck). Regret: fastest asked

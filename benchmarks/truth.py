@@ -2,7 +2,7 @@
 
 Which assignments are good is found out under *truth* seeds: four for whatever could be useful at all, more for what is
 near the front, all of them for what is nearer still. The best of thousands of such means are the best partly by luck (a
-front picked so loses 3 to 4 % of its hypervolume when it is measured again), so they are first drawn towards an
+front picked so loses 4 to 5 % of its hypervolume when it is measured again), so they are first drawn towards an
 additive model of all of them, and what was picked, by a strategy's run as for the true front, is then measured anew
 under *judge* seeds, and only that is scored.
 """

@@ -2,8 +2,8 @@
 
 The divergence of one policy varies from seed to seed like a lognormal variable: its logarithm has a standard deviation
 of 0.3 to 0.5, about the same for all policies of one script at one level (benchmarks/search_quality.py). Four seeds say
-little about that spread, and four that happen to lie close together promise far too much: with Student's t on each
-policy's own four, 3 of 32 searches adopted what lay beyond the budget. So the spread is taken from all finalists at the
+little about that spread, and four that happen to lie close together promise far too much when the bound is Student's t
+on each policy's own four. So the spread is taken from all finalists at the
 same level, and from what is known beforehand; the bound is Cox's for the mean of a lognormal variable (Zhou and Gao,
 Statistics in Medicine 16, 1997), with Student's t for the degrees of freedom of the pooled spread.
 """

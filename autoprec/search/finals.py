@@ -32,8 +32,8 @@ LEAST_NOISE, MOST_NOISE = 0.01, 0.10
 UNCERTAIN_SHARE, MOST_UNCERTAIN = 0.7, 3
 #: Shares of the divergence budget that safer finalists must keep to, round after round.
 SAFER_SHARES = (0.35, 0.15)
-#: Step times closer than this are a tie (run-to-run noise of a shared machine).
-TIE = 0.03
+#: Step times closer than this are a tie (run-to-run noise of a shared machine); modelled ones have no noise.
+TIE, MODELLED_TIE = 0.03, 0.01
 
 
 def pick_finalists(context: Context) -> list[TrialRecord]:
@@ -86,7 +86,7 @@ def pick_faster(
     """Return what to measure when faster finalists were rejected: what lies between them and the chosen one."""
     if context.table is None or context.options.objective != "throughput":
         return []
-    ahead = chosen.metrics["step_time_ms"] * (1 - (TIE if context.measured else 0.01))
+    ahead = chosen.metrics["step_time_ms"] * (1 - (TIE if context.measured else MODELLED_TIE))
     if all(record.metrics["step_time_ms"] >= ahead for record in tried):
         return []
     floor = context.references[0].noise_floor

@@ -31,9 +31,8 @@ from autoprec.trial.protocol import Probe
 
 __all__ = ["SensitivityScan", "scan_batches"]
 
-#: Rows (tokens) that a table should have seen, and how many batches are asked at most to get there. Over 64 rows the
-#: predicted and the measured error of random assignments correlate at 0.89 to 0.96, over 256 at 0.96 to 0.97
-#: (benchmarks/search_quality.py).
+#: Rows (tokens) that a table should have seen, and how many batches are asked at most to get there. Over 256 rows the
+#: predicted and the measured error of random mixtures correlate at 0.96 to 0.97 (benchmarks/search_quality.py).
 _ROWS, _MOST_BATCHES = 256, 4
 
 

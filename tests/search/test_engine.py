@@ -394,3 +394,11 @@ def test_a_script_whose_gradient_has_vanished_is_told_so(here: Path) -> None:
     made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Dead(simulated, seed))
     with pytest.raises(NothingAcceptableError, match="zero or not finite"):
         made.run()
+
+
+def test_a_policy_file_that_was_there_is_kept_and_our_own_is_not_copied(here: Path) -> None:
+    (here / "policy.yaml").write_text("by hand\n")
+    search(script(), options(study="mine", trials=9))
+    assert (here / "policy.yaml.1").read_text() == "by hand\n"
+    search(script(), options(study="mine", trials=12, resume=True))
+    assert sorted(path.name for path in here.glob("policy.yaml*")) == ["policy.yaml", "policy.yaml.1"]
