@@ -10,17 +10,15 @@ Importing the package imports nothing heavy: each public name is loaded when it 
 from __future__ import annotations
 
 import importlib
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from autoprec._version import __version__
 
 if TYPE_CHECKING:
     from autoprec.api import search
-    from autoprec.apply import Policy, load
+    from autoprec.applying.guard import Guard
+    from autoprec.applying.policy import Policy, load
     from autoprec.errors import AutoPrecError
-    from autoprec.guard import Guard
     from autoprec.trial.session import Session, register
 
 __all__ = [
@@ -37,42 +35,19 @@ __all__ = [
 #: public name -> the module that defines it
 _HOME = {
     "AutoPrecError": "autoprec.errors",
-    "Guard": "autoprec.guard",
-    "Policy": "autoprec.apply",
+    "Guard": "autoprec.applying.guard",
+    "Policy": "autoprec.applying.policy",
     "Session": "autoprec.trial.session",
-    "load": "autoprec.apply",
+    "load": "autoprec.applying.policy",
     "register": "autoprec.trial.session",
-    "search": "autoprec.search",
+    "search": "autoprec.api",
 }
-
-
-class _CallableRoom(ModuleType):
-    """``autoprec.search`` is a function to its users and a package to the code: the package, made callable."""
-
-    def __call__(self, script: Any, **options: Any) -> Any:
-        from autoprec.api import search
-
-        return search(script, **options)
-
-
-class _Package(ModuleType):
-    """Makes ``autoprec.search`` callable whoever imports it first."""
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "search" and type(value) is ModuleType:
-            value.__class__ = _CallableRoom
-        super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'autoprec' has no attribute '{name}'")
-    home = importlib.import_module(_HOME[name])
-    value = home if _HOME[name] == f"autoprec.{name}" else getattr(home, name)
-    globals()[name] = value
+    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
     return value
 
 

@@ -28,7 +28,7 @@ AXES: dict[str, list[tuple[str, int, int, int]]] = {
 
 def errors(width: int, depth: int, batch: int) -> list[float]:
     """Relative error of the gradient with one kind of layer in one recipe, per recipe and kind, after 15 steps."""
-    from autoprec.apply import apply_policy, remove_policy
+    from autoprec.applying.policy import apply_policy, remove_policy
     from autoprec.policy import policy_from_dict
 
     torch.manual_seed(0)

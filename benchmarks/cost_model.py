@@ -97,7 +97,7 @@ def published() -> Lines:
 def peer() -> Lines:
     """torchao's roofline on the same linear layers and GEMM tables, where torchao is installed."""
     from autoprec.cost.published import evaluate, published
-    from autoprec.optional import is_available
+    from autoprec.support.optional import is_available
 
     lines = ["", "## Peer: torchao.testing.training.roofline_utils", ""]
     if not is_available("torchao"):
@@ -145,7 +145,7 @@ def peer() -> Lines:
 def cpu_and_memory(which: str) -> Lines:
     import cpu_models
 
-    from autoprec.cost.cpu import cpu_rates
+    from autoprec.cost.calibrate.cpu import cpu_rates
 
     rates, label = cpu_rates(refresh=True)
     rows = cpu_models.cases()
@@ -228,7 +228,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from autoprec.cost import CostModel
 from autoprec.graph.fake import record_fake
-from autoprec.hardware import target
+from autoprec.precision.hardware import target
 config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
                      num_key_value_heads=8, vocab_size=128256, use_cache=False)
 def step(model):
@@ -244,8 +244,8 @@ print(len(report.layers), round(found.time_ms), round(time.process_time() - star
 def llama() -> Lines:
     from autoprec.cost import CostModel
     from autoprec.cost.transformer import PRESETS, decoder_report
-    from autoprec.hardware import target
-    from autoprec.optional import is_available
+    from autoprec.precision.hardware import target
+    from autoprec.support.optional import is_available
 
     start = time.process_time()
     report = decoder_report(PRESETS["llama3-70b"], batch=1, seq=4096)
@@ -276,8 +276,8 @@ def llama() -> Lines:
 
 def environment() -> str:
     """Hardware, versions and command, in one line."""
-    from autoprec.cost.cpu import _cpu_model
-    from autoprec.optional import installed_version
+    from autoprec.cost.calibrate.cpu import _cpu_model
+    from autoprec.support.optional import installed_version
 
     versions = [
         f"{name} {installed_version(name)}" for name in ("torch", "torchao", "transformers") if installed_version(name)

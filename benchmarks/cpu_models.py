@@ -157,11 +157,11 @@ def measure(model: nn.Module, batch: tuple[Tensor, Tensor], steps: int = 5) -> t
 
 def cases() -> list[dict[str, Any]]:
     """Return one row per model and policy: measured and modelled milliseconds and bytes."""
-    from autoprec.apply import apply_policy, remove_policy
+    from autoprec.applying.policy import apply_policy, remove_policy
     from autoprec.cost import CostModel
     from autoprec.graph.recorder import StepRecorder
-    from autoprec.hardware import target
     from autoprec.policy import policy_from_dict, resolve
+    from autoprec.precision.hardware import target
 
     torch.set_num_threads(1)
     rows = []

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from autoprec.cost.published import evaluate
 from autoprec.cost.rates import Rates, default_rates
-from autoprec.hardware import target
+from autoprec.precision.hardware import target
 
 #: architecture -> (a target of it, [(field, families that share one value; none for a field that is one number)])
 PLAN: dict[str, tuple[str, list[tuple[str, tuple[str, ...]]]]] = {

@@ -25,15 +25,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from autoprec.cost import CostModel  # noqa: E402
-from autoprec.cost.calibration import load_calibration  # noqa: E402
+from autoprec.cost.calibrate.calibration import load_calibration  # noqa: E402
 from autoprec.graph.report import GraphReport  # noqa: E402
 from autoprec.policy import Policy, policy_from_dict, resolve  # noqa: E402
-from autoprec.recipes import BUILTIN_RECIPES  # noqa: E402
-from autoprec.search.objectives import divergence, step_time  # noqa: E402
-from autoprec.search.targeting import resolve_target  # noqa: E402
+from autoprec.precision.recipes import BUILTIN_RECIPES  # noqa: E402
 from autoprec.trial.command import ScriptCommand  # noqa: E402
+from autoprec.trial.driver.runner import TrialRunner  # noqa: E402
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec  # noqa: E402
-from autoprec.trial.runner import TrialRunner  # noqa: E402
+from autoprec.tuning.decide.objectives import divergence, step_time  # noqa: E402
+from autoprec.tuning.target import resolve_target  # noqa: E402
 
 TRAIN = ROOT / "benchmarks" / "gpu" / "train_transformer.py"
 RECIPES = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed")

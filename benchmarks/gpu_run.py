@@ -24,7 +24,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autoprec.trial.conditions import QUERY, Conditions, ask_driver  # noqa: E402 - nothing need be installed for it
+from autoprec.trial.inside.observe.conditions import QUERY, Conditions, ask_driver  # noqa: E402 - nothing need be installed for it
 
 PARTS = ("tests", "numerics", "calibrate", "fidelity", "end_to_end")
 

@@ -19,12 +19,12 @@ import numpy as np
 
 from autoprec.cost import CostModel, CostScale
 from autoprec.graph.report import GemmCall, GraphReport, Layer
-from autoprec.hardware import target
-from autoprec.search.problem import Problem
-from autoprec.search.sampler import Prior
-from autoprec.search.scan import scan_batches
-from autoprec.search.sensitivity import SensitivityTable, plan_probes
-from autoprec.space import Choice, space_from_dict
+from autoprec.policy.space import Choice, space_from_dict
+from autoprec.precision.hardware import target
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.ours import Prior
+from autoprec.tuning.decide.scan import scan_batches
+from autoprec.tuning.decide.table import SensitivityTable, plan_probes
 
 if TYPE_CHECKING:
     from replicas import Replicas

@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 warnings.filterwarnings("ignore")
 
-from autoprec.apply import Policy  # noqa: E402
+from autoprec.applying.policy import Policy  # noqa: E402
 from autoprec.numerics.linear import LinearExecution  # noqa: E402
 from autoprec.numerics.quantize import dequantize, quantize, spec_of  # noqa: E402
 from autoprec.numerics.rounding import STORAGE, encode  # noqa: E402
-from autoprec.optional import installed_version, is_available  # noqa: E402
 from autoprec.policy import LayerPlan  # noqa: E402
-from autoprec.recipes import BUILTIN_RECIPES as RECIPES  # noqa: E402
-from autoprec.recipes import GEMMS  # noqa: E402
+from autoprec.precision.recipes import BUILTIN_RECIPES as RECIPES  # noqa: E402
+from autoprec.precision.recipes import GEMMS  # noqa: E402
+from autoprec.support.optional import installed_version, is_available  # noqa: E402
 from autoprec.testing.backends import reference_gemms  # noqa: E402
 
 Row = tuple[str, str, str, bool | None]

@@ -260,7 +260,7 @@ def digits() -> tuple[Tensor, Tensor]:
 def check() -> None:
     """Compare the batched rounding with autoprec.numerics on random operands."""
     from autoprec.numerics.quantize import quantize_dequantize
-    from autoprec.recipes import BUILTIN_RECIPES
+    from autoprec.precision.recipes import BUILTIN_RECIPES
 
     torch.manual_seed(0)
     x = torch.randn(3, 64, 96) * torch.logspace(-3, 3, 96)

@@ -13,15 +13,15 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from autoprec.search.engine import Search
-from autoprec.search.events import Listeners
-from autoprec.search.hosts import RunnerFactory
-from autoprec.search.options import SearchOptions
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.processes import marked_processes
 from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.trial.runner import TrialRunner
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.workers.local import RunnerFactory
 from benchmarks.scale import Played
 
 __all__ = ["children", "ray", "workers"]
@@ -130,7 +130,7 @@ def ray() -> list[Row]:
     warnings.simplefilter("ignore")
     from ray.cluster_utils import Cluster
 
-    from autoprec.search import ray_engine
+    from autoprec.tuning.workers import ray as ray_engine
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
@@ -205,7 +205,7 @@ def workers() -> list[Row]:
     warnings.simplefilter("ignore")
     from ray.cluster_utils import Cluster
 
-    from autoprec.search import ray_engine
+    from autoprec.tuning.workers import ray as ray_engine
 
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(2):

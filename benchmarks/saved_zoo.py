@@ -14,7 +14,7 @@ POLICIES: dict[str, str] = {"bf16": "bf16", "fp8_rowwise": "fp8_rowwise"}
 
 
 def _models() -> dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]]:
-    from autoprec.optional import is_available
+    from autoprec.support.optional import is_available
 
     if not is_available("transformers"):
         return dict(graph_zoo.MODELS)
@@ -36,11 +36,11 @@ def _record(model: nn.Module, batch: dict[str, Any]) -> Any:
 
 def case(make: Callable[[], tuple[nn.Module, dict[str, Any]]]) -> dict[str, float] | str:
     """Return the measured bytes of the script and the error per policy, or why there is none."""
-    from autoprec.apply import apply_policy, remove_policy
+    from autoprec.applying.policy import apply_policy, remove_policy
     from autoprec.cost.saved import saved_bytes
     from autoprec.policy import Policy, resolve
     from autoprec.policy.schema import LayerRule
-    from autoprec.recipes import BUILTIN_RECIPES
+    from autoprec.precision.recipes import BUILTIN_RECIPES
 
     torch.manual_seed(0)
     model, batch = make()

@@ -22,13 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autoprec.search.engine import Search  # noqa: E402
-from autoprec.search.events import Listeners  # noqa: E402
-from autoprec.search.options import SearchOptions  # noqa: E402
-from autoprec.search.records import TrialRecord  # noqa: E402
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph  # noqa: E402
 from autoprec.trial.command import ScriptCommand  # noqa: E402
 from autoprec.trial.protocol import TrialResult, TrialSpec  # noqa: E402
+from autoprec.tuning.engine import Search  # noqa: E402
+from autoprec.tuning.events import Listeners  # noqa: E402
+from autoprec.tuning.options import SearchOptions  # noqa: E402
+from autoprec.tuning.study.records import TrialRecord  # noqa: E402
 
 
 class Played(SimulatedRunner):

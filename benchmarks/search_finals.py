@@ -1,8 +1,8 @@
 """The end of a search, replayed: finalists over paired seeds, a decision, and what fresh seeds say about it.
 
-The same steps as :mod:`autoprec.search.finals`, on the table of ground_truth.py: the fastest trials within the budget,
-those whose divergence the model of all trials believes, the best preset; four paired seeds, then four more for the
-uncertain, then safer ones; and what lies between the best of them and faster ones that were rejected.
+The same steps as :mod:`autoprec.tuning.phases.finalists`, on the table of ground_truth.py: the fastest trials within
+the budget, those whose divergence the model of all trials believes, the best preset; four paired seeds, then four for
+the uncertain, then safer ones; and what lies between the best of them and faster ones that were rejected.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import numpy as np
 from ground_truth import TRIAL_SEEDS, TRUTH_SEEDS, Case
 from search_runs import MAX_DIVERGENCE, PRESETS
 
-from autoprec.search.decision import Candidate, Decision, choose
-from autoprec.search.finals import MODELLED_TIE, SAFER_SHARES, UNCERTAIN_SHARE
-from autoprec.search.records import TrialRecord
-from autoprec.search.shortlist import faster_ones, shortlist, smoothed_divergence
+from autoprec.tuning.decide.decision import Candidate, Decision, choose
+from autoprec.tuning.decide.shortlist import faster_ones, shortlist, smoothed_divergence
+from autoprec.tuning.phases.finalists import MODELLED_TIE, SAFER_SHARES, UNCERTAIN_SHARE
+from autoprec.tuning.study.records import TrialRecord
 
 FINALISTS, PAIRED, FRESH = 4, 4, 16
 

@@ -12,10 +12,10 @@ import time
 import numpy as np
 import optuna
 
-from autoprec.search.problem import Problem
-from autoprec.search.sampler import PrecisionSampler, Prior
-from autoprec.space import load_space
+from autoprec.policy.space import load_space
 from autoprec.testing.simulated import simulated_graph
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.ours import PrecisionSampler, Prior
 
 
 def main(blocks: int, trials: int) -> None:

@@ -13,7 +13,7 @@ import optuna
 from ground_truth import TRIAL_SEEDS, Case
 from search_strategies import sampler
 
-from autoprec.search.presets import presets
+from autoprec.tuning.decide.presets import presets
 
 MAX_DIVERGENCE, PRESETS = 0.0025, 6
 

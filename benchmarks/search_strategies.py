@@ -11,11 +11,11 @@ import numpy as np
 import optuna
 from ground_truth import Case
 
-from autoprec.search.peers import IlpSampler, _Assigning, make_sampler
-from autoprec.search.problem import Problem
-from autoprec.search.sampler import Prior
-from autoprec.search.solver import solve
-from autoprec.search.tables import IntVector
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.ours import Prior
+from autoprec.tuning.decide.sampler.peers import IlpSampler, _Assigning, make_sampler
+from autoprec.tuning.decide.solver import solve
+from autoprec.tuning.decide.tables import IntVector
 
 STRATEGIES = ("ours", "ilp", "one-pass", "measured-ilp", "greedy", "tpe", "tpe-mv", "nsga2", "gp", "random")
 

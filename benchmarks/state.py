@@ -31,12 +31,12 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autoprec.levels import LEVELS  # noqa: E402
-from autoprec.numerics.communication import WIRE, compressed_mean, wire_bytes  # noqa: E402
-from autoprec.numerics.monitors import StateMonitor  # noqa: E402
-from autoprec.numerics.optimizer import skipped_steps, wrap_optimizer  # noqa: E402
-from autoprec.numerics.optimizer_tensor import stored_bytes  # noqa: E402
+from autoprec.optim.communication import WIRE, compressed_mean, wire_bytes  # noqa: E402
+from autoprec.optim.monitors import StateMonitor  # noqa: E402
+from autoprec.optim.optimizer import skipped_steps, wrap_optimizer  # noqa: E402
+from autoprec.optim.tensor import stored_bytes  # noqa: E402
 from autoprec.policy import OptimizerPolicy  # noqa: E402
+from autoprec.policy.levels import LEVELS  # noqa: E402
 
 CHART = {"amp-bf16": 16, "te": 16, "msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7, "bf16-sr-fp8": 6}
 STATES = {
@@ -284,7 +284,7 @@ def section_resume() -> dict[str, Any]:
 
 def section_guard() -> dict[str, Any]:
     """A gradient that is infinite at step 5 and one of 1000 times the usual norm at step 40."""
-    from autoprec.numerics.optimizer import runtime_of
+    from autoprec.optim.optimizer import runtime_of
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))

@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 from ground_truth import JUDGE_SEEDS, TRUTH_SEEDS, Case
 
-from autoprec.search.beliefs import divergence_model
-from autoprec.search.model import Belief, DivergenceModel, Observation
-from autoprec.search.pareto import hypervolume, nondominated
-from autoprec.search.solver import solve
+from autoprec.tuning.decide.pareto import hypervolume, nondominated
+from autoprec.tuning.decide.sampler.features import divergence_model
+from autoprec.tuning.decide.sampler.posterior import Belief, DivergenceModel, Observation
+from autoprec.tuning.decide.solver import solve
 
 #: (fresh seeds, factor): so many seeds for what is within this factor of the divergence of a run's own front.
 LEVELS = ((4, 1.6), (8, 1.2))

@@ -43,29 +43,29 @@ class FakeTracker:
 def _fakes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    monkeypatch.setattr("autoprec.search.engine.Search", FakeEngine)
+    monkeypatch.setattr("autoprec.tuning.engine.Search", FakeEngine)
     monkeypatch.setattr("autoprec.tracking.listener.TrackingListener", FakeTracker)
     monkeypatch.setattr(FakeEngine, "failure", None)
     monkeypatch.setattr(FakeTracker, "closed", 0)
 
 
 def test_text_and_tokens_mean_the_same() -> None:
-    autoprec.search("train.py --name 'a b'", track=False, trials=3)  # type: ignore[operator]
+    autoprec.search("train.py --name 'a b'", track=False, trials=3)
     assert FakeEngine.last.command.args == ("--name", "a b")
     assert FakeEngine.last.options.trials == 3
-    autoprec.search(["train.py", "--name", "a b"], track=False)  # type: ignore[operator]
+    autoprec.search(["train.py", "--name", "a b"], track=False)
     assert FakeEngine.last.command.args == ("--name", "a b")
 
 
 def test_trials_are_tracked_unless_told_otherwise() -> None:
-    assert autoprec.search("train.py", track=False) == "result"  # type: ignore[operator]
+    assert autoprec.search("train.py", track=False) == "result"
     assert FakeTracker.closed == 0
-    assert autoprec.search("train.py") == "result tracked in autoprec-runs/x"  # type: ignore[operator]
+    assert autoprec.search("train.py") == "result tracked in autoprec-runs/x"
     assert FakeTracker.closed == 1
 
 
 def test_the_tracker_is_closed_when_the_search_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeEngine, "failure", ScriptError("it raised"))
     with pytest.raises(ScriptError):
-        autoprec.search("train.py")  # type: ignore[operator]
+        autoprec.search("train.py")
     assert FakeTracker.closed == 1

@@ -11,10 +11,10 @@ import autoprec as package
 from autoprec.cli import COMMANDS, cli
 from autoprec.cli.reference import reference
 from autoprec.cli.script import TakesScript
-from autoprec.files import parse_document
-from autoprec.hardware import load_targets
 from autoprec.policy import Policy, parse_policy
-from autoprec.space import space_from_dict
+from autoprec.policy.space import space_from_dict
+from autoprec.precision.hardware import load_targets
+from autoprec.support.files import parse_document
 from autoprec.trial.protocol import FAILURES
 from tests.documents import PAGES, ROOT, Snippet, commands, snippets
 
@@ -78,7 +78,7 @@ def test_every_documented_python_snippet_runs(
         searched.append((args, options))
         raise package.AutoPrecError("not here")
 
-    monkeypatch.setattr("autoprec.api.search", search)
+    monkeypatch.setattr(package, "search", search, raising=False)
     batches = [torch.randn(4, 16) for _ in range(3)]
     names: dict[str, Any] = {"autoprec": package, "model": model, "optimizer": optimizer, "policy": policy}
     names |= {"batches": batches, "data": batches, "loss_function": lambda net, batch: net(batch).square().mean()}
@@ -152,7 +152,7 @@ def test_every_variable_that_a_trial_sets_is_documented(tmp_path: Path) -> None:
 
 
 def test_everything_a_guard_knows_is_documented() -> None:
-    from autoprec.guard import FALLBACKS, METRICS
+    from autoprec.applying.guard import FALLBACKS, METRICS
 
     page = (ROOT / "docs" / "policy-format.md").read_text(encoding="utf-8")
     assert {name for name in (*FALLBACKS, *METRICS) if f"`{name}`" not in page} == set()

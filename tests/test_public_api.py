@@ -1,16 +1,17 @@
 """The public surface: exactly these names, loaded lazily, documented, and importable without anything heavy."""
 
+import dataclasses
 import inspect
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 import autoprec
-from autoprec.errors import ScriptError, UnknownNameError, UsageError
+from autoprec.errors import ScriptError, UsageError
+from autoprec.tuning.options import SearchOptions
 
 ROOT = Path(__file__).resolve().parent.parent
 FORBIDDEN = ("torch", "optuna", "mlflow", "numpy", "pydantic", "yaml", "click", "rich")
@@ -54,23 +55,22 @@ def test_the_version_is_the_one_of_the_distribution() -> None:
     assert autoprec.__version__ == re.findall(r'"(\d+\.\d+\.\d+)"', (ROOT / "autoprec" / "_version.py").read_text())[0]
 
 
-def test_search_is_a_function_to_users_and_a_package_to_code() -> None:
-    code = (
-        "import autoprec.search.options, autoprec\n"
-        "from autoprec.search import records\n"
-        "assert callable(autoprec.search), 'imported as a package first'\n"
-        "assert autoprec.search.options.SearchOptions and records.SearchResult\n"
-        "print('fine')"
-    )
-    assert in_a_fresh_interpreter(code) == "fine\n"
-    assert in_a_fresh_interpreter("import autoprec; print(callable(autoprec.search))") == "True\n"
-    assert isinstance(autoprec.search, ModuleType)
+def test_every_option_of_a_search_is_a_typed_keyword_with_the_default_of_the_command() -> None:
+    parameters = inspect.signature(autoprec.search).parameters
+    options = {field.name: field.default for field in dataclasses.fields(SearchOptions) if field.name != "command"}
+    spelled = {
+        name: parameter.default for name, parameter in parameters.items() if name not in ("script", "track", "progress")
+    }
+    assert spelled == options
+    assert all(parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values())
+    described = inspect.getdoc(autoprec.search) or ""
+    assert [name for name in parameters if not re.search(rf"(?m)^    [a-z_, ]*\b{name}\b[a-z_, ]*:", described)] == []
 
 
 @pytest.mark.parametrize(
     ("script", "options", "error", "says"),
     [
-        ("train.py", {"trails": 3}, UnknownNameError, "did you mean 'trials'"),
+        ("train.py", {"trails": 3}, TypeError, "trails"),
         ("train.py", {"trials": 0}, UsageError, "--trials 0 is too small"),
         ("nowhere.py", {}, UsageError, "nowhere.py"),
         ([], {}, UsageError, "no training script"),
@@ -80,7 +80,7 @@ def test_a_search_from_python_refuses_what_the_command_refuses(
     script: object, options: dict[str, object], error: type[Exception], says: str
 ) -> None:
     with pytest.raises(error, match=says):
-        autoprec.search(script, track=False, **options)  # type: ignore[operator]
+        autoprec.search(script, track=False, **options)  # type: ignore[arg-type]
 
 
 def test_every_error_can_be_caught_as_one() -> None:

@@ -16,9 +16,9 @@ import yaml
 
 from autoprec.export import EXPORTERS, Request, exporter
 from autoprec.policy import Policy, dump_yaml, parse_policy
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.report import write_html, write_markdown
-from autoprec.search.records import TrialRecord
+from autoprec.tuning.study.records import TrialRecord
 from tests.tracking.conftest import make_records, make_result
 
 ROOT = Path(__file__).resolve().parent.parent

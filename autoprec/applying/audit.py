@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from autoprec.attention import AttentionExecutions
-from autoprec.compiling import executed_as
-from autoprec.functional import FunctionalExecutions
-from autoprec.layers import Unit, clean_name, tunable_units, unwrap
+from autoprec.applying.attention import AttentionExecutions
+from autoprec.applying.compiling import executed_as
+from autoprec.applying.raw_weights import FunctionalExecutions
+from autoprec.applying.swap import execution_of, root_of
+from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
-from autoprec.recipes import GEMMS, KEEP
-from autoprec.swap import execution_of, root_of
+from autoprec.precision.recipes import GEMMS, KEEP
 
 __all__ = ["AuditReport", "LayerAudit", "audit_model"]
 

@@ -15,21 +15,21 @@ import torch
 from torch import nn
 
 from autoprec import policy as policies
-from autoprec.attention import AttentionExecutions, attention_refusal
+from autoprec.applying.attention import AttentionExecutions, attention_refusal
+from autoprec.applying.compiling import restore_execution, set_execution
+from autoprec.applying.operators import RootExecution
+from autoprec.applying.raw_weights import FunctionalExecutions
+from autoprec.applying.swap import install, install_root, uninstall, uninstall_root
+from autoprec.applying.units import Unit, tunable_layers, tunable_units, unwrap
 from autoprec.backends import Backend, choose, get
-from autoprec.compiling import restore_execution, set_execution
 from autoprec.errors import UnsupportedError
-from autoprec.functional import FunctionalExecutions
-from autoprec.layers import Unit, tunable_layers, tunable_units, unwrap
 from autoprec.numerics.conv import CONV_FORMATS, ConvExecution
 from autoprec.numerics.delayed import DelayedReduction
 from autoprec.policy import LayerPlan, load_policy, resolve, save_policy
-from autoprec.protect import RootExecution
-from autoprec.recipes import GEMMS
-from autoprec.swap import install, install_root, uninstall, uninstall_root
+from autoprec.precision.recipes import GEMMS
 
 if TYPE_CHECKING:
-    from autoprec.audit import AuditReport
+    from autoprec.applying.audit import AuditReport
 
 __all__ = ["Policy", "apply_policy", "load", "remove_policy", "tunable_layers", "unwrap"]
 
@@ -184,13 +184,13 @@ class Policy(policies.Policy):
 
     def audit(self, model: nn.Module) -> AuditReport:
         """Compare what was asked for with what the last forward and backward really ran."""
-        from autoprec.audit import audit_model
+        from autoprec.applying.audit import audit_model
 
         return audit_model(self, model)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Give an optimizer the storage formats this policy asks for; returns the same object."""
-        from autoprec.numerics import optimizer as optimizers
+        from autoprec.optim import optimizer as optimizers
 
         wrapped: torch.optim.Optimizer = optimizers.wrap_optimizer(optimizer, self, model=model)
         return wrapped

@@ -16,8 +16,8 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoprec.applying.operators import RootExecution
 from autoprec.backends import Execution
-from autoprec.protect import RootExecution
 
 __all__ = [
     "ATTRIBUTE",

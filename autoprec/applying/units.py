@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autoprec.swap import swapped_base
+from autoprec.applying.swap import swapped_base
 
 __all__ = ["Unit", "clean_name", "kind_of", "tunable_layers", "tunable_units", "unwrap"]
 

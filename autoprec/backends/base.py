@@ -9,7 +9,7 @@ from typing import Protocol
 from torch import Tensor, nn
 
 from autoprec.policy import LayerPlan
-from autoprec.recipes import Gemm, Recipe
+from autoprec.precision.recipes import Gemm, Recipe
 
 __all__ = ["Backend", "Capability", "Execution", "feature_sizes"]
 

@@ -8,7 +8,7 @@ from autoprec.backends.base import Capability
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
 from autoprec.policy import LayerPlan
-from autoprec.recipes import Gemm, Recipe
+from autoprec.precision.recipes import Gemm, Recipe
 
 __all__ = ["EmulatedBackend"]
 

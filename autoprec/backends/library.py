@@ -17,7 +17,7 @@ from torch import Tensor
 
 from autoprec.numerics.plan import DTYPE_NAMES, describe_plan
 from autoprec.policy import LayerPlan
-from autoprec.recipes import GEMMS, KEEP
+from autoprec.precision.recipes import GEMMS, KEEP
 
 __all__ = ["LibraryExecution", "plan_labels", "wants_bf16"]
 

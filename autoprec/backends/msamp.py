@@ -3,7 +3,7 @@
 MS-AMP (v0.4.0, February 2024) is on no package index, needs torch 2.1, Transformer Engine 1.1 and its own NCCL, and
 converts model and optimizer together; it cannot run single layers. So it is offered as a conversion of a whole model,
 every precondition of which is checked first, and refuses layer plans. Its numerics without the package are the levels
-of ``autoprec.levels``.
+of ``autoprec.policy.levels``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from torch import nn
 
 from autoprec.backends.base import Capability, Execution
 from autoprec.errors import UnsupportedError
-from autoprec.optional import installed_version, is_available, require
 from autoprec.policy import LayerPlan
-from autoprec.recipes import Gemm, Recipe
+from autoprec.precision.recipes import Gemm, Recipe
+from autoprec.support.optional import installed_version, is_available, require
 
 __all__ = ["MsampBackend"]
 
-_FIX = "use a level such as 'O2' of autoprec.levels (same numerics, plain torch), or export to MS-AMP's docker image"
+_FIX = "use a level such as 'O2' (autoprec.policy.levels: same numerics, plain torch), or MS-AMP's docker image"
 
 
 class MsampBackend:

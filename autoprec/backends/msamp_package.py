@@ -16,9 +16,9 @@ from torch import nn
 
 from autoprec.backends.msamp import MsampBackend
 from autoprec.errors import MissingDependencyError, UnsupportedError
-from autoprec.levels import LEVELS
-from autoprec.optional import require
 from autoprec.policy import Policy, resolve
+from autoprec.policy.levels import LEVELS
+from autoprec.support.optional import require
 
 __all__ = ["MsampRun", "initialize", "opt_level"]
 
@@ -89,7 +89,7 @@ def initialize(policy: Policy, model: nn.Module, optimizer: torch.optim.Optimize
         raise UnsupportedError(
             "this policy is none of MS-AMP's levels: their weights, state and communication go together",
             where="policy.optimizer",
-            fix="use autoprec.levels.level('msamp-o2').onto(policy), or another backend",
+            fix="use autoprec.policy.levels.level('msamp-o2').onto(policy), or another backend",
         )
     marked = _mark_kept(policy, model)
     try:

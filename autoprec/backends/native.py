@@ -18,7 +18,7 @@ from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
 from autoprec.numerics.plan import Multiply
 from autoprec.policy import LayerPlan
-from autoprec.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
 __all__ = ["NativeBackend"]
 

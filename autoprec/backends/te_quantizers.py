@@ -12,7 +12,7 @@ import torch
 
 from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
-from autoprec.recipes import GEMM_OPERANDS, GEMMS, Gemm, Operand, Recipe
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Operand, Recipe
 
 __all__ = [
     "SLOT_GEMMS",

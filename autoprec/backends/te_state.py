@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.optional import require
+from autoprec.support.optional import require
 
 __all__ = ["EngineState", "delayed_buffers"]
 

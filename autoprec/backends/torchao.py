@@ -16,9 +16,9 @@ from autoprec.backends.base import Capability, feature_sizes
 from autoprec.backends.library import LibraryExecution, plan_labels, wants_bf16
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.rounding import STORAGE
-from autoprec.optional import require
 from autoprec.policy import LayerPlan
-from autoprec.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
+from autoprec.support.optional import require
 
 __all__ = ["TorchaoBackend", "float8_config"]
 

@@ -30,9 +30,9 @@ from autoprec.backends.te_quantizers import (
 from autoprec.backends.te_state import EngineState, delayed_buffers
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.linear import in_backward
-from autoprec.optional import installed_version, require
 from autoprec.policy import LayerPlan
-from autoprec.recipes import GEMMS, Gemm, Recipe
+from autoprec.precision.recipes import GEMMS, Gemm, Recipe
+from autoprec.support.optional import installed_version, require
 
 __all__ = ["TransformerEngineBackend"]
 

@@ -24,24 +24,24 @@ __all__ = ["COMMANDS", "cli"]
 
 #: command -> (module and attribute, the line that ``autoprec --help`` prints), in the order of a first visit
 COMMANDS: dict[str, tuple[str, str]] = {
-    "search": ("search:search", "Find the fastest precision policy for a training script."),
-    "inspect": ("inspect:inspect", "Operators, their classes, and the tunable share."),
-    "estimate": ("estimate:estimate", "The verdict alone: what could be gained on a target."),
-    "sensitivity": ("sensitivity:sensitivity", "Gradient error per layer, recipe and GEMM."),
-    "run": ("run:run", "Run the unmodified script under a policy."),
-    "check": ("check:check", "Audit asked against executed, layer by layer."),
-    "verify": ("verify:verify", "Longer paired runs: policy against reference and presets."),
-    "show": ("show:show", "Print a policy as a table, with its evidence."),
-    "validate": ("validate:validate", "Check that policy or search-space files are valid."),
-    "diff": ("diff:diff", "What changed between two policies."),
-    "export": ("export:export", "Write a policy as configuration of another training stack."),
-    "import": ("import_:import_", "Read another stack's configuration as a policy."),
-    "targets": ("targets:targets", "The hardware table, each figure with its source."),
-    "calibrate": ("calibrate:calibrate", "Measure this device for the cost model."),
-    "doctor": ("doctor:doctor", "Devices, backends, formats: what works here, and why not."),
-    "ui": ("ui:ui", "Open the MLflow UI on the study's runs."),
-    "sync": ("sync:sync", "Replay runs that the tracking server missed."),
-    "schema": ("schema:schema", "Print the JSON Schema of policies or search spaces."),
+    "search": ("scripts.search:search", "Find the fastest precision policy for a training script."),
+    "inspect": ("scripts.inspect:inspect", "Operators, their classes, and the tunable share."),
+    "estimate": ("scripts.estimate:estimate", "The verdict alone: what could be gained on a target."),
+    "sensitivity": ("scripts.sensitivity:sensitivity", "Gradient error per layer, recipe and GEMM."),
+    "run": ("scripts.run:run", "Run the unmodified script under a policy."),
+    "check": ("scripts.check:check", "Audit asked against executed, layer by layer."),
+    "verify": ("scripts.verify:verify", "Longer paired runs: policy against reference and presets."),
+    "show": ("policies.show:show", "Print a policy as a table, with its evidence."),
+    "validate": ("policies.validate:validate", "Check that policy or search-space files are valid."),
+    "diff": ("policies.diff:diff", "What changed between two policies."),
+    "export": ("policies.export:export", "Write a policy as configuration of another training stack."),
+    "import": ("policies.import_:import_", "Read another stack's configuration as a policy."),
+    "targets": ("machine.targets:targets", "The hardware table, each figure with its source."),
+    "calibrate": ("machine.calibrate:calibrate", "Measure this device for the cost model."),
+    "doctor": ("machine.doctor:doctor", "Devices, backends, formats: what works here, and why not."),
+    "ui": ("machine.ui:ui", "Open the MLflow UI on the study's runs."),
+    "sync": ("machine.sync:sync", "Replay runs that the tracking server missed."),
+    "schema": ("policies.schema:schema", "Print the JSON Schema of policies or search spaces."),
 }
 
 
@@ -62,7 +62,7 @@ class LazyGroup(click.Group):
         module, attribute = COMMANDS[cmd_name][0].split(":")
         command = getattr(importlib.import_module(f"autoprec.cli.{module}"), attribute)
         if not isinstance(command, click.Command):
-            raise TypeError(f"autoprec.cli.{module}:{attribute} is no click command")
+            raise TypeError(f"autoprec.cli.{module}:{attribute} is not a click command")
         return command
 
     def resolve_command(

@@ -10,8 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from autoprec.search.events import SearchInfo
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tuning.events import SearchInfo
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["TerminalProgress", "stderr_console"]
 

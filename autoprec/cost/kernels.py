@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from autoprec.cost.rates import Rates
 from autoprec.cost.scale import GemmWork
-from autoprec.hardware import Target, recipe_family
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import Gemm, Recipe
+from autoprec.precision.hardware import Target, recipe_family
+from autoprec.precision.recipes import Gemm, Recipe
 
 __all__ = [
     "LayerCost",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from autoprec.cost.cpu import CpuCost, cpu_rates
+from autoprec.cost.calibrate.cpu import CpuCost, cpu_rates
 from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.kernels import LayerCost, layer_cost
 from autoprec.cost.memory import MemoryEstimate, memory_estimate
@@ -18,9 +18,9 @@ from autoprec.cost.saved import saved_by_rules, saved_bytes
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.cost.verdict import Verdict, judge
 from autoprec.graph.report import GraphReport, Layer
-from autoprec.hardware import Target, alignment, recipe_family
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
-from autoprec.recipes import Recipe
+from autoprec.precision.hardware import Target, alignment, recipe_family
+from autoprec.precision.recipes import Recipe
 
 __all__ = ["CostModel", "StepEstimate"]
 
@@ -51,7 +51,8 @@ class CostModel:
         target: the device.
         scale: shapes of a larger model, see :class:`CostScale`.
         compiled: whether the script's pointwise work is fused by a compiler.
-        calibration: measured rates over the defaults, as :func:`autoprec.cost.calibration.load_calibration` reads.
+        calibration: measured rates over the defaults, see
+            :func:`autoprec.cost.calibrate.calibration.load_calibration`.
         weight_reuse: calls that share one cast of a weight (gradient accumulation with cached casts).
         rates: replaces the default rates of the target's architecture.
         shards: devices that share the optimizer step and its state (ZeRO, FSDP).

@@ -9,9 +9,9 @@ from typing import Any
 from autoprec.cost.model import CostModel
 from autoprec.cost.scale import GemmWork
 from autoprec.errors import UsageError
-from autoprec.hardware import Target
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import GEMMS
+from autoprec.precision.hardware import Target
+from autoprec.precision.recipes import GEMMS
 
 __all__ = [
     "Payback",

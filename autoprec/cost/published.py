@@ -17,11 +17,11 @@ from autoprec.cost.model import CostModel
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.scale import GemmWork
 from autoprec.cost.transformer import PRESETS, decoder_report
-from autoprec.files import read_document
 from autoprec.graph.report import GraphReport
-from autoprec.hardware import Target, target
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.precision.hardware import Target, target
+from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.support.files import read_document
 
 __all__ = ["Row", "evaluate", "family_plan", "published", "published_target"]
 

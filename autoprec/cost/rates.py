@@ -12,7 +12,7 @@ from math import isfinite
 from typing import Any
 
 from autoprec.errors import FileError
-from autoprec.hardware import FAMILIES, Target
+from autoprec.precision.hardware import FAMILIES, Target
 
 __all__ = ["Rates", "default_rates"]
 

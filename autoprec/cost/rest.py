@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from autoprec.cost.rates import Rates
 from autoprec.cost.scale import CostScale, in_block, short_dtype
 from autoprec.graph.report import GraphReport, Operator
-from autoprec.hardware import Target
 from autoprec.policy.schema import OptimizerPolicy
+from autoprec.precision.hardware import Target
 
 __all__ = ["GRADIENT_BYTES", "OTHER", "RestCost", "category", "optimizer_bytes", "rest_cost", "rest_operators"]
 

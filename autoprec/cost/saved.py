@@ -16,7 +16,7 @@ from math import prod
 from autoprec.cost.scale import short_dtype
 from autoprec.graph.report import GraphReport, Layer, Operator
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import Recipe
+from autoprec.precision.recipes import Recipe
 
 __all__ = ["saved_by_rules", "saved_bytes"]
 

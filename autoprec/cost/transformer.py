@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import FileError, UnknownNameError
-from autoprec.files import read_document
 from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
+from autoprec.support.files import read_document
 
 __all__ = ["PRESETS", "DecoderConfig", "decoder_report", "load_config"]
 

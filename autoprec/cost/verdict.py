@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.scale import GemmWork
 from autoprec.graph.report import GraphReport, Layer
-from autoprec.hardware import Target
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
+from autoprec.precision.hardware import Target
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 
 __all__ = ["Estimator", "Verdict", "judge"]
 

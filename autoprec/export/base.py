@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from autoprec.policy import LayerPlan, Policy, glob_matches, resolve
-from autoprec.recipes import GEMMS, Recipe
+from autoprec.precision.recipes import GEMMS, Recipe
 
 __all__ = ["Export", "Exporter", "Loss", "Request", "RulePlan", "describe_plan"]
 

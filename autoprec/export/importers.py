@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoprec.errors import FileError, UnknownNameError
-from autoprec.levels import level
 from autoprec.policy import Policy, escape, policy_from_dict
-from autoprec.recipes import BUILTIN_RECIPES, KEEP
+from autoprec.policy.levels import level
+from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
 
 __all__ = ["SOURCES", "Imported", "as_space", "detect", "import_policy"]
 

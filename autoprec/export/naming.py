@@ -9,7 +9,7 @@ from typing import Any
 
 from autoprec.export.base import Request, RulePlan
 from autoprec.policy import LayerPlan, Policy, glob_regex
-from autoprec.recipes import GEMMS, KEEP, Recipe
+from autoprec.precision.recipes import GEMMS, KEEP, Recipe
 
 __all__ = ["header", "literal", "name_plans", "recipe_name", "rule_table"]
 

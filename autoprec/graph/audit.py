@@ -8,7 +8,7 @@ from typing import Any
 
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.policy import Policy, resolve
-from autoprec.recipes import GEMMS, KEEP
+from autoprec.precision.recipes import GEMMS, KEEP
 
 __all__ = ["executed_precisions", "protection_rows", "uncovered_rows"]
 

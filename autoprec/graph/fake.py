@@ -17,9 +17,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
-from autoprec.graph.rules import Rules
 
 __all__ = ["FakeStepRecorder", "record_fake"]
 

@@ -21,9 +21,9 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoprec.graph.modules import ModelNames
+from autoprec.graph.analysis.modules import ModelNames
+from autoprec.graph.analysis.rules import Rules, load_rules
 from autoprec.graph.report import GraphReport
-from autoprec.graph.rules import Rules, load_rules
 from autoprec.graph.saved import SavedTensors
 from autoprec.graph.storages import StorageTable
 from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
@@ -149,12 +149,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known.clear()
 
     def report(self, rules: Rules | Path | str | None = None) -> GraphReport:
-        """Interpret the record: classes, layers, groups, FLOPs, memory (see :mod:`autoprec.graph.interpret`).
+        """Interpret the record: classes, layers, groups, FLOPs, memory (see :mod:`autoprec.graph.analysis.interpret`).
 
         Args:
             rules: rules, or a rules file that extends the built-in ones.
         """
-        from autoprec.graph.interpret import interpret
+        from autoprec.graph.analysis.interpret import interpret
 
         chosen = rules if isinstance(rules, Rules) else load_rules(rules)
         return interpret(self.trace, self.names, chosen, self.optimizers)

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autoprec.errors import FileError
-from autoprec.files import write_atomic
+from autoprec.support.files import write_atomic
 
 __all__ = ["GRAPH_SCHEMA", "MAX_GRAPH_BYTES", "load_graph", "save_graph"]
 
@@ -104,7 +104,7 @@ def save_graph(graph: fx.Graph, path: Path | str) -> Path:
     """Write a graph to a JSON file.
 
     Raises:
-        NoSpaceError, FileError: see :func:`autoprec.files.write_atomic`.
+        NoSpaceError, FileError: see :func:`autoprec.support.files.write_atomic`.
     """
     rows = []
     for node in graph.nodes:

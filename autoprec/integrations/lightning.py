@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autoprec.apply import Policy, load
-from autoprec.optional import require
+from autoprec.applying.policy import Policy, load
+from autoprec.support.optional import require
 
 _PURPOSE = "a Lightning precision plugin"
 FabricPrecision: Any = require("lightning.fabric.plugins.precision", purpose=_PURPOSE).Precision

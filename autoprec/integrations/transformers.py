@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from autoprec.apply import Policy, load
-from autoprec.guard import Guard
-from autoprec.optional import require
+from autoprec.applying.guard import Guard
+from autoprec.applying.policy import Policy, load
+from autoprec.support.optional import require
 
 TrainerCallback: Any = require("transformers", purpose="PolicyCallback").TrainerCallback
 

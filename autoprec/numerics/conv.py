@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoprec.numerics.plan import describe_plan
 from autoprec.policy import LayerPlan
-from autoprec.recipes import GEMMS
+from autoprec.precision.recipes import GEMMS
 
 __all__ = ["CONV_FORMATS", "ConvExecution"]
 

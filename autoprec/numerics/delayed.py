@@ -19,7 +19,7 @@ from torch._compile import _disable_dynamo
 from autoprec.numerics.linear import LinearExecution, in_backward
 from autoprec.numerics.operand import QuantizerState, Spec
 from autoprec.numerics.quantize import spec_of
-from autoprec.recipes import GEMM_OPERANDS, GEMMS
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS
 
 __all__ = ["DelayedReduction", "data_parallel_groups"]
 

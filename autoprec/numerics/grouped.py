@@ -20,11 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autoprec.formats import FORMATS
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.rounding import decode, encode, round_e2m1, round_e2m1_stochastic, stores_values
 from autoprec.numerics.scaling import inverse_of, scale_of
-from autoprec.recipes import Scaling
+from autoprec.precision.formats import FORMATS
+from autoprec.precision.recipes import Scaling
 
 __all__ = ["GROUP_SIZES", "decode_e8m0", "encode_e8m0", "grouped_values", "hadamard", "quantize_grouped"]
 

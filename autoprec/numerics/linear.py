@@ -21,7 +21,7 @@ from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, describe_plan, native_dtype
 from autoprec.numerics.quantize import quantize
 from autoprec.policy import LayerPlan
-from autoprec.recipes import Gemm
+from autoprec.precision.recipes import Gemm
 
 __all__ = ["LinearExecution", "in_backward"]
 

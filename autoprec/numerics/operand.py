@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec.formats import FORMATS
 from autoprec.numerics.rounding import STORAGE
 from autoprec.numerics.scaling import DelayedScale
-from autoprec.recipes import Gemm, Scaling
+from autoprec.precision.formats import FORMATS
+from autoprec.precision.recipes import Gemm, Scaling
 
 __all__ = ["CONTRACTION", "QuantizedOperand", "QuantizerState", "Spec"]
 

@@ -12,7 +12,7 @@ from autoprec.numerics.gemm import emulated_multiply, product_dtype
 from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, Spec
 from autoprec.numerics.quantize import spec_of
 from autoprec.policy import LayerPlan
-from autoprec.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Recipe
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
     "DTYPE_NAMES",

@@ -12,12 +12,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from autoprec.formats import FORMATS
 from autoprec.numerics.grouped import grouped_values, quantize_grouped
 from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.rounding import decode, encode, round_tf32
 from autoprec.numerics.scaling import amax_of, inverse_of, scale_of
-from autoprec.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe, Scaling
+from autoprec.precision.formats import FORMATS
+from autoprec.precision.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe, Scaling
 
 __all__ = [
     "dequantize",

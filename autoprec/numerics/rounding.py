@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autoprec.formats import FORMATS
+from autoprec.precision.formats import FORMATS
 
 __all__ = [
     "E2M1_VALUES",

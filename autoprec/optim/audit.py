@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.numerics.communication import GradientHook, find_distributed
-from autoprec.numerics.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of
-from autoprec.numerics.optimizer_tensor import StoredTensor
+from autoprec.optim.communication import GradientHook, find_distributed
+from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of
+from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import Policy
 
 __all__ = ["audit_optimizer"]

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autoprec.errors import UnknownNameError, UnsupportedError
-from autoprec.numerics.state_formats import BlockCodec, CastCodec, Codec
+from autoprec.optim.codecs import BlockCodec, CastCodec, Codec
 
 __all__ = ["WIRE", "GradientHook", "compressed_mean", "find_distributed", "install_gradient_hook", "wire_bytes"]
 

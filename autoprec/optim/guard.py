@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autoprec.numerics.optimizer_tensor import decoded
+from autoprec.optim.tensor import decoded
 
 __all__ = ["StepGuard", "gradient_norm"]
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from autoprec.numerics.optimizer_guard import gradient_norm
+from autoprec.optim.guard import gradient_norm
 
 __all__ = ["LossScaler", "script_has_scaler"]
 

@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec.numerics.optimizer import runtime_of, skipped_steps
-from autoprec.numerics.optimizer_tensor import StoredTensor, decoded
-from autoprec.numerics.state_formats import PairCodec
+from autoprec.optim.codecs import PairCodec
+from autoprec.optim.optimizer import runtime_of, skipped_steps
+from autoprec.optim.tensor import StoredTensor, decoded
 
 __all__ = ["LIMITS", "StateMonitor", "StateReport"]
 

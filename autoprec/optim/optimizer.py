@@ -3,7 +3,7 @@
 ``wrap_optimizer`` patches the optimizer in place: its class, ``param_groups``, schedulers, step hooks, ``GradScaler``
 and ``state_dict`` keep working. The seam is ``_init_group``, which every ``torch.optim`` optimizer calls at the start
 of ``step`` to collect what it will update: parameters that a policy stores in low precision are updated there, by
-:mod:`autoprec.numerics.optimizer_update`, and left out of what the optimizer itself goes on to update. Matrices
+:mod:`autoprec.optim.update`, and left out of what the optimizer itself goes on to update. Matrices
 (two dimensions or more) are stored low; biases and norms stay FP32. Stored weights exclude embeddings.
 """
 
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
-from autoprec.numerics.communication import install_gradient_hook
-from autoprec.numerics.loss_scaling import LossScaler
-from autoprec.numerics.optimizer_guard import StepGuard
-from autoprec.numerics.optimizer_tensor import StoredTensor, decoded
-from autoprec.numerics.optimizer_update import adam_update, sgd_update
-from autoprec.numerics.optimizer_weights import StoredWeights
-from autoprec.numerics.state_formats import Codec, codec
+from autoprec.optim.codecs import Codec, codec
+from autoprec.optim.communication import install_gradient_hook
+from autoprec.optim.guard import StepGuard
+from autoprec.optim.loss_scaling import LossScaler
+from autoprec.optim.tensor import StoredTensor, decoded
+from autoprec.optim.update import adam_update, sgd_update
+from autoprec.optim.weights import StoredWeights
 from autoprec.policy import OptimizerPolicy, Policy
 
 __all__ = ["OptimizerRuntime", "loss_scaler_of", "runtime_of", "skipped_steps", "unwrap_optimizer", "wrap_optimizer"]
@@ -58,7 +58,7 @@ def _check(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, kind: str)
         raise UnsupportedError(
             "sharded parameters (FSDP2, DTensor) keep their state in FP32 here",
             where="policy.optimizer",
-            fix="use autoprec.numerics.optimizer_packages.package_optimizer (torchao shards its own), or fp32 state",
+            fix="use autoprec.optim.packages.package_optimizer (torchao shards its own), or fp32 state",
         )
     if not any(p.dim() >= 2 for p in parameters):
         raise UnsupportedError(

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from autoprec.errors import UnknownNameError, UnsupportedError
-from autoprec.numerics.optimizer import unwrap_optimizer
-from autoprec.optional import require
+from autoprec.optim.optimizer import unwrap_optimizer
+from autoprec.support.optional import require
 
 __all__ = ["PACKAGE_OPTIMIZERS", "package_optimizer"]
 

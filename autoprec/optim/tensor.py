@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from autoprec.numerics.state_formats import CastCodec, Codec, PairCodec, StochasticCodec
+from autoprec.optim.codecs import CastCodec, Codec, PairCodec, StochasticCodec
 
 __all__ = ["StoredTensor", "decoded", "stored_bytes"]
 

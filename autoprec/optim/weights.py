@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.numerics.optimizer_tensor import StoredTensor, decoded
-from autoprec.numerics.state_formats import Codec, codec
+from autoprec.optim.codecs import Codec, codec
+from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.policy import OptimizerPolicy
 
 __all__ = ["StoredWeights"]

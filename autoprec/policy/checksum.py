@@ -12,7 +12,7 @@ import re
 from typing import Any
 
 from autoprec.errors import PolicyError
-from autoprec.files import checksum
+from autoprec.support.files import checksum
 
 __all__ = ["checksum_line", "verify_checksum"]
 

@@ -11,10 +11,10 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from autoprec.errors import FileError, PolicyError, nearest
-from autoprec.files import parse_document, read_text, write_atomic
 from autoprec.policy.checksum import checksum_line, verify_checksum
 from autoprec.policy.schema import Policy
-from autoprec.recipes import BUILTIN_RECIPES, KEEP
+from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
+from autoprec.support.files import parse_document, read_text, write_atomic
 
 __all__ = ["dump_yaml", "explain", "load_policy", "parse_policy", "policy_from_dict", "save_policy"]
 

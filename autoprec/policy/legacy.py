@@ -13,7 +13,7 @@ from typing import Any
 from autoprec.errors import PolicyError, UnknownNameError
 from autoprec.policy.document import policy_from_dict
 from autoprec.policy.schema import Policy
-from autoprec.recipes import GEMMS
+from autoprec.precision.recipes import GEMMS
 
 __all__ = ["LEGACY_ARGUMENTS", "policy_from_recipe_arguments"]
 
@@ -61,7 +61,7 @@ def _backend(arguments: Mapping[str, Any]) -> None:
     if backend == "MSAMP":
         level = arguments.get("opt_level", "O2")
         raise _refuse(
-            "backend", "MSAMP", "a level is no GEMM recipe", f"use level '{level}' of autoprec.levels instead"
+            "backend", "MSAMP", "a level is no GEMM recipe", f"use level '{level}' of autoprec.policy.levels instead"
         )
     if "opt_level" in arguments:
         raise _refuse("opt_level", arguments["opt_level"], "only MS-AMP has levels", "remove it")

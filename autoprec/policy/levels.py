@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from autoprec.errors import UnknownNameError
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
-from autoprec.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 
 __all__ = ["LEVELS", "Level", "bytes_per_weight", "level"]
 

@@ -1,6 +1,6 @@
 """The policy: what is decided, as frozen data (``autoprec.policy/1``).
 
-Nothing here touches a model: :mod:`autoprec.apply` gives a policy hands.
+Nothing here touches a model: :mod:`autoprec.applying.policy` gives a policy hands.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_core import PydanticCustomError
 
 from autoprec.policy.globs import Glob
-from autoprec.recipes import GEMMS, KEEP, Gemm, Recipe
+from autoprec.precision.recipes import GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
     "REFUSED_STATE",

@@ -14,10 +14,10 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from autoprec.errors import FileError, SpaceError, UnknownNameError, nearest
-from autoprec.files import read_document
-from autoprec.hardware import TARGETS, Target
 from autoprec.policy import CommunicationPolicy, Glob, LayerPlan, OperatorPolicy, OptimizerPolicy, explain, glob_matches
-from autoprec.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
+from autoprec.precision.hardware import TARGETS, Target
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
+from autoprec.support.files import read_document
 
 __all__ = [
     "SCHEMA",
@@ -274,7 +274,7 @@ def space_from_dict(document: dict[str, Any], *, where: str = "space") -> Search
 
 def spaces_dir() -> Path:
     """Return the folder of the shipped spaces, in an installed package or in a checkout."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     inside = package / "search_spaces"
     return inside if inside.is_dir() else package.parent / "search_spaces"
 

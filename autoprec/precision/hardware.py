@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from autoprec.errors import FileError, UnknownNameError, UsageError
-from autoprec.files import read_document
-from autoprec.recipes import Recipe
+from autoprec.precision.recipes import Recipe
+from autoprec.support.files import read_document
 
 __all__ = [
     "FAMILIES",
@@ -290,7 +290,7 @@ def load_targets(path: Path | str) -> dict[str, Target]:
 
 
 def _cpu() -> Target:
-    """Return this machine as a target; its rates are measured, not looked up (:mod:`autoprec.cost.cpu`)."""
+    """Return this machine as a target; its rates are measured, not looked up (:mod:`autoprec.cost.calibrate.cpu`)."""
     import os
 
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

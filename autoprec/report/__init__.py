@@ -1,7 +1,7 @@
 """What a search found, for people: a terminal table, one self-contained HTML page, and Markdown.
 
-Everything is drawn from a :class:`~autoprec.search.records.SearchResult` and its trial records; nothing here needs
-torch, a network, or a plotting library.
+Everything is drawn from a :class:`~autoprec.tuning.study.records.SearchResult` and its trial records; nothing here
+needs torch, a network, or a plotting library.
 """
 
 from __future__ import annotations

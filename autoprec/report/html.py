@@ -7,14 +7,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from autoprec.files import write_atomic
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS, LIGHT
 from autoprec.report.summary import Summary, metrics_row, summarise
 from autoprec.report.text import bytes_text, duration, percent, ratio, row_cells, time_text
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.support.files import write_atomic
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport

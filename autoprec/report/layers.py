@@ -9,8 +9,8 @@ from html import escape
 from autoprec.errors import AutoPrecError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import policy_from_dict, resolve
-from autoprec.recipes import GEMMS, Recipe
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.precision.recipes import GEMMS, Recipe
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["LayerCell", "layer_map", "layer_rows"]
 

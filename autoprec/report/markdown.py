@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoprec.files import write_atomic
 from autoprec.report.summary import Summary, metrics_row, summarise
 from autoprec.report.terminal import HEADINGS
 from autoprec.report.text import duration, percent, row_cells
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.support.files import write_atomic
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["markdown", "write_markdown"]
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["Curve", "Payback", "Point", "Row", "Summary", "metrics_row", "number", "summarise"]
 

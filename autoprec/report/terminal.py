@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from autoprec.report.summary import summarise
 from autoprec.report.text import percent, row_cells
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -24,7 +24,7 @@ from typing import Any
 import yaml
 
 from autoprec.errors import MOST_NAMES, FileError, NoSpaceError, StudyError, nearest
-from autoprec.plain import MAX_DEPTH, parse_yaml
+from autoprec.support.safe_yaml import MAX_DEPTH, parse_yaml
 
 __all__ = [
     "MAX_BYTES",

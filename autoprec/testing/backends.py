@@ -27,7 +27,7 @@ from autoprec.numerics.gemm import contract
 from autoprec.numerics.operand import CONTRACTION, QuantizerState
 from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
 __all__ = ["Check", "check_backend", "reference_gemms"]
 

@@ -18,7 +18,7 @@ import yaml
 from autoprec.export import Export, Exporter, Request
 from autoprec.export.operators import OPERATORS
 from autoprec.policy import Policy, glob_matches, policy_from_dict
-from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
 __all__ = [
     "MODELS",

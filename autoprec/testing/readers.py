@@ -18,10 +18,10 @@ import yaml
 
 from autoprec.export import Export, Request
 from autoprec.export.base import recipes_of
-from autoprec.levels import level
-from autoprec.optional import require
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm
+from autoprec.policy.levels import level
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm
+from autoprec.support.optional import require
 from autoprec.testing.exporters import Executed, Reader, gemm_label
 
 __all__ = ["READERS", "load_source", "model_of", "stand_ins"]

@@ -16,7 +16,7 @@ from typing import Any
 
 from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.policy import LayerPlan, Policy, policy_from_dict, resolve
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
 __all__ = ["SimulatedRunner", "SimulatedScript", "simulated_graph"]
@@ -135,7 +135,7 @@ class SimulatedScript:
 
 
 class SimulatedRunner:
-    """A runner of :class:`SimulatedScript` for one paired seed; see :class:`autoprec.trial.runner.TrialRunner`."""
+    """Runs trials of a :class:`SimulatedScript`, as :class:`~autoprec.trial.driver.runner.TrialRunner` does."""
 
     def __init__(self, script: SimulatedScript, seed: int = 0) -> None:
         self.script, self.seed = script, seed

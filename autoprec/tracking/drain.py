@@ -16,10 +16,10 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from autoprec.errors import StudyError
-from autoprec.files import file_lock
-from autoprec.redact import redact_text, redact_uri
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.support.files import file_lock
+from autoprec.support.redact import redact_text, redact_uri
 from autoprec.tracking.spool import Spool, State
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["ENVIRONMENT", "drain", "drain_until_end", "reachable"]
 

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.report.html import write_charts
-from autoprec.search.events import SearchInfo
-from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.tracking.tracker import Tracker
+from autoprec.tuning.events import SearchInfo
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["TrackingListener"]
 
@@ -18,7 +18,7 @@ _FILES = ("report.html", "report.md", "result.json")
 
 
 class TrackingListener:
-    """Forwards a search's events to a :class:`Tracker`; see :class:`autoprec.search.events.Listener`.
+    """Forwards a search's events to a :class:`Tracker`; see :class:`autoprec.tuning.events.Listener`.
 
     Args:
         runs_dir: ``autoprec-runs``; the default store is ``mlflow.db`` in it.

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["parent_note", "parent_params", "trial_name"]
 

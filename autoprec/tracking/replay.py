@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoprec.errors import StudyError
-from autoprec.files import file_lock
-from autoprec.redact import HIDDEN, redact_uri
+from autoprec.support.files import file_lock
+from autoprec.support.redact import HIDDEN, redact_uri
 from autoprec.tracking.drain import ENVIRONMENT, drain
 from autoprec.tracking.spool import Spool, default_uri
 

@@ -17,7 +17,7 @@ from typing import IO
 from urllib.parse import urlsplit
 
 from autoprec.errors import AutoPrecError, FileError
-from autoprec.redact import HIDDEN
+from autoprec.support.redact import HIDDEN
 from autoprec.tracking.drain import ENVIRONMENT, reachable
 from autoprec.tracking.spool import Spool, State, default_uri
 from autoprec.tracking.view import trials_url

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import AutoPrecError
-from autoprec.files import write_json
-from autoprec.redact import redact_uri
+from autoprec.support.files import write_json
+from autoprec.support.redact import redact_uri
 
 __all__ = ["Spool", "State", "default_uri", "plain"]
 

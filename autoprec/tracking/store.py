@@ -17,10 +17,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from autoprec.policy.document import dump_yaml
-from autoprec.redact import redact, redact_text
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.support.redact import redact, redact_text
 from autoprec.tracking.notes import parent_note, parent_params, trial_name
 from autoprec.tracking.view import shared_view
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["TRIAL_TAGS", "Store", "safe_key"]
 

@@ -14,10 +14,10 @@ from types import TracebackType
 from typing import Any
 from urllib.parse import urlsplit
 
-from autoprec.redact import redact, redact_uri
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.support.redact import redact, redact_uri
 from autoprec.tracking.drain import ENVIRONMENT
 from autoprec.tracking.spool import Spool, State, default_uri
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["Tracker"]
 

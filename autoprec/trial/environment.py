@@ -12,7 +12,7 @@ __all__ = ["CONFIG_VARIABLE", "MARK_VARIABLE", "run_environment", "trial_environ
 CONFIG_VARIABLE = "AUTOPREC_TRIAL"
 #: Carries the runner's mark into every descendant, so that all of them can be found and ended.
 MARK_VARIABLE = "AUTOPREC_TRIAL_MARK"
-INJECT = Path(__file__).parent / "_inject"
+INJECT = Path(__file__).parent / "inside" / "_inject"
 
 _QUIET = {
     # One spin-waiting OpenMP thread per core of a shared machine made steps 30 times slower.

@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from autoprec.trial.agent import Agent
+    from autoprec.trial.inside.agent import Agent
 
 __all__ = ["Session", "lightning_callback", "register", "trainer_callback"]
 
 
 def _agent() -> Agent | None:
-    module = sys.modules.get("autoprec.trial.agent")
+    module = sys.modules.get("autoprec.trial.inside.agent")
     return module.current() if module is not None else None
 
 
@@ -56,7 +56,7 @@ class Session:
         self.model, self.optimizer = model, optimizer
         register(model, optimizer)
         if policy is not None and _agent() is None:
-            from autoprec.apply import load
+            from autoprec.applying.policy import load
 
             chosen = load(policy) if isinstance(policy, (str, Path)) else policy
             chosen.apply(model, backend=backend)
@@ -91,7 +91,7 @@ class Session:
 
 def trainer_callback(policy: Any = None) -> Any:
     """Return a ``transformers.TrainerCallback`` that names the Trainer's model and applies a policy to it."""
-    from autoprec.optional import require
+    from autoprec.support.optional import require
 
     base = require("transformers").TrainerCallback
 
@@ -104,7 +104,7 @@ def trainer_callback(policy: Any = None) -> Any:
 
 def lightning_callback(policy: Any = None) -> Any:
     """Return a ``lightning.Callback`` that names the module being fitted and applies a policy to it."""
-    from autoprec.optional import require
+    from autoprec.support.optional import require
 
     base = require("lightning").Callback
 

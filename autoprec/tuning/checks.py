@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from autoprec.cost.scale import CostScale
 from autoprec.errors import UnknownNameError, UsageError
-from autoprec.files import check_writable
-from autoprec.hardware import target
-from autoprec.search.options import SearchOptions
-from autoprec.space import load_space
+from autoprec.policy.space import load_space
+from autoprec.precision.hardware import target
+from autoprec.support.files import check_writable
+from autoprec.tuning.options import SearchOptions
 
 __all__ = ["check_early"]
 

@@ -11,21 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cost import CostModel, StepEstimate
-from autoprec.files import canonical_json
 from autoprec.graph.report import GraphReport
-from autoprec.hardware import Target
 from autoprec.policy import LayerPlan, Policy, save_policy
-from autoprec.recipes import BUILTIN_RECIPES
-from autoprec.search.events import Listener
-from autoprec.search.hosts import HostPool
-from autoprec.search.options import SearchOptions
-from autoprec.search.problem import Problem
-from autoprec.search.records import TrialRecord
-from autoprec.search.score import Reference
-from autoprec.search.sensitivity import SensitivityTable
-from autoprec.search.study import StudyStore
-from autoprec.space import SearchSpace
+from autoprec.policy.space import SearchSpace
+from autoprec.precision.hardware import Target
+from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.files import canonical_json
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.score import Reference
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.events import Listener
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.study import StudyStore
+from autoprec.tuning.workers.local import HostPool
 
 __all__ = ["Context", "Limits"]
 

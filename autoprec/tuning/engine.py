@@ -1,8 +1,8 @@
 """The search itself: what is measured when, and what each answer is used for (DESIGN section 5).
 
 Phases: script, graph, reference, verdict, sensitivity, search, finalists, answer. The engine decides nothing about
-precision; it asks :mod:`~autoprec.search.problem`, :mod:`~autoprec.search.sampler` and
-:mod:`~autoprec.search.decision`, runs what they propose, and keeps every result durable.
+precision; it asks :mod:`~autoprec.tuning.decide.problem`, :mod:`~autoprec.tuning.decide.sampler.ours` and
+:mod:`~autoprec.tuning.decide.decision`, runs what they propose, and keeps every result durable.
 """
 
 from __future__ import annotations
@@ -16,33 +16,33 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cost import CostModel, CostScale, Verdict
-from autoprec.cost.cpu import cpu_rates
+from autoprec.cost.calibrate.cpu import cpu_rates
 from autoprec.errors import AutoPrecError, NothingAcceptableError, SearchInterruptedError, StudyError
-from autoprec.files import file_lock, keep_earlier, write_json
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
-from autoprec.search.answer import Answer, emitted_policy, search_result
-from autoprec.search.context import Context, Limits
-from autoprec.search.early import check_early
-from autoprec.search.events import Listener, SearchInfo
-from autoprec.search.executors import runner_factory
-from autoprec.search.finals import run_finals
-from autoprec.search.hosts import HostPool, RunnerFactory
-from autoprec.search.members import save_front
-from autoprec.search.naming import free_name, is_numbered
-from autoprec.search.options import SearchOptions, check_signature
-from autoprec.search.problem import Problem
-from autoprec.search.records import SearchResult, TrialRecord
-from autoprec.search.references import measure_reference
-from autoprec.search.sensing import measure_table
-from autoprec.search.slots import visible_gpus
-from autoprec.search.storage import sqlite_file
-from autoprec.search.study import StudyStore, default_storage
-from autoprec.search.targeting import calibration_of, resolve_target
-from autoprec.search.trials import run_trials
-from autoprec.space import SearchSpace, default_space, load_space
+from autoprec.policy.space import SearchSpace, default_space, load_space
+from autoprec.support.files import file_lock, keep_earlier, write_json
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo, TrialSpec
+from autoprec.tuning.checks import check_early
+from autoprec.tuning.context import Context, Limits
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.events import Listener, SearchInfo
+from autoprec.tuning.options import SearchOptions, check_signature
+from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result
+from autoprec.tuning.phases.finalists import run_finals
+from autoprec.tuning.phases.members import save_front
+from autoprec.tuning.phases.reference import measure_reference
+from autoprec.tuning.phases.sensitivity import measure_table
+from autoprec.tuning.phases.trials import run_trials
+from autoprec.tuning.study.naming import free_name, is_numbered
+from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.storage import sqlite_file
+from autoprec.tuning.study.study import StudyStore, default_storage
+from autoprec.tuning.target import calibration_of, resolve_target
+from autoprec.tuning.workers.executors import runner_factory
+from autoprec.tuning.workers.local import HostPool, RunnerFactory
+from autoprec.tuning.workers.slots import visible_gpus
 
 __all__ = ["Search"]
 

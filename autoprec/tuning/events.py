@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["Listener", "Listeners", "SearchInfo"]
 

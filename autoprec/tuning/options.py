@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import StudyError, UsageError
-from autoprec.files import canonical_json
-from autoprec.redact import redact_arguments
+from autoprec.support.files import canonical_json
+from autoprec.support.redact import redact_arguments
 
 __all__ = [
     "FEWEST_STEPS",

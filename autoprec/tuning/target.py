@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.cost.calibration import check_target, load_calibration
+from autoprec.cost.calibrate.calibration import check_target, load_calibration
 from autoprec.errors import UsageError
-from autoprec.hardware import Target, by_device_name, target
-from autoprec.search.options import SearchOptions
+from autoprec.precision.hardware import Target, by_device_name, target
+from autoprec.tuning.options import SearchOptions
 
 __all__ = ["calibration_of", "resolve_target"]
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from autoprec.errors import NothingAcceptableError
 from autoprec.policy import Policy
-from autoprec.recipes import BUILTIN_RECIPES, Recipe
-from autoprec.search.hosts import HostPool
-from autoprec.search.objectives import divergence, step_time
-from autoprec.search.options import fewer_steps
+from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.tuning.decide.objectives import divergence, step_time
+from autoprec.tuning.options import fewer_steps
+from autoprec.tuning.workers.local import HostPool
 
 __all__ = ["Contender", "Verification", "contenders", "verify"]
 

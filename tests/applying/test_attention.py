@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.apply import Policy, remove_policy, tunable_layers
+from autoprec.applying.policy import Policy, remove_policy, tunable_layers
 from autoprec.errors import UnsupportedError
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
 class Holder(nn.Module):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.apply import Policy, apply_policy
-from autoprec.audit import audit_model
-from autoprec.recipes import BUILTIN_RECIPES
-from autoprec.swap import execution_of
+from autoprec.applying.audit import audit_model
+from autoprec.applying.policy import Policy, apply_policy
+from autoprec.applying.swap import execution_of
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
 @pytest.fixture

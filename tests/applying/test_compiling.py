@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.apply import Policy
-from autoprec.compiling import is_compiled, run_eagerly
+from autoprec.applying.compiling import is_compiled, run_eagerly
+from autoprec.applying.policy import Policy
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

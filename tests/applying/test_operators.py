@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.apply import Policy
-from autoprec.protect import widen
-from autoprec.swap import root_of
+from autoprec.applying.operators import widen
+from autoprec.applying.policy import Policy
+from autoprec.applying.swap import root_of
 
 
 class Probe(nn.Module):

@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.apply import Policy, apply_policy, load, remove_policy, tunable_layers, unwrap
+from autoprec.applying.policy import Policy, apply_policy, load, remove_policy, tunable_layers, unwrap
 from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 ALL = sorted(BUILTIN_RECIPES)
 
@@ -111,7 +111,9 @@ def test_an_empty_policy_leaves_no_trace(model: Model, ids: torch.Tensor) -> Non
     before = step(model, ids)
     Policy().apply(model)
     assert type(model) is Model
-    assert all(type(m).__module__ != "autoprec.swap" and "_autoprec" not in m.__dict__ for m in model.modules())
+    assert all(
+        type(m).__module__ != "autoprec.applying.swap" and "_autoprec" not in m.__dict__ for m in model.modules()
+    )
     after = step(model, ids)
     assert torch.equal(before[0], after[0])
     assert torch.equal(before[1], after[1])

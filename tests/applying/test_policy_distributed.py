@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
-from autoprec.apply import Policy, remove_policy
-from autoprec.recipes import BUILTIN_RECIPES
-from autoprec.swap import execution_of
+from autoprec.applying.policy import Policy, remove_policy
+from autoprec.applying.swap import execution_of
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 POLICY = Policy.model_validate(
     {

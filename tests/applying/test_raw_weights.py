@@ -7,8 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.apply import Policy, remove_policy, tunable_layers
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.applying.policy import Policy, remove_policy, tunable_layers
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
 class Experts(nn.Module):

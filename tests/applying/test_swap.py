@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from autoprec.apply import Policy, remove_policy
-from autoprec.recipes import BUILTIN_RECIPES
-from autoprec.swap import execution_of, root_of, swapped_base
+from autoprec.applying.policy import Policy, remove_policy
+from autoprec.applying.swap import execution_of, root_of, swapped_base
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
 def bf16(**more: object) -> Policy:

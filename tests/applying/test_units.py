@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from autoprec.layers import clean_name, kind_of, tunable_layers, tunable_units, unwrap
+from autoprec.applying.units import clean_name, kind_of, tunable_layers, tunable_units, unwrap
 
 
 class Conv1D(nn.Module):

@@ -21,7 +21,7 @@ from torch import nn
 from autoprec.numerics.gemm import contract
 from autoprec.numerics.operand import CONTRACTION
 from autoprec.numerics.quantize import dequantize, quantize, spec_of
-from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
 
 
 class DType(enum.IntEnum):
@@ -280,7 +280,7 @@ def install(monkeypatch, version: str = "2.20.2") -> types.ModuleType:
     for module in (root, common, te, recipes, state, base):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr("autoprec.optional.installed_version", lambda name: version)
+    monkeypatch.setattr("autoprec.support.optional.installed_version", lambda name: version)
     monkeypatch.setattr("autoprec.backends.transformer_engine.installed_version", lambda name: version)
     FP8GlobalStateManager.resets, FP8GlobalStateManager.buffers, Linear.built = 0, {}, []
     STACK.clear()

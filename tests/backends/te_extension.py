@@ -27,7 +27,7 @@ from torch import Tensor
 
 from autoprec.numerics.operand import QuantizerState, Spec
 from autoprec.numerics.quantize import dequantize, quantize
-from autoprec.recipes import Scaling
+from autoprec.precision.recipes import Scaling
 
 #: Names a folder that holds the ``transformer_engine`` package (its Python is enough) and its ``dist-info``.
 VARIABLE = "AUTOPREC_TE_PYTHON"

@@ -45,8 +45,8 @@ class Model(nn.Module):
 
 
 def policy(first: Any, second: Any = None, gemms: dict[str, str] | None = None, match: str = "first") -> Any:
-    from autoprec.apply import Policy
-    from autoprec.recipes import BUILTIN_RECIPES
+    from autoprec.applying.policy import Policy
+    from autoprec.precision.recipes import BUILTIN_RECIPES
 
     recipes = {"a": first, "b": second or first}
     recipes = {k: BUILTIN_RECIPES[v] if isinstance(v, str) else v for k, v in recipes.items()}
@@ -60,7 +60,7 @@ def policy(first: Any, second: Any = None, gemms: dict[str, str] | None = None, 
 
 
 def scaled(name: str, **scaling: Any) -> Any:
-    from autoprec.recipes import BUILTIN_RECIPES
+    from autoprec.precision.recipes import BUILTIN_RECIPES
 
     recipe = BUILTIN_RECIPES[name]
     assert recipe.scaling is not None
@@ -138,7 +138,7 @@ def gemms() -> dict[str, Any]:
 
 def parameters() -> dict[str, Any]:
     """Power-of-two scales, and fast accumulation, which TE has by default in fprop."""
-    from autoprec.recipes import BUILTIN_RECIPES
+    from autoprec.precision.recipes import BUILTIN_RECIPES
 
     fast = BUILTIN_RECIPES["fp8_tensorwise"].model_copy(update={"accumulation": "fast"})
     return {
@@ -282,7 +282,7 @@ def removed() -> dict[str, Any]:
     before = step(model)
     policy("fp8_tensorwise").apply(model, backend=BACKEND)
     step(model)
-    from autoprec.apply import remove_policy
+    from autoprec.applying.policy import remove_policy
 
     remove_policy(model)
     return {"identical": torch.equal(step(model), before)}
@@ -319,7 +319,7 @@ def main() -> None:
     """Run every scenario."""
     folder, capability = Path(sys.argv[1]), tuple(int(n) for n in sys.argv[2].split("."))
     te_extension.install(folder, (capability[0], capability[1]))
-    from autoprec import apply
+    from autoprec.applying import policy as apply
     from autoprec.backends import transformer_engine
 
     apply._device_of = lambda model: "cuda:0"  # type: ignore[assignment]

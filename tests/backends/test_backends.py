@@ -9,7 +9,7 @@ import torch
 
 from autoprec.backends import BACKENDS, Capability, choose, get
 from autoprec.errors import UnknownNameError
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.testing.backends import check_backend
 
 

@@ -14,7 +14,7 @@ from autoprec.backends import get
 from autoprec.backends.msamp import MsampBackend
 from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
 @pytest.fixture

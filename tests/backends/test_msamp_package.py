@@ -7,8 +7,8 @@ from torch import nn
 
 from autoprec.backends import msamp, msamp_package
 from autoprec.errors import UnsupportedError
-from autoprec.levels import LEVELS
 from autoprec.policy import Policy
+from autoprec.policy.levels import LEVELS
 
 H100 = "NVIDIA H100 80GB HBM3"
 REAL_ADAMW = torch.optim.AdamW

@@ -9,7 +9,7 @@ from torch import nn
 from autoprec.backends.native import NativeBackend
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 ASKS = {"gemm": "fprop", "m": 64, "k": 64, "n": 64}
 

@@ -12,7 +12,7 @@ from autoprec.numerics.operand import CONTRACTION, QuantizerState
 from autoprec.numerics.plan import compile_plan
 from autoprec.numerics.quantize import quantize
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
 from autoprec.testing.backends import reference_gemms
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])

@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.apply import Policy
+from autoprec.applying.policy import Policy
 from autoprec.backends import get
 from autoprec.backends.torchao import TorchaoBackend, float8_config
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install --no-deps torchao")
 

@@ -6,19 +6,19 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.apply import Policy, remove_policy
+from autoprec.applying.policy import Policy, remove_policy
 from autoprec.backends import get
 from autoprec.backends.transformer_engine import TransformerEngineBackend
 from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.backends import fake_te
 
 
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch):
     made = fake_te.install(monkeypatch)
-    monkeypatch.setattr("autoprec.apply._device_of", lambda model: "cuda:0")
+    monkeypatch.setattr("autoprec.applying.policy._device_of", lambda model: "cuda:0")
     return made
 
 
@@ -113,7 +113,7 @@ def test_delayed_scaling_is_updated_once_per_forward_of_the_model(te, monkeypatc
 
 def test_before_2_19_layers_enter_their_own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_te.install(monkeypatch, "2.12")
-    monkeypatch.setattr("autoprec.apply._device_of", lambda model: "cuda:0")
+    monkeypatch.setattr("autoprec.applying.policy._device_of", lambda model: "cuda:0")
     model = Model()
     delayed = BUILTIN_RECIPES["fp8_delayed"]
     recent = delayed.model_copy(
@@ -137,7 +137,7 @@ def test_before_2_19_layers_enter_their_own_recipes(monkeypatch: pytest.MonkeyPa
 def test_quantisation_parameters_that_constructors_drop_are_set_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_te.install(monkeypatch, "2.12")
     from autoprec.backends.te_quantizers import builtin_recipe
-    from autoprec.optional import require
+    from autoprec.support.optional import require
 
     recipe = BUILTIN_RECIPES["fp8_tensorwise"]
     recipe = recipe.model_copy(update={"scaling": recipe.scaling.model_copy(update={"power_of_2": True})})

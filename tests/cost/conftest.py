@@ -7,7 +7,7 @@ import pytest
 from autoprec.cost.transformer import PRESETS, DecoderConfig, decoder_report
 from autoprec.graph.report import GraphReport
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 FP8 = ("bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise")
 
@@ -40,7 +40,8 @@ def large() -> GraphReport:
 @pytest.fixture
 def cpu_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     """A CPU with AMX: bf16 multiplies four times faster than fp32, and nothing is measured."""
-    from autoprec.cost import cpu, model
+    from autoprec.cost import model
+    from autoprec.cost.calibrate import cpu
 
     rates = {
         **cpu.FALLBACK,

@@ -16,9 +16,9 @@ from autoprec.cost.kernels import (
 )
 from autoprec.cost.rates import default_rates
 from autoprec.cost.scale import GemmWork
-from autoprec.hardware import TARGETS
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES as R
+from autoprec.precision.hardware import TARGETS
+from autoprec.precision.recipes import BUILTIN_RECIPES as R
 
 H100 = TARGETS["h100"]
 RATES = default_rates(H100)
@@ -191,6 +191,6 @@ def test_a_cast_fused_with_the_operator_before_is_cheaper(name: str) -> None:
 
 
 def _family(name: str) -> str:
-    from autoprec.hardware import recipe_family
+    from autoprec.precision.hardware import recipe_family
 
     return recipe_family(R[name])

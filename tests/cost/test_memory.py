@@ -12,8 +12,8 @@ from autoprec.cost.memory import activation_growth, memory_estimate
 from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
-from autoprec.hardware import TARGETS
 from autoprec.policy.schema import OptimizerPolicy
+from autoprec.precision.hardware import TARGETS
 
 PLAIN = OptimizerPolicy()
 ONE = CostScale()

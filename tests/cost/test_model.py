@@ -10,9 +10,9 @@ import pytest
 from autoprec.cost import CostModel, CostScale
 from autoprec.cost.rates import default_rates
 from autoprec.graph.report import GraphReport
-from autoprec.hardware import TARGETS
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
-from autoprec.recipes import BUILTIN_RECIPES as R
+from autoprec.precision.hardware import TARGETS
+from autoprec.precision.recipes import BUILTIN_RECIPES as R
 
 H100 = TARGETS["h100"]
 Uniform = Callable[..., Any]

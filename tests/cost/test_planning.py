@@ -10,7 +10,7 @@ from autoprec.cost.planning import break_even_tokens, payback, scale_out, search
 from autoprec.cost.transformer import PRESETS, DecoderConfig, decoder_report
 from autoprec.errors import UsageError
 from autoprec.graph.report import GraphReport
-from autoprec.hardware import TARGETS
+from autoprec.precision.hardware import TARGETS
 
 Uniform = Callable[..., Any]
 H100 = TARGETS["h100"]

@@ -76,7 +76,7 @@ def test_a_broken_model_would_be_seen() -> None:
     from dataclasses import replace
 
     from autoprec.cost.rates import default_rates
-    from autoprec.hardware import target
+    from autoprec.precision.hardware import target
 
     good = default_rates(target("h200-nvl"), library=True)
     free = replace(good, cast=dict.fromkeys(good.cast, 1e6))

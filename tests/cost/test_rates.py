@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autoprec.cost.rates import default_rates
-from autoprec.hardware import TARGETS
+from autoprec.precision.hardware import TARGETS
 
 GPUS = [name for name in TARGETS if name != "cpu"]
 

@@ -10,8 +10,8 @@ from autoprec.cost.rates import default_rates
 from autoprec.cost.rest import OTHER, category, growth, optimizer_bytes, rest_cost, rest_operators
 from autoprec.cost.scale import CostScale
 from autoprec.graph.report import GraphReport, Operator
-from autoprec.hardware import TARGETS
 from autoprec.policy.schema import OptimizerPolicy
+from autoprec.precision.hardware import TARGETS
 
 H100 = TARGETS["h100"]
 RATES = default_rates(H100)

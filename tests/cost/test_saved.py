@@ -10,13 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoprec.apply import apply_policy, remove_policy
+from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.cost.saved import saved_by_rules, saved_bytes
 from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, resolve
-from autoprec.recipes import BUILTIN_RECIPES as R
+from autoprec.precision.recipes import BUILTIN_RECIPES as R
 
 
 class Block(nn.Module):

@@ -10,7 +10,7 @@ from autoprec.cost import CostModel
 from autoprec.cost.transformer import PRESETS, DecoderConfig, config_from, decoder_report, load_config
 from autoprec.errors import FileError, UnknownNameError
 from autoprec.graph.report import GraphReport
-from autoprec.hardware import TARGETS
+from autoprec.precision.hardware import TARGETS
 
 
 @pytest.mark.parametrize(

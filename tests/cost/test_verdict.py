@@ -11,9 +11,9 @@ from autoprec.cost import CostModel, CostScale
 from autoprec.cost.transformer import PRESETS, decoder_report
 from autoprec.cost.verdict import _why_too_little
 from autoprec.graph.report import GraphReport
-from autoprec.hardware import TARGETS
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES as R
+from autoprec.precision.hardware import TARGETS
+from autoprec.precision.recipes import BUILTIN_RECIPES as R
 
 Uniform = Callable[..., Any]
 

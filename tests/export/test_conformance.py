@@ -61,7 +61,7 @@ def test_what_a_target_can_express_is_not_called_lossy(target: str, case: str) -
 
 
 def test_msamp_o2_is_exact_but_for_the_output() -> None:
-    from autoprec.levels import level
+    from autoprec.policy.levels import level
 
     done = export(level("msamp-o2").policy(), "msamp", allow_lossy=True)
     assert [loss.what for loss in done.losses] == ["operators.output: fp32"]

@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 from autoprec.export import Request, export
-from autoprec.export.dlfw_inspect import section_pattern
-from autoprec.export.torchtitan import skip_list
-from autoprec.export.transformer_engine import nearest_te, nested_recipe, slot_specs
+from autoprec.export.stacks.dlfw_inspect import section_pattern
+from autoprec.export.stacks.torchtitan import skip_list
+from autoprec.export.stacks.transformer_engine import nearest_te, nested_recipe, slot_specs
 from autoprec.policy import LayerPlan, glob_matches
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.testing.exporters import MODELS, POLICIES
 
 

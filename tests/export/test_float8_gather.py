@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 
 from autoprec.export import Request, export, exporter
-from autoprec.export.torchao import gathers_float8
-from autoprec.optional import is_available
+from autoprec.export.stacks.torchao import gathers_float8
 from autoprec.policy import LayerPlan, Policy
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.optional import is_available
 from autoprec.testing.readers import load_source
 
 NAMES = ("fp8_tensorwise", "bf16")

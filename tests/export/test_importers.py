@@ -96,7 +96,7 @@ def test_detection_and_unknown_sources() -> None:
 
 
 def test_todays_setup_becomes_a_preset_of_a_search_space() -> None:
-    from autoprec.space import space_from_dict
+    from autoprec.policy.space import space_from_dict
 
     done = import_policy({**TE, "override_linear_precision": [False, False, True]})
     space = space_from_dict(as_space(done.policy, "today"))

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.apply import Policy, apply_policy
+from autoprec.applying.policy import Policy, apply_policy
 from autoprec.export import export
-from autoprec.optional import is_available
 from autoprec.policy import OperatorPolicy, policy_from_dict
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.optional import is_available
 from autoprec.testing.readers import load_source
 
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from autoprec.export.transformer_engine import nested_recipe
+from autoprec.export.stacks.transformer_engine import nested_recipe
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from autoprec.policy import Policy, dump_yaml
-from autoprec.recipes import BUILTIN_RECIPES
-from autoprec.space import spaces_dir
+from autoprec.policy.space import spaces_dir
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 __all__ = ["BOMBS", "HEADS", "bomb", "flipped", "hostile", "policy_document", "policy_seeds", "space_seeds"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cli import cli
-from autoprec.search import engine
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.tracking.listener import TrackingListener
+from autoprec.tuning import engine
 
 waited = [0.0]
 

@@ -14,11 +14,11 @@ from typing import Any
 import optuna
 
 from autoprec.errors import AutoPrecError
-from autoprec.files import read_document, with_checksum, without_checksum, write_json
 from autoprec.policy import Policy, load_policy, save_policy
-from autoprec.search.records import TrialRecord
-from autoprec.search.study import StudyStore, default_storage
-from autoprec.space import load_space
+from autoprec.policy.space import load_space
+from autoprec.support.files import read_document, with_checksum, without_checksum, write_json
+from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.study import StudyStore, default_storage
 from tests.faults.bad_documents import flipped, policy_document, space_seeds
 
 __all__ = ["Kept", "Outcome", "cut_everywhere", "flip_at_random", "kept_files"]

@@ -6,11 +6,11 @@ import sys
 import time
 from pathlib import Path
 
-from autoprec.search.engine import Search
-from autoprec.search.events import Listeners
-from autoprec.search.options import SearchOptions
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.options import SearchOptions
 
 
 class Told:

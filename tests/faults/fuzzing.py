@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import PolicyError, SpaceError
-from autoprec.files import parse_document
 from autoprec.policy import Policy, dump_yaml, load_policy, parse_policy, resolve
-from autoprec.space import load_space
+from autoprec.policy.space import load_space
+from autoprec.support.files import parse_document
 from tests.faults.bad_documents import BOMBS, HEADS, hostile, policy_seeds, space_seeds
 
 #: Audit events that mean that loading did more than read its file.

@@ -32,7 +32,7 @@ def main() -> None:
     left = [count]
 
     def one(raw: bytes) -> None:
-        fuzz.load("space" if b"autoprec.space" in raw else "policy", raw)
+        fuzz.load("space" if b"autoprec.policy.space" in raw else "policy", raw)
         left[0] -= 1
         if left[0] == 0:
             print(json.dumps(fuzz.report()), flush=True)

@@ -17,12 +17,12 @@ import pytest
 
 from autoprec.errors import StudyError
 from autoprec.policy import load_policy
-from autoprec.search import storage
-from autoprec.search.engine import Search
-from autoprec.search.events import Listeners
-from autoprec.search.options import SearchOptions
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.study import storage
 
 missing = [name for name in ("pgserver", "psycopg2") if importlib.util.find_spec(name) is None]
 pytestmark = [

@@ -54,10 +54,10 @@ def test_guided_by_coverage(tmp_path: Path) -> None:
 def test_the_watch_sees_code_that_runs(tmp_path: Path) -> None:
     """The count of zero above is worth something only if the hook would have seen one."""
     code = (
-        "import yaml, autoprec.files, pathlib, json\n"
+        "import yaml, autoprec.support.files, pathlib, json\n"
         "from tests.faults.fuzzing import Fuzz, warm\n"
         f"fuzz = Fuzz(pathlib.Path({str(tmp_path)!r})); warm(fuzz)\n"
-        "autoprec.files.parse_yaml = lambda text: yaml.unsafe_load(text)\n"
+        "autoprec.support.files.parse_yaml = lambda text: yaml.unsafe_load(text)\n"
         "fuzz.load('policy', b\"a: !!python/object/apply:os.system ['true']\")\n"
         "print(fuzz.report()['code executed'])\n"
     )

@@ -11,13 +11,13 @@ import optuna
 import pytest
 
 from autoprec.policy import load_policy
-from autoprec.search.engine import Search
-from autoprec.search.events import Listeners
-from autoprec.search.options import SearchOptions
-from autoprec.search.sampler import PrecisionSampler
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
-from tests.search.synthetic import World, world
+from autoprec.tuning.decide.sampler.ours import PrecisionSampler
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.options import SearchOptions
+from tests.tuning.synthetic import World, world
 
 
 def search(study: str) -> Search:

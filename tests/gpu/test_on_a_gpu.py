@@ -9,7 +9,7 @@ from torch import nn
 import autoprec
 from autoprec.backends import get
 from autoprec.policy import LayerRule
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.cli.helpers import autoprec as command
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ from torch import nn
 from autoprec.graph.audit import executed_precisions, protection_rows, uncovered_rows
 from autoprec.graph.recorder import record_step
 from autoprec.policy import Policy
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.graph.models import Decoder, RMSNorm, token_batch
 
 
@@ -40,7 +40,7 @@ def test_a_norm_in_low_precision_is_seen():
 
 
 def test_a_policy_shows_in_the_recorded_step():
-    from autoprec.apply import Policy
+    from autoprec.applying.policy import Policy
 
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     policy = Policy.model_validate(

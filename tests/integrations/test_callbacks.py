@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.apply import Policy
-from autoprec.optional import is_available
+from autoprec.applying.policy import Policy
+from autoprec.applying.swap import execution_of
 from autoprec.policy import policy_from_dict
-from autoprec.swap import execution_of
+from autoprec.support.optional import is_available
 
 
 def _policy() -> Policy:

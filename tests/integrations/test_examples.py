@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.optional import is_available
+from autoprec.support.optional import is_available
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "integrations"

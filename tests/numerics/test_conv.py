@@ -8,7 +8,7 @@ from torch import nn
 
 from autoprec.numerics.conv import ConvExecution
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
 @pytest.mark.parametrize("cls", [nn.Conv1d, nn.Conv2d, nn.Conv3d])

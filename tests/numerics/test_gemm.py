@@ -8,7 +8,7 @@ import torch
 from autoprec.numerics.gemm import contract, emulated_multiply, fast_bf16_gemm, product_dtype
 from autoprec.numerics.operand import CONTRACTION, Spec
 from autoprec.numerics.quantize import dequantize, quantize, spec_of
-from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
 
 DETERMINISTIC = [n for n, r in BUILTIN_RECIPES.items() if not r.stochastic_rounding]
 SHAPES = {"fprop": ((64, 128), (96, 128)), "dgrad": ((64, 96), (96, 128)), "wgrad": ((64, 96), (64, 128))}

@@ -8,7 +8,7 @@ import torch
 from autoprec.numerics.grouped import decode_e8m0, encode_e8m0, grouped_values, hadamard, quantize_grouped
 from autoprec.numerics.operand import QuantizerState, Spec
 from autoprec.numerics.quantize import dequantize, quantize, spec_of
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
 def test_e8m0_rounds_up_so_that_nothing_saturates() -> None:

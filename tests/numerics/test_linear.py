@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.testing.backends import reference_gemms
 
 DETERMINISTIC = [n for n, r in BUILTIN_RECIPES.items() if not r.stochastic_rounding]

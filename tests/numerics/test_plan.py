@@ -6,7 +6,7 @@ import torch
 
 from autoprec.numerics.plan import compile_plan, describe_plan, native_dtype
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 BF16, FP16, ROW = BUILTIN_RECIPES["bf16"], BUILTIN_RECIPES["fp16"], BUILTIN_RECIPES["fp8_rowwise"]
 

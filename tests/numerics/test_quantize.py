@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autoprec.numerics.operand import QuantizerState, Spec
 from autoprec.numerics.quantize import dequantize, operand_values, quantize, quantize_dequantize, spec_of
-from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
 
 QUANTISED = [name for name, recipe in BUILTIN_RECIPES.items() if recipe.scaled]
 #: Largest relative error of one value at the scale's own amax: half a step of the format.
@@ -132,7 +132,7 @@ class TestAgainstTorchao:
         from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
         from torchao.float8.float8_training_tensor import LinearMMConfig
 
-        from autoprec.recipes import Recipe
+        from autoprec.precision.recipes import Recipe
 
         x = self.wide(1 << 18)
         recipe = Recipe.model_validate(

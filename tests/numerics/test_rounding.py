@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoprec.formats import FORMATS
 from autoprec.numerics.rounding import (
     E2M1_VALUES,
     STORAGE,
@@ -19,6 +18,7 @@ from autoprec.numerics.rounding import (
     split_to_grid,
     to_grid,
 )
+from autoprec.precision.formats import FORMATS
 
 
 def wide_values(count: int = 200_000) -> torch.Tensor:

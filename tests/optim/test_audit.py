@@ -2,10 +2,10 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.levels import LEVELS
-from autoprec.numerics.optimizer import wrap_optimizer
-from autoprec.numerics.optimizer_audit import audit_optimizer
+from autoprec.optim.audit import audit_optimizer
+from autoprec.optim.optimizer import wrap_optimizer
 from autoprec.policy import Policy
+from autoprec.policy.levels import LEVELS
 
 
 def step(model, optimizer):

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoprec.errors import UnknownNameError
-from autoprec.numerics.state_formats import CODECS, PairCodec, StochasticCodec, _look_up, codec
+from autoprec.optim.codecs import CODECS, PairCodec, StochasticCodec, _look_up, codec
 
 LOSSY = {"bf16": 2**-8, "e4m3": 2**-4, "fp16_scaled": 2**-11, "e4m3_block": 2**-4, "int8_block": 0.05}
 

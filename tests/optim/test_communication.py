@@ -9,16 +9,16 @@ import torch.multiprocessing as mp
 from torch import nn
 
 from autoprec.errors import UnknownNameError, UnsupportedError
-from autoprec.levels import LEVELS
-from autoprec.numerics.communication import (
+from autoprec.optim.audit import audit_optimizer
+from autoprec.optim.communication import (
     WIRE,
     compressed_mean,
     find_distributed,
     install_gradient_hook,
     wire_bytes,
 )
-from autoprec.numerics.optimizer import runtime_of, wrap_optimizer
-from autoprec.numerics.optimizer_audit import audit_optimizer
+from autoprec.optim.optimizer import runtime_of, wrap_optimizer
+from autoprec.policy.levels import LEVELS
 
 
 def gradients(ranks: int, count: int = 5000, seed: int = 0) -> list[torch.Tensor]:

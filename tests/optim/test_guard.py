@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from autoprec.numerics.optimizer_guard import StepGuard, gradient_norm
+from autoprec.optim.guard import StepGuard, gradient_norm
 
 
 def optimizer(value: float) -> torch.optim.Optimizer:

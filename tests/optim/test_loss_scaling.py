@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.numerics.loss_scaling import LossScaler, script_has_scaler
+from autoprec.optim.loss_scaling import LossScaler, script_has_scaler
 
 
 class Half(nn.Module):

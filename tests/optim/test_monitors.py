@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.levels import LEVELS
-from autoprec.numerics.monitors import StateMonitor, StateReport
-from autoprec.numerics.optimizer import wrap_optimizer
-from autoprec.numerics.state_formats import CODECS, CastCodec, TensorCodec
+from autoprec.optim.codecs import CODECS, CastCodec, TensorCodec
+from autoprec.optim.monitors import StateMonitor, StateReport
+from autoprec.optim.optimizer import wrap_optimizer
 from autoprec.policy import OptimizerPolicy
+from autoprec.policy.levels import LEVELS
 
 
 class UnscaledHalf:

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from autoprec.errors import PolicyMismatchError, UnsupportedError
-from autoprec.numerics.optimizer import loss_scaler_of, runtime_of, skipped_steps, unwrap_optimizer, wrap_optimizer
-from autoprec.numerics.optimizer_tensor import StoredTensor
+from autoprec.optim.optimizer import loss_scaler_of, runtime_of, skipped_steps, unwrap_optimizer, wrap_optimizer
+from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import OptimizerPolicy, Policy
 
 LOW = [
@@ -78,7 +78,7 @@ def test_an_all_fp32_policy_changes_nothing():
 @pytest.mark.parametrize("make", [adamw, lambda m: torch.optim.Adam(m.parameters(), 3e-3, weight_decay=0.01)])
 def test_lossless_storage_is_bit_identical_to_torch(make, monkeypatch):
     """With storage that loses nothing, our update is torch's: only rounding tells the two apart."""
-    from autoprec.numerics.state_formats import CODECS, CastCodec
+    from autoprec.optim.codecs import CODECS, CastCodec
 
     monkeypatch.setitem(CODECS, ("exp_avg", "bf16"), CastCodec("fp32", torch.float32))
     plain, wrapped = network(), network()
@@ -88,7 +88,7 @@ def test_lossless_storage_is_bit_identical_to_torch(make, monkeypatch):
 
 @pytest.mark.parametrize("options", [{}, {"nesterov": True}, {"dampening": 0.1}, {"maximize": True}])
 def test_sgd_momentum_is_bit_identical_with_lossless_storage(options, monkeypatch):
-    from autoprec.numerics.state_formats import CODECS, CastCodec
+    from autoprec.optim.codecs import CODECS, CastCodec
 
     def make(model):
         return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, **options)

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from autoprec.errors import MissingDependencyError, UnknownNameError, UnsupportedError
-from autoprec.numerics import optimizer_packages
-from autoprec.numerics.optimizer_packages import package_optimizer
+from autoprec.optim import packages as optimizer_packages
+from autoprec.optim.packages import package_optimizer
 
 
 def network() -> nn.Module:

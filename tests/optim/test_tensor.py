@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.numerics.optimizer_tensor import StoredTensor, decoded, stored_bytes
-from autoprec.numerics.state_formats import CODECS
+from autoprec.optim.codecs import CODECS
+from autoprec.optim.tensor import StoredTensor, decoded, stored_bytes
 
 WEIGHTS = [name for what, name in CODECS if what == "weights"]
 

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoprec.numerics.optimizer_update import adam_update, sgd_update
+from autoprec.optim.update import adam_update, sgd_update
 
 FINITE = {"allow_nan": False, "allow_infinity": False}
 

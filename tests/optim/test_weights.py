@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.numerics.optimizer_tensor import StoredTensor
-from autoprec.numerics.optimizer_weights import StoredWeights
+from autoprec.optim.tensor import StoredTensor
+from autoprec.optim.weights import StoredWeights
 from autoprec.policy import OptimizerPolicy
 
 KAHAN = OptimizerPolicy(weights="bf16_kahan")

@@ -8,7 +8,7 @@ import yaml
 
 from autoprec.errors import PolicyError
 from autoprec.policy import Policy, load_policy, parse_policy, save_policy
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 POLICY = Policy.model_validate(
     {

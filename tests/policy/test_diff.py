@@ -1,7 +1,7 @@
 """What changed between two policies."""
 
 from autoprec.policy import LayerRule, OptimizerPolicy, Policy, diff_policies
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 RECIPES = {name: BUILTIN_RECIPES[name] for name in ("bf16", "fp8_rowwise")}
 A, B, C = (LayerRule(match=match, recipe="bf16") for match in "abc")

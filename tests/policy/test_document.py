@@ -22,7 +22,7 @@ from autoprec.policy import (
     policy_from_dict,
     save_policy,
 )
-from autoprec.recipes import BUILTIN_RECIPES, GEMMS
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS
 
 NAME = st.text(min_size=1, max_size=10).filter(lambda text: text != "keep")
 PLAIN = st.none() | st.booleans() | st.integers(-1000, 1000) | st.floats(allow_nan=False, allow_infinity=False) | NAME

@@ -11,7 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from autoprec.errors import PolicyError, SpaceError
 from autoprec.policy import Glob, LayerRule, escape, glob_matches, glob_regex, policy_from_dict
-from autoprec.space import space_from_dict
+from autoprec.policy.space import space_from_dict
 
 NAMES = st.text(alphabet="ab.0[]*?!^-\\", max_size=12)
 GLOBS: TypeAdapter[str] = TypeAdapter(Glob)

@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from autoprec.errors import UnknownNameError
-from autoprec.levels import LEVELS, bytes_per_weight, level
 from autoprec.policy import OptimizerPolicy, Policy, dump_yaml, parse_policy
+from autoprec.policy.levels import LEVELS, bytes_per_weight, level
 
 
 @pytest.mark.parametrize("name", LEVELS)
@@ -67,5 +67,5 @@ def test_unknown_level_names_the_nearest():
 
 
 def test_levels_need_no_torch():
-    code = "import sys, autoprec.levels; sys.exit('torch' in sys.modules)"
+    code = "import sys, autoprec.policy.levels; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

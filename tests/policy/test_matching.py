@@ -12,7 +12,7 @@ from autoprec.policy import (
     resolve,
     unmatched_rules,
 )
-from autoprec.recipes import Recipe
+from autoprec.precision.recipes import Recipe
 
 RECIPES = {"bf16": Recipe(format="bf16"), "fp32": Recipe(format="fp32")}
 

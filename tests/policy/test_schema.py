@@ -7,7 +7,7 @@ from pydantic import ValidationError
 
 from autoprec.errors import PolicyError
 from autoprec.policy import LayerPlan, LayerRule, Policy, parse_policy, policy_from_dict
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 SMALL: dict[str, Any] = {
     "schema": "autoprec.policy/1",

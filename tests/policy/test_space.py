@@ -6,13 +6,13 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import SpaceError, UnknownNameError
-from autoprec.files import canonical_json, parse_document, read_document
-from autoprec.hardware import TARGETS, Capability
-from autoprec.recipes import BUILTIN_RECIPES
-from autoprec.search.presets import presets
-from autoprec.search.problem import Problem
-from autoprec.space import Choice, default_space, load_space, space_from_dict, space_names, spaces_dir
-from tests.search.models import gpt
+from autoprec.policy.space import Choice, default_space, load_space, space_from_dict, space_names, spaces_dir
+from autoprec.precision.hardware import TARGETS, Capability
+from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.files import canonical_json, parse_document, read_document
+from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.problem import Problem
+from tests.tuning.models import gpt
 
 SHIPPED = [
     "ada-fp8",

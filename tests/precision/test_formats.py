@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from autoprec.errors import UnknownNameError
-from autoprec.formats import FORMATS, NumberFormat, number_format
+from autoprec.precision.formats import FORMATS, NumberFormat, number_format
 
 FLOATS = [f for f in FORMATS.values() if f.torch_name and f.name != "int8"]
 

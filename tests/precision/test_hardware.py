@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import FileError, UnknownNameError, UsageError
-from autoprec.hardware import (
+from autoprec.precision.hardware import (
     FAMILIES,
     TARGETS,
     alignment,
@@ -16,7 +16,7 @@ from autoprec.hardware import (
     target,
     target_from_dict,
 )
-from autoprec.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 
 REQUIRED = [
     "a100",

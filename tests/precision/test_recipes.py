@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from autoprec.formats import FORMATS
-from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, OPERANDS, Recipe
+from autoprec.precision.formats import FORMATS
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, OPERANDS, Recipe
 
 DOCUMENTS = st.fixed_dictionaries(
     {"format": st.sampled_from(["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"])},

@@ -6,9 +6,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autoprec.graph.page import COLOURS, render_page
+from autoprec.graph.analysis.rules import load_rules
 from autoprec.graph.recorder import record_step
-from autoprec.graph.rules import load_rules
+from autoprec.report.graph_page import COLOURS, render_page
 from tests.graph.models import Decoder, decoder_step
 
 

@@ -17,7 +17,7 @@ from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.report.html import html_report
 from autoprec.report.markdown import markdown
 from autoprec.report.summary import summarise
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 from tests.tracking.conftest import make_records, make_result
 
 VOID = {"meta", "circle", "polygon", "line", "polyline"}

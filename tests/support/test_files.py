@@ -14,9 +14,9 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from autoprec import files
 from autoprec.errors import FileError, NoSpaceError, StudyError
-from autoprec.files import (
+from autoprec.support import files
+from autoprec.support.files import (
     MAX_BYTES,
     MAX_DEPTH,
     append_line,
@@ -131,7 +131,10 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ locks
 def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
     path = tmp_path / "study.lock"
-    code = f"from autoprec.files import file_lock\nwith file_lock({str(path)!r}): print('held', flush=True); input()"
+    code = (
+        "from autoprec.support.files import file_lock\n"
+        f"with file_lock({str(path)!r}): print('held', flush=True); input()"
+    )
     holder = subprocess.Popen(
         [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()
     )

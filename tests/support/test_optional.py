@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from autoprec import optional
 from autoprec.errors import MissingDependencyError
-from autoprec.optional import EXTRAS, installed_version, is_available, require
+from autoprec.support import optional
+from autoprec.support.optional import EXTRAS, installed_version, is_available, require
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_a_package_that_is_there_is_imported() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.redact import HIDDEN, redact, redact_arguments, redact_text, redact_uri
+from autoprec.support.redact import HIDDEN, redact, redact_arguments, redact_text, redact_uri
 
 
 @pytest.mark.parametrize(

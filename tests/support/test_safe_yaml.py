@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.plain import MAX_DEPTH, MAX_VALUES, parse_yaml
+from autoprec.support.safe_yaml import MAX_DEPTH, MAX_VALUES, parse_yaml
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=10)
 VALUES = st.recursive(

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.tracking import Tracker
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 POLICY = {
     "schema": "autoprec.policy/1",

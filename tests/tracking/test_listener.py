@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from autoprec.search.events import SearchInfo
-from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.tracking.listener import TrackingListener
 from autoprec.tracking.spool import Spool
+from autoprec.tuning.events import SearchInfo
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 INFO = SearchInfo("demo", "", "sqlite://", "train.py", "cpu", "measured", "fork", "cpu", {}, {}, 3, "autoprec search")
 

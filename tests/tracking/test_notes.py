@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.tracking.notes import parent_note, parent_params, trial_name
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 
 def test_the_winner_table_comes_first(result: SearchResult) -> None:

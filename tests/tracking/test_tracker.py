@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from autoprec.search.records import SearchResult, TrialRecord
 from autoprec.tracking import Tracker, sync
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from autoprec.trial import ScriptCommand, TrialRunner
-from autoprec.trial.started import Output
+from autoprec.trial.driver.process_tree import Output
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -76,7 +76,7 @@ def _run_script(argv: list[str], env: dict[str, str], cwd: Path, output: int) ->
         torch.set_num_threads(1)
         atexit._clear()
         sys.argv, sys.path[0] = argv, str(Path(argv[0]).parent)
-        from autoprec.trial import agent
+        from autoprec.trial.inside import agent
 
         agent.install(env["AUTOPREC_TRIAL"])
         runpy.run_path(argv[0], run_name="__main__")
@@ -101,7 +101,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         if not real:
             import torch._dynamo  # noqa: F401  (what any first optimizer imports; once here, not in every fork)
 
-            monkeypatch.setattr("autoprec.trial.runner.Started", ForkedScript)
+            monkeypatch.setattr("autoprec.trial.driver.runner.Started", ForkedScript)
         cwd = tmp_path / "user"
         cwd.mkdir(exist_ok=True)
         words = [str(SCRIPTS / t) if t.endswith(".py") else t for t in tokens]

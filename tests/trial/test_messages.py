@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 
-from autoprec.trial.lines import messages
+from autoprec.trial.messages import messages
 
 
 def test_lines_arrive_whole_whatever_the_pieces() -> None:

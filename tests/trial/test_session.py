@@ -11,7 +11,7 @@ from .conftest import uniform
 
 
 def test_session_trains_and_applies_a_policy() -> None:
-    from autoprec.apply import Policy
+    from autoprec.applying.policy import Policy
     from autoprec.policy import policy_from_dict
 
     torch.manual_seed(0)

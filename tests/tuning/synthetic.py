@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import optuna
 
-from autoprec.search.problem import Problem
-from autoprec.search.sampler import Prior
-from autoprec.search.tables import FloatTable
-from autoprec.space import load_space
-from tests.search.models import gpt
+from autoprec.policy.space import load_space
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.ours import Prior
+from autoprec.tuning.decide.tables import FloatTable
+from tests.tuning.models import gpt
 
 
 @dataclass

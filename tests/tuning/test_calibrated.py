@@ -10,7 +10,7 @@ import pytest
 
 from autoprec.errors import FileError, StudyError, UsageError
 from autoprec.policy import load_policy
-from tests.search.test_engine import H100, options, script, search
+from tests.tuning.test_engine import H100, options, script, search
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from autoprec.errors import AutoPrecError, FileError, SpaceError, UnknownNameError, UsageError
-from autoprec.search.early import check_early
-from autoprec.search.options import SearchOptions
+from autoprec.tuning.checks import check_early
+from autoprec.tuning.options import SearchOptions
 
 
 def options(tmp_path: Path, **values: Any) -> SearchOptions:

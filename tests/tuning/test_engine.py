@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import NothingAcceptableError, SearchInterruptedError, StudyError
-from autoprec.files import canonical_json, file_lock
 from autoprec.policy import load_policy
-from autoprec.search.engine import Search
-from autoprec.search.events import Listeners
-from autoprec.search.options import SearchOptions
-from autoprec.search.records import SearchResult
-from autoprec.search.study import StudyStore
+from autoprec.support.files import canonical_json, file_lock
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.study import StudyStore
 
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from autoprec.search.events import Listeners
+from autoprec.tuning.events import Listeners
 
 
 class Loud:

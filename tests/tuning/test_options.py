@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.errors import StudyError, UsageError
-from autoprec.search.options import (
+from autoprec.tuning.options import (
     SearchOptions,
     check_signature,
     fewer_steps,

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from autoprec.errors import UnknownNameError, UsageError
-from autoprec.search.targeting import resolve_target
+from autoprec.tuning.target import resolve_target
 
 
 def test_auto_is_the_device_the_script_trains_on_and_is_timed() -> None:

@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from autoprec.policy import Policy
-from autoprec.recipes import BUILTIN_RECIPES
-from autoprec.search.hosts import HostPool
-from autoprec.search.verify import Contender, Verification, _judge, contenders, verify
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript
 from autoprec.trial.protocol import TrialSpec
+from autoprec.tuning.verify import Contender, Verification, _judge, contenders, verify
+from autoprec.tuning.workers.local import HostPool
 
 
 def check(policy: Policy, tmp_path: Path, *, timed: bool = True, script: SimulatedScript | None = None) -> Verification:

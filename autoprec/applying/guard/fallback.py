@@ -7,7 +7,7 @@ from typing import Any
 
 from autoprec.errors import UnknownNameError
 from autoprec.policy import LayerRule, Policy, escape
-from autoprec.recipes import BUILTIN_RECIPES, GEMMS, Gemm
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Gemm
 
 __all__ = ["FALLBACKS", "fall_back"]
 

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.formats import FORMATS
-from autoprec.layers import unwrap
+from autoprec.applying.swap import execution_of
+from autoprec.applying.units import unwrap
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.quantize import quantize, spec_of
-from autoprec.recipes import Gemm, Operand, Recipe
-from autoprec.swap import execution_of
+from autoprec.precision.formats import FORMATS
+from autoprec.precision.recipes import Gemm, Operand, Recipe
 
 __all__ = ["OperandSampler"]
 

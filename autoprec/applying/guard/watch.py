@@ -19,11 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.apply import apply_policy, remove_policy
+from autoprec.applying.guard.fallback import FALLBACKS, fall_back
+from autoprec.applying.guard.samples import OperandSampler
+from autoprec.applying.policy import apply_policy, remove_policy
+from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import AutoPrecError, UnknownNameError
-from autoprec.guard.fallback import FALLBACKS, fall_back
-from autoprec.guard.samples import OperandSampler
-from autoprec.layers import tunable_units, unwrap
 from autoprec.policy import Policy, resolve
 
 __all__ = ["METRICS", "Breach", "Guard"]
@@ -36,7 +36,7 @@ METRICS: dict[str, float] = {
     "underflow_share": 0.5,  # of sampled non-zero values that become zero
     "nonfinite_steps": 3.0,  # losses or gradient norms in the window that are no numbers
 }
-_LOG = logging.getLogger("autoprec.guard")
+_LOG = logging.getLogger("autoprec.applying.guard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +172,9 @@ class Guard:
         self._norms.clear()
         text = f"step {breach.step}: {metric} {breach.value:.4g} is above {breach.threshold:.4g}; fallback: {action}"
         _LOG.warning(text)
-        _to_mlflow({"guard/fallbacks": float(len(self.breaches))}, self.steps, {f"autoprec.guard.{breach.step}": text})
+        _to_mlflow(
+            {"guard/fallbacks": float(len(self.breaches))}, self.steps, {f"autoprec.applying.guard.{breach.step}": text}
+        )
         if self.on_breach is not None:
             self.on_breach(breach)
         return breach

@@ -15,7 +15,7 @@ __all__ = ["calibrate"]
 
 
 def _cpu(as_json: bool) -> int:
-    from autoprec.cost.cpu import cache_file, cpu_rates
+    from autoprec.cost.calibrate.cpu import cache_file, cpu_rates
 
     rates, label = cpu_rates(refresh=True)
     if as_json:
@@ -36,8 +36,8 @@ def _bench(name: str) -> tuple[Any, Any, str]:
     """
     import torch
 
-    from autoprec.cost.cuda_bench import CudaBench
-    from autoprec.hardware import by_device_name, target
+    from autoprec.cost.calibrate.cuda_bench import CudaBench
+    from autoprec.precision.hardware import by_device_name, target
 
     if not torch.cuda.is_available():
         raise UnsupportedError(
@@ -67,7 +67,7 @@ def _bench(name: str) -> tuple[Any, Any, str]:
 @click.option("--json", "as_json", is_flag=True, help="The document on stdout as well.")
 def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> int:
     """Measure a few GEMMs and casts of this device and write what the cost model needs."""
-    from autoprec.files import check_writable, write_json
+    from autoprec.support.files import check_writable, write_json
 
     if device == "cpu":
         given = [name for name, value in (("--target", target), ("--output", output)) if value]
@@ -81,7 +81,7 @@ def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> i
         check_writable(output)
     bench, found, name = _bench(target)
     path = check_writable(output or Path(f"calibration-{found.name}.json"))
-    from autoprec.cost.calibration import calibrate as measure
+    from autoprec.cost.calibrate.calibration import calibrate as measure
 
     start = time.monotonic()
     document = measure(bench, found, name, time.strftime("%Y-%m-%d"), lambda line: click.echo(line, err=True))

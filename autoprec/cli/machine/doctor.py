@@ -26,7 +26,7 @@ def _cpu_name() -> str:
 
 
 def _devices(torch: Any) -> list[dict[str, Any]]:
-    from autoprec.hardware import by_device_name
+    from autoprec.precision.hardware import by_device_name
 
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     units = [name for name, has in _cpu_units(torch).items() if has]
@@ -70,7 +70,7 @@ def _backends(devices: list[str]) -> list[dict[str, Any]]:
 def _recipes(usable: list[tuple[str, str]]) -> list[dict[str, Any]]:
     """Return, for every built-in recipe and usable (backend, device), whether fprop runs and why not."""
     from autoprec.backends import get
-    from autoprec.recipes import BUILTIN_RECIPES
+    from autoprec.precision.recipes import BUILTIN_RECIPES
 
     size = PROBE_SIZE
     rows = []
@@ -83,7 +83,7 @@ def _recipes(usable: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def _packages() -> list[dict[str, Any]]:
-    from autoprec.optional import EXTRAS, installed_version, is_available
+    from autoprec.support.optional import EXTRAS, installed_version, is_available
 
     rows: list[dict[str, Any]] = []
     for name in ("torch", "numpy", "optuna", "mlflow"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from autoprec.hardware import Target
+    from autoprec.precision.hardware import Target
 
 __all__ = ["targets"]
 
@@ -46,7 +46,7 @@ def _details(entry: Target) -> list[str]:
 @click.option("--json", "as_json", is_flag=True, help="The whole table as JSON on stdout.")
 def targets(names: tuple[str, ...], own: Path | None, as_json: bool) -> int:
     """The hardware table: dense peaks, memory, links, what each GPU multiplies, sources. NAMES shows details."""
-    from autoprec.hardware import TARGETS, load_targets, named
+    from autoprec.precision.hardware import TARGETS, load_targets, named
 
     table = load_targets(own) if own else dict(TARGETS)
     chosen = [named(name, table, where=str(own or "")) for name in names] or list(table.values())

@@ -18,7 +18,7 @@ _TARGETS = (
 
 def layer_names(path: Path) -> tuple[str, ...]:
     """Return the layer names of a file: what ``autoprec inspect --json`` prints, or one name per line."""
-    from autoprec.files import read_document
+    from autoprec.support.files import read_document
 
     try:
         document = read_document(path)
@@ -47,8 +47,8 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
     What the target cannot express is listed; without --allow-lossy nothing is written then, and the exit code is 1.
     """
     from autoprec.export import export as write
-    from autoprec.files import write_atomic
     from autoprec.policy import load_policy
+    from autoprec.support.files import write_atomic
 
     names = layer_names(layers) if layers else ()
     done = write(load_policy(policy), target, layers=names, allow_lossy=allow_lossy, name=policy.name)

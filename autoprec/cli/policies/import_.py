@@ -30,10 +30,10 @@ def import_(file: Path, source: str, output: Path, layers: Path | None, as_space
 
     Settings that their library accepts and ignores are translated or refused, and named on stderr.
     """
-    from autoprec.cli.export import layer_names
+    from autoprec.cli.policies.export import layer_names
     from autoprec.export import importers
-    from autoprec.files import read_document, write_atomic
     from autoprec.policy import dump_yaml, save_policy
+    from autoprec.support.files import read_document, write_atomic
 
     if output.exists() and not force:
         raise FileError("this file exists", where=str(output), fix="choose another -o, or pass --force")

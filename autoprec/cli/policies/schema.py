@@ -18,7 +18,7 @@ def schema(kind: str) -> None:
 
         document = Policy.model_json_schema(by_alias=True)
     else:
-        from autoprec.space import SearchSpace
+        from autoprec.policy.space import SearchSpace
 
         document = SearchSpace.model_json_schema(by_alias=True)
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}

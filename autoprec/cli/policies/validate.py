@@ -19,17 +19,17 @@ def _describe(path: Path) -> str:
     Raises:
         FileError: it is not valid, or of no schema that AutoPrec knows.
     """
-    from autoprec.files import read_document
+    from autoprec.support.files import read_document
 
     document = read_document(path)
     schema = document.get("schema")
     if schema == "autoprec.space/1":
-        from autoprec.space import space_from_dict
+        from autoprec.policy.space import space_from_dict
 
         space = space_from_dict(document, where=str(path))
         return f"search space '{space.name}', {len(space.choices)} rules of choices"
     if schema == "autoprec.targets/1":
-        from autoprec.hardware import load_targets
+        from autoprec.precision.hardware import load_targets
 
         return f"targets: {', '.join(sorted(load_targets(path)))}"
     if schema != "autoprec.policy/1":

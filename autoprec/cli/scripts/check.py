@@ -37,8 +37,8 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
         NothingAcceptableError: it has fewer steps.
     """
     from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
-    from autoprec.trial.runner import TrialRunner
 
     command = ScriptCommand.parse(script)
     spec = TrialSpec(policy=document, steps=steps, warmup=0, backend=backend, timeout_s=timeout_s, record_graph=True)

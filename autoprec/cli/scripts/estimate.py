@@ -20,8 +20,8 @@ def _recorded(script: tuple[str, ...], timeout_s: float) -> tuple[Any, str]:
     """Record one step of the script; return the graph report and the device it trains on."""
     from autoprec.graph.report import GraphReport
     from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
-    from autoprec.trial.runner import TrialRunner
 
     command = ScriptCommand.parse(list(script))
     with (
@@ -298,11 +298,11 @@ def estimate(
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not."""
     from autoprec.cost import CostModel, CostScale
-    from autoprec.cost.calibration import check_target, load_calibration
+    from autoprec.cost.calibrate.calibration import check_target, load_calibration
     from autoprec.cost.planning import check_layout
-    from autoprec.search.problem import Problem
-    from autoprec.search.targeting import resolve_target
-    from autoprec.space import default_space, load_space
+    from autoprec.policy.space import default_space, load_space
+    from autoprec.tuning.decide.problem import Problem
+    from autoprec.tuning.target import resolve_target
 
     counts = _check_options(config, batch, seq, threshold, gpus, tensor_parallel)
     scale = CostScale.parse(cost_scale) if cost_scale else None

@@ -26,8 +26,8 @@ def _recorded(script: tuple[str, ...], timeout_s: float) -> GraphReport:
     """
     from autoprec.graph.report import GraphReport
     from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
-    from autoprec.trial.runner import TrialRunner
 
     command = ScriptCommand.parse(list(script))
     with (
@@ -98,8 +98,8 @@ def inspect(
 ) -> None:
     """Record one training step: every operator, its class and precision, and what share of the step is tunable."""
     from autoprec.cli.tables import load_graph
-    from autoprec.files import check_writable, write_atomic
-    from autoprec.graph.rules import load_rules, reclassify
+    from autoprec.graph.analysis.rules import load_rules, reclassify
+    from autoprec.support.files import check_writable, write_atomic
 
     if bool(script) == (graph is not None):
         raise UsageError("give either a script or --graph FILE", fix="autoprec inspect train.py [script args]")
@@ -113,7 +113,7 @@ def inspect(
     if save is not None:
         write_atomic(save, json.dumps(report.to_json()))
     if page is not None:
-        from autoprec.graph.page import render_page
+        from autoprec.report.graph_page import render_page
 
         write_atomic(page, render_page(report))
     if as_json:

@@ -20,10 +20,10 @@ def run(script: tuple[str, ...], policy: Path | None, backend: str, audit: Path 
 
     The exit code is the script's own. Its output, files and arguments are untouched.
     """
-    from autoprec.files import check_writable
     from autoprec.policy import load_policy
+    from autoprec.support.files import check_writable
     from autoprec.trial.command import ScriptCommand
-    from autoprec.trial.script import run_script
+    from autoprec.trial.driver.script import run_script
 
     command = ScriptCommand.parse(script)
     loaded = load_policy(policy) if policy is not None else None

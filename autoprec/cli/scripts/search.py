@@ -20,12 +20,12 @@ T = TypeVar("T")
 
 
 def parsed(parse: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return a click callback that parses an option by a function of :mod:`autoprec.search.options`."""
+    """Return a click callback that parses an option by a function of :mod:`autoprec.tuning.options`."""
 
     def callback(_context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
         if value is None:
             return None
-        from autoprec.search import options
+        from autoprec.tuning import options
 
         try:
             return getattr(options, parse)(value)
@@ -77,12 +77,12 @@ def parsed(parse: str) -> Callable[[click.Context, click.Parameter, str | None],
 def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, no_mlflow: bool, **values: Any) -> int:
     """Search the precision policy that trains SCRIPT fastest without changing its loss curve."""
     from autoprec.cli.progress import TerminalProgress
-    from autoprec.search.engine import Search
-    from autoprec.search.events import Listener, Listeners
-    from autoprec.search.options import SearchOptions
-    from autoprec.search.records import SearchResult
     from autoprec.tracking.listener import TrackingListener
     from autoprec.trial.command import ScriptCommand
+    from autoprec.tuning.engine import Search
+    from autoprec.tuning.events import Listener, Listeners
+    from autoprec.tuning.options import SearchOptions
+    from autoprec.tuning.study.records import SearchResult
 
     values["trials"] = int(values["trials"])
     options = SearchOptions(command=script, **values)
@@ -113,7 +113,7 @@ def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, n
 def write_reports(engine: Any, result: Any) -> dict[str, Path]:
     """Write report.html, report.md and result.json beside the study; one that fails is named, never fatal."""
     from autoprec import report
-    from autoprec.files import write_json
+    from autoprec.support.files import write_json
 
     records = engine.records
     out = {}

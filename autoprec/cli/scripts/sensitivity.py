@@ -13,8 +13,8 @@ from autoprec.cli.script import script_command
 from autoprec.errors import NothingAcceptableError, ScriptError
 
 if TYPE_CHECKING:
-    from autoprec.search.sensitivity import SensitivityTable
     from autoprec.trial.protocol import TrialResult
+    from autoprec.tuning.decide.table import SensitivityTable
 
 __all__ = ["sensitivity"]
 
@@ -38,13 +38,13 @@ def _payload(result: TrialResult, script: str) -> dict[str, Any]:
 def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, passes: int) -> SensitivityTable:
     from autoprec.cost import CostModel
     from autoprec.graph.report import GraphReport
-    from autoprec.search.problem import Problem
-    from autoprec.search.scan import SensitivityScan, scan_batches
-    from autoprec.search.targeting import resolve_target
-    from autoprec.space import default_space, load_space
+    from autoprec.policy.space import default_space, load_space
     from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
-    from autoprec.trial.runner import TrialRunner
+    from autoprec.tuning.decide.problem import Problem
+    from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
+    from autoprec.tuning.target import resolve_target
 
     if target != "auto":
         resolve_target(target, "cpu")  # an unknown name is refused before the script is started

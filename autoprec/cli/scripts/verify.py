@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from autoprec.cli.script import script_command
-from autoprec.cli.search import parsed
+from autoprec.cli.scripts.search import parsed
 
 __all__ = ["verify"]
 
@@ -31,12 +31,12 @@ __all__ = ["verify"]
 def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool, **values: Any) -> int:
     """Verify a policy on SCRIPT over several paired seeds; exit 1 when it does not hold."""
     from autoprec.policy import Policy, load_policy
-    from autoprec.search.hosts import HostPool
-    from autoprec.search.verify import contenders
-    from autoprec.search.verify import verify as run_verification
     from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
-    from autoprec.trial.runner import TrialRunner
+    from autoprec.tuning.verify import contenders
+    from autoprec.tuning.verify import verify as run_verification
+    from autoprec.tuning.workers.local import HostPool
 
     policy: Policy = load_policy(policy_path)
     command = ScriptCommand.parse(script)

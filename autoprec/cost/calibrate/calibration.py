@@ -19,9 +19,9 @@ import numpy as np
 from autoprec.cost.kernels import cast_traffic, gemm_seconds
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.errors import FileError, UsageError
-from autoprec.files import read_document
-from autoprec.hardware import Target
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.hardware import Target
+from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.files import read_document
 
 __all__ = [
     "CAST_SHAPES",

@@ -23,11 +23,11 @@ from autoprec.cost.kernels import LayerCost, kept_family
 from autoprec.cost.rest import OTHER, RestCost, category, growth
 from autoprec.cost.scale import CostScale, GemmWork, in_block, short_dtype
 from autoprec.errors import AutoPrecError
-from autoprec.files import write_json
 from autoprec.graph.report import Operator
-from autoprec.hardware import recipe_family
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import GEMM_OPERANDS, Gemm
+from autoprec.precision.hardware import recipe_family
+from autoprec.precision.recipes import GEMM_OPERANDS, Gemm
+from autoprec.support.files import write_json
 
 __all__ = ["FALLBACK", "CpuCost", "cache_file", "cpu_rates"]
 
@@ -96,7 +96,7 @@ def _probe() -> dict[str, Any] | None:
         del environment[name]
     try:
         ended = subprocess.run(
-            [sys.executable, "-m", "autoprec.cost.cpu_probe"],
+            [sys.executable, "-m", "autoprec.cost.calibrate.cpu_probe"],
             env=environment,
             capture_output=True,
             text=True,

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from autoprec.apply import apply_policy, remove_policy
+from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.cost.model import CostModel
 from autoprec.graph.recorder import StepRecorder
-from autoprec.hardware import target
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy.matching import resolve
 from autoprec.policy.schema import LayerPlan, Policy
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.hardware import target
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 __all__ = ["main", "measure"]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from autoprec.numerics.quantize import quantize, spec_of
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 __all__ = ["CudaBench"]
 
@@ -33,7 +33,7 @@ _CYCLES_PER_CALL = 170_000
 
 
 class CudaBench:
-    """Measures the current accelerator; see :class:`autoprec.cost.calibration.Bench`."""
+    """Measures the current accelerator; see :class:`autoprec.cost.calibrate.calibration.Bench`."""
 
     def __init__(self, device: str = "cuda", repeats: int = 5) -> None:
         self.device, self.repeats = torch.device(device), repeats

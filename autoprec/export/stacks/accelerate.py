@@ -12,9 +12,9 @@ from typing import Any
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, name_plans
 from autoprec.export.operators import IN_FORWARD, autocast_operators
-from autoprec.export.python import operator_losses
+from autoprec.export.stacks.python import operator_losses
+from autoprec.export.stacks.torchao import nearest_float8, torchao_source
 from autoprec.export.summary import is_scaled, lose_rule, main_plan
-from autoprec.export.torchao import nearest_float8, torchao_source
 from autoprec.policy import LayerPlan, dump_yaml
 
 __all__ = ["AccelerateExporter"]

@@ -9,7 +9,7 @@ from autoprec.export.naming import header
 from autoprec.export.operators import autocast_operators
 from autoprec.export.summary import high_dtype, is_scaled, lose_rule, main_plan
 from autoprec.policy import LayerPlan, dump_yaml
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 __all__ = ["AxolotlExporter"]
 

@@ -11,11 +11,11 @@ from typing import Any
 from autoprec.export.base import Export, Losses, Request, recipes_of, state_losses
 from autoprec.export.naming import header
 from autoprec.export.operators import autocast_operators
-from autoprec.export.python import operator_losses
+from autoprec.export.stacks.python import operator_losses
+from autoprec.export.stacks.transformer_engine import nearest_te, nested_recipe
 from autoprec.export.summary import lose_rule, main_plan
-from autoprec.export.transformer_engine import nearest_te, nested_recipe
 from autoprec.policy import LayerPlan, dump_yaml, glob_regex
-from autoprec.recipes import GEMMS, Recipe
+from autoprec.precision.recipes import GEMMS, Recipe
 
 __all__ = ["DlfwInspectExporter", "section_pattern"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.naming import header
-from autoprec.export.python import module_operators, operator_losses, standalone_source
+from autoprec.export.stacks.python import module_operators, operator_losses, standalone_source
 
 __all__ = ["LightningExporter"]
 

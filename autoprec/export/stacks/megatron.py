@@ -14,7 +14,7 @@ from autoprec.export.naming import header, name_plans
 from autoprec.export.operators import report_operators
 from autoprec.export.summary import high_dtype, is_scaled, lose_rule
 from autoprec.policy import LayerPlan, dump_yaml
-from autoprec.recipes import Recipe
+from autoprec.precision.recipes import Recipe
 
 __all__ = ["MegatronExporter"]
 

@@ -11,11 +11,11 @@ import json
 from autoprec.export.base import Export, Losses, Request
 from autoprec.export.naming import header, name_plans, rule_table
 from autoprec.export.operators import autocast_operators
-from autoprec.export.python import operator_losses
 from autoprec.export.snippets import PLAN_OF, fill
+from autoprec.export.stacks.python import operator_losses
 from autoprec.export.summary import high_dtype, is_scaled, lose_rule
-from autoprec.levels import level
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
+from autoprec.policy.levels import level
 
 __all__ = ["MsAmpExporter", "nearest_level"]
 

@@ -9,7 +9,7 @@ from autoprec.export.base import Export, Losses, Request, recipes_of, state_loss
 from autoprec.export.naming import header, literal, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, LOOKUP, report_operators
 from autoprec.policy import LayerPlan
-from autoprec.recipes import GEMMS, Recipe
+from autoprec.precision.recipes import GEMMS, Recipe
 
 __all__ = ["PythonExporter", "module_operators", "operator_losses", "standalone_source"]
 

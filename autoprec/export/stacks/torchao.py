@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
-from autoprec.export.python import operator_losses
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
+from autoprec.export.stacks.python import operator_losses
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
 
 __all__ = ["TorchaoExporter", "float8_config", "float8_configs", "nearest_float8", "torchao_source"]
 

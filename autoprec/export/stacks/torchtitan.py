@@ -14,7 +14,7 @@ from autoprec.export.naming import header
 from autoprec.export.operators import report_operators
 from autoprec.export.summary import high_dtype, is_scaled, lose_rule, main_plan
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 __all__ = ["TorchtitanExporter", "skip_list"]
 

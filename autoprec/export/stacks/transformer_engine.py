@@ -11,10 +11,10 @@ from typing import Any
 from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
 from autoprec.export.naming import header, literal, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
-from autoprec.export.python import operator_losses
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
+from autoprec.export.stacks.python import operator_losses
 from autoprec.policy import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
 __all__ = ["TransformerEngineExporter", "nearest_te", "nested_recipe", "slot_specs"]
 

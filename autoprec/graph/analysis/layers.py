@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from autoprec.graph.flops import RECURRENT, Gemm, call_flops
-from autoprec.graph.linking import Links, Product
-from autoprec.graph.modules import ModelNames
+from autoprec.graph.analysis.flops import RECURRENT, Gemm, call_flops
+from autoprec.graph.analysis.linking import Links, Product
+from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.report import GemmCall, Layer
 from autoprec.graph.trace import SCRIPT, Call, Trace
 

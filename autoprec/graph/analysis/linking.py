@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autoprec.graph.flops import Gemm, conv_gemm, gemm_of
-from autoprec.graph.modules import ModelNames
-from autoprec.graph.rules import Rules
+from autoprec.graph.analysis.flops import Gemm, conv_gemm, gemm_of
+from autoprec.graph.analysis.modules import ModelNames
+from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.trace import FORWARD_PHASES, Call, Trace
 
 __all__ = ["Links", "Product", "link"]

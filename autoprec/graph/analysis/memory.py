@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoprec.graph.modules import ModelNames
+from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.trace import Trace
 
 __all__ = ["optimizer_bytes", "step_memory"]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from autoprec.layers import clean_name, tunable_units, unwrap
+from autoprec.applying.units import clean_name, tunable_units, unwrap
 
 __all__ = ["ModelNames"]
 
@@ -45,7 +45,7 @@ class ModelNames:
         return self._names.get(id(module), f"<{type(module).__name__}>")
 
     def applicable(self) -> dict[str, str]:
-        """Return what a policy can be applied to: name -> kind (see :class:`autoprec.layers.Unit`)."""
+        """Return what a policy can be applied to: name -> kind (see :class:`autoprec.applying.units.Unit`)."""
         return {name: unit.kind for name, unit in tunable_units(self.root).items()}
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:

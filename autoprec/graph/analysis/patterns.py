@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from autoprec.graph.linking import Links
+from autoprec.graph.analysis.linking import Links
 from autoprec.graph.trace import Call, Trace
 
 __all__ = ["Pattern", "find_patterns"]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import FileError, UnknownNameError
-from autoprec.files import read_document
 from autoprec.graph.report import GraphReport
+from autoprec.support.files import read_document
 
 __all__ = ["PRECISIONS", "RULES_SCHEMA", "OperatorClass", "Rules", "load_rules", "reclassify"]
 

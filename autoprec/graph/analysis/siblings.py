@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from autoprec.graph.layers import LayerRecord
-from autoprec.graph.linking import Links
-from autoprec.graph.modules import ModelNames
+from autoprec.graph.analysis.layers import LayerRecord
+from autoprec.graph.analysis.linking import Links
+from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.trace import Trace
 
 __all__ = ["sibling_pairs", "source_of"]

@@ -29,7 +29,7 @@ def is_own_fault(tail: str) -> bool:
     """
     frames: list[str] = re.findall(r'^  File "([^"]+)", line \d+', tail, flags=re.MULTILINE)
     library = sysconfig.get_paths()["stdlib"] + os.sep
-    ours = str(Path(__file__).resolve().parents[1]) + os.sep
+    ours = str(Path(__file__).resolve().parents[2]) + os.sep
     for frame in reversed(frames):
         if frame.startswith("<") or (frame.startswith(library) and "site-packages" not in frame):
             continue

@@ -1,8 +1,9 @@
 """One trial as a stateless command: a JSON document in, a JSON document out.
 
-``python -m autoprec.trial.execute request.json result.json`` is all that a batch system (Slurm, Kubernetes) needs to
-run trials on other machines: the request names the command and the :class:`~autoprec.trial.protocol.TrialSpec`, the
-result is a :class:`~autoprec.trial.protocol.TrialResult`. Nothing is shared but the script and its data.
+``python -m autoprec.trial.driver.execute request.json result.json`` is all that a batch system (Slurm, Kubernetes)
+needs to run trials on other machines: the request names the command and the
+:class:`~autoprec.trial.protocol.TrialSpec`, the result is a :class:`~autoprec.trial.protocol.TrialResult`. Nothing is
+shared but the script and its data.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import AutoPrecError, UsageError
-from autoprec.files import read_document, write_json
+from autoprec.support.files import read_document, write_json
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.trial.runner import TrialRunner
 
 __all__ = ["command_from_json", "command_to_json", "execute", "main", "request"]
 
@@ -43,7 +44,9 @@ def command_from_json(document: Mapping[str, Any]) -> ScriptCommand:
             str(document["kind"]), str(document["target"]), tuple(map(str, document["args"])), Path(document["cwd"])
         )
     except (KeyError, TypeError) as error:
-        raise UsageError(f"not a command: {error}", fix="write requests with autoprec.trial.execute.request") from error
+        raise UsageError(
+            f"not a command: {error}", fix="write requests with autoprec.trial.driver.execute.request"
+        ) from error
 
 
 def request(command: ScriptCommand, spec: TrialSpec, *, seed_offset: int = 0, launch: str = "auto") -> dict[str, Any]:
@@ -79,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Read a request file, run it, write the result file; 0 whenever a result was written."""
     words = sys.argv[1:] if arguments is None else arguments
     if len(words) != 2:
-        print("usage: python -m autoprec.trial.execute request.json result.json", file=sys.stderr)
+        print("usage: python -m autoprec.trial.driver.execute request.json result.json", file=sys.stderr)
         return 2
     try:
         result = execute(read_document(words[0]))

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.lines import messages
+from autoprec.trial.driver.process_tree import Output
+from autoprec.trial.messages import messages
 from autoprec.trial.processes import born, private_folder, sweep
-from autoprec.trial.started import Output
 
 __all__ = ["Family", "Forked"]
 
@@ -29,7 +29,7 @@ _LOOK_S = 0.2
 
 
 class Forked(Output):
-    """A process forked from the zygote; behaves like :class:`autoprec.trial.started.Started`."""
+    """A process forked from the zygote; behaves like :class:`autoprec.trial.driver.process_tree.Started`."""
 
     def __init__(self, reader: int, mark: str, log: Path | None) -> None:
         super().__init__(reader, mark, log)

@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import NoSpaceError, ScriptError
-from autoprec.trial.classify import classify, describe_exit, exit_code, is_own_fault, last_lines
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.classify import classify, describe_exit, exit_code, is_own_fault, last_lines
+from autoprec.trial.driver.launcher import Family
+from autoprec.trial.driver.process_tree import Output, Started
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
-from autoprec.trial.family import Family
-from autoprec.trial.lines import messages
+from autoprec.trial.messages import messages
 from autoprec.trial.processes import born, private_folder
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
-from autoprec.trial.started import Output, Started
 
 __all__ = ["TrialRunner"]
 

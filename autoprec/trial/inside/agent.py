@@ -22,18 +22,18 @@ import torch
 from torch import nn
 
 from autoprec.errors import AutoPrecError
-from autoprec.trial.applying import apply_document
-from autoprec.trial.child import Trial
-from autoprec.trial.discovery import Found, discover, loss_parameters
 from autoprec.trial.environment import MARK_VARIABLE
-from autoprec.trial.hooks import Events, Hooks
-from autoprec.trial.isolation import isolate
-from autoprec.trial.loaders import load_in_process
+from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.child import Trial
+from autoprec.trial.inside.fork_server import serve, settle
+from autoprec.trial.inside.isolate.isolation import isolate
+from autoprec.trial.inside.isolate.loaders import load_in_process
+from autoprec.trial.inside.isolate.seeding import offset_seeds
+from autoprec.trial.inside.observe.discovery import Found, discover, loss_parameters
+from autoprec.trial.inside.observe.hooks import Events, Hooks
+from autoprec.trial.inside.zygote import offer, offer_at_first_seed, preload
 from autoprec.trial.processes import watch_driver
 from autoprec.trial.protocol import HostInfo, TrialSpec
-from autoprec.trial.seeding import offset_seeds
-from autoprec.trial.server import serve, settle
-from autoprec.trial.template import offer, offer_at_first_seed, preload
 
 __all__ = ["Agent", "current", "install"]
 
@@ -298,8 +298,8 @@ def fork_obstacle(found: Found) -> str:
 
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
     """Describe the script at its first training forward."""
-    from autoprec.apply import tunable_layers
-    from autoprec.compiling import is_compiled
+    from autoprec.applying.compiling import is_compiled
+    from autoprec.applying.policy import tunable_layers
 
     root = found.root
     device = found.parameters[0].device
@@ -327,7 +327,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
 
 def model_info(root: nn.Module) -> dict[str, Any]:
     """Return ``{"class", "parameters", "fingerprint"}`` of a model."""
-    from autoprec.graph.modules import ModelNames
+    from autoprec.graph.analysis.modules import ModelNames
 
     return dict(ModelNames(root).identity())
 

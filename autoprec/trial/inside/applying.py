@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.trial.discovery import Found
+from autoprec.trial.inside.observe.discovery import Found
 
 __all__ = ["apply_document", "state_document", "watch_state"]
 
@@ -13,11 +13,11 @@ def apply_document(document: dict[str, Any] | None, found: Found, backend: str) 
     """Apply a policy document to the primary model and its optimizers; returns the policy, or None.
 
     Raises:
-        PolicyError, PolicyMismatchError, UnsupportedError: see :func:`autoprec.apply.apply_policy`.
+        PolicyError, PolicyMismatchError, UnsupportedError: see :func:`autoprec.applying.policy.apply_policy`.
     """
     if document is None:
         return None
-    from autoprec.apply import Policy
+    from autoprec.applying.policy import Policy
     from autoprec.policy import policy_from_dict
 
     policy = policy_from_dict(document, cls=Policy)
@@ -36,15 +36,15 @@ def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:
 
     if policy is None or policy.optimizer == OptimizerPolicy():
         return []
-    from autoprec.numerics.monitors import StateMonitor
+    from autoprec.optim.monitors import StateMonitor
 
     return [StateMonitor(optimizer, every=max(2, steps // 6)) for optimizer in found.optimizers]
 
 
 def state_document(policy: Any, found: Found, monitors: list[Any]) -> dict[str, Any]:
     """Return what was seen of weights and state: penalty (to be added to the divergence), problems, reports, audit."""
-    from autoprec.numerics.optimizer import skipped_steps
-    from autoprec.numerics.optimizer_audit import audit_optimizer
+    from autoprec.optim.audit import audit_optimizer
+    from autoprec.optim.optimizer import skipped_steps
 
     reports = [monitor.report() for monitor in monitors]
     audit: dict[str, Any] = {}

@@ -16,17 +16,23 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from autoprec.compiling import keep_random_streams, run_eagerly
+from autoprec.applying.compiling import keep_random_streams, run_eagerly
 from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
-from autoprec.files import canonical_json
-from autoprec.trial.applying import apply_document, state_document, watch_state
-from autoprec.trial.conditions import Conditions, compiled_steps, read_conditions, still_compiling, unreliable
-from autoprec.trial.discovery import Found, batch_size
-from autoprec.trial.hooks import Events, Hooks
-from autoprec.trial.loop import Loop, early_stop
-from autoprec.trial.measure import clock_for, limit_memory
+from autoprec.support.files import canonical_json
+from autoprec.trial.inside.applying import apply_document, state_document, watch_state
+from autoprec.trial.inside.isolate.seeding import reseed
+from autoprec.trial.inside.observe.conditions import (
+    Conditions,
+    compiled_steps,
+    read_conditions,
+    still_compiling,
+    unreliable,
+)
+from autoprec.trial.inside.observe.discovery import Found, batch_size
+from autoprec.trial.inside.observe.hooks import Events, Hooks
+from autoprec.trial.inside.observe.loop import Loop, early_stop
+from autoprec.trial.inside.observe.measure import clock_for, limit_memory
 from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.trial.seeding import reseed
 
 __all__ = ["Trial", "is_out_of_memory", "round_weights"]
 
@@ -162,11 +168,11 @@ class Trial:
             self.hooks.events = _AtGradients(self._end_record, self.found)
             return
         if not self._may_fork:
-            from autoprec.trial.replay import Replay
+            from autoprec.trial.inside.replay import Replay
 
             Replay(self.spec, self.found, self.hooks, self._answered).start(module, args, kwargs)
             return
-        from autoprec.trial.sensitivity import Scan
+        from autoprec.trial.inside.sensitivity import Scan
 
         scan = Scan(self.spec, self.found, self.hooks, self.on_exit)
         payload = scan.run()  # returns None in a probe, which goes on into the forward

@@ -21,11 +21,11 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from autoprec.errors import AutoPrecError
-from autoprec.trial.applying import apply_document
-from autoprec.trial.discovery import Found
-from autoprec.trial.hooks import Events, Hooks, raw_loss
+from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
+from autoprec.trial.inside.sensitivity import NOISE_BATCHES, Gradients, StateSample, Weights, local_part, relative_error
 from autoprec.trial.protocol import TrialSpec
-from autoprec.trial.sensitivity import NOISE_BATCHES, Gradients, StateSample, Weights, local_part, relative_error
 
 __all__ = ["Replay"]
 

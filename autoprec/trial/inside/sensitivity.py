@@ -24,9 +24,9 @@ import torch
 from torch.optim import Optimizer
 
 from autoprec.errors import AutoPrecError
-from autoprec.trial.applying import apply_document
-from autoprec.trial.discovery import Found
-from autoprec.trial.hooks import Events, Hooks, raw_loss
+from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.processes import die_with_parent
 from autoprec.trial.protocol import Probe, TrialSpec
 

@@ -29,7 +29,13 @@ __all__ = ["offer", "offer_at_first_seed", "preload"]
 
 #: A copy that nobody has replaced or asked anything of for this long imports ahead for its forks.
 _IDLE_S = 1.5
-_NEEDED = ("torch._dynamo", "autoprec.apply", "autoprec.audit", "autoprec.graph.recorder", "autoprec.trial.sensitivity")
+_NEEDED = (
+    "torch._dynamo",
+    "autoprec.applying.policy",
+    "autoprec.applying.audit",
+    "autoprec.graph.recorder",
+    "autoprec.trial.inside.sensitivity",
+)
 
 
 def preload() -> None:

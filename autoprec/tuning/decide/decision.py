@@ -3,9 +3,9 @@
 Rules, in this order (DESIGN section 5, point 7):
 
 1. A candidate is *acceptable* when the upper 95 % confidence bound of its mean divergence over the paired seeds
-   (:mod:`~autoprec.search.bounds`) is within ``max_divergence``, or within what rounding the weights once to bf16 does
-   to this training run (the noise floor: nobody can measure less); when its gradient error is within the limit; and
-   when it fits into memory.
+   (:mod:`~autoprec.tuning.decide.bounds`) is within ``max_divergence``, or within what rounding the weights once to
+   bf16 does to this training run (the noise floor: nobody can measure less); when its gradient error is within
+   the limit; and when it fits into memory.
 2. The best by the objective leads; candidates within the timing noise of it are tied with it, except that nothing
    slower than the best acceptable preset is ever taken.
 3. Among the tied the smallest gradient error wins (safety is free there), then the smaller memory.
@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from autoprec.search.bounds import confidence_bounds
+from autoprec.tuning.decide.bounds import confidence_bounds
 
 __all__ = ["Candidate", "Decision", "choose", "gradient_limit", "noise_limit"]
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from autoprec.search.beliefs import divergence_model, features_of, observation
-from autoprec.search.model import DivergenceModel, LinearModel
-from autoprec.search.problem import Params, Problem, layer_key
-from autoprec.search.records import TrialRecord
-from autoprec.search.sensitivity import SensitivityTable
-from autoprec.search.tables import FloatTable
+from autoprec.tuning.decide.problem import Params, Problem, layer_key
+from autoprec.tuning.decide.sampler.features import divergence_model, features_of, observation
+from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.decide.tables import FloatTable
+from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["Importance", "LayerReason", "explain_layers", "importance", "learned_times"]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.search.records import TrialRecord
+from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["OBJECTIVES", "added_area", "front", "hypervolume", "nondominated"]
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from autoprec.graph.report import Layer
-from autoprec.recipes import KEEP
-from autoprec.search.problem import GroupVariable, Problem, layer_key
-from autoprec.space import Choice
+from autoprec.policy.space import Choice
+from autoprec.precision.recipes import KEEP
+from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
 
 __all__ = ["presets", "torchao_filter"]
 

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import LayerPlan, LayerRule, ModelInfo, Policy, glob_matches
-from autoprec.recipes import KEEP, Recipe
-from autoprec.search.globs import GlobTable, compact_rules
-from autoprec.search.tables import FloatTable, IntVector
-from autoprec.space import Choice, SearchSpace
+from autoprec.policy.space import Choice, SearchSpace
+from autoprec.precision.recipes import KEEP, Recipe
+from autoprec.tuning.decide.rules import GlobTable, compact_rules
+from autoprec.tuning.decide.tables import FloatTable, IntVector
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution

@@ -1,7 +1,7 @@
 """What a person is told about an answer: why each kind of layer got its precision, and which decisions mattered.
 
-The facts are those of :mod:`autoprec.search.explain`, taken from the models as the finished trials left them; equal
-layers of all blocks that got the same choice are told once.
+The facts are those of :mod:`autoprec.tuning.decide.explain`, taken from the models as the finished trials left them;
+equal layers of all blocks that got the same choice are told once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from autoprec.search.context import Context
-from autoprec.search.explain import LayerReason, explain_layers, importance, learned_times
-from autoprec.search.problem import Params
-from autoprec.search.records import TrialRecord
-from autoprec.search.tables import FloatTable
-from autoprec.space import Choice
+from autoprec.policy.space import Choice
+from autoprec.tuning.context import Context
+from autoprec.tuning.decide.explain import LayerReason, explain_layers, importance, learned_times
+from autoprec.tuning.decide.problem import Params
+from autoprec.tuning.decide.tables import FloatTable
+from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["MOST_REASONS", "explanation", "told"]
 

@@ -2,7 +2,7 @@
 
 Multipliers turn every bound into a price, which leaves one independent decision per group (with pair costs along a
 chain, a shortest path). Each multiplier is found by bisection, one inside the other; single changes then use up what is
-left. Not exact, and said so: :func:`autoprec.search.solver.solve` enumerates small problems instead.
+left. Not exact, and said so: :func:`autoprec.tuning.decide.solver.solve` enumerates small problems instead.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.search.tables import FloatTable, IntVector, Limit, PairCosts
+from autoprec.tuning.decide.tables import FloatTable, IntVector, Limit, PairCosts
 
 __all__ = ["solve_relaxed"]
 

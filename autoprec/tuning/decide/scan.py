@@ -16,9 +16,10 @@ from dataclasses import replace
 from typing import Any
 
 from autoprec.graph.report import GraphReport
-from autoprec.recipes import KEEP
-from autoprec.search.problem import Problem
-from autoprec.search.sensitivity import (
+from autoprec.precision.recipes import KEEP
+from autoprec.trial.protocol import Probe
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.table import (
     SensitivityTable,
     families,
     group_probe,
@@ -26,8 +27,7 @@ from autoprec.search.sensitivity import (
     parameter_probes,
     plan_probes,
 )
-from autoprec.search.tables import FloatTable
-from autoprec.trial.protocol import Probe
+from autoprec.tuning.decide.tables import FloatTable
 
 __all__ = ["SensitivityScan", "scan_batches"]
 

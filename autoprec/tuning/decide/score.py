@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoprec.cost import StepEstimate
-from autoprec.search.objectives import divergence, effective_speedup, step_time
 from autoprec.trial.protocol import TrialResult
+from autoprec.tuning.decide.objectives import divergence, effective_speedup, step_time
 
 __all__ = ["Reference", "Scored", "score"]
 

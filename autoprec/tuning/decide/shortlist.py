@@ -10,10 +10,10 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from autoprec.search.beliefs import divergence_model, observation
-from autoprec.search.problem import Problem
-from autoprec.search.records import TrialRecord
-from autoprec.search.sensitivity import SensitivityTable
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.features import divergence_model, observation
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["faster_ones", "shortlist", "smoothed_divergence"]
 

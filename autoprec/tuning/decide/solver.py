@@ -17,8 +17,8 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.search.relaxation import solve_relaxed
-from autoprec.search.tables import FloatTable, IntVector, Limit, PairCosts
+from autoprec.tuning.decide.relaxation import solve_relaxed
+from autoprec.tuning.decide.tables import FloatTable, IntVector, Limit, PairCosts
 
 __all__ = ["Limit", "PairCosts", "Solution", "corners", "evaluate", "front", "solve"]
 

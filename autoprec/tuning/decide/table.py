@@ -7,7 +7,7 @@ model.
 
 Probes are named by what they ask: ``3,4,5|mxfp8`` (groups 3, 4 and 5 under mxfp8, the rest as written),
 ``parameter|activations=bf16``, ``mixed|2`` (the third random assignment). A probe over several groups gives the sum of
-their squares; :mod:`autoprec.search.scan` decides which sums are worth splitting.
+their squares; :mod:`autoprec.tuning.decide.scan` decides which sums are worth splitting.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from autoprec.errors import UsageError
-from autoprec.recipes import KEEP
-from autoprec.search.problem import Params, Problem, layer_key
-from autoprec.search.tables import FloatTable
+from autoprec.precision.recipes import KEEP
 from autoprec.trial.protocol import Probe
+from autoprec.tuning.decide.problem import Params, Problem, layer_key
+from autoprec.tuning.decide.tables import FloatTable
 
 __all__ = [
     "MIXED_PROBES",
@@ -91,7 +91,7 @@ def mixed_probes(problem: Problem, count: int = MIXED_PROBES) -> list[Probe]:
 def plan_probes(problem: Problem) -> list[Probe]:
     """Return the complete scan: every group under every choice, the parameters, and the mixed checks.
 
-    :class:`autoprec.search.scan.SensitivityScan` asks fewer questions on large models.
+    :class:`autoprec.tuning.decide.scan.SensitivityScan` asks fewer questions on large models.
     """
     out = []
     for index, group in enumerate(problem.groups):

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 
 from autoprec._version import __version__
 from autoprec.policy import Guard, ModelInfo, Policy
-from autoprec.redact import redact_arguments
-from autoprec.search.decision import Candidate
-from autoprec.search.pareto import front
-from autoprec.search.reasons import explanation, told
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.support.redact import redact_arguments
+from autoprec.tuning.decide.decision import Candidate
+from autoprec.tuning.decide.pareto import front
+from autoprec.tuning.decide.reasons import explanation, told
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 if TYPE_CHECKING:
     from autoprec.cost import Verdict
-    from autoprec.search.context import Context
+    from autoprec.tuning.context import Context
 
 __all__ = ["Answer", "emitted_policy", "search_result"]
 
 #: What the long run should watch (short trials see early divergence only), and what to fall back to, in order; the
-#: names are those of :mod:`autoprec.guard`.
+#: names are those of :mod:`autoprec.applying.guard`.
 GUARD_ALWAYS = {"loss_gap": 0.02, "gradient_norm_ratio": 3.0, "nonfinite_steps": 3.0}
 GUARD_QUANTISED = {"saturated_share": 0.01, "underflow_share": 0.5}
 FALLBACK_QUANTISED = ("wgrad_bf16", "head_bf16", "all_bf16", "script")

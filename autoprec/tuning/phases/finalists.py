@@ -14,15 +14,15 @@ from dataclasses import replace
 from typing import Any
 
 from autoprec.errors import AutoPrecError
-from autoprec.search.answer import Answer
-from autoprec.search.context import Context
-from autoprec.search.decision import Candidate, choose
-from autoprec.search.records import TrialRecord
-from autoprec.search.references import reference_of
-from autoprec.search.score import Reference
-from autoprec.search.sensing import measure_errors
-from autoprec.search.shortlist import faster_ones, shortlist, smoothed_divergence
-from autoprec.search.trials import measured
+from autoprec.tuning.context import Context
+from autoprec.tuning.decide.decision import Candidate, choose
+from autoprec.tuning.decide.score import Reference
+from autoprec.tuning.decide.shortlist import faster_ones, shortlist, smoothed_divergence
+from autoprec.tuning.phases.answer import Answer
+from autoprec.tuning.phases.reference import reference_of
+from autoprec.tuning.phases.sensitivity import measure_errors
+from autoprec.tuning.phases.trials import measured
+from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["pick_finalists", "run_finals"]
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoprec.policy import Policy, save_policy
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 if TYPE_CHECKING:
-    from autoprec.search.context import Context
+    from autoprec.tuning.context import Context
 
 __all__ = ["member_policy", "save_front"]
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 from autoprec.errors import NothingAcceptableError, ScriptError
-from autoprec.search.context import Context
-from autoprec.search.objectives import divergence, step_time
-from autoprec.search.options import fewer_steps
-from autoprec.search.records import TrialRecord
-from autoprec.search.score import Reference
 from autoprec.trial.protocol import TrialResult
+from autoprec.tuning.context import Context
+from autoprec.tuning.decide.objectives import divergence, step_time
+from autoprec.tuning.decide.score import Reference
+from autoprec.tuning.options import fewer_steps
+from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["measure_reference", "reference_of"]
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from autoprec.errors import FileError, NothingAcceptableError
-from autoprec.files import read_document, with_checksum, without_checksum, write_json
-from autoprec.search.context import Context
-from autoprec.search.scan import SensitivityScan, scan_batches
-from autoprec.search.sensitivity import SensitivityTable
+from autoprec.support.files import read_document, with_checksum, without_checksum, write_json
 from autoprec.trial.protocol import Probe, TrialSpec
+from autoprec.tuning.context import Context
+from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
+from autoprec.tuning.decide.table import SensitivityTable
 
 __all__ = ["measure_errors", "measure_table"]
 

@@ -13,15 +13,15 @@ from typing import Any
 import optuna
 
 from autoprec.errors import NothingAcceptableError
-from autoprec.search.context import Context
-from autoprec.search.peers import make_sampler
-from autoprec.search.presets import presets
-from autoprec.search.prior import build_prior
-from autoprec.search.records import TrialRecord
-from autoprec.search.sampler import Prior
-from autoprec.search.score import Reference, score
-from autoprec.search.stopping import stop_gap
 from autoprec.trial.protocol import FAILURES
+from autoprec.tuning.context import Context
+from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.sampler.ours import Prior
+from autoprec.tuning.decide.sampler.peers import make_sampler
+from autoprec.tuning.decide.sampler.prior import build_prior
+from autoprec.tuning.decide.score import Reference, score
+from autoprec.tuning.decide.stopping import stop_gap
+from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["make_prior", "measured", "run_trials", "trial_record"]
 

@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 from autoprec.errors import StudyError
-from autoprec.search.options import SearchOptions
 from autoprec.trial.command import ScriptCommand
+from autoprec.tuning.options import SearchOptions
 
 __all__ = ["free_name", "is_numbered"]
 

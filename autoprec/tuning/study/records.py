@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from autoprec.files import with_checksum, without_checksum
-from autoprec.redact import redact_text
+from autoprec.support.files import with_checksum, without_checksum
+from autoprec.support.redact import redact_text
 
 __all__ = ["SearchResult", "TrialRecord"]
 
@@ -99,7 +99,7 @@ class SearchResult:
     ``verdict`` is ``adopt`` or ``stay``; ``best``, ``reference`` and the members of ``presets`` and ``front`` are
     metric mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
     divergence's confidence interval over the finalist seeds. ``explanation`` is that of
-    :func:`autoprec.search.reasons.explanation`.
+    :func:`autoprec.tuning.decide.reasons.explanation`.
     """
 
     verdict: str

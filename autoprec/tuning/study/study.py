@@ -16,10 +16,10 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import FileError, NoSpaceError, StudyError
-from autoprec.files import canonical_json, with_checksum, without_checksum
-from autoprec.search.records import TrialRecord
-from autoprec.search.sqlite_check import check_sqlite
-from autoprec.search.storage import Claim, open_storage, patiently, root_cause, without_password
+from autoprec.support.files import canonical_json, with_checksum, without_checksum
+from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.sqlite_check import check_sqlite
+from autoprec.tuning.study.storage import Claim, open_storage, patiently, root_cause, without_password
 
 __all__ = ["StudyStore", "default_storage", "without_password"]
 

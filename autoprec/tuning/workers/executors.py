@@ -1,7 +1,7 @@
 """Where trials run: this machine's cores or GPUs (``local``), or a Ray cluster (``ray``), behind one interface.
 
-A further engine (Slurm, Kubernetes) implements :class:`autoprec.search.hosts.Runner` over
-``python -m autoprec.trial.execute``; docs/distributed.md shows one in thirty lines.
+A further engine (Slurm, Kubernetes) implements :class:`autoprec.tuning.workers.local.Runner` over
+``python -m autoprec.trial.driver.execute``; docs/distributed.md shows one in thirty lines.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import os
 from pathlib import Path
 
 from autoprec.errors import UsageError
-from autoprec.search.hosts import Runner, RunnerFactory
-from autoprec.search.options import SearchOptions
-from autoprec.search.slots import SlotRunner, visible_gpus
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.runner import TrialRunner
+from autoprec.trial.driver.runner import TrialRunner
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.workers.local import Runner, RunnerFactory
+from autoprec.tuning.workers.slots import SlotRunner, visible_gpus
 
 __all__ = ["gpu_slots", "runner_factory"]
 
@@ -66,7 +66,7 @@ def runner_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFact
 
 
 def _ray_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFactory:
-    from autoprec.search.ray_engine import RayRunner, connect
+    from autoprec.tuning.workers.ray import RayRunner, connect
 
     ray = connect(options.ray_address)
     resources = ray.cluster_resources()

@@ -16,7 +16,7 @@ __all__ = ["HostPool", "Runner", "RunnerFactory"]
 
 
 class Runner(Protocol):
-    """What the search needs of :class:`autoprec.trial.runner.TrialRunner`."""
+    """What the search needs of :class:`autoprec.trial.driver.runner.TrialRunner`."""
 
     def start(self) -> HostInfo:
         """Start the script and wait for its first training forward."""

@@ -1,4 +1,4 @@
-"""Trials on a Ray cluster: one actor per slot, each supervising a :class:`~autoprec.trial.runner.TrialRunner`.
+"""Trials on a Ray cluster: one actor per slot, each supervising a :class:`~autoprec.trial.driver.runner.TrialRunner`.
 
 One driver asks and tells; an actor holds no state that a new one could not rebuild, so a lost worker or node costs the
 trials that were running there, and those are run again elsewhere, a limited number of times. The script and its data
@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import AutoPrecError, NoSpaceError, ScriptError, UsageError
-from autoprec.optional import require
+from autoprec.support.optional import require
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.execute import command_from_json, command_to_json
+from autoprec.trial.driver.execute import command_from_json, command_to_json
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
 __all__ = ["RETRIES", "RayRunner", "connect"]
@@ -37,7 +37,7 @@ class _Supervisor:
     """The actor: starts the script where Ray put it, and runs what it is asked."""
 
     def __init__(self, command: dict[str, Any], run_dir: str, seed: int) -> None:
-        from autoprec.trial.runner import TrialRunner
+        from autoprec.trial.driver.runner import TrialRunner
 
         self._runner = TrialRunner(command_from_json(command), run_dir=Path(run_dir), seed_offset=seed)
 
@@ -77,7 +77,7 @@ def connect(address: str) -> Any:
     ray = require("ray", purpose="--engine ray")
     if ray.is_initialized():
         return ray
-    root = str(Path(__file__).resolve().parents[2])
+    root = str(Path(__file__).resolve().parents[3])
     path = os.pathsep.join(dict.fromkeys([root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]))
     settings: dict[str, Any] = {
         "address": address or None,
@@ -101,7 +101,7 @@ def connect(address: str) -> Any:
 
 
 class RayRunner:
-    """A runner whose trials run in Ray actors; see :class:`autoprec.search.hosts.Runner`.
+    """A runner whose trials run in Ray actors; see :class:`autoprec.tuning.workers.local.Runner`.
 
     Args:
         command: the script.

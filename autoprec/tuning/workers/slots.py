@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 
-from autoprec.search.hosts import Runner
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.tuning.workers.local import Runner
 
 __all__ = ["SlotRunner", "visible_gpus"]
 

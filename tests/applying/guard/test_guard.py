@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.apply import Policy, apply_policy
+from autoprec.applying.guard import FALLBACKS, Breach, Guard, fall_back
+from autoprec.applying.policy import Policy, apply_policy
+from autoprec.applying.swap import execution_of
 from autoprec.errors import UnknownNameError
-from autoprec.guard import FALLBACKS, Breach, Guard, fall_back
 from autoprec.policy import Guard as GuardSection
 from autoprec.policy import policy_from_dict, resolve
-from autoprec.recipes import BUILTIN_RECIPES
-from autoprec.swap import execution_of
+from autoprec.precision.recipes import BUILTIN_RECIPES
 
 LAYERS = ["0", "2", "4"]
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autoprec.cli import calibrate as command
-from autoprec.cost import cpu
-from autoprec.cost.calibration import load_calibration
+from autoprec.cli.machine import calibrate as command
+from autoprec.cost.calibrate import cpu
+from autoprec.cost.calibrate.calibration import load_calibration
 from autoprec.errors import FileError, UnsupportedError, UsageError
-from autoprec.hardware import TARGETS
+from autoprec.precision.hardware import TARGETS
 
 
 class Bench:

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from autoprec.backends import BACKENDS
-from autoprec.cli.doctor import diagnose
-from autoprec.recipes import BUILTIN_RECIPES
+from autoprec.cli.machine.doctor import diagnose
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.cli.helpers import autoprec
 
 

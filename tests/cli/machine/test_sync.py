@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autoprec.cli.sync import sync
+from autoprec.cli.machine.sync import sync
 from autoprec.errors import FileError
 from autoprec.tracking.replay import SyncReport
 

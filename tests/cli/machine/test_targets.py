@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autoprec.cli.targets import targets
+from autoprec.cli.machine.targets import targets
 from autoprec.errors import UnknownNameError
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autoprec.cli.ui import ui
+from autoprec.cli.machine.ui import ui
 from autoprec.errors import FileError
 from autoprec.tracking import Tracker
 

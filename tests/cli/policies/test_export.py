@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autoprec.cli.export import export, layer_names
-from autoprec.cli.import_ import import_
+from autoprec.cli.policies.export import export, layer_names
+from autoprec.cli.policies.import_ import import_
 from autoprec.errors import FileError, UnsupportedError
 from autoprec.policy import load_policy, save_policy
 from autoprec.testing.exporters import POLICIES
@@ -71,7 +71,7 @@ def test_import_writes_a_policy_and_its_notes(tmp_path: Path) -> None:
 
 
 def test_import_as_a_search_space(tmp_path: Path) -> None:
-    from autoprec.space import load_space
+    from autoprec.policy.space import load_space
 
     source = tmp_path / "today.yaml"
     source.write_text("fp8_config: {backend: TE}\n", encoding="utf-8")

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cli.helpers import autoprec
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+ROOT = Path(__file__).resolve().parents[3]
 SHIPPED = [*sorted((ROOT / "search_spaces").glob("*.yaml")), ROOT / "autoprec" / "targets.yaml"]
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cli.check import _gemms, _refusal
+from autoprec.cli.scripts.check import _gemms, _refusal
 from autoprec.errors import NothingAcceptableError, PolicyMismatchError
 from autoprec.trial.protocol import TrialResult
 from tests.cli.helpers import autoprec
@@ -72,7 +72,9 @@ def test_a_mismatch_is_exit_1_and_lists_the_layers(monkeypatch: pytest.MonkeyPat
     )
     rows = [{"name": "head", "requested": asked, "executed": ran, "ok": False, "reason": "fprop ran as keep"}]
     operators = {"softmax": {"requested": "fp32", "executed": "bf16", "ok": False, "reason": "autocast reached it"}}
-    monkeypatch.setattr("autoprec.cli.check._audited", lambda *_: {"ok": False, "layers": rows, "operators": operators})
+    monkeypatch.setattr(
+        "autoprec.cli.scripts.check._audited", lambda *_: {"ok": False, "layers": rows, "operators": operators}
+    )
     found = autoprec("check", "--policy", policy, "train.py")
     assert found.code == 1
     assert "executed differs from requested in 2 places: head, softmax" in found.err

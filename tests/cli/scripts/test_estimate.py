@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from autoprec.cli.estimate import estimate
+from autoprec.cli.scripts.estimate import estimate
 from autoprec.cost.transformer import DecoderConfig, decoder_report
 from autoprec.errors import FileError, NothingAcceptableError, UnknownNameError, UsageError
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autoprec.cli.inspect import inspect
+from autoprec.cli.scripts.inspect import inspect
 from autoprec.errors import FileError, ScriptError, UsageError
 from autoprec.graph.report import GraphReport
 

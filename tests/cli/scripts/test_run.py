@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial import script as trial_script
+from autoprec.trial.driver import script as trial_script
 from tests.cli.helpers import autoprec
 
 

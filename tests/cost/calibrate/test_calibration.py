@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cost.calibration import SCHEMA, Point, calibrate, check_target, fit_rates, load_calibration
+from autoprec.cost.calibrate.calibration import SCHEMA, Point, calibrate, check_target, fit_rates, load_calibration
 from autoprec.cost.kernels import cast_traffic, gemm_seconds
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.errors import FileError, UsageError
-from autoprec.hardware import TARGETS
+from autoprec.precision.hardware import TARGETS
 
 H100 = TARGETS["h100"]
 #: What the fake device really reaches: unlike the defaults in every respect.
@@ -151,10 +151,10 @@ def test_a_family_that_fails_keeps_its_default_and_the_rest_is_measured() -> Non
 
 
 def test_no_point_is_begun_after_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    from autoprec.cost import calibration
+    from autoprec.cost.calibrate import calibration
 
     clock = iter(range(0, 10_000, 10))
-    monkeypatch.setattr("autoprec.cost.calibration.time.monotonic", lambda: float(next(clock)))
+    monkeypatch.setattr("autoprec.cost.calibrate.calibration.time.monotonic", lambda: float(next(clock)))
     lines: list[str] = []
     points = calibration.measure_points(FakeBench(), H100, lines.append, limit_s=60.0)
     assert [point.kind for point in points] == ["copy", "launch", "host", "gemm", "gemm", "gemm"]

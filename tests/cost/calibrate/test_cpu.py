@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cost import cpu
-from autoprec.cost.cpu import FALLBACK, CpuCost, cache_file, cpu_rates
+from autoprec.cost.calibrate import cpu
+from autoprec.cost.calibrate.cpu import FALLBACK, CpuCost, cache_file, cpu_rates
 from autoprec.cost.scale import CostScale, GemmWork
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.policy.schema import LayerPlan
-from autoprec.recipes import BUILTIN_RECIPES as R
+from autoprec.precision.recipes import BUILTIN_RECIPES as R
 
 ROLES = ("fprop", "dgrad", "wgrad")
 RATES = {

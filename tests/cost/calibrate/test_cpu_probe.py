@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from autoprec.cost import cpu_probe
-from autoprec.cost.cpu import FALLBACK
+from autoprec.cost.calibrate import cpu_probe
+from autoprec.cost.calibrate.cpu import FALLBACK
 
 
 def test_the_shortest_of_several_calls_is_taken() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoprec.cost.cuda_bench import CudaBench
+from autoprec.cost.calibrate.cuda_bench import CudaBench
 
 
 class Event:

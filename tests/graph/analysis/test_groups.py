@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.graph.groups import group_name, merge, regroup
+from autoprec.graph.analysis.groups import group_name, merge, regroup
 from autoprec.graph.recorder import record_step
 from tests.graph.models import Decoder, decoder_step
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from autoprec.graph.memory import optimizer_bytes
+from autoprec.graph.analysis.memory import optimizer_bytes
 from autoprec.graph.recorder import record_step
 
 

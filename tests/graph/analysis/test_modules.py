@@ -3,8 +3,8 @@
 import torch
 from torch import nn
 
-from autoprec.graph.modules import ModelNames
-from autoprec.layers import tunable_units
+from autoprec.applying.units import tunable_units
+from autoprec.graph.analysis.modules import ModelNames
 from tests.graph.models import Decoder
 
 

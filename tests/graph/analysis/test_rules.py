@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from autoprec.errors import FileError, UnknownNameError
+from autoprec.graph.analysis.rules import PRECISIONS, load_rules, reclassify
 from autoprec.graph.recorder import record_step
-from autoprec.graph.rules import PRECISIONS, load_rules, reclassify
 from tests.graph.models import Decoder, decoder_step
 
 OWN = """
@@ -46,7 +46,7 @@ def test_builtin_rules(operator, cls):
 
 
 def test_every_class_is_documented_with_its_precision():
-    page = (Path(__file__).parents[2] / "docs" / "graph.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "graph.md").read_text(encoding="utf-8")
     for name, cls in load_rules().classes.items():
         assert f"| `{name}` | {cls.precision} |" in page
 

@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from autoprec.trial.classify import classify, describe_exit, last_lines
+from autoprec.trial.driver.classify import classify, describe_exit, last_lines
 from autoprec.trial.protocol import TrialResult
 
 
@@ -47,8 +47,8 @@ def test_tails_are_bounded() -> None:
 def test_a_traceback_that_ends_in_our_code_is_our_fault() -> None:
     import sysconfig
 
-    import autoprec.trial.agent as agent
-    from autoprec.trial.classify import is_own_fault
+    import autoprec.trial.inside.agent as agent
+    from autoprec.trial.driver.classify import is_own_fault
 
     library = sysconfig.get_paths()["stdlib"]
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.execute import command_from_json, command_to_json, main, request
+from autoprec.trial.driver.execute import command_from_json, command_to_json, main, request
 from autoprec.trial.protocol import TrialResult, TrialSpec
 
 TRAIN = """

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.family import Family, Forked
+from autoprec.trial.driver.launcher import Family, Forked
 
 
 def test_one_family_per_command_until_the_last_leaves(tmp_path: Path) -> None:

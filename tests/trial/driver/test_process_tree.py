@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from autoprec.trial.driver.process_tree import Started
 from autoprec.trial.processes import marked_processes
-from autoprec.trial.started import Started
 
 
 def start(code: str, tmp_path: Path, log: Path | None = None) -> Started:

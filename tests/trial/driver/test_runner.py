@@ -273,7 +273,7 @@ def test_driver_side_needs_no_torch() -> None:
     import sys
 
     code = "import sys, autoprec.trial; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[2]).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[3]).returncode == 0
 
 
 def test_a_runner_never_started_closes(tmp_path: Path) -> None:

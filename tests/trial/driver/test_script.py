@@ -21,7 +21,7 @@ CODE = (
 
 def run(policy: object, audit: str, *words: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-c", CODE, json.dumps(policy), audit, *words]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
 
 
 @pytest.mark.slow

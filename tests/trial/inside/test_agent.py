@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.trial.agent import fork_obstacle, host_info, model_info
-from autoprec.trial.discovery import Found
+from autoprec.trial.inside.agent import fork_obstacle, host_info, model_info
+from autoprec.trial.inside.observe.discovery import Found
 
 
 def found(device: str = "cpu") -> Found:

@@ -3,9 +3,9 @@ from types import SimpleNamespace
 import torch
 from torch import nn
 
-from autoprec.levels import LEVELS
-from autoprec.numerics.optimizer_tensor import StoredTensor
-from autoprec.trial.applying import apply_document, state_document, watch_state
+from autoprec.optim.tensor import StoredTensor
+from autoprec.policy.levels import LEVELS
+from autoprec.trial.inside.applying import apply_document, state_document, watch_state
 
 
 def found() -> SimpleNamespace:

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from autoprec.errors import PolicyError, PolicyMismatchError, UnsupportedError
-from autoprec.trial.applying import apply_document
-from autoprec.trial.child import is_out_of_memory, round_weights, status_of, write_result
-from autoprec.trial.discovery import Found
+from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.child import is_out_of_memory, round_weights, status_of, write_result
+from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.protocol import TrialResult
 
 from .conftest import uniform

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autoprec.trial.server import serve, settle
+from autoprec.trial.inside.fork_server import serve, settle
 
 
 def test_requests_are_forked_answered_and_ended(tmp_path: Path) -> None:

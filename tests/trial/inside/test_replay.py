@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.trial.discovery import Found
-from autoprec.trial.hooks import Hooks
+from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.observe.hooks import Hooks
+from autoprec.trial.inside.replay import Replay
 from autoprec.trial.protocol import Probe, TrialSpec
-from autoprec.trial.replay import Replay
 
 from .conftest import uniform
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoprec.trial.sensitivity import Gradients, StateSample, Weights, relative_error
+from autoprec.trial.inside.sensitivity import Gradients, StateSample, Weights, relative_error
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoprec.trial import template
+from autoprec.trial.inside import zygote as template
 
 
 def test_not_with_open_data_files_threads_or_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

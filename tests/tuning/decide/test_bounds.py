@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.search.bounds import confidence_bounds
+from autoprec.tuning.decide.bounds import confidence_bounds
 
 
 def lognormal(rng: np.random.Generator, mean: float, sd: float, shape: tuple[int, ...]) -> np.ndarray:

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from autoprec.search.decision import Candidate, choose, gradient_limit, noise_limit
+from autoprec.tuning.decide.decision import Candidate, choose, gradient_limit, noise_limit
 
 SCRIPT = Candidate("script as written", 1.0, (0.0,), 0.0, 100.0, reference=True)
 

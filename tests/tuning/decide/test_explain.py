@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from autoprec.search.explain import explain_layers, importance
-from autoprec.search.problem import layer_key
-from autoprec.search.records import TrialRecord
-from autoprec.search.sensitivity import SensitivityTable
-from tests.search.synthetic import World, world
+from autoprec.tuning.decide.explain import explain_layers, importance
+from autoprec.tuning.decide.problem import layer_key
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.study.records import TrialRecord
+from tests.tuning.synthetic import World, world
 
 
 def table_of(found: World, noise: float | None = 0.5) -> SensitivityTable:

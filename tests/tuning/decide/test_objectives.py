@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.search.objectives import curve_slope, divergence, effective_speedup, step_time
+from autoprec.tuning.decide.objectives import curve_slope, divergence, effective_speedup, step_time
 
 
 def test_divergence_is_the_mean_absolute_relative_gap_of_the_last_half() -> None:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.search.pareto import added_area, front, hypervolume, nondominated
-from autoprec.search.records import TrialRecord
+from autoprec.tuning.decide.pareto import added_area, front, hypervolume, nondominated
+from autoprec.tuning.study.records import TrialRecord
 
 
 def record(number: int, step: float, gap: float, status: str = "ok") -> TrialRecord:

@@ -1,9 +1,9 @@
 from __future__ import annotations
 
-from autoprec.search.presets import presets, torchao_filter
-from autoprec.search.problem import Problem, layer_key
-from autoprec.space import load_space
-from tests.search.models import gpt, linear, report
+from autoprec.policy.space import load_space
+from autoprec.tuning.decide.presets import presets, torchao_filter
+from autoprec.tuning.decide.problem import Problem, layer_key
+from tests.tuning.models import gpt, linear, report
 
 
 def test_what_people_run_today_is_there() -> None:

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.policy import resolve
-from autoprec.recipes import Recipe
-from autoprec.search.problem import Problem, layer_key
-from autoprec.space import load_space, space_from_dict
-from tests.search.models import gpt, linear, report
+from autoprec.policy.space import load_space, space_from_dict
+from autoprec.precision.recipes import Recipe
+from autoprec.tuning.decide.problem import Problem, layer_key
+from tests.tuning.models import gpt, linear, report
 
 HOPPER = Problem.build(gpt(), load_space("hopper-fp8"))
 CPU = Problem.build(gpt(), load_space("cpu-bf16"))

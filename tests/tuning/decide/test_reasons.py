@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from autoprec.search.explain import LayerReason
-from autoprec.search.reasons import merged, told
+from autoprec.tuning.decide.explain import LayerReason
+from autoprec.tuning.decide.reasons import merged, told
 
 
 def reason(group: str, choice: str, saved: float, error: float, share: float) -> LayerReason:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.policy import glob_matches
-from autoprec.search.globs import GlobTable, compact_rules
+from autoprec.tuning.decide.rules import GlobTable, compact_rules
 
 NAMES = [f"h.{b}.{leaf}" for b in range(12) for leaf in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")] + ["lm_head"]
 TABLE = GlobTable(NAMES)

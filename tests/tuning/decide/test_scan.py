@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from autoprec.graph.report import GraphReport
-from autoprec.search.problem import Problem
-from autoprec.search.scan import SensitivityScan, scan_batches
-from autoprec.search.sensitivity import SensitivityTable, mixed_params, plan_probes
-from autoprec.space import load_space
+from autoprec.policy.space import load_space
 from autoprec.trial.protocol import Probe
-from tests.search.models import gpt
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
+from autoprec.tuning.decide.table import SensitivityTable, mixed_params, plan_probes
+from tests.tuning.models import gpt
 
 
 def answer(problem: Problem, error2: np.ndarray, probes: list[Probe]) -> dict[str, Any]:

@@ -5,8 +5,8 @@ import math
 import pytest
 
 from autoprec.cost import StepEstimate
-from autoprec.search.score import Reference, score
 from autoprec.trial.protocol import TrialResult
+from autoprec.tuning.decide.score import Reference, score
 
 REFERENCE = Reference(losses=(3.0, 2.5, 2.2, 2.0), step_ms=100.0, memory_bytes=1000, samples=8, warmup=1)
 

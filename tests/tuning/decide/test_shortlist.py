@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoprec.search.records import TrialRecord
-from autoprec.search.sensitivity import SensitivityTable
-from autoprec.search.shortlist import faster_ones, shortlist, smoothed_divergence
-from tests.search.synthetic import World, world
+from autoprec.tuning.decide.shortlist import faster_ones, shortlist, smoothed_divergence
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.study.records import TrialRecord
+from tests.tuning.synthetic import World, world
 
 BUDGET = 0.0025
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoprec.search.solver import corners, evaluate, front, solve
-from autoprec.search.tables import FloatTable, Limit
+from autoprec.tuning.decide.solver import corners, evaluate, front, solve
+from autoprec.tuning.decide.tables import FloatTable, Limit
 
 
 def instance(seed: int, groups: int, choices: int, *, coarse: bool = False) -> tuple[FloatTable, FloatTable]:

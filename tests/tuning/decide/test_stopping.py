@@ -5,7 +5,7 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.search.stopping import MARGIN, stop_gap
+from autoprec.tuning.decide.stopping import MARGIN, stop_gap
 
 FRONT = [(10.0, 0.03), (15.0, 0.004), (20.0, 0.001)]
 

@@ -9,10 +9,10 @@ import pytest
 
 from autoprec.errors import UsageError
 from autoprec.policy import policy_from_dict, resolve
-from autoprec.search.problem import Problem
-from autoprec.search.sensitivity import SensitivityTable, families, mixed_params, plan_probes
-from autoprec.space import load_space
-from tests.search.models import gpt
+from autoprec.policy.space import load_space
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.table import SensitivityTable, families, mixed_params, plan_probes
+from tests.tuning.models import gpt
 
 HOPPER = Problem.build(gpt(), load_space("hopper-fp8"))
 CPU = Problem.build(gpt(), load_space("cpu-bf16"))

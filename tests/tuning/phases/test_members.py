@@ -8,7 +8,7 @@ import pytest
 
 from autoprec.errors import PolicyError
 from autoprec.policy import load_policy
-from tests.search.test_engine import here, options, script, search  # noqa: F401
+from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 
 def test_members_of_the_front_are_written_with_what_was_measured(here: Path) -> None:  # noqa: F811

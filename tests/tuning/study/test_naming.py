@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import StudyError
-from autoprec.search.naming import free_name, is_numbered
-from autoprec.search.options import SearchOptions
 from autoprec.trial.command import ScriptCommand
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.study.naming import free_name, is_numbered
 
 
 @pytest.fixture

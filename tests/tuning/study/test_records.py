@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.errors import FileError
-from autoprec.search.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False, width=32)
 

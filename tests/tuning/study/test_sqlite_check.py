@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import StudyError
-from autoprec.search.sqlite_check import check_sqlite
+from autoprec.tuning.study.sqlite_check import check_sqlite
 
 
 @pytest.fixture

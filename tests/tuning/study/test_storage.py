@@ -8,7 +8,7 @@ import pytest
 import sqlalchemy
 from sqlalchemy.exc import OperationalError
 
-from autoprec.search.storage import is_server, patiently, root_cause, sqlite_file, without_password
+from autoprec.tuning.study.storage import is_server, patiently, root_cause, sqlite_file, without_password
 
 SERVER = "postgresql+psycopg2://me:secret@db/x"
 

@@ -7,8 +7,8 @@ import optuna
 import pytest
 
 from autoprec.errors import StudyError
-from autoprec.search.records import TrialRecord
-from autoprec.search.study import StudyStore, default_storage
+from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.study import StudyStore, default_storage
 
 SPACE = {f"layer:{i}": optuna.distributions.CategoricalDistribution(("keep", "bf16")) for i in range(4)}
 OBJECTIVES = ("step_time_ms", "divergence")

@@ -13,9 +13,9 @@ import optuna
 import pytest
 
 from autoprec.errors import StudyError
-from autoprec.search.options import SearchOptions
-from autoprec.search.records import TrialRecord
-from autoprec.search.study import StudyStore, without_password
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.study import StudyStore, without_password
 
 missing = [name for name in ("pgserver", "psycopg2") if importlib.util.find_spec(name) is None]
 pytestmark = [

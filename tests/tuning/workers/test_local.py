@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import ScriptError
-from autoprec.search.hosts import HostPool
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript
 from autoprec.trial.protocol import HostInfo, TrialSpec
+from autoprec.tuning.workers.local import HostPool
 
 
 class Recorded(SimulatedRunner):

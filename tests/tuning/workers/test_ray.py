@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from autoprec.errors import ScriptError
-from autoprec.optional import is_available
+from autoprec.support.optional import is_available
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import TrialSpec
-from autoprec.trial.runner import TrialRunner
 
 pytestmark = [
     pytest.mark.slow,
@@ -37,7 +37,7 @@ for step in range(400):
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[Any]:
-    from autoprec.search.ray_engine import connect
+    from autoprec.tuning.workers.ray import connect
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -66,7 +66,7 @@ def hosts_of(folder: Path) -> list[str]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_results_equal_local_ones(ray: Any, command: ScriptCommand, tmp_path: Path) -> None:
-    from autoprec.search.ray_engine import RayRunner
+    from autoprec.tuning.workers.ray import RayRunner
 
     remote = RayRunner(command, tmp_path / "ray", 0, slots=1)
     try:
@@ -82,7 +82,7 @@ def test_results_equal_local_ones(ray: Any, command: ScriptCommand, tmp_path: Pa
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_killed_worker_is_replaced_and_its_trial_run_again(ray: Any, command: ScriptCommand, tmp_path: Path) -> None:
-    from autoprec.search.ray_engine import RayRunner
+    from autoprec.tuning.workers.ray import RayRunner
 
     remote = RayRunner(command, tmp_path / "ray", 0, slots=1)
     try:
@@ -109,7 +109,7 @@ def test_a_killed_worker_is_replaced_and_its_trial_run_again(ray: Any, command: 
 
 @pytest.mark.filterwarnings("ignore")
 def test_a_failing_script_is_a_script_error_here_too(ray: Any, tmp_path: Path) -> None:
-    from autoprec.search.ray_engine import RayRunner
+    from autoprec.tuning.workers.ray import RayRunner
 
     (tmp_path / "broken.py").write_text("raise SystemExit('no data')")
     remote = RayRunner(ScriptCommand.parse(("broken.py",), cwd=tmp_path), tmp_path / "ray", 0, slots=1)

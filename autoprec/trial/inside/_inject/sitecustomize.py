@@ -23,7 +23,7 @@ def _chain() -> None:
 
 
 class _TorchFinder:
-    """A meta-path finder that runs ``autoprec.trial.agent.install`` right after torch has been executed.
+    """A meta-path finder that runs ``autoprec.trial.inside.agent.install`` right after torch has been executed.
 
     ``importlib.util.find_spec("torch")`` may be called without an import following: the finder stays until torch has
     really been executed.
@@ -65,7 +65,7 @@ def _find_autoprec() -> None:
 
 
 def _install() -> None:
-    from autoprec.trial import agent
+    from autoprec.trial.inside import agent
 
     agent.install(os.environ["AUTOPREC_TRIAL"])
 

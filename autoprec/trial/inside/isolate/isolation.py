@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoprec.trial.overlay import Overlay
+from autoprec.trial.inside.isolate.overlay import Overlay
 
 __all__ = ["SAVERS", "isolate", "suppressed"]
 

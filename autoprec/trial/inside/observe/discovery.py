@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoprec.layers import tunable_layers
+from autoprec.applying.units import tunable_layers
 
 __all__ = ["Found", "batch_size", "discover", "loss_parameters"]
 

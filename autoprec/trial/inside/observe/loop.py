@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from autoprec.compiling import compiled_graphs
-from autoprec.trial.discovery import Found
-from autoprec.trial.hooks import Events, raw_loss
-from autoprec.trial.measure import StepClock
-from autoprec.trial.memory import SavedBytes, memory_of
+from autoprec.applying.compiling import compiled_graphs
+from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.observe.hooks import Events, raw_loss
+from autoprec.trial.inside.observe.measure import StepClock
+from autoprec.trial.inside.observe.memory import SavedBytes, memory_of
 
 __all__ = ["Loop", "annealed", "early_stop", "gradient_norm"]
 

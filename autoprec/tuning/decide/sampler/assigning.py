@@ -6,7 +6,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial
 
-from autoprec.search.problem import Problem
+from autoprec.tuning.decide.problem import Problem
 
 __all__ = ["AssigningSampler"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from autoprec.search.model import DivergenceModel, Observation
-from autoprec.search.problem import Problem
-from autoprec.search.sensitivity import families
-from autoprec.search.tables import FloatTable
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.posterior import DivergenceModel, Observation
+from autoprec.tuning.decide.table import families
+from autoprec.tuning.decide.tables import FloatTable
 
 __all__ = ["HEAD_WEIGHT", "SHARED", "divergence_model", "features_of", "observation"]
 
@@ -35,9 +35,9 @@ def divergence_model(
 
     Args:
         problem: the search problem.
-        error2: ``[G, C]``, see :class:`autoprec.search.sensitivity.SensitivityTable`.
+        error2: ``[G, C]``, see :class:`autoprec.tuning.decide.table.SensitivityTable`.
         noise_floor: divergence of the benign perturbation; half of it is what no assignment gets below.
-        shared: see :class:`autoprec.search.model.DivergenceModel`; 1 for means over many seeds.
+        shared: see :class:`autoprec.tuning.decide.sampler.posterior.DivergenceModel`; 1 for means over many seeds.
     """
     numbers = {g: number for number, family in enumerate(families(problem)) for g in family}
     weight = np.array([HEAD_WEIGHT if "head" in group.flags else 1.0 for group in problem.groups])

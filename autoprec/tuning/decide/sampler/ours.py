@@ -22,13 +22,13 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autoprec.search.assigning import AssigningSampler
-from autoprec.search.beliefs import divergence_model, features_of
-from autoprec.search.model import Belief, DivergenceModel, LinearModel, Observation
-from autoprec.search.problem import Problem
-from autoprec.search.solver import corners, solve
-from autoprec.search.tables import FloatTable, IntVector, Limit, PairCosts
-from autoprec.search.worlds import Candidate, World
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.assigning import AssigningSampler
+from autoprec.tuning.decide.sampler.features import divergence_model, features_of
+from autoprec.tuning.decide.sampler.posterior import Belief, DivergenceModel, LinearModel, Observation
+from autoprec.tuning.decide.sampler.posterior_sample import Candidate, World
+from autoprec.tuning.decide.solver import corners, solve
+from autoprec.tuning.decide.tables import FloatTable, IntVector, Limit, PairCosts
 
 __all__ = ["PrecisionSampler", "Prior"]
 

@@ -18,11 +18,11 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import UnknownNameError
-from autoprec.search.assigning import AssigningSampler
-from autoprec.search.problem import Problem
-from autoprec.search.sampler import PrecisionSampler, Prior
-from autoprec.search.solver import solve
-from autoprec.search.tables import IntVector
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.assigning import AssigningSampler
+from autoprec.tuning.decide.sampler.ours import PrecisionSampler, Prior
+from autoprec.tuning.decide.solver import solve
+from autoprec.tuning.decide.tables import IntVector
 
 __all__ = ["SAMPLERS", "GreedySampler", "IlpSampler", "make_sampler"]
 
@@ -165,7 +165,7 @@ def make_sampler(
     Args:
         name: one of :data:`SAMPLERS`.
         problem, prior, max_divergence, max_gradient, max_memory, noise_floor, seed, objective: see
-            :class:`autoprec.search.sampler.PrecisionSampler`; Optuna's own samplers use only the seed.
+            :class:`autoprec.tuning.decide.sampler.ours.PrecisionSampler`; Optuna's own samplers use only the seed.
         trials: how many trials are planned (sets NSGA-II's population).
 
     Raises:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.search.tables import FloatTable, IntVector
+from autoprec.tuning.decide.tables import FloatTable, IntVector
 
 __all__ = ["Belief", "DivergenceModel", "LinearModel", "Observation"]
 

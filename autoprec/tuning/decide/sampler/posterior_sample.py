@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.search.model import Belief
-from autoprec.search.pareto import added_area
-from autoprec.search.tables import FloatTable, IntVector
+from autoprec.tuning.decide.pareto import added_area
+from autoprec.tuning.decide.sampler.posterior import Belief
+from autoprec.tuning.decide.tables import FloatTable, IntVector
 
 __all__ = ["Candidate", "World"]
 

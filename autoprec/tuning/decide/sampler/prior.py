@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 
 from autoprec.policy import LayerPlan
-from autoprec.search.problem import GroupVariable, Problem, layer_key
-from autoprec.search.sampler import Prior
-from autoprec.search.sensitivity import SensitivityTable
-from autoprec.search.tables import FloatTable
-from autoprec.space import Choice
+from autoprec.policy.space import Choice
+from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
+from autoprec.tuning.decide.sampler.ours import Prior
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.decide.tables import FloatTable
 
 __all__ = ["build_prior", "memory_table"]
 

@@ -20,7 +20,7 @@ def test_savers_are_silenced_now_and_when_imported(tmp_path: Path) -> None:
     def work() -> None:
         import torch
 
-        from autoprec.trial import isolation
+        from autoprec.trial.inside.isolate import isolation
 
         for name in [n for n in sys.modules if n.startswith("safetensors")]:
             del sys.modules[name]

@@ -20,7 +20,7 @@ def test_same_batches_and_time_is_credited() -> None:
     expected = batches(0)
 
     def work() -> None:
-        from autoprec.trial.loaders import load_in_process
+        from autoprec.trial.inside.isolate.loaders import load_in_process
 
         loading = load_in_process()
         charged: list[float] = []

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.overlay import Overlay
+from autoprec.trial.inside.isolate.overlay import Overlay
 
 
 def in_fork(work: Callable[[], None]) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import numpy
 import torch
 
-from autoprec.trial.seeding import offset_seeds, reseed
+from autoprec.trial.inside.isolate.seeding import offset_seeds, reseed
 
 
 def in_fork(work: Callable[[], bool]) -> bool:

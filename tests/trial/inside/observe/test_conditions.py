@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoprec.trial import conditions
-from autoprec.trial.conditions import (
+from autoprec.trial.inside.observe import conditions
+from autoprec.trial.inside.observe.conditions import (
     Conditions,
     ask_driver,
     compiled_steps,

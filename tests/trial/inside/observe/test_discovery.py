@@ -7,7 +7,7 @@ import copy
 import torch
 from torch import nn
 
-from autoprec.trial.discovery import batch_size, discover, loss_parameters
+from autoprec.trial.inside.observe.discovery import batch_size, discover, loss_parameters
 
 
 class Unusual(nn.Module):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.trial.hooks import Events, Hooks, raw_loss
+from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 
 
 class Log(Events):

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from autoprec.trial.discovery import Found
-from autoprec.trial.hooks import Hooks
-from autoprec.trial.loop import ANNEAL_END, Loop, annealed, early_stop, gradient_norm
-from autoprec.trial.measure import CpuClock
+from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.observe.hooks import Hooks
+from autoprec.trial.inside.observe.loop import ANNEAL_END, Loop, annealed, early_stop, gradient_norm
+from autoprec.trial.inside.observe.measure import CpuClock
 
 
 @given(st.integers(2, 500))

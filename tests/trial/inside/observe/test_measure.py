@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoprec.trial.measure import ALLOCATOR_SLACK, CpuClock, CudaClock, clock_for, limit_memory
+from autoprec.trial.inside.observe.measure import ALLOCATOR_SLACK, CpuClock, CudaClock, clock_for, limit_memory
 
 
 def busy(seconds: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from autoprec.trial.memory import SavedBytes, memory_of, state_bytes
+from autoprec.trial.inside.observe.memory import SavedBytes, memory_of, state_bytes
 
 
 def test_saved_bytes_count_storages_once_and_not_parameters() -> None:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from autoprec.search.beliefs import HEAD_WEIGHT, divergence_model, features_of, observation
-from autoprec.search.problem import Problem
-from autoprec.space import load_space
-from tests.search.models import gpt
+from autoprec.policy.space import load_space
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.features import HEAD_WEIGHT, divergence_model, features_of, observation
+from tests.tuning.models import gpt
 
 
 def test_every_value_but_the_default_is_a_feature() -> None:

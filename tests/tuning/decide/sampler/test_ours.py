@@ -8,14 +8,14 @@ import numpy as np
 import optuna
 import pytest
 
-from autoprec.search.peers import make_sampler
-from autoprec.search.presets import presets
-from autoprec.search.problem import Problem
-from autoprec.search.sampler import PrecisionSampler, Prior
-from autoprec.search.solver import solve
-from autoprec.space import load_space
-from tests.search.models import gpt, linear, report
-from tests.search.synthetic import World, drive, world
+from autoprec.policy.space import load_space
+from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.ours import PrecisionSampler, Prior
+from autoprec.tuning.decide.sampler.peers import make_sampler
+from autoprec.tuning.decide.solver import solve
+from tests.tuning.models import gpt, linear, report
+from tests.tuning.synthetic import World, drive, world
 
 BUDGET = 0.0025
 

@@ -5,8 +5,8 @@ import optuna
 import pytest
 
 from autoprec.errors import UnknownNameError
-from autoprec.search.peers import SAMPLERS, make_sampler
-from tests.search.synthetic import drive, world
+from autoprec.tuning.decide.sampler.peers import SAMPLERS, make_sampler
+from tests.tuning.synthetic import drive, world
 
 BUDGET = 0.0025
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autoprec.search.model import DivergenceModel, LinearModel, Observation
+from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel, Observation
 
 GROUPS, CHOICES = 12, 4
 FAMILIES = [g % 3 for g in range(GROUPS)]

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from autoprec.cost import CostModel, CostScale
-from autoprec.hardware import target
 from autoprec.policy import LayerPlan
-from autoprec.search.prior import build_prior, memory_table
-from autoprec.search.problem import Problem, layer_key
-from autoprec.search.sensitivity import SensitivityTable
-from autoprec.space import load_space
-from tests.search.models import gpt
+from autoprec.policy.space import load_space
+from autoprec.precision.hardware import target
+from autoprec.tuning.decide.problem import Problem, layer_key
+from autoprec.tuning.decide.sampler.prior import build_prior, memory_table
+from autoprec.tuning.decide.table import SensitivityTable
+from tests.tuning.models import gpt
 
 PROBLEM = Problem.build(gpt(2), load_space("cpu-bf16"))
 TABLE = SensitivityTable(
