@@ -39,7 +39,7 @@ def exporter(name: str) -> Exporter:
     if name not in EXPORTERS:
         raise UnknownNameError("export target", name, EXPORTERS)
     module, cls = EXPORTERS[name]
-    found: Exporter = getattr(importlib.import_module(f"autoprec.export.{module}"), cls)()
+    found: Exporter = getattr(importlib.import_module(f"autoprec.export.stacks.{module}"), cls)()
     return found
 
 

@@ -6,8 +6,7 @@ import torch
 from torch import nn
 
 from autoprec.trial.session import Session, register
-
-from .conftest import uniform
+from tests.trial.conftest import uniform
 
 
 def test_session_trains_and_applies_a_policy() -> None:

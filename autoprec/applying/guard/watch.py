@@ -36,7 +36,7 @@ METRICS: dict[str, float] = {
     "underflow_share": 0.5,  # of sampled non-zero values that become zero
     "nonfinite_steps": 3.0,  # losses or gradient norms in the window that are no numbers
 }
-_LOG = logging.getLogger("autoprec.applying.guard")
+_LOG = logging.getLogger("autoprec.guard")
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +172,7 @@ class Guard:
         self._norms.clear()
         text = f"step {breach.step}: {metric} {breach.value:.4g} is above {breach.threshold:.4g}; fallback: {action}"
         _LOG.warning(text)
-        _to_mlflow(
-            {"guard/fallbacks": float(len(self.breaches))}, self.steps, {f"autoprec.applying.guard.{breach.step}": text}
-        )
+        _to_mlflow({"guard/fallbacks": float(len(self.breaches))}, self.steps, {f"autoprec.guard.{breach.step}": text})
         if self.on_breach is not None:
             self.on_breach(breach)
         return breach

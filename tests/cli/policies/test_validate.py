@@ -7,7 +7,7 @@ import pytest
 from tests.cli.helpers import autoprec
 
 ROOT = Path(__file__).resolve().parents[3]
-SHIPPED = [*sorted((ROOT / "search_spaces").glob("*.yaml")), ROOT / "autoprec" / "targets.yaml"]
+SHIPPED = [*sorted((ROOT / "search_spaces").glob("*.yaml")), ROOT / "autoprec" / "precision" / "targets.yaml"]
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)

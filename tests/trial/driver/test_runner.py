@@ -13,8 +13,7 @@ import pytest
 
 from autoprec.errors import ScriptError
 from autoprec.trial import Probe, ScriptCommand, TrialRunner, TrialSpec
-
-from .conftest import uniform
+from tests.trial.conftest import uniform
 
 STEPS = 5
 KINDS: dict[str, tuple[str, ...]] = {
@@ -107,7 +106,7 @@ def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: P
     import subprocess
     import sys
 
-    from .conftest import SCRIPTS
+    from tests.trial.conftest import SCRIPTS
 
     plain = subprocess.run(
         [sys.executable, str(SCRIPTS / "plain.py"), "--steps", "6"], capture_output=True, text=True, check=True

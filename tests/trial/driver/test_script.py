@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import SCRIPTS, uniform
+from tests.trial.conftest import SCRIPTS, uniform
 
 CODE = (
     "import json, sys; from autoprec.trial import ScriptCommand, run_script;"

@@ -14,8 +14,7 @@ from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.child import is_out_of_memory, round_weights, status_of, write_result
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.protocol import TrialResult
-
-from .conftest import uniform
+from tests.trial.conftest import uniform
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.replay import Replay
 from autoprec.trial.protocol import Probe, TrialSpec
-
-from .conftest import uniform
+from tests.trial.conftest import uniform
 
 
 class DoneError(Exception):

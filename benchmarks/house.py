@@ -1,0 +1,319 @@
+"""How easily the code can be entered: files, rooms, arrows, what nothing reaches, what has no test, private words.
+
+    python benchmarks/house.py               # the table
+    python benchmarks/house.py --list reached | untested | words | folders | arrows
+    python benchmarks/house.py --suite       # also run and time `make test`
+
+A definition is *reached* when something that runs can name it: starting from the commands, the public names, the
+modules that are run by ``python -m``, and the module level of every module that is imported, names are followed
+through the bodies of the definitions they may mean. Names are matched as text, so this errs on the side of "reached".
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = ROOT / "autoprec"
+sys.path.insert(0, str(ROOT))
+
+#: Modules that somebody outside runs or imports: the documentation names each.
+ENTRANCES = (
+    "autoprec",
+    "autoprec.__main__",
+    "autoprec.cli",
+    "autoprec.cli.reference",
+    "autoprec.cost.calibrate.cpu_probe",
+    "autoprec.tracking.__main__",
+    "autoprec.trial.driver.execute",
+    "autoprec.trial.inside._inject.sitecustomize",
+    "autoprec.integrations.lightning",
+    "autoprec.integrations.transformers",
+    "autoprec.testing.backends",
+    "autoprec.testing.exporters",
+    "autoprec.export.standalone",
+)
+PRIVATE_WORDS = re.compile(
+    r"\b(?:is|are|was|were) no\b(?! (?:longer|more|less|fewer|slower|faster|better|worse|larger|smaller|smaller|higher|lower|different|further)\b)"
+)
+#: Test files that are not one source file's: whole-program and structure tests.
+GOALS = {
+    "files lying loose in autoprec/": (22, 5),
+    "files in the largest folder": (47, 14),
+    "arrows between rooms": (156, 105),
+    "lines of autoprec/": (37823, 35000),
+    "definitions and modules that nothing reaches": (60, 0),
+    "source files without a test of their own": (64, 15),
+    "`is no / are no / was no`": (78, 0),
+}
+
+
+def modules() -> dict[str, Path]:
+    """Return every module of the package by its dotted name."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = ("autoprec", *path.relative_to(PACKAGE).with_suffix("").parts)
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+MODULES = modules()
+TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+def imports(name: str) -> set[str]:
+    """Return the package's own modules that a module imports, at any level of nesting."""
+    out: set[str] = set()
+    for node in ast.walk(TREES[name]):
+        if isinstance(node, ast.Import):
+            out.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                out.add(inner if inner in MODULES else node.module)
+    return {other for other in out if other in MODULES and other != name}
+
+
+def room(name: str) -> str:
+    """Return the room of a module: its folder in the package, or itself where it lies loose."""
+    parts = name.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def arrows() -> Counter[tuple[str, str]]:
+    """Return how many imports lead from one room to another."""
+    pairs = ((room(name), room(other)) for name in MODULES for other in imports(name))
+    return Counter(pair for pair in pairs if pair[0] != pair[1])
+
+
+def folders() -> Counter[str]:
+    """Return the number of Python files in each folder of the package."""
+    return Counter(str(path.parent.relative_to(ROOT)) for path in MODULES.values())
+
+
+@dataclass
+class Definition:
+    """A function, method or class: where it stands, and every name its own text (less its members) mentions."""
+
+    where: str
+    name: str
+    owner: str
+    names: set[str] = field(default_factory=set)
+    implicit: bool = False
+
+
+def words_of(node: ast.AST) -> set[str]:
+    """Return the identifiers of a piece of code, and the words of its short strings (names looked up by text)."""
+    out: set[str] = set()
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Name):
+            out.add(inner.id)
+        elif isinstance(inner, ast.Attribute):
+            out.add(inner.attr)
+        elif isinstance(inner, ast.alias):
+            out.update(inner.name.split("."))
+        elif isinstance(inner, ast.keyword) and inner.arg:
+            out.add(inner.arg)
+        elif isinstance(inner, ast.Constant) and isinstance(inner.value, str) and len(inner.value) < 100:
+            out.update(re.findall(r"[A-Za-z_]\w*", inner.value))
+    return out
+
+
+def is_export_list(node: ast.AST) -> bool:
+    """Say whether a statement is ``__all__ = [...]``: being listed is not being used."""
+    return isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+
+
+def definitions(name: str) -> tuple[list[Definition], set[str]]:
+    """Return the definitions of a module, and the names that its module level mentions."""
+    found: list[Definition] = []
+    level: set[str] = set()
+
+    def visit(node: ast.AST, owner: str) -> set[str]:
+        used: set[str] = set()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                here = Definition(f"{name}:{child.lineno}", child.name, owner)
+                decorators = (
+                    set().union(*(words_of(d) for d in child.decorator_list)) if child.decorator_list else set()
+                )
+                if isinstance(child, ast.ClassDef):
+                    heads = (
+                        set().union(*(words_of(b) for b in [*child.bases, *child.keywords])) if child.bases else set()
+                    )
+                    here.names = heads | decorators | visit(child, child.name)
+                    here.implicit = False
+                else:
+                    here.names = words_of(child) | decorators
+                    # a method of a framework's class is called by the framework; a decorated function by its decorator
+                    framework = {"command", "register", "overload", "field_validator", "model_validator", "property"}
+                    here.implicit = child.name.startswith("__") or bool(decorators & framework and not owner)
+                found.append(here)
+            elif not is_export_list(child):
+                used |= words_of(child)
+        return used
+
+    level = visit(TREES[name], "")
+    return found, level
+
+
+def foreign_bases() -> dict[str, bool]:
+    """Return for each class of the package whether a base comes from elsewhere (its overrides are called from there)."""
+    bases: dict[str, set[str]] = {}
+    for tree in TREES.values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                bases[node.name] = set().union(
+                    *({ast.unparse(b).split("[")[0].split(".")[-1]} for b in node.bases), set()
+                )
+    plain = {"Protocol", "Generic", "object", "NamedTuple", "ABC", "Exception"}
+
+    def foreign(name: str, seen: frozenset[str] = frozenset()) -> bool:
+        return any(
+            (base not in bases and base not in plain)
+            or (base in bases and base not in seen and foreign(base, seen | {name}))
+            for base in bases[name]
+        )
+
+    return {name: foreign(name) for name in bases}
+
+
+def unreached() -> list[str]:
+    """Return the definitions and modules that no command, public name or other module reaches."""
+    per_module = {name: definitions(name) for name in MODULES}
+    foreign = foreign_bases()
+    imported: set[str] = set()
+    frontier = [name for name in ENTRANCES if name in MODULES]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in MODULES.values())
+    lazily = {name for name in MODULES if f'"{name}"' in text}
+    lazily |= {name for name in MODULES if name.startswith("autoprec.cli.")}
+    frontier += sorted(lazily)
+    while frontier:
+        name = frontier.pop()
+        if name in imported:
+            continue
+        imported.add(name)
+        frontier += sorted(imports(name))
+        frontier.append(name.rpartition(".")[0]) if name.rpartition(".")[0] in MODULES else None
+    reached: set[int] = set()
+    names: set[str] = set(ENTRANCES)
+    for name in imported:
+        names |= per_module[name][1]
+    names |= set(re.findall(r"\w+", " ".join(public_names())))
+    every = [d for name in imported for d in per_module[name][0]]
+    changed = True
+    while changed:
+        changed = False
+        classes = {d.name for d in every if id(d) in reached}
+        for d in every:
+            if id(d) in reached:
+                continue
+            called_by_framework = d.owner in classes and (d.implicit or foreign.get(d.owner, False))
+            if (
+                called_by_framework
+                or (d.name in names and (not d.owner or d.owner in classes))
+                or (d.implicit and not d.owner)
+            ):
+                reached.add(id(d))
+                names |= d.names - {d.name} if d.name not in names else d.names
+                changed = True
+    out = [f"{name} (module)" for name in MODULES if name not in imported]
+    out += [f"{d.where} {d.owner + '.' if d.owner else ''}{d.name}" for d in every if id(d) not in reached]
+    return sorted(out)
+
+
+def public_names() -> list[str]:
+    """Return the names that documentation shows to users, with those of the conformance suites."""
+    out: list[str] = []
+    for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
+        code = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S)
+        out += code
+    out += [path.read_text(encoding="utf-8") for path in sorted((ROOT / "examples").rglob("*.py"))]
+    return out
+
+
+def untested() -> list[str]:
+    """Return the source files that have no test file at the same place of ``tests/``."""
+    out = []
+    for path in MODULES.values():
+        relative = path.relative_to(PACKAGE)
+        stem = relative.parent.name if path.name == "__init__.py" else path.stem
+        places = [ROOT / "tests" / relative.parent / f"test_{stem}.py"]
+        if path.name == "__init__.py":
+            if len(ast.parse(path.read_text(encoding="utf-8")).body) <= 1 or not any(
+                isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in TREES[module_of(path)].body
+            ):
+                continue  # a docstring, or names handed on
+            places.append(ROOT / "tests" / relative.parent.parent / f"test_{stem}.py")
+        if not any(place.exists() for place in places):
+            out.append(str(relative))
+    return out
+
+
+def module_of(path: Path) -> str:
+    return next(name for name, other in MODULES.items() if other == path)
+
+
+def private_words() -> list[str]:
+    """Return every place of code, docs and messages that says "is no" for "is not a"."""
+    listed = subprocess.run(
+        ["git", "ls-files", "*.py", "*.md", "*.yaml"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    out = []
+    for name in listed.stdout.split():
+        path = ROOT / name
+        if not path.exists() or name.startswith("benchmarks/results") or path == Path(__file__).resolve():
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+            if PRIVATE_WORDS.search(line):
+                out.append(f"{name}:{number}: {line.strip()[:110]}")
+    return out
+
+
+def figures() -> dict[str, int]:
+    """Return every figure that is counted from the files."""
+    per_folder = folders()
+    return {
+        "files lying loose in autoprec/": per_folder["autoprec"],
+        "files in the largest folder": max(count for folder, count in per_folder.items() if folder != "autoprec"),
+        "arrows between rooms": len(arrows()),
+        "lines of autoprec/": sum(path.read_text(encoding="utf-8").count("\n") for path in MODULES.values()),
+        "definitions and modules that nothing reaches": len(unreached()),
+        "source files without a test of their own": len(untested()),
+        "`is no / are no / was no`": len(private_words()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    lists = {"reached": unreached, "untested": untested, "words": private_words}
+    parser.add_argument("--list", choices=[*lists, "folders", "arrows"])
+    parser.add_argument("--suite", action="store_true", help="run and time `make test` as well")
+    asked = parser.parse_args()
+    if asked.list in lists:
+        print(*lists[asked.list](), sep="\n")
+        return
+    if asked.list:
+        counted = folders() if asked.list == "folders" else arrows()
+        print(*(f"{count:5d}  {key}" for key, count in counted.most_common()), sep="\n")
+        return
+    print("| what | first house | now | goal |\n|---|---|---|---|")
+    for what, now in figures().items():
+        before, goal = GOALS[what]
+        print(f"| {what} | {before} | {now} | {'<= ' if goal else ''}{goal} |")
+    if asked.suite:
+        began = time.monotonic()
+        code = subprocess.run(["make", "test"], cwd=ROOT).returncode
+        print(f"| `make test` (exit {code}) | 11 min | {(time.monotonic() - began) / 60:.1f} min | <= 8 min |")
+
+
+if __name__ == "__main__":
+    main()
