@@ -30,6 +30,26 @@ ORDER = {part: (index, room) for index, (room, parts) in enumerate(ROOMS.items()
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
 
+#: Folders whose modules, with everything of the package that they import when they are loaded, import no torch.
+TORCH_FREE = ("autoprec.tuning", "autoprec.trial.driver", "autoprec.policy", "autoprec.precision", "autoprec.support")
+#: What a pure decision does not do: start anything, or touch files. (Names of modules, and of calls.)
+IMPURE_MODULES = {
+    "subprocess",
+    "multiprocessing",
+    "socket",
+    "tempfile",
+    "shutil",
+    "concurrent.futures",
+    "torch",
+    "mlflow",
+}
+IMPURE_CALLS = {"open", "fork", "popen", "system", "unlink", "rename", "mkdir", "write_text", "write_bytes"}
+#: Inside a room: who is below whom. A folder imports from those before it in its row, never from those after it.
+SUB_ROOMS = {
+    "trial": ("inside", "driver"),
+    "tuning": ("study", "decide", "workers", "phases"),
+}
+
 
 def modules() -> dict[str, Path]:
     found = {}
@@ -94,6 +114,80 @@ def test_a_module_imports_only_from_its_own_room_or_above(module: str) -> None:
         if other != "autoprec" and room_of(other)[0] > here
     ]
     assert wrong == []
+
+
+def sub_room(module: str) -> str:
+    """Return the folder of a room that a module lies in; empty for the room's own files."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 3 or (MODULES[module].name == "__init__.py" and len(parts) == 3) else ""
+
+
+ORDERED = sorted(
+    name for name in MODULES if sub_room(name) in SUB_ROOMS.get(name.split(".")[1] if "." in name else "", ())
+)
+
+
+@pytest.mark.parametrize("module", ORDERED)
+def test_a_sub_room_imports_none_that_comes_after_it(module: str) -> None:
+    room = module.split(".")[1]
+    order = SUB_ROOMS[room]
+    later = set(order[order.index(sub_room(module)) + 1 :])
+    wrong = [other for other in sorted(GRAPH[module]) if other.split(".")[1] == room and sub_room(other) in later]
+    assert wrong == []
+
+
+def loaded_with(module: str) -> set[str]:
+    """Return what is loaded when a module is: itself, its packages, and its imports at module level, followed."""
+    seen: set[str] = set()
+    frontier = [module]
+    while frontier:
+        name = frontier.pop()
+        if name in seen or name not in MODULES:
+            continue
+        seen.add(name)
+        frontier += [name.rpartition(".")[0], *top_level_imports(name)]
+    return seen
+
+
+def top_level_imports(module: str) -> set[str]:
+    """Return every module, of the package or not, that loading a module imports."""
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    out: set[str] = set()
+    skipped = type_only(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            skipped.update(ast.walk(node))
+    for node in ast.walk(tree):
+        if node in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            out.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            out.update({node.module, *(f"{node.module}.{alias.name}" for alias in node.names)})
+    return out
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if name.startswith(TORCH_FREE)))
+def test_the_driver_and_the_decisions_load_no_torch(module: str) -> None:
+    guilty = [
+        name for name in sorted(loaded_with(module)) if any(n.split(".")[0] == "torch" for n in top_level_imports(name))
+    ]
+    assert guilty == []
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if name.startswith("autoprec.tuning.decide")))
+def test_a_decision_starts_nothing_and_writes_nothing(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
+    imported = {
+        name for node in ast.walk(tree) if isinstance(node, ast.Import) for name in (a.name for a in node.names)
+    }
+    imported |= {str(node.module) for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+    assert imported & IMPURE_MODULES == set()
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    called = {
+        f.attr if isinstance(f, ast.Attribute) else f.id for f in calls if isinstance(f, (ast.Attribute, ast.Name))
+    }
+    assert called & IMPURE_CALLS == set()
 
 
 def test_nothing_but_the_door_imports_the_package_itself() -> None:
