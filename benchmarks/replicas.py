@@ -259,7 +259,7 @@ def digits() -> tuple[Tensor, Tensor]:
 
 def check() -> None:
     """Compare the batched rounding with autoprec.numerics on random operands."""
-    from autoprec.numerics.quantize import quantize_dequantize
+    from autoprec.numerics.quantize import dequantize, quantize, spec_of
     from autoprec.precision.recipes import BUILTIN_RECIPES
 
     torch.manual_seed(0)
@@ -268,8 +268,9 @@ def check() -> None:
         if name == "keep":
             continue
         kinds = np.full(len(x), KINDS.index(kind), dtype=np.int8)
-        theirs = torch.stack([quantize_dequantize(one, BUILTIN_RECIPES[name]) for one in x])
-        turned = torch.stack([quantize_dequantize(one.mT.contiguous(), BUILTIN_RECIPES[name]) for one in x])
+        spec = spec_of(BUILTIN_RECIPES[name], "fprop", "input")
+        theirs = torch.stack([dequantize(quantize(one, spec)) for one in x])
+        turned = torch.stack([dequantize(quantize(one.mT.contiguous(), spec)) for one in x])
         error = max(
             float((ours - other).abs().max() / other.abs().max())
             for ours, other in ((round_replicas(x, kinds), theirs), (round_replicas(x, kinds, turned=True), turned))

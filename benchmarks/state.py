@@ -21,7 +21,7 @@ import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +31,11 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autoprec.optim.communication import WIRE, compressed_mean, wire_bytes  # noqa: E402
+from autoprec.optim.codecs import Codec  # noqa: E402
+from autoprec.optim.communication import WIRE, _pack, _shares, _unpack, wire_bytes  # noqa: E402
 from autoprec.optim.monitors import StateMonitor  # noqa: E402
 from autoprec.optim.optimizer import skipped_steps, wrap_optimizer  # noqa: E402
-from autoprec.optim.tensor import stored_bytes  # noqa: E402
+from autoprec.optim.tensor import StoredTensor  # noqa: E402
 from autoprec.policy import OptimizerPolicy  # noqa: E402
 from autoprec.policy.levels import LEVELS  # noqa: E402
 
@@ -155,6 +156,28 @@ def section_loss(steps: int, seeds: int, levels: list[str]) -> dict[str, Any]:
             "problems": [p for r, f in zip(runs, reference, strict=True) for p in r["report"].problems(f)],
         }
     return out
+
+
+def stored_bytes(tensor: Tensor | None) -> int:
+    """Return the bytes a live tensor holds: of its parts when it is a StoredTensor, 0 for None."""
+    if tensor is None:
+        return 0
+    parts = tensor.parts if isinstance(tensor, StoredTensor) else (tensor,)
+    return sum(part.numel() * part.element_size() for part in parts)
+
+
+def compressed_mean(gradients: Sequence[Tensor], how: Codec) -> Tensor:
+    """Return the mean over ranks that the hook computes, for all ranks' flat gradients held in one process.
+
+    Same arithmetic, no process group: for simulation and tests.
+    """
+    ranks = len(gradients)
+    shares = torch.stack([_shares(g.reshape(-1), ranks) for g in gradients])
+    length = shares.shape[2]
+    received = torch.stack([_unpack(_pack(rank, how), length, how) for rank in shares])
+    mean = received.sum(0).div_(ranks)
+    out = torch.cat([_unpack(_pack(share[None], how), length, how) for share in mean], dim=0)
+    return out.view(-1)[: gradients[0].numel()].view(gradients[0].shape)
 
 
 def section_bytes() -> dict[str, Any]:

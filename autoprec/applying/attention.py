@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoprec.applying.raw_weights import WeightExecutions
+
 __all__ = ["AttentionExecutions", "attention_refusal"]
 
 _PARTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
@@ -25,15 +27,10 @@ def attention_refusal(module: nn.MultiheadAttention) -> str:
     return ""
 
 
-class AttentionExecutions:
-    """Installed in an ``nn.MultiheadAttention``: the executions of its projections, by parameter name."""
+class AttentionExecutions(WeightExecutions):
+    """The executions of the projections of an ``nn.MultiheadAttention``."""
 
-    def __init__(self, module: nn.MultiheadAttention, executions: dict[str, Any]) -> None:
-        self.module, self.executions = module, executions
-
-    def describe(self) -> str:
-        """Return what ``print(model)`` shows."""
-        return "; ".join(f"{name}: {execution.describe()}" for name, execution in self.executions.items())
+    module: nn.MultiheadAttention
 
     def _project(self, name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         execution = self.executions.get(name)

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from autoprec.applying.attention import AttentionExecutions
 from autoprec.applying.compiling import executed_as
-from autoprec.applying.raw_weights import FunctionalExecutions
+from autoprec.applying.raw_weights import WeightExecutions
 from autoprec.applying.swap import execution_of, root_of
 from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
@@ -85,7 +84,7 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
 
 def _execution(unit: Unit) -> Any:
     found = execution_of(unit.module)
-    if isinstance(found, (AttentionExecutions, FunctionalExecutions)):
+    if isinstance(found, WeightExecutions):
         return found.executions.get(unit.parameter)
     return found
 

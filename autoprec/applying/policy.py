@@ -18,7 +18,7 @@ from autoprec import policy as policies
 from autoprec.applying.attention import AttentionExecutions, attention_refusal
 from autoprec.applying.compiling import restore_execution, set_execution
 from autoprec.applying.operators import RootExecution
-from autoprec.applying.raw_weights import FunctionalExecutions
+from autoprec.applying.raw_weights import RawWeightExecutions
 from autoprec.applying.swap import install, install_root, uninstall, uninstall_root
 from autoprec.applying.units import Unit, tunable_layers, tunable_units, unwrap
 from autoprec.backends import Backend, choose, get
@@ -66,7 +66,7 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
     if executions or policy.activations != "keep" or policy.operators.attention != "keep":
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
         kind = device.split(":")[0]
-        around = getattr(chosen, "around_model", lambda: None)()
+        around = chosen.around_model()
         root_execution = RootExecution(_ACTIVATIONS.get(policy.activations), policy.operators, kind, low)
         root_execution.context = around
         reduction = DelayedReduction(root, executions.values())
@@ -85,8 +85,8 @@ def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:
             continue
         together = shared.setdefault(id(unit.module), {})
         if not together:
-            holder = AttentionExecutions if unit.kind == "attention" else FunctionalExecutions
-            install(unit.module, unit.kind, holder(unit.module, together))  # type: ignore[arg-type]
+            holder = AttentionExecutions if unit.kind == "attention" else RawWeightExecutions
+            install(unit.module, unit.kind, holder(unit.module, together))
         together[unit.parameter] = execution
 
 
@@ -122,7 +122,7 @@ class _Binder:
             refusal = _conv_refusal(plan)
             if not refusal:
                 recipe = plan.fprop
-                return ConvExecution(plan, unit.module, "fp32" if recipe is None else recipe.format)
+                return ConvExecution(plan, unit.module, "fp32" if recipe is None else recipe.format, backend="native")
         else:
             refusal = attention_refusal(unit.module) if isinstance(unit.module, nn.MultiheadAttention) else ""
             if not refusal and not any((r := plan.recipe(gemm)) is not None and r.scaled for gemm in GEMMS):

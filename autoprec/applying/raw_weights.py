@@ -19,22 +19,27 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoprec.numerics.einsum import EinsumProduct, reversed_terms
+from autoprec.numerics.execution import Execution
 
-__all__ = ["FunctionalExecutions", "WeightMode"]
+__all__ = ["RawWeightExecutions", "WeightExecutions", "WeightMode"]
 
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
 _ADDMM = (torch.addmm, torch.baddbmm)
 
 
-class FunctionalExecutions:
-    """Installed in a module: the executions of the raw weights it holds, by parameter name."""
+class WeightExecutions:
+    """Installed in a module that holds several weights: their executions, by parameter name."""
 
-    def __init__(self, module: nn.Module, executions: dict[str, Any]) -> None:
+    def __init__(self, module: nn.Module, executions: dict[str, Execution]) -> None:
         self.module, self.executions = module, executions
 
     def describe(self) -> str:
         """Return what ``print(model)`` shows."""
         return "; ".join(f"{name}: {execution.describe()}" for name, execution in self.executions.items())
+
+
+class RawWeightExecutions(WeightExecutions):
+    """The executions of weights that functions multiply by."""
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a forward with the mode active."""

@@ -2,75 +2,50 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from contextlib import AbstractContextManager
+from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
+from autoprec.numerics.execution import Execution
 from autoprec.policy import LayerPlan
+from autoprec.precision.hardware import Capability
 from autoprec.precision.recipes import Gemm, Recipe
 
 __all__ = ["Backend", "Capability", "Execution", "feature_sizes"]
 
 
-@dataclass(frozen=True, slots=True)
-class Capability:
-    """Whether something can run, and why (not)."""
-
-    ok: bool
-    reason: str
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-
-class Execution(Protocol):
-    """Runs one layer under its plan and remembers what ran; see ``numerics.linear.LinearExecution``."""
-
-    plan: LayerPlan
-    backend: str
-    note: str
-    called: bool
-
-    @property
-    def executed(self) -> dict[str, str]:
-        """What the last forward and backward ran, by GEMM."""
-        ...
-
-    def describe(self) -> str:
-        """Return what ``print(model)`` shows."""
-        ...
-
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
-        """Return ``input @ weight.T + bias``."""
-        ...
-
-
-class Backend(Protocol):
-    """Who runs a GEMM.
-
-    Two methods are optional: ``around_model() -> factory of a context manager`` for what the model's forward is run in
-    (or None), and ``gap(plan, check) -> reason`` for checks of the conformance suite it is known not to pass.
-    """
+class Backend(ABC):
+    """Who runs a GEMM; what a backend does not need to say has a default."""
 
     name: str
 
+    @abstractmethod
     def available(self, device: str) -> Capability:
         """Say whether the backend can run at all on a device (``cpu``, ``cuda:0``), with the reason."""
-        ...
 
+    @abstractmethod
     def capability(self, recipe: Recipe, *, gemm: Gemm, m: int, k: int, n: int, device: str) -> Capability:
         """Say whether one GEMM, ``[m, k] x [k, n]``, runs under a recipe; 0 stands for a size not known yet."""
-        ...
 
+    @abstractmethod
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> Execution:
         """Return what runs ``module`` under ``plan``.
 
         Raises:
             UnsupportedError: the backend cannot express the plan.
         """
-        ...
+
+    def around_model(self) -> Callable[[], AbstractContextManager[Any]] | None:
+        """Return what makes the context that the model's forward is run in, or None where it needs none."""
+        return None
+
+    def gap(self, plan: LayerPlan, title: str) -> str:
+        """Return why a check of the conformance suite is known to fail for a plan, or an empty string."""
+        del plan, title
+        return ""
 
 
 #: Builds a backend; kept lazy so that optional packages are imported only when asked for.

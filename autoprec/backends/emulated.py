@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from autoprec.backends.base import Capability
+from autoprec.backends.base import Backend, Capability
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
 from autoprec.policy import LayerPlan
@@ -13,7 +13,7 @@ from autoprec.precision.recipes import Gemm, Recipe
 __all__ = ["EmulatedBackend"]
 
 
-class EmulatedBackend:
+class EmulatedBackend(Backend):
     """Quantises and dequantises; the product is computed in bfloat16 or float32, exactly as far as the format is."""
 
     name = "emulated"
@@ -30,4 +30,4 @@ class EmulatedBackend:
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LinearExecution:
         """Return an execution whose GEMMs are all emulated (plain casts run natively)."""
         del module, name
-        return LinearExecution(plan, self.name, state=QuantizerState(seed))
+        return LinearExecution(plan, backend=self.name, state=QuantizerState(seed))

@@ -8,13 +8,13 @@ copied: the library's function, or a shell module that shares the Parameters, is
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.plan import DTYPE_NAMES, describe_plan
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, KEEP
@@ -33,37 +33,18 @@ def wants_bf16(plan: LayerPlan) -> bool:
 
 
 @dataclass(slots=True)
-class LibraryExecution:
+class LibraryExecution(Execution):
     """Runs one layer through a library.
 
     Attributes:
-        plan: what was asked for.
-        backend: name of the backend.
         product: ``(input [M, K], weight [N, K]) -> [M, N]``, differentiable; the weight comes as it is stored.
         labels: what the library runs, by GEMM.
         rows: multiple of M that the library's kernels need.
-        compute: dtype in which operands are handed over; None for what the script computes in.
-        ran: what the last forward and backward really ran, by GEMM.
-        watched: the dtypes under which a backward has been seen; others are watched once more.
-        casts_weight: the weight is cast to ``compute`` as well; otherwise the library quantises it as it is stored.
     """
 
-    plan: LayerPlan
-    backend: str
     product: Callable[[Tensor, Tensor], Tensor]
     labels: dict[str, str]
     rows: int = 1
-    compute: torch.dtype | None = None
-    casts_weight: bool = True
-    note: str = ""
-    called: bool = False
-    ran: dict[str, str] = field(default_factory=dict)
-    watched: Any = None
-
-    @property
-    def executed(self) -> dict[str, str]:
-        """What the last forward and backward ran, by GEMM."""
-        return dict(self.ran)
 
     def describe(self) -> str:
         """Return what ``print(model)`` shows."""
@@ -74,7 +55,7 @@ class LibraryExecution:
         del training
         self.called = True
         device = input.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = autocast_dtype(device)
         out_dtype = autocast or input.dtype
         compute = self.compute or out_dtype
         x = input.to(compute).reshape(-1, input.shape[-1])
@@ -93,7 +74,7 @@ class LibraryExecution:
         self.ran["fprop"] = labels["fprop"]
         if out.requires_grad and self.watched != (autocast, input.dtype) and not torch.compiler.is_compiling():
             ran = {"dgrad": input.requires_grad, "wgrad": weight.requires_grad}
-            self._watch(out, (autocast, input.dtype), {gemm: labels[gemm] for gemm, did in ran.items() if did})
+            self.watch(out, (autocast, input.dtype), {gemm: labels[gemm] for gemm, did in ran.items() if did})
         return out
 
     def _labels(self, script: torch.dtype) -> dict[str, str]:
@@ -102,10 +83,3 @@ class LibraryExecution:
             return self.labels
         other = DTYPE_NAMES[self.compute]
         return {gemm: other if label == KEEP else label for gemm, label in self.labels.items()}
-
-    def _watch(self, out: Tensor, key: Any, labels: dict[str, str]) -> None:
-        def seen(_grad: Tensor) -> None:
-            self.watched = key
-            self.ran.update(labels)
-
-        out.register_hook(seen)  # type: ignore[no-untyped-call]

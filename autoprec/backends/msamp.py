@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.backends.base import Capability, Execution
+from autoprec.backends.base import Backend, Capability, Execution
 from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import Gemm, Recipe
@@ -24,7 +24,7 @@ __all__ = ["MsampBackend"]
 _FIX = "use a level such as 'O2' (autoprec.policy.levels: same numerics, plain torch), or MS-AMP's docker image"
 
 
-class MsampBackend:
+class MsampBackend(Backend):
     """MS-AMP's own conversion of a model and its optimizer."""
 
     name = "msamp"

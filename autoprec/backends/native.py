@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.backends.base import Capability, feature_sizes
+from autoprec.backends.base import Backend, Capability, feature_sizes
 from autoprec.backends.scaled_mm import blocked_multiply, scaled_multiply
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
@@ -81,7 +81,7 @@ def _refusal(kind: str, recipe: Recipe, gemm: Gemm, device: str) -> str:
     return ""
 
 
-class NativeBackend:
+class NativeBackend(Backend):
     """What torch itself runs."""
 
     name = "native"
@@ -126,4 +126,4 @@ class NativeBackend:
             kind = "" if recipe is None else _kind(recipe)
             if kind:
                 multiply[gemm] = scaled_multiply if kind in ("tensor", "row") else blocked_multiply
-        return LinearExecution(plan, self.name, multiply, QuantizerState(seed))
+        return LinearExecution(plan, multiply, QuantizerState(seed), backend=self.name)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.backends.base import Capability, feature_sizes
+from autoprec.backends.base import Backend, Capability, feature_sizes
 from autoprec.backends.library import LibraryExecution, plan_labels, wants_bf16
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.rounding import STORAGE
@@ -105,7 +105,7 @@ def float8_config(plan: LayerPlan, *, emulate: bool) -> Any:
     )
 
 
-class TorchaoBackend:
+class TorchaoBackend(Backend):
     """torchao's float8 and MXFP8 training products."""
 
     name = "torchao"
@@ -151,9 +151,8 @@ class TorchaoBackend:
         mx = plan.fprop is not None and plan.fprop.format == "mxfp8"
         product = _mx_product(plan, emulate) if mx else _float8_product(plan, emulate)
         note = "torchao's emulation" if emulate else ""
-        return LibraryExecution(
-            plan, self.name, product, plan_labels(plan), 32 if mx else 16 if not emulate else 1, compute, note=note
-        )
+        rows = 32 if mx else 1 if emulate else 16
+        return LibraryExecution(plan, product, plan_labels(plan), rows, compute=compute, backend=self.name, note=note)
 
 
 def _float8_product(plan: LayerPlan, emulate: bool) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.backends.base import Capability, feature_sizes
+from autoprec.backends.base import Backend, Capability, feature_sizes
 from autoprec.backends.library import LibraryExecution, plan_labels
 from autoprec.backends.te_quantizers import (
     QuantizerFactory,
@@ -65,7 +65,7 @@ def _compute(plan: LayerPlan) -> torch.dtype | None:
     return torch.bfloat16 if nvfp4 else None
 
 
-class TransformerEngineBackend:
+class TransformerEngineBackend(Backend):
     """One instance serves one policy on one model."""
 
     name = "transformer_engine"
@@ -151,7 +151,13 @@ class TransformerEngineBackend:
             return out
 
         return LibraryExecution(
-            plan, self.name, product, plan_labels(plan), _alignment(plan), _compute(plan), casts_weight=False
+            plan,
+            product,
+            plan_labels(plan),
+            _alignment(plan),
+            compute=_compute(plan),
+            casts_weight=False,
+            backend=self.name,
         )
 
     def gap(self, plan: LayerPlan, title: str) -> str:

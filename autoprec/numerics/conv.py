@@ -6,15 +6,13 @@ is applied.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autoprec.numerics.plan import describe_plan
-from autoprec.policy import LayerPlan
-from autoprec.precision.recipes import GEMMS
+from autoprec.numerics.execution import Execution, autocast_dtype
 
 __all__ = ["CONV_FORMATS", "ConvExecution"]
 
@@ -23,21 +21,11 @@ CONV_FORMATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 
 @dataclass(slots=True)
-class ConvExecution:
-    """Runs one convolution in one dtype; see ``numerics.linear.LinearExecution`` for the attributes."""
+class ConvExecution(Execution):
+    """Runs one convolution in one dtype: ``format``, a key of :data:`CONV_FORMATS`."""
 
-    plan: LayerPlan
     module: nn.Module
     format: str
-    backend: str = "native"
-    executed: dict[str, str] = field(default_factory=dict)
-    note: str = ""
-    called: bool = False
-    watched: Any = None
-
-    def describe(self) -> str:
-        """Return what ``print(model)`` shows of this layer's policy."""
-        return describe_plan(self.plan)
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
         """Return the convolution of ``input`` in the dtype the script would see."""
@@ -45,7 +33,7 @@ class ConvExecution:
         self.called = True
         device = input.device.type
         dtype = CONV_FORMATS[self.format]
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = autocast_dtype(device)
         run: Any = self.module._conv_forward
         if autocast is dtype and not (device == "cpu" and dtype is torch.float16):
             out = run(input, weight, bias)
@@ -56,10 +44,11 @@ class ConvExecution:
                 out = out.to(input.dtype)
             elif dtype is not torch.float32:
                 out = out.to(autocast)
-        self.executed["fprop"] = self.format
+        self.ran["fprop"] = self.format
         key = (autocast, input.dtype)
         if out.requires_grad and self.watched != key and not torch.compiler.is_compiling():
-            self._watch(out, key, input.requires_grad, weight.requires_grad)
+            ran = {"dgrad": input.requires_grad, "wgrad": weight.requires_grad}
+            self.watch(out, key, {gemm: self.format for gemm, did in ran.items() if did})
         return out  # type: ignore[no-any-return]
 
     @staticmethod
@@ -71,11 +60,3 @@ class ConvExecution:
             bias = None if bias is None else bias.float()
             return run(x.float(), w.float(), bias).to(dtype)  # type: ignore[no-any-return]
         return run(x, w, bias)  # type: ignore[no-any-return]
-
-    def _watch(self, out: Tensor, key: Any, dgrad: bool, wgrad: bool) -> None:
-        def seen(_grad: Tensor) -> None:
-            self.watched = key
-            ran = {"dgrad": dgrad, "wgrad": wgrad}
-            self.executed.update({gemm: self.format for gemm in GEMMS if ran.get(gemm)})
-
-        out.register_hook(seen)  # type: ignore[no-untyped-call]

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
-from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, describe_plan, native_dtype
+from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, native_dtype
 from autoprec.numerics.quantize import quantize
-from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import Gemm
 
 __all__ = ["LinearExecution", "in_backward"]
@@ -32,34 +32,22 @@ def in_backward() -> bool:
 
 
 @dataclass(slots=True)
-class LinearExecution:
-    """Runs one layer under its plan, and remembers what ran.
+class LinearExecution(Execution):
+    """Runs one linear layer under its plan.
 
     Attributes:
-        plan: what was asked for.
         multiply: who multiplies, per GEMM; missing means emulated.
         state: delayed scales and the private random stream.
-        ran: what the last forward and backward really ran, by GEMM; empty until then.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
-        backend: name of the backend that runs it.
-        note: why something else than the plan runs, if so.
-        called: a forward has run.
         native: dtype of a plan autograd runs by itself, by device type.
         compiled: steps of any other plan, by device type and the script's dtype.
-        watched: the dtypes under which a native backward has been seen; others are watched once more.
     """
 
-    plan: LayerPlan
-    backend: str = "emulated"
     multiply: Mapping[Gemm, Multiply] = field(default_factory=dict)
     state: QuantizerState = field(default_factory=QuantizerState)
-    note: str = ""
-    called: bool = False
-    ran: dict[str, str] = field(default_factory=dict)
     traced: dict[str, str] | None = None
     native: dict[str, torch.dtype | None] = field(default_factory=dict)
     compiled: dict[tuple[str, torch.dtype], Steps] = field(default_factory=dict)
-    watched: Any = None
 
     def __post_init__(self) -> None:
         self.native = {device: native_dtype(self.plan, device) for device in ("cpu", "cuda")}
@@ -84,7 +72,7 @@ class LinearExecution:
         """
         self.called = True
         device = input.device.type
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+        autocast = autocast_dtype(device)
         if device not in self.native:
             self.native[device] = native_dtype(self.plan, device)
         if autocast is not None and input.dtype is torch.float64:
@@ -114,10 +102,6 @@ class LinearExecution:
             steps = self.compiled[device, keep] = compile_plan(self.plan, keep, device, self.multiply)
         return steps
 
-    def describe(self) -> str:
-        """Return what ``print(model)`` shows of this layer's policy."""
-        return describe_plan(self.plan)
-
     def _native(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, autocast: torch.dtype | None
     ) -> Tensor:
@@ -137,20 +121,9 @@ class LinearExecution:
         if self.watched != key:
             self.ran["fprop"] = label
             if out.requires_grad:
-                self._watch(out, label, key, input.requires_grad, weight.requires_grad)
+                ran = {"dgrad": input.requires_grad, "wgrad": weight.requires_grad}
+                self.watch(out, key, {gemm: label for gemm, did in ran.items() if did})
         return out
-
-    def _watch(self, out: Tensor, label: str, key: Any, dgrad: bool, wgrad: bool) -> None:
-        """See the first backward through this layer; autograd runs it in the dtype of the graph just built."""
-
-        def seen(_grad: Tensor) -> None:
-            self.watched = key
-            if dgrad:
-                self.ran["dgrad"] = label
-            if wgrad:
-                self.ran["wgrad"] = label
-
-        out.register_hook(seen)  # type: ignore[no-untyped-call]
 
 
 def _note(layer: LinearExecution, gemm: Gemm, label: str) -> None:

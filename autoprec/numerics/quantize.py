@@ -23,7 +23,6 @@ __all__ = [
     "dequantize",
     "operand_values",
     "quantize",
-    "quantize_dequantize",
     "spec_of",
 ]
 
@@ -138,8 +137,3 @@ def quantize(
     if spec.scheme == "row":
         return _row(x, spec)
     return quantize_grouped(x, spec, state)
-
-
-def quantize_dequantize(x: Tensor, recipe: Recipe, operand: Operand = "input", gemm: Gemm = "fprop") -> Tensor:
-    """Return what is left of ``x`` (2-D) after quantisation by ``recipe`` for one GEMM, as float32."""
-    return dequantize(quantize(x, spec_of(recipe, gemm, operand), operand=operand))

@@ -10,7 +10,6 @@ that is not finite on one rank is not finite on any rank afterwards.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.optim.codecs import BlockCodec, CastCodec, Codec
 
-__all__ = ["WIRE", "GradientHook", "compressed_mean", "find_distributed", "install_gradient_hook", "wire_bytes"]
+__all__ = ["WIRE", "GradientHook", "find_distributed", "install_gradient_hook", "wire_bytes"]
 
 _BLOCK = 256
 #: What travels, by the policy's word; None leaves torch's own FP32 all-reduce.
@@ -65,20 +64,6 @@ def _unpack(packed: Tensor, length: int, how: Codec) -> Tensor:
     codes = packed[:, :length].contiguous().view(-1).view(torch.float8_e4m3fn)
     scales = packed[:, length:].contiguous().view(-1).view(torch.float32)
     return how.decode((codes, scales), torch.Size((count, length)))
-
-
-def compressed_mean(gradients: Sequence[Tensor], how: Codec) -> Tensor:
-    """Return the mean over ranks that the hook computes, for all ranks' flat gradients held in one process.
-
-    Same arithmetic, no process group: for simulation and tests.
-    """
-    ranks = len(gradients)
-    shares = torch.stack([_shares(g.reshape(-1), ranks) for g in gradients])
-    length = shares.shape[2]
-    received = torch.stack([_unpack(_pack(rank, how), length, how) for rank in shares])
-    mean = received.sum(0).div_(ranks)
-    out = torch.cat([_unpack(_pack(share[None], how), length, how) for share in mean], dim=0)
-    return out.view(-1)[: gradients[0].numel()].view(gradients[0].shape)
 
 
 def wire_bytes(values: int, ranks: int, name: str) -> float:

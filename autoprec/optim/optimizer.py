@@ -58,7 +58,7 @@ def _check(optimizer: torch.optim.Optimizer, choice: OptimizerPolicy, kind: str)
         raise UnsupportedError(
             "sharded parameters (FSDP2, DTensor) keep their state in FP32 here",
             where="policy.optimizer",
-            fix="use autoprec.optim.packages.package_optimizer (torchao shards its own), or fp32 state",
+            fix="use an 8-bit optimizer of torchao.optim (it shards its state), or fp32 state here",
         )
     if not any(p.dim() >= 2 for p in parameters):
         raise UnsupportedError(

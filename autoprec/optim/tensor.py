@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from autoprec.optim.codecs import CastCodec, Codec, PairCodec, StochasticCodec
 
-__all__ = ["StoredTensor", "decoded", "stored_bytes"]
+__all__ = ["StoredTensor", "decoded"]
 
 aten = torch.ops.aten
 
@@ -158,11 +158,3 @@ def _run_decoded(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
                     target.assign(plain[id(target)][1].float())
     back = {id(values): stored for stored, values in plain.values()}
     return tree_map(lambda value: back.get(id(value), value), result)
-
-
-def stored_bytes(tensor: Tensor | None) -> int:
-    """Return the bytes a live tensor holds: of its parts when it is a StoredTensor, 0 for None."""
-    if tensor is None:
-        return 0
-    parts = tensor.parts if isinstance(tensor, StoredTensor) else (tensor,)
-    return sum(part.numel() * part.element_size() for part in parts)

@@ -5,6 +5,7 @@ from autoprec.policy.document import dump_yaml, explain, load_policy, parse_poli
 from autoprec.policy.globs import Glob, escape, glob_matches, glob_regex
 from autoprec.policy.matching import first_match, resolve, unmatched_rules
 from autoprec.policy.schema import (
+    GUARD_METRICS,
     SCHEMA,
     CommunicationPolicy,
     Guard,
@@ -17,6 +18,7 @@ from autoprec.policy.schema import (
 )
 
 __all__ = [
+    "GUARD_METRICS",
     "SCHEMA",
     "CommunicationPolicy",
     "Glob",

@@ -1,8 +1,7 @@
 """Precision levels by name: the rows of MS-AMP's chart and what came after them, as parts of a policy.
 
 A level decides everything around the GEMMs (weights, their gradients, optimizer state, communication, loss scaling)
-and names a GEMM recipe of its own; ``Level.onto`` puts it on a policy that keeps its own layers, so that "MS-AMP
-state with Transformer Engine GEMMs" is one policy. Rows: Azure/MS-AMP, docs/user-tutorial/optimization-level.md;
+and names a GEMM recipe of its own. Rows: Azure/MS-AMP, docs/user-tutorial/optimization-level.md;
 FP8-LM, arXiv 2310.18313.
 """
 
@@ -15,7 +14,7 @@ from autoprec.errors import UnknownNameError
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 
-__all__ = ["LEVELS", "Level", "bytes_per_weight", "level"]
+__all__ = ["LEVELS", "Level", "level"]
 
 #: MS-AMP's linear layer: delayed power-of-two scales over 16 steps, E5M2 output gradients (msamp/nn/linear.py).
 _MSAMP_GEMM = Recipe.model_validate(
@@ -25,20 +24,6 @@ _MSAMP_GEMM = Recipe.model_validate(
         "operands": {"input": "e4m3", "weight": "e4m3", "grad_output": "e5m2"},
     }
 )
-
-#: Bytes per value, scales left out (they add 4 bytes per 128 or 256 values, or per tensor).
-_BYTES: dict[str, float] = {
-    "fp32": 4,
-    "bf16": 2,
-    "e4m3": 1,
-    "fp16_scaled": 2,
-    "e4m3_block": 1,
-    "int8_block": 1,
-    "bf16_stochastic": 2,
-    "bf16_kahan": 2,
-    "e4m3_master": 1,
-}
-_MASTER_BYTES = {"bf16_kahan": 2.0, "e4m3_master": 2.0}
 
 
 @dataclass(frozen=True)
@@ -76,48 +61,6 @@ class Level:
             communication=self.communication,
             loss_scaling=self.loss_scaling,
         )
-
-    def onto(self, policy: Policy) -> Policy:
-        """Return ``policy`` with this level's state, communication and loss scaling; its layers stay.
-
-        Raises:
-            ValueError: the level scales the loss (fp16) and the policy's own layers use no fp16.
-        """
-        document = {**policy.to_dict(), **self.fragment()}
-        if policy.activations != "keep" and self.loss_scaling == "none":
-            document["activations"] = policy.activations
-        return type(policy).model_validate(document)
-
-    def chart_row(self) -> dict[str, str]:
-        """Return this level as a row of MS-AMP's chart: one word per column."""
-        masters = {"bf16_kahan": "bf16 compensation", "e4m3_master": "fp16 scaled"}
-        weights = {"e4m3_master": "e4m3", "bf16_kahan": "bf16", "bf16_stochastic": "bf16 stochastic"}
-        state = self.optimizer
-        return {
-            "level": self.name,
-            "gemm": self.recipe.describe(),
-            "communication": self.communication.gradients,
-            "weight": weights.get(state.weights, state.weights.replace("_", " ")),
-            "master weight": masters.get(state.weights, "-"),
-            "weight gradient": state.gradients,
-            "optimizer states": f"{state.exp_avg}+{state.exp_avg_sq}".replace("_", " "),
-            "loss scaling": self.loss_scaling,
-        }
-
-
-def bytes_per_weight(optimizer: OptimizerPolicy) -> dict[str, float]:
-    """Return bytes per value of a stored matrix between two steps, by part; ``total`` sums them.
-
-    Scales are left out, as in MS-AMP's chart; ``benchmarks/state.py`` counts live tensors with scales included.
-    """
-    parts = {
-        "weight": _BYTES[optimizer.weights],
-        "master": _MASTER_BYTES.get(optimizer.weights, 0.0),
-        "gradient": _BYTES[optimizer.gradients],
-        "exp_avg": _BYTES[optimizer.exp_avg],
-        "exp_avg_sq": _BYTES[optimizer.exp_avg_sq],
-    }
-    return {**{name: float(value) for name, value in parts.items()}, "total": float(sum(parts.values()))}
 
 
 _FP8_COMMUNICATION = CommunicationPolicy(gradients="fp8")

@@ -14,6 +14,7 @@ from autoprec.policy.globs import Glob
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
+    "GUARD_METRICS",
     "REFUSED_STATE",
     "SCHEMA",
     "CommunicationPolicy",
@@ -114,6 +115,16 @@ class ModelInfo(_Frozen):
     class_name: str = Field(alias="class")
     parameters: int = Field(ge=0)
     fingerprint: str = ""
+
+
+#: What a guard can watch -> the threshold where a policy names the metric without one.
+GUARD_METRICS: dict[str, float] = {
+    "loss_gap": 0.02,  # relative: smoothed loss above the reference's, or above its own best
+    "gradient_norm_ratio": 3.0,  # median of the last steps over the median of the window
+    "nonfinite_steps": 3.0,  # losses or gradient norms in the window that are not finite
+    "saturated_share": 0.01,  # of sampled FP8 values at the format's largest one
+    "underflow_share": 0.5,  # of sampled non-zero values that become zero
+}
 
 
 class Guard(_Frozen):

@@ -85,6 +85,9 @@ class Capability:
     reason: str = ""
     needs: str = ""
 
+    def __bool__(self) -> bool:
+        return self.ok
+
 
 @dataclass(frozen=True)
 class Target:
@@ -178,6 +181,9 @@ class _CapabilityEntry(_Strict):
     ok: bool
     reason: str = ""
     needs: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
 
 
 _Family = Literal["fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8"]

@@ -115,9 +115,9 @@ class _Bench:
 
 def _numbers(bench: _Bench) -> str:
     out, grad_input = bench.run(bench.x, bench.grad)
-    compute = getattr(bench.execution, "compute", None) or torch.float32
+    compute = bench.execution.compute or torch.float32
     weight: Any = bench.module.weight
-    stored = compute if getattr(bench.execution, "casts_weight", True) else weight.dtype
+    stored = compute if bench.execution.casts_weight else weight.dtype
     wanted = reference_gemms(bench.x.to(compute), weight.detach().to(stored), bench.grad.to(compute), bench.plan)
     found = {"fprop": out - bench.module.bias.detach(), "dgrad": grad_input, "wgrad": weight.grad}
     for gemm in GEMMS:
@@ -237,7 +237,6 @@ def check_backend(backend: Backend, device: str = "cpu") -> Iterator[Check]:
         yield Check("available", "lacks" if available.reason else "fail", available.reason)
         return
     yield Check("available", "pass", available.reason)
-    gap: Callable[[LayerPlan, str], str] = getattr(backend, "gap", lambda *_: "")
     for name, plan in _plans().items():
         reason = _refusal(backend, plan, device)
         if reason:
@@ -251,5 +250,5 @@ def check_backend(backend: Backend, device: str = "cpu") -> Iterator[Check]:
             except UnsupportedError as error:
                 yield Check(name, "lacks", error.what)
                 break
-            owned = gap(plan, title) if problem else ""
+            owned = backend.gap(plan, title) if problem else ""
             yield Check(f"{name}: {title}", "lacks" if owned else "fail" if problem else "pass", owned or problem)

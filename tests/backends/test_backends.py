@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from autoprec.backends import BACKENDS, Capability, choose, get
+from autoprec.backends import BACKENDS, Backend, Capability, Execution, choose, get
 from autoprec.errors import UnknownNameError
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.testing.backends import check_backend
@@ -38,7 +38,15 @@ def test_conformance(name: str) -> None:
         assert len(checks) > 8 * len(BUILTIN_RECIPES)
 
 
-class Wrong:
+class WrongExecution(Execution):
+    """Answers one percent too much, loses NaN, and draws from the global random stream."""
+
+    def __call__(self, input, weight, bias, *, training=True):
+        torch.rand(1)
+        return get("emulated").bind(self.plan, None, name="x", seed=0)(input.nan_to_num(), weight, bias) * 1.01
+
+
+class Wrong(Backend):
     """Claims everything, and returns wrong numbers, so that the suite is seen to fail."""
 
     name = "wrong"
@@ -50,16 +58,7 @@ class Wrong:
         return Capability(recipe.format != "int8", "" if recipe.format == "int8" else "yes")
 
     def bind(self, plan, module, *, name, seed):
-        inner = get("emulated").bind(plan, module, name=name, seed=seed)
-
-        class Execution:
-            backend, executed = "wrong", {}
-
-            def __call__(self, x, weight, bias, *, training=True):
-                torch.rand(1)
-                return inner(x.nan_to_num(), weight, bias) * 1.01
-
-        return Execution()
+        return WrongExecution(plan, backend=self.name)
 
 
 def test_the_suite_finds_what_is_wrong() -> None:

@@ -12,13 +12,13 @@ from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.optim.audit import audit_optimizer
 from autoprec.optim.communication import (
     WIRE,
-    compressed_mean,
     find_distributed,
     install_gradient_hook,
     wire_bytes,
 )
 from autoprec.optim.optimizer import runtime_of, wrap_optimizer
 from autoprec.policy.levels import LEVELS
+from benchmarks.state import compressed_mean
 
 
 def gradients(ranks: int, count: int = 5000, seed: int = 0) -> list[torch.Tensor]:

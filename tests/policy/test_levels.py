@@ -4,8 +4,8 @@ import sys
 import pytest
 
 from autoprec.errors import UnknownNameError
-from autoprec.policy import OptimizerPolicy, Policy, dump_yaml, parse_policy
-from autoprec.policy.levels import LEVELS, bytes_per_weight, level
+from autoprec.policy import Policy, dump_yaml, parse_policy
+from autoprec.policy.levels import LEVELS, level
 
 
 @pytest.mark.parametrize("name", LEVELS)
@@ -15,50 +15,29 @@ def test_a_level_is_a_valid_policy_that_survives_a_file(name):
 
 
 @pytest.mark.parametrize(
-    ("name", "communication", "weight", "master", "gradient", "states"),
+    ("name", "communication", "weights", "gradients", "states"),
     [  # Azure/MS-AMP, docs/user-tutorial/optimization-level.md
-        ("amp-fp16", "fp32", "fp32", "-", "fp32", "fp32+fp32"),
-        ("te", "fp32", "fp32", "-", "fp32", "fp32+fp32"),
-        ("msamp-o1", "fp8", "fp16 scaled", "-", "e4m3", "fp32+fp32"),
-        ("msamp-o2", "fp8", "fp16 scaled", "-", "e4m3", "e4m3+fp16 scaled"),
-        ("msamp-o3", "fp8", "e4m3", "fp16 scaled", "e4m3", "e4m3+fp16 scaled"),
+        ("amp-fp16", "fp32", "fp32", "fp32", ("fp32", "fp32")),
+        ("te", "fp32", "fp32", "fp32", ("fp32", "fp32")),
+        ("msamp-o1", "fp8", "fp16_scaled", "e4m3", ("fp32", "fp32")),
+        ("msamp-o2", "fp8", "fp16_scaled", "e4m3", ("e4m3", "fp16_scaled")),
+        ("msamp-o3", "fp8", "e4m3_master", "e4m3", ("e4m3", "fp16_scaled")),
     ],
 )
-def test_rows_of_the_chart(name, communication, weight, master, gradient, states):
-    row = level(name).chart_row()
-    found = [row[k] for k in ("communication", "weight", "master weight", "weight gradient", "optimizer states")]
-    assert found == [communication, weight, master, gradient, states]
+def test_rows_of_the_chart(name, communication, weights, gradients, states):
+    state = level(name).optimizer
+    assert level(name).communication.gradients == communication
+    assert (state.weights, state.gradients) == (weights, gradients)
+    assert (state.exp_avg, state.exp_avg_sq) == states
 
 
-@pytest.mark.parametrize(
-    ("name", "total"),
-    [("amp-fp16", 16), ("te", 16), ("msamp-o1", 11), ("msamp-o2", 6), ("msamp-o3", 7), ("bf16-sr-fp8", 6)],
-)
-def test_bytes_per_weight(name, total):
-    parts = bytes_per_weight(level(name).optimizer)
-    assert parts["total"] == total
-    assert sum(v for k, v in parts.items() if k != "total") == total
-
-
-def test_every_storage_word_has_bytes():
-    schema = OptimizerPolicy.model_json_schema()["properties"]
-    for field, entry in schema.items():
-        for word in entry["enum"]:
-            assert bytes_per_weight(OptimizerPolicy(**{field: word}))["total"] > 0
-
-
-@pytest.mark.parametrize("name", [name for name in LEVELS if name != "amp-fp16"])
-def test_a_level_goes_onto_a_policy_and_leaves_its_layers(name):
-    policy = Policy(
-        recipes={"mine": {"format": "fp8"}, "bf16": {"format": "bf16"}},
-        layers=({"match": "head", "recipe": "bf16"},),
-        default="mine",
-        activations="bf16",
-    )
-    both = level(name).onto(policy)
-    assert (both.layers, both.recipes, both.default) == (policy.layers, policy.recipes, policy.default)
-    assert both.optimizer == level(name).optimizer
-    assert both.communication == level(name).communication
+@pytest.mark.parametrize("name", LEVELS)
+def test_the_sections_of_a_level_fit_a_policy_with_layers_of_its_own(name):
+    mine = {"recipes": {"mine": {"format": "fp8"}, "half": {"format": "fp16"}}, "default": "mine"}
+    mine["layers"] = [{"match": "head", "recipe": "half"}]
+    both = Policy.model_validate({**mine, **level(name).fragment()})
+    assert (both.optimizer, both.communication) == (level(name).optimizer, level(name).communication)
+    assert [rule.recipe for rule in both.layers] == ["half"]
 
 
 def test_unknown_level_names_the_nearest():

@@ -24,18 +24,10 @@ from autoprec.applying.guard.samples import OperandSampler
 from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import AutoPrecError, UnknownNameError
-from autoprec.policy import Policy, resolve
+from autoprec.policy import GUARD_METRICS, Policy, resolve
 
-__all__ = ["METRICS", "Breach", "Guard"]
+__all__ = ["Breach", "Guard"]
 
-#: What can be watched -> the threshold used when the policy names the metric without one.
-METRICS: dict[str, float] = {
-    "loss_gap": 0.02,  # relative: smoothed loss above the reference's, or above its own best
-    "gradient_norm_ratio": 3.0,  # median of the last steps over the median of the window
-    "saturated_share": 0.01,  # of sampled FP8 values at the format's largest one
-    "underflow_share": 0.5,  # of sampled non-zero values that become zero
-    "nonfinite_steps": 3.0,  # losses or gradient norms in the window that are no numbers
-}
 _LOG = logging.getLogger("autoprec.guard")
 
 
@@ -58,7 +50,7 @@ class Guard:
 
     Args:
         policy: what the model runs; its ``guard`` section says what to watch, how far it may go, and the fallbacks.
-            Without one, every metric of :data:`METRICS` is watched and every fallback is used in order.
+            Without one, all of :data:`~autoprec.policy.GUARD_METRICS` is watched, and all fallbacks are used in order.
         model: the model the policy is applied to, wrapped or not; without it the guard warns but cannot fall back.
         reference: losses of the reference run per step, where known; otherwise the run's own best smoothed loss
             stands for the reference's trend.
@@ -82,9 +74,9 @@ class Guard:
         on_breach: Callable[[Breach], None] | None = None,
     ) -> None:
         section = policy.guard
-        named = section.metrics if section and section.metrics else tuple(METRICS)
+        named = section.metrics if section and section.metrics else tuple(GUARD_METRICS)
         given = section.thresholds if section else {}
-        self.thresholds = {name: float(given.get(name, METRICS.get(name, math.inf))) for name in (*named, *given)}
+        self.thresholds = {name: float(given.get(name, GUARD_METRICS.get(name, math.inf))) for name in (*named, *given)}
         self.fallbacks = list(section.fallback if section and section.fallback else FALLBACKS)
         self.policy, self.model, self.reference = policy, model, tuple(reference)
         self.every, self.patience, self.backend, self.on_breach = max(1, every), patience, backend, on_breach
@@ -244,7 +236,7 @@ def _agreed(values: dict[str, float], model: nn.Module | None) -> dict[str, floa
     dist = torch.distributed
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return values
-    names = sorted(METRICS)
+    names = sorted(GUARD_METRICS)
     device = next((p.device for p in model.parameters()), torch.device("cpu")) if model is not None else "cpu"
     packed = torch.tensor([values.get(name, -math.inf) for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(packed, op=dist.ReduceOp.MAX)

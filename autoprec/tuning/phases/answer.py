@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from autoprec._version import __version__
-from autoprec.policy import Guard, ModelInfo, Policy
+from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy
 from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Candidate
 from autoprec.tuning.decide.pareto import front
@@ -24,10 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Answer", "emitted_policy", "search_result"]
 
-#: What the long run should watch (short trials see early divergence only), and what to fall back to, in order; the
-#: names are those of :mod:`autoprec.applying.guard`.
-GUARD_ALWAYS = {"loss_gap": 0.02, "gradient_norm_ratio": 3.0, "nonfinite_steps": 3.0}
-GUARD_QUANTISED = {"saturated_share": 0.01, "underflow_share": 0.5}
+#: What to fall back to in the long run, in order; short trials see early divergence only.
 FALLBACK_QUANTISED = ("wgrad_bf16", "head_bf16", "all_bf16", "script")
 KEPT_METRICS = (
     "throughput", "samples_per_s", "step_time_ms", "memory_bytes", "divergence", "noise_floor", "gradient_error",
@@ -132,7 +129,7 @@ def emitted_policy(context: Context, answer: Answer) -> Policy:
 def guard_for(policy: Policy) -> Guard:
     """Return what to watch and what to fall back to, as far as it applies to a policy."""
     quantised = any(recipe.scaled for recipe in policy.recipes.values())
-    thresholds = GUARD_ALWAYS | (GUARD_QUANTISED if quantised else {})
+    thresholds = {k: v for k, v in GUARD_METRICS.items() if quantised or not k.endswith("_share")}
     fallback = FALLBACK_QUANTISED if quantised else ("script",)
     return Guard(metrics=tuple(thresholds), thresholds=thresholds, fallback=fallback)
 

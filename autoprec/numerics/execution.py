@@ -1,0 +1,78 @@
+"""What runs one layer under its plan, and remembers what ran: the part that every way of running a layer shares.
+
+An audit must say what ran, not what was configured, so each execution writes down every GEMM where it happens: fprop
+when the forward returns, dgrad and wgrad when the gradient of the output arrives, which is when autograd is about to
+compute them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autoprec.numerics.plan import describe_plan
+from autoprec.policy import LayerPlan
+
+__all__ = ["Execution", "autocast_dtype"]
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """Return the dtype autocast computes in on a device type, or None where it is off."""
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+
+
+@dataclass(slots=True)
+class Execution(ABC):
+    """Runs one layer under its plan.
+
+    Attributes:
+        plan: what was asked for.
+        backend: name of the backend that runs it.
+        note: why something else than the plan runs, if so.
+        called: a forward has run.
+        ran: what the last forward and backward really ran, by GEMM; empty until then.
+        compute: dtype in which operands are handed over; None for what the script computes in.
+        casts_weight: the weight is cast to the dtype of the GEMM; otherwise a library quantises it as it is stored.
+        watched: the dtypes under which a backward has been seen; others are watched once more.
+    """
+
+    plan: LayerPlan
+    backend: str = field(default="emulated", kw_only=True)
+    note: str = field(default="", kw_only=True)
+    called: bool = field(default=False, kw_only=True)
+    ran: dict[str, str] = field(default_factory=dict, kw_only=True)
+    compute: torch.dtype | None = field(default=None, kw_only=True)
+    casts_weight: bool = field(default=True, kw_only=True)
+    watched: Any = field(default=None, kw_only=True)
+
+    @property
+    def executed(self) -> dict[str, str]:
+        """What the last forward and backward ran, by GEMM."""
+        return dict(self.ran)
+
+    def describe(self) -> str:
+        """Return what ``print(model)`` shows of this layer's policy."""
+        return describe_plan(self.plan)
+
+    @abstractmethod
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
+        """Return what the layer computes from ``input``, in the dtype the script would see.
+
+        ``training`` lets delayed scaling learn from this call.
+        """
+
+    def watch(self, out: Tensor, key: Any, labels: dict[str, str]) -> None:
+        """Note ``labels`` (GEMM to what runs it) when the gradient of ``out`` arrives.
+
+        One backward per ``key`` is enough: autograd runs it in the dtypes of the graph just built.
+        """
+
+        def seen(_grad: Tensor) -> None:
+            self.watched = key
+            self.ran.update(labels)
+
+        out.register_hook(seen)  # type: ignore[no-untyped-call]
