@@ -6,11 +6,16 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
-STAMP  := $(VENV)/.installed-$(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+KEY    := $(shell cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
+# What is installed: READY is what AutoPrec needs to run, STAMP what its development needs as well.
+READY  := $(VENV)/.ready-$(KEY)
+STAMP  := $(VENV)/.installed-$(KEY)
 INDEX  := https://download.pytorch.org/whl/cpu
 # A working nvidia-smi means a GPU that this user can train on; TORCH=cpu or TORCH=cuda overrides.
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
+# Compiling every module of every package takes longer than the installation; Python compiles what it imports.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
+ADD    := $(PIP) install --no-compile -c $(VENV)/constraints.txt
 
 .PHONY: demo test lint gpu gpu-bundle docs clean install
 .DEFAULT_GOAL := demo
@@ -24,21 +29,27 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV)
 
 # PyTorch first and alone: where the configured index has the pinned build it is taken from there, else from PyTorch's.
-$(STAMP): $(BIN)/python
+$(READY): $(BIN)/python
 	@echo "installing PyTorch ($(TORCH)) and AutoPrec into $(VENV), once"
 	@if [ "$(TORCH)" = cpu ]; then cp constraints.txt $(VENV)/constraints.txt; \
 	 else sed 's/^torch==.*/torch==2.13.0/' constraints.txt | uniq > $(VENV)/constraints.txt; fi
-	@$(PIP) install -c $(VENV)/constraints.txt torch 2>/dev/null \
-	  || $(PIP) install -c $(VENV)/constraints.txt --extra-index-url $(INDEX) torch
-	@$(PIP) install -c $(VENV)/constraints.txt -e '.[dev]'
-	@rm -f $(VENV)/.installed-*
+	@$(ADD) torch 2>/dev/null || $(ADD) --extra-index-url $(INDEX) torch
+	@$(ADD) -e .
+	@rm -f $(VENV)/.ready-* $(VENV)/.installed-*
 	@touch $@
 
-demo: $(STAMP)
+$(STAMP): $(READY)
+	@echo "installing what the tests need, once"
+	@$(ADD) -e '.[dev]'
+	@touch $@
+
+demo: $(READY)
 	$(BIN)/autoprec search examples/train_gpt.py
 
+# Two processes share the tests of a file's folder out; PYTEST= is for one process and for options of your own.
+PYTEST ?= -n 2 --dist loadscope
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

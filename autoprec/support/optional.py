@@ -21,6 +21,8 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
     "lightning": ("lightning", "2.5", "autoprec[lightning]"),
     "bitsandbytes": ("bitsandbytes", "0.45", "bitsandbytes"),
     "psycopg2": ("psycopg2-binary", "2.9", "psycopg2-binary"),
+    # AutoPrec itself needs mlflow-skinny alone, which is imported by the same name
+    "mlflow": ("mlflow", "3.7", "autoprec[ui]"),
 }
 
 

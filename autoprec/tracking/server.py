@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from autoprec.errors import AutoPrecError, FileError
+from autoprec.errors import AutoPrecError, FileError, MissingDependencyError
+from autoprec.support.optional import installed_version
 from autoprec.support.redact import HIDDEN
 from autoprec.tracking.drain import ENVIRONMENT, reachable
 from autoprec.tracking.spool import Spool, State, default_uri
@@ -76,6 +77,7 @@ def serve(uri: str, port: int, *, timeout_s: float = 300.0) -> Iterator[str]:
     """Serve a store on the loopback and yield the server's address; a store that is a server is used as it is.
 
     Raises:
+        MissingDependencyError: only mlflow-skinny is installed, which tracks and has no web interface.
         AutoPrecError: the server did not come up; its own output is in the message.
     """
     if urlsplit(uri).scheme in ("http", "https"):
@@ -84,6 +86,8 @@ def serve(uri: str, port: int, *, timeout_s: float = 300.0) -> Iterator[str]:
             raise AutoPrecError(problem, fix="start the server, or pass --tracking-uri sqlite:///.../mlflow.db")
         yield uri
         return
+    if installed_version("mlflow") is None:
+        raise MissingDependencyError("MLflow's web interface is not installed", fix="pip install 'autoprec[ui]'")
     base = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-P", "-m", "mlflow", "server"]
     command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from autoprec.errors import AutoPrecError, FileError
+from autoprec.errors import AutoPrecError, FileError, MissingDependencyError
 from autoprec.tracking import Tracker
 from autoprec.tracking.server import free_port, newest_study, serve
 
@@ -76,6 +76,12 @@ def test_a_taken_port_is_replaced() -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert free_port(port) != port
+
+
+def test_without_the_web_interface_the_pip_line_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoprec.tracking.server.installed_version", lambda name: None)
+    with pytest.raises(MissingDependencyError, match=r"autoprec\[ui\]"), serve("sqlite:///nowhere.db", 0):
+        pass
 
 
 def test_a_dead_server_address_is_a_clear_error() -> None:
