@@ -36,7 +36,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def published() -> Lines:
-    from autoprec.cost.published import Row, evaluate
+    from published import Row, evaluate
 
     rows = evaluate()
     lines = [
@@ -96,7 +96,8 @@ def published() -> Lines:
 
 def peer() -> Lines:
     """torchao's roofline on the same linear layers and GEMM tables, where torchao is installed."""
-    from autoprec.cost.published import evaluate, published
+    from published import evaluate, published
+
     from autoprec.support.optional import is_available
 
     lines = ["", "## Peer: torchao.testing.training.roofline_utils", ""]
@@ -227,7 +228,7 @@ start = time.process_time()
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from autoprec.cost import CostModel
-from autoprec.graph.fake import record_fake
+from graph_fake import record_fake
 from autoprec.precision.hardware import target
 config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
                      num_key_value_heads=8, vocab_size=128256, use_cache=False)
@@ -260,7 +261,8 @@ def llama() -> Lines:
     ]
     goal("Llama-70B from its sizes", "<= 30 s", f"{spent:.1f} s", spent <= 30)
     if is_available("transformers"):
-        done = subprocess.run([sys.executable, "-c", _TRACED], capture_output=True, text=True, check=False)
+        beside = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent)}  # graph_fake
+        done = subprocess.run([sys.executable, "-c", _TRACED], capture_output=True, text=True, check=False, env=beside)
         if done.returncode:
             lines.append(f"- traced from its configuration: failed: {done.stderr.strip().splitlines()[-1]}")
             goal("Llama-70B from its configuration, traced", "<= 30 s", "failed", False)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoprec.cost.published import evaluate
+from published import evaluate
+
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.precision.hardware import target
 

@@ -31,6 +31,7 @@ ENTRANCES = (
     "autoprec.__main__",
     "autoprec.cli",
     "autoprec.cli.reference",
+    "autoprec.graph",
     "autoprec.cost.calibrate.cpu_probe",
     "autoprec.tracking.__main__",
     "autoprec.trial.driver.execute",

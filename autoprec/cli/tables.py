@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from autoprec.errors import FileError
-
-if TYPE_CHECKING:
-    from autoprec.graph.report import GraphReport
-
-__all__ = ["load_graph", "plain_table", "stdout_console"]
+__all__ = ["plain_table", "stdout_console"]
 
 #: Columns of a table that goes to a file or a pipe, where there is no terminal to ask.
 PIPE_WIDTH = 160
@@ -40,21 +32,3 @@ def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table
     for row in rows:
         table.add_row(*(Text(cell, style="red" if cell == "NO" else "") for cell in row))
     return table
-
-
-def load_graph(path: Path) -> GraphReport:
-    """Read a step saved by ``autoprec inspect --save``.
-
-    Raises:
-        FileError: missing, or no recorded step.
-    """
-    from autoprec.graph.report import GraphReport
-
-    try:
-        return GraphReport.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FileError(
-            f"is no recorded step: {type(error).__name__}: {error}",
-            where=str(path),
-            fix="write one with `autoprec inspect --save FILE train.py`",
-        ) from error

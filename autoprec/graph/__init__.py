@@ -1,1 +1,54 @@
-"""What operators a training step has, how sensitive each is, and which layers a policy can decide about."""
+"""The operator graph of one training step: which operators ran, how sensitive each is, which layers can be decided.
+
+A step is a list of operator calls in the order they ran: forward, backward, and what checkpointing recomputes in
+between. One weighted layer is three GEMMs of it: fprop ``[tokens, in] x [in, out]``, dgrad (the gradient of its
+input) and wgrad (the gradient of its weight). The recorder watches one real step and keeps, of each call, its shapes,
+dtypes, module and autograd's sequence number, which is what ties a backward GEMM to its layer. Rules then give every
+operator a class: GEMMs and convolutions with a weight are *tunable*; softmax, norms and losses stay in fp32, since
+long sums and exponentials lose in 8 mantissa bits; everything elementwise follows its inputs. Norms and softmaxes
+that are written out by hand are recognised by who feeds whom.
+
+    from autoprec.graph import record_step
+    report = record_step(model, lambda: loss(model(x), y).backward())
+
+Importing this package imports no torch: reports are plain data, and the rest is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autoprec.graph.audit import executed_precisions
+    from autoprec.graph.recorder import StepRecorder, record_step
+    from autoprec.graph.report import GraphReport, load_report
+    from autoprec.graph.store import load_graph, save_graph
+
+__all__ = [
+    "GraphReport",
+    "StepRecorder",
+    "executed_precisions",
+    "load_graph",
+    "load_report",
+    "record_step",
+    "save_graph",
+]
+
+#: public name -> the module that defines it
+_HOME = {
+    "GraphReport": "report",
+    "StepRecorder": "recorder",
+    "executed_precisions": "audit",
+    "load_graph": "store",
+    "load_report": "report",
+    "record_step": "recorder",
+    "save_graph": "store",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'autoprec.graph' has no attribute '{name}'")
+    value = globals()[name] = getattr(importlib.import_module(f"autoprec.graph.{_HOME[name]}"), name)
+    return value

@@ -24,8 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.analysis.rules import Rules, load_rules
 from autoprec.graph.report import GraphReport
-from autoprec.graph.saved import SavedTensors
-from autoprec.graph.storages import StorageTable
+from autoprec.graph.saved import SavedTensors, StorageTable
 from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
 from autoprec.numerics.einsum import is_matrix_product
 

@@ -5,10 +5,14 @@ The recorder (which needs torch) writes it in the process that trains; the drive
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-__all__ = ["GemmCall", "GraphReport", "Layer", "Operator"]
+from autoprec.errors import FileError
+
+__all__ = ["GemmCall", "GraphReport", "Layer", "Operator", "load_report"]
 
 #: Fields of an operator that are lists in JSON.
 _TUPLES = ("dtypes", "out_dtypes", "inputs", "out_saved", "sources")
@@ -184,3 +188,19 @@ class GraphReport:
             notes=tuple(document["notes"]),
             source=document["source"],
         )
+
+
+def load_report(path: Path | str) -> GraphReport:
+    """Read a step saved by ``autoprec inspect --save``.
+
+    Raises:
+        FileError: missing, unreadable, or not a recorded step.
+    """
+    try:
+        return GraphReport.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FileError(
+            f"is not a recorded step: {type(error).__name__}: {error}",
+            where=str(path),
+            fix="write one with `autoprec inspect --save FILE train.py`",
+        ) from error

@@ -53,7 +53,7 @@ def _decode(value: Any, nodes: dict[str, fx.Node]) -> Any:
     if not isinstance(value, dict):
         return value
     if len(value) != 1:
-        raise ValueError(f"{value!r} is no argument")
+        raise ValueError(f"{value!r} is not an argument")
     kind, content = next(iter(value.items()))
     if kind == "node":
         return nodes[content]
@@ -124,12 +124,12 @@ def load_graph(path: Path | str) -> fx.Graph:
     Operators that are not registered in this process become opaque nodes, their name kept in ``meta["target"]``.
 
     Raises:
-        FileError: missing, too large, or no graph file.
+        FileError: missing, too large, or not a graph file.
     """
     path = Path(path)
     try:
         if path.stat().st_size > MAX_GRAPH_BYTES:
-            raise FileError(f"larger than {MAX_GRAPH_BYTES} bytes", where=str(path), fix="this is no graph file")
+            raise FileError(f"larger than {MAX_GRAPH_BYTES} bytes", where=str(path), fix="is it the right file?")
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["schema"] != GRAPH_SCHEMA:
             raise ValueError(f"schema is not {GRAPH_SCHEMA}")
@@ -137,8 +137,8 @@ def load_graph(path: Path | str) -> fx.Graph:
     except OSError as error:
         raise FileError(f"cannot be read: {error.strerror}", where=str(path), fix="check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        what = f"is no graph file: {type(error).__name__}: {error}"
-        raise FileError(what, where=str(path), fix="write it with autoprec.graph.store.save_graph") from error
+        what = f"is not a graph file: {type(error).__name__}: {error}"
+        raise FileError(what, where=str(path), fix="write it with autoprec.graph.save_graph") from error
 
 
 def _build(rows: list[dict[str, Any]]) -> fx.Graph:

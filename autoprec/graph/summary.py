@@ -6,7 +6,12 @@ from dataclasses import dataclass
 
 from autoprec.graph.report import GraphReport, Layer
 
-__all__ = ["ClassShare", "Remainder", "class_shares", "coverage_line", "remainders", "shape_text"]
+__all__ = ["ClassShare", "Remainder", "alignment", "class_shares", "coverage_line", "remainders", "shape_text"]
+
+#: Multiples that kernels ask of M, K and N. 8: fp16 and bf16 Tensor Cores at full speed; 16: ``torch._scaled_mm``,
+#: cuBLASLt FP8 and Transformer Engine; 32: MXFP8 blocks (OCP Microscaling 1.0); 128: DeepSeek-style 1x128 and 128x128
+#: blocks (arXiv 2412.19437).
+_MULTIPLES = (128, 32, 16, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,3 +87,12 @@ def shape_text(layer: Layer) -> str:
             count = gemm.calls * gemm.batch
             return (f"{count} x " if count > 1 else "") + f"{gemm.m}x{gemm.k}x{gemm.n}"
     return "-"
+
+
+def alignment(layer: Layer) -> int:
+    """Return the largest of 128, 32, 16, 8 that divides M, K and N of every GEMM of a layer, else 1.
+
+    Tokens are the K of wgrad, so an odd batch keeps a layer of even widths out of FP8; every batch seen counts.
+    """
+    sizes = [size for gemm in layer.gemms for size in (gemm.m, gemm.k, gemm.n)]
+    return next((m for m in _MULTIPLES if sizes and all(size % m == 0 for size in sizes)), 1)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoprec.errors import UnknownNameError
-
-__all__ = ["FORMATS", "NumberFormat", "number_format"]
+__all__ = ["FORMATS", "NumberFormat"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +51,3 @@ FORMATS: dict[str, NumberFormat] = {
         NumberFormat("int8", 8, 7, 0, 127.0, "int8", False),
     )
 }
-
-
-def number_format(name: str) -> NumberFormat:
-    """Return a format by name.
-
-    Raises:
-        UnknownNameError: with the nearest valid name.
-    """
-    try:
-        return FORMATS[name]
-    except KeyError:
-        raise UnknownNameError("number format", name, FORMATS) from None

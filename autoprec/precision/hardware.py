@@ -79,7 +79,7 @@ def alignment(family: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """Whether an architecture multiplies a recipe family, why (not), and which toolkit it needs."""
+    """Whether something can run, why (not), and which toolkit it needs; a "no" is false."""
 
     ok: bool
     reason: str = ""
@@ -181,9 +181,6 @@ class _CapabilityEntry(_Strict):
     ok: bool
     reason: str = ""
     needs: str = ""
-
-    def __bool__(self) -> bool:
-        return self.ok
 
 
 _Family = Literal["fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8"]

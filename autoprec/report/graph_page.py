@@ -6,9 +6,8 @@ import html
 import json
 from collections.abc import Sequence
 
-from autoprec.graph.alignment import alignment
 from autoprec.graph.report import GraphReport, Operator
-from autoprec.graph.summary import class_shares, coverage_line, shape_text
+from autoprec.graph.summary import alignment, class_shares, coverage_line, shape_text
 
 __all__ = ["COLOURS", "render_page"]
 

@@ -29,7 +29,6 @@ from autoprec.support.safe_yaml import MAX_DEPTH, parse_yaml
 __all__ = [
     "MAX_BYTES",
     "MAX_DEPTH",
-    "append_line",
     "canonical_json",
     "check_writable",
     "checksum",
@@ -122,17 +121,6 @@ def without_checksum(document: dict[str, Any], *, where: str) -> dict[str, Any]:
     if document.get("checksum") != checksum(rest):
         raise FileError("is damaged: its checksum does not match its contents", where=where)
     return rest
-
-
-def append_line(path: Path | str, line: str) -> None:
-    """Append one line and fsync it. A torn last line is the reader's to skip."""
-    path = Path(path)
-    with _space_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as stream:
-            stream.write(line.rstrip("\n") + "\n")
-            stream.flush()
-            os.fsync(stream.fileno())
 
 
 def check_writable(path: Path | str) -> Path:

@@ -2,12 +2,10 @@
 
 import io
 from contextlib import redirect_stdout
-from pathlib import Path
 
 import pytest
 
-from autoprec.cli.tables import load_graph, plain_table, stdout_console
-from autoprec.errors import FileError
+from autoprec.cli.tables import plain_table, stdout_console
 
 
 def printed(*rows: tuple[str, ...]) -> str:
@@ -31,8 +29,3 @@ def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[31m" not in printed(("a", "NO"))
-
-
-def test_a_missing_graph_says_how_to_make_one(tmp_path: Path) -> None:
-    with pytest.raises(FileError, match="inspect --save"):
-        load_graph(tmp_path / "none.json")

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec.errors import UnsupportedError
-from autoprec.graph.joint import cross_check
 from autoprec.graph.recorder import record_step
+from tests.graph.joint import cross_check
 from tests.graph.models import Decoder, token_batch
 
 

@@ -1,10 +1,12 @@
 """A recorded step as data: JSON in and out, FLOPs that add up."""
 
 import json
+from pathlib import Path
 
 import pytest
 
-from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
+from autoprec.errors import FileError
+from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator, load_report
 
 GEMMS = (
     GemmCall("fprop", 64, 32, 128),
@@ -51,3 +53,23 @@ def test_layers_are_found_by_name_and_a_first_layer_has_no_dgrad() -> None:
     assert found.layer("up").total_flops == GEMMS[0].flops + GEMMS[1].flops
     with pytest.raises(KeyError):
         found.layer("down")
+
+
+def test_a_saved_step_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(report().to_json()))
+    assert load_report(path) == report()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "3", '{"layers": 1}', '{"layers": [1], "operators": []}', '{"layers": [], "operators": [[1, 2]]}'],
+)
+def test_what_is_not_a_recorded_step_is_refused_with_the_command_that_makes_one(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "step.json"
+    path.write_text(text)
+    with pytest.raises(FileError, match="is not a recorded step") as found:
+        load_report(path)
+    assert "inspect --save" in found.value.fix
+    with pytest.raises(FileError, match="No such file"):
+        load_report(tmp_path / "missing")

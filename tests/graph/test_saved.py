@@ -1,9 +1,10 @@
 """Saved-tensor hooks: each storage once, nothing kept, off when torch.func begins."""
 
+import weakref
+
 import torch
 
-from autoprec.graph.saved import SavedTensors
-from autoprec.graph.storages import StorageTable
+from autoprec.graph.saved import SavedTensors, StorageTable
 
 
 def test_each_storage_counts_once_and_excluded_ones_do_not():
@@ -29,3 +30,36 @@ def test_hooks_step_aside_for_transforms():
     assert not saved.complete
     saved.stop()
     assert not saved.take()
+
+
+def test_addresses_are_not_reused_while_the_table_lives():
+    table = StorageTable()
+    seen = set()
+    for _ in range(50):
+        seen.add(table.key(torch.empty(1000))[0])
+    assert len(seen) == 50
+    assert table.live_bytes() == 0
+    table.release()
+
+
+def test_views_share_an_address_but_not_a_key():
+    table = StorageTable()
+    x = torch.randn(4, 6)
+    keys = [table.key(t) for t in (x, x.t(), x[1:], x.view(torch.int32), x.detach())]
+    assert len({key[0] for key in keys}) == 1
+    assert len(set(keys)) == 4
+    assert keys[0] == keys[4]
+    assert table.live_bytes() == 4 * 24
+    table.exclude(x)
+    assert table.live_bytes() == 0
+    table.release()
+
+
+def test_nothing_is_kept_alive():
+    table = StorageTable()
+    x = torch.randn(3)
+    table.key(x)
+    gone = weakref.ref(x)
+    del x
+    assert gone() is None
+    table.release()

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from autoprec.graph.recorder import record_step
-from autoprec.graph.summary import class_shares, coverage_line, remainders, shape_text
+from autoprec.graph.summary import alignment, class_shares, coverage_line, remainders, shape_text
 from tests.graph.models import Decoder, Mixture, decoder_step
 
 
@@ -32,3 +32,22 @@ def test_shapes_are_those_of_the_forward():
     model = nn.Linear(4, 6)
     report = record_step(model, lambda: (model(torch.randn(3, 4)).sum() + model(torch.randn(3, 4)).sum()).backward())
     assert shape_text(report.layer("")) == "2 x 3x4x6"
+
+
+def linear(width_in, width_out, *batches):
+    model = nn.Linear(width_in, width_out)
+
+    def step():
+        for tokens in batches:
+            model(torch.randn(tokens, width_in, requires_grad=True)).sum().backward()
+
+    return record_step(model, step).layer("")
+
+
+def test_alignment_is_the_largest_multiple_of_all_three_gemms():
+    assert alignment(linear(256, 384, 128)) == 128
+    assert alignment(linear(256, 384, 32)) == 32
+    assert alignment(linear(256, 384, 16)) == 16
+    assert alignment(linear(64, 64, 24)) == 8
+    assert alignment(linear(64, 64, 30)) == 1  # tokens are the K of wgrad
+    assert alignment(linear(64, 64, 64, 30)) == 1  # every batch seen counts

@@ -19,7 +19,6 @@ from autoprec.support import files
 from autoprec.support.files import (
     MAX_BYTES,
     MAX_DEPTH,
-    append_line,
     canonical_json,
     check_writable,
     file_lock,
@@ -75,21 +74,6 @@ def test_a_full_disk_is_its_own_error(tmp_path: Path, monkeypatch: pytest.Monkey
         write_atomic(path, "new")
     assert caught.value.exit_code == 6
     assert path.read_text() == "old"
-    with pytest.raises(NoSpaceError):
-        append_line(path, "more")
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
-def test_a_device_that_is_really_full() -> None:
-    with pytest.raises(NoSpaceError):
-        append_line("/dev/full", "a line")
-
-
-def test_lines_are_appended_one_by_one(tmp_path: Path) -> None:
-    path = tmp_path / "runs" / "log"
-    append_line(path, "one\n")
-    append_line(path, "two")
-    assert path.read_text() == "one\ntwo\n"
 
 
 def test_json_refuses_what_json_cannot_say(tmp_path: Path) -> None:

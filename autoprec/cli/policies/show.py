@@ -109,11 +109,11 @@ def _load(path: Path) -> Policy:
 @click.option("--json", "as_json", is_flag=True, help="The policy, and the plan of each layer, as JSON on stdout.")
 def show(policy: Path, graph: Path | None, as_json: bool) -> None:
     """Print POLICY as a table: what each layer runs, what surrounds the layers, and why."""
-    from autoprec.cli.tables import load_graph
+    from autoprec.graph.report import load_report
     from autoprec.policy import resolve
 
     loaded = _load(policy)
-    report = load_graph(graph) if graph else None
+    report = load_report(graph) if graph else None
     if as_json:
         document: dict[str, Any] = {"policy": loaded.to_dict()}
         if report is not None:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from autoprec.cli.script import script_command
-from autoprec.errors import FileError, NothingAcceptableError, ScriptError, UsageError
+from autoprec.errors import NothingAcceptableError, ScriptError, UsageError
 
 __all__ = ["estimate"]
 
@@ -47,25 +47,14 @@ def _graph(
         found = " and ".join(given) or "none of them"
         raise UsageError(f"give a script, --graph FILE or --config NAME|FILE: found {found}", fix="give exactly one")
     if graph is not None:
-        return _load_graph(graph), "cpu"
+        from autoprec.graph.report import load_report
+
+        return load_report(graph), "cpu"
     if config:
         from autoprec.cost.transformer import config_from, decoder_report
 
         return decoder_report(config_from(config), batch=batch, seq=seq), "cpu"
     return _recorded(script, timeout_s)
-
-
-def _load_graph(path: Path) -> Any:
-    from autoprec.graph.report import GraphReport
-
-    try:
-        return GraphReport.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FileError(
-            f"is no recorded step: {type(error).__name__}: {error}",
-            where=str(path),
-            fix="write one with `autoprec inspect --save FILE train.py`",
-        ) from error
 
 
 def _ms(value: float) -> str:

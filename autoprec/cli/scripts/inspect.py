@@ -46,8 +46,7 @@ def _recorded(script: tuple[str, ...], timeout_s: float) -> GraphReport:
 
 
 def _row(layer: Layer, total: int) -> tuple[str, ...]:
-    from autoprec.graph.alignment import alignment
-    from autoprec.graph.summary import shape_text
+    from autoprec.graph.summary import alignment, shape_text
 
     why = ("yes: " if layer.tunable else "no: ") + layer.reason
     return (
@@ -97,8 +96,8 @@ def inspect(
     as_json: bool,
 ) -> None:
     """Record one training step: every operator, its class and precision, and what share of the step is tunable."""
-    from autoprec.cli.tables import load_graph
     from autoprec.graph.analysis.rules import load_rules, reclassify
+    from autoprec.graph.report import load_report
     from autoprec.support.files import check_writable, write_atomic
 
     if bool(script) == (graph is not None):
@@ -107,7 +106,7 @@ def inspect(
     for path in (page, save):
         if path is not None:
             check_writable(path)
-    report = load_graph(graph) if graph is not None else _recorded(script, timeout)
+    report = load_report(graph) if graph is not None else _recorded(script, timeout)
     if chosen is not None:
         report = reclassify(report, chosen)
     if save is not None:

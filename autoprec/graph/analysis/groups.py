@@ -1,18 +1,24 @@
-"""Groups: layers whose precision moves together, found from the graph and overridable by globs.
+"""Groups: layers whose precision must move together, found from what the recorded step read and wrote.
 
-By default together: siblings of one parent that read the same tensor (q/k/v, gate/up: fused in real kernels), the same
-layer of every expert of one mixture, and modules that share one weight. ``regroup`` replaces this by globs.
+Siblings of one parent that read the same tensor (q/k/v, gate/up: one fused GEMM in real kernels), the same layer of
+every expert of one mixture, and modules that share one weight. A search decides per group, which is also what keeps
+its space small; the ``groups`` of a search space join more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
-from autoprec.graph.report import GraphReport, Layer
-from autoprec.policy import glob_matches
+from autoprec.graph.analysis.layers import LayerRecord
+from autoprec.graph.analysis.linking import Links
+from autoprec.graph.analysis.modules import ModelNames
+from autoprec.graph.trace import Trace
 
-__all__ = ["group_name", "merge", "regroup"]
+__all__ = ["group_name", "merge", "named", "sibling_pairs", "source_of"]
+
+_MOVES = frozenset({"view", "cast", "allocation"})
+_GATHERS = frozenset({"index", "index_select", "gather", "_unsafe_index", "masked_select", "take_along_dim"})
 
 
 def merge(names: Sequence[str], pairs: Iterable[tuple[str, str]]) -> list[tuple[str, ...]]:
@@ -74,30 +80,71 @@ def named(sets: Iterable[tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     return out
 
 
-def regroup(report: GraphReport, globs: Sequence[str | Sequence[str]]) -> GraphReport:
-    """Return the report with its groups replaced where globs say so; nothing else changes.
+def source_of(trace: Trace, links: Links, value: int) -> int:
+    """Walk up through what only moves or casts a tensor."""
+    return _walk(trace, links, value, frozenset())[0]
 
-    Args:
-        report: a recorded step.
-        globs: each entry is a glob, or several, whose matching tunable layers become one group. Layers that no entry
-            matches keep their group (less the members that were taken out of it). A layer follows the first entry
-            that matches it; an entry that matches nothing is ignored, since spaces are shared between models.
-    """
-    wanted = [(entry,) if isinstance(entry, str) else tuple(entry) for entry in globs]
-    entry_of: dict[str, int] = {}
-    for layer in report.layers:
-        for index, patterns in enumerate(wanted):
-            if layer.tunable and any(glob_matches(pattern, layer.name) for pattern in patterns):
-                entry_of[layer.name] = index
+
+def _walk(trace: Trace, links: Links, value: int, also: frozenset[str]) -> tuple[int, bool]:
+    """Walk up through moves, casts and the operators ``also``; say whether one of those was passed."""
+    passed = False
+    for _ in range(12):
+        call = trace.producer(value)
+        if call is None or not call.ins:
+            break
+        if links.classes[call.index] not in _MOVES:
+            if call.name not in also:
                 break
-    sets = [tuple(name for name, at in entry_of.items() if at == index) for index in range(len(wanted))]
-    for members in report.groups.values():
-        sets.append(tuple(name for name in members if name not in entry_of))
-    position = {layer.name: index for index, layer in enumerate(report.layers)}
-    kept = sorted((members for members in sets if members), key=lambda members: min(position[m] for m in members))
-    groups = named(kept)
-    group_of = {member: name for name, members in groups.items() for member in members}
-    layers: tuple[Layer, ...] = tuple(
-        replace(layer, group=group_of.get(layer.name, layer.group)) for layer in report.layers
-    )
-    return replace(report, layers=layers, groups=groups)
+            passed = True
+        value = call.ins[0]
+    return value, passed
+
+
+def _parent(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _same_input(trace: Trace, links: Links, records: dict[str, LayerRecord]) -> Iterator[tuple[str, str]]:
+    first: dict[tuple[str, int], str] = {}
+    for record in records.values():
+        if "router" in record.flags or not record.inputs or record.kind == "rnn":
+            continue
+        key = (_parent(record.name), source_of(trace, links, record.inputs[0]))
+        seen = first.setdefault(key, record.name)
+        if seen != record.name:
+            yield seen, record.name
+
+
+def _same_expert(
+    trace: Trace, names: ModelNames, links: Links, records: dict[str, LayerRecord]
+) -> Iterator[tuple[str, str]]:
+    """Layers ``<list>.<i>.<rest>`` of a list whose elements read rows of one tensor, not each other's output."""
+    families: dict[tuple[str, str], list[LayerRecord]] = {}
+    for record in records.values():
+        match = re.fullmatch(r"(.*)\.(\d+)((?:\.[^.]+)*)", record.name)
+        if match and type(names.modules.get(match[1])).__name__ == "ModuleList":
+            families.setdefault((match[1], match[3]), []).append(record)
+    mixtures: set[str] = set()
+    for (container, _), members in families.items():
+        found = [_walk(trace, links, r.inputs[0], _GATHERS) for r in members if r.inputs]
+        rows_of_one = len(found) > 1 and len({source for source, _ in found}) == 1 and all(hit for _, hit in found)
+        if rows_of_one or ("expert" in container.lower() and len(members) > 1):
+            mixtures.add(container)
+    for (container, _), members in families.items():
+        if container in mixtures:
+            for record in members[1:]:
+                yield members[0].name, record.name
+
+
+def sibling_pairs(
+    trace: Trace, names: ModelNames, links: Links, records: dict[str, LayerRecord]
+) -> list[tuple[str, str]]:
+    """Return pairs of layer names that must move together."""
+    pairs = list(_same_input(trace, links, records))
+    pairs += _same_expert(trace, names, links, records)
+    by_weight: dict[str, str] = {}
+    for record in records.values():
+        seen = by_weight.setdefault(record.weight, record.name)
+        if seen != record.name:
+            pairs.append((seen, record.name))
+    return pairs

@@ -7,14 +7,13 @@ from collections.abc import Iterable
 import torch
 
 from autoprec.graph.analysis.flops import RECURRENT, call_flops
-from autoprec.graph.analysis.groups import merge, named
+from autoprec.graph.analysis.groups import merge, named, sibling_pairs, source_of
 from autoprec.graph.analysis.layers import build_layers, collect, mark_positions
 from autoprec.graph.analysis.linking import Links, link
 from autoprec.graph.analysis.memory import step_memory
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.analysis.patterns import Pattern, find_patterns
 from autoprec.graph.analysis.rules import Rules
-from autoprec.graph.analysis.siblings import sibling_pairs, source_of
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.trace import SCRIPT, Call, Trace
 

@@ -20,6 +20,7 @@ _SQUARES = frozenset({"pow", "mul", "square"})
 _MEANS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean"})
 _SCALES = frozenset({"mul", "div", "reciprocal"})
 _SHIFTS = frozenset({"add", "clamp", "clamp_min", "maximum", "mul", "div"})
+_SOFTMAXES = frozenset({"_softmax", "_safe_softmax", "softmax"})
 _SELECTS = frozenset({"gather", "index", "take_along_dim", "index_select", "mul"})
 
 
@@ -204,20 +205,31 @@ class _Finder:
                 calls |= {shift.index, top.index}
         return Pattern(kind, "softmax", exp.module, tuple(sorted(calls)))
 
-    def cross_entropies(self, call: Call, logs: set[int]) -> Iterator[Pattern]:
-        """A scalar mean or sum over entries picked out of log-probabilities."""
+    def cross_entropies(self, call: Call, logs: set[int], softmaxes: set[int]) -> Iterator[Pattern]:
+        """A scalar mean or sum over entries picked out of log-probabilities, or over logarithms of picked ones.
+
+        ``logs`` are the calls of hand-written log-probabilities, ``softmaxes`` those of probabilities, which need a
+        logarithm on the way.
+        """
         scalar = call.outs and self.trace.values[call.outs[0]].shape == ()
         if call.name not in ("mean", "sum", "div") or not scalar:
             return
-        path, selected = [call.index], False
-        for above in self.feeding(call.ins[0], lambda c: self._moves(c) or c.name in _LOSS_PATH, depth=10):
+        path, selected, logged = [call.index], False, False
+        passes = {*_LOSS_PATH, "log"}
+        for above in self.feeding(call.ins[0], lambda c: self._moves(c) or c.name in passes, depth=10):
             if above.index in logs or above.name in ("_log_softmax", "logsumexp", "log_softmax"):
-                if selected:
-                    yield Pattern("cross_entropy", "loss", call.module, tuple(sorted(path)))
-                return
-            if above.name in _LOSS_PATH or self._moves(above):
-                path.append(above.index)
-                selected = selected or above.name in _SELECTS
+                found = selected
+            elif above.index in softmaxes or above.name in _SOFTMAXES:
+                found = selected and logged
+            else:
+                if above.name in passes or self._moves(above):
+                    path.append(above.index)
+                    selected = selected or above.name in _SELECTS
+                    logged = logged or above.name == "log"
+                continue
+            if found:
+                yield Pattern("cross_entropy", "loss", call.module, tuple(sorted(path)))
+            return
 
     # -- attention ----------------------------------------------------------------------------------------------------
 
@@ -229,7 +241,7 @@ class _Finder:
             return self._moves(call) or call.name in passes or call.name.startswith("bernoulli")
 
         def is_softmax(call: Call) -> bool:
-            return call.index in softmax or call.name in ("_softmax", "_safe_softmax", "softmax")
+            return call.index in softmax or call.name in _SOFTMAXES
 
         for call in self.trace.in_phase("forward", "recompute"):
             if call.name not in ("bmm", "baddbmm", "mm", "matmul") or self.links.classes[call.index] != "attention":
@@ -267,11 +279,11 @@ def find_patterns(trace: Trace, links: Links) -> list[Pattern]:
         if links.classes[call.index] in ("transcendental", "reduction"):
             found.extend(finder.norms(call))
             found.extend(finder.softmaxes(call))
-    logs = {index for p in found if p.cls == "softmax" for index in p.calls}
-    logs |= {call.index for call in trace.in_phase("forward") if call.name == "log"} & logs
+    logs = {index for p in found if p.kind == "logsumexp" for index in p.calls}
+    softmaxes = {index for p in found if p.kind == "softmax" for index in p.calls}
     for call in trace.in_phase("forward"):
-        found.extend(finder.cross_entropies(call, logs))
-    found.extend(finder.products(logs))
+        found.extend(finder.cross_entropies(call, logs, softmaxes))
+    found.extend(finder.products(logs | softmaxes))
     _reclassify(links, found)
     return found
 

@@ -99,7 +99,7 @@ def test_a_file_that_is_no_graph_is_refused(policy_file: Path, tmp_path: Path, t
     (tmp_path / "step.json").write_text(text, encoding="utf-8")
     found = autoprec("show", policy_file, "--graph", tmp_path / "step.json")
     assert found.code == 2
-    assert "is no recorded step" in found.err
+    assert "is not a recorded step" in found.err
     assert "inspect --save" in found.err
 
 

@@ -162,7 +162,7 @@ def test_a_calibration_of_another_device_is_refused(graph: str, tmp_path: Path, 
         (["--target", "cpu", "--gpus", "8", "train.py"], UsageError, "no links"),  # before the script is started
         (["--target", "h100", "--config", "llama3-80b"], UnknownNameError, "did you mean 'llama3-8b'"),
         (["--target", "h100", "--config", "missing.json"], FileError, "no such file"),
-        (["--target", "h100", "--graph", "missing.json"], FileError, "no recorded step"),
+        (["--target", "h100", "--graph", "missing.json"], FileError, "not a recorded step"),
         (["--target", "h100", "--config", "llama3-8b", "--cost-scale", "widht=2"], UsageError, "unknown cost scale"),
     ],
 )
@@ -207,3 +207,11 @@ def test_an_eager_script_is_told_what_compiling_would_change(graph: str) -> None
     text = run("--target", "h100", "--graph", graph, "--eager").output
     assert "execution: compile" in text
     assert "compiled" not in json.loads(run("--target", "h100", "--graph", graph, "--json").output)
+
+
+@pytest.mark.parametrize("text", ["[]", '{"layers": [], "operators": [[1, 2]]}'])
+def test_a_file_that_is_not_a_recorded_step_is_the_users_to_mend(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "list.json"
+    path.write_text(text)
+    with pytest.raises(FileError, match="is not a recorded step"):
+        run("--target", "h100", "--graph", str(path))

@@ -1,10 +1,10 @@
-"""Groups: found from the graph, named readably, replaced by globs."""
+"""Groups: found from the graph, named readably."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.graph.analysis.groups import group_name, merge, regroup
+from autoprec.graph.analysis.groups import group_name, merge, named
 from autoprec.graph.recorder import record_step
 from tests.graph.models import Decoder, decoder_step
 
@@ -38,15 +38,26 @@ def test_cross_attention_of_different_blocks_is_not_one_group():
     assert set(found.values()) == {("layers.0.k", "layers.0.v"), ("layers.1.k", "layers.1.v")}
 
 
-def test_regroup_by_globs():
-    before = report()
-    after = regroup(before, ["*.attn.q_proj", ["*.up", "*.down"], "no.such.layer"])
-    assert after.groups["blocks.*.attn.q_proj"] == ("blocks.0.attn.q_proj", "blocks.1.attn.q_proj")
-    assert set(after.groups["blocks.*.{up,down}"]) == {f"blocks.{i}.{n}" for i in (0, 1) for n in ("up", "down")}
-    assert after.groups["blocks.0.attn.{k_proj,v_proj}"] == ("blocks.0.attn.k_proj", "blocks.0.attn.v_proj")
-    assert after.layer("blocks.1.up").group == "blocks.*.{up,down}"
-    assert sorted(m for members in after.groups.values() for m in members) == sorted(x.name for x in before.tunable)
-    assert regroup(before, []) == before
+def test_layers_that_share_a_weight_move_together():
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.b.weight = self.a.weight
+
+        def forward(self, x):
+            return self.b(self.a(x).relu())
+
+    model = Net()
+    found = record_step(model, lambda: model(torch.randn(3, 8)).sum().backward()).groups
+    assert found == {"{a,b}": ("a", "b")}
+
+
+def test_every_group_has_a_name_of_its_own():
+    found = named([("a.0.w", "a.1.w"), ("a.2.w", "a.3.w"), ("b",)])
+    assert found == {"a.*.w": ("a.0.w", "a.1.w"), "a.*.w'": ("a.2.w", "a.3.w"), "b": ("b",)}
 
 
 def test_names_are_unique_and_short():

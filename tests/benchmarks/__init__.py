@@ -1,0 +1,1 @@
+"""What the benchmarks count with, tested as the package is."""

@@ -1,0 +1,56 @@
+"""From the record to the report: bytes, roles, batch, notes, and a total that adds up."""
+
+import torch
+from torch import nn
+
+from autoprec.graph.recorder import StepRecorder, record_step
+from tests.graph.models import BATCH, TOKENS, Decoder, decoder_step
+
+
+def test_totals_are_those_of_the_operators():
+    model = Decoder()
+    report = record_step(model, lambda: decoder_step(model))
+    assert report.total_flops == sum(operator.flops for operator in report.operators)
+    tunable = sum(layer.total_flops for layer in report.tunable)
+    assert report.tunable_flops_share == tunable / report.total_flops
+
+
+def test_views_move_no_bytes_and_other_operators_each_tensor_once():
+    model = nn.Linear(4, 4, bias=False)
+
+    def step():
+        y = model(torch.randn(2, 4))
+        (y * y).sum().backward()
+
+    rows = {o.op.partition("::")[2]: o for o in record_step(model, step).operators if o.phase == "forward"}
+    assert rows["t"].bytes == 0
+    assert rows["mul"].bytes == 2 * (2 * 4 * 4)  # y is read twice and counted once, and the result
+
+
+def test_samples_and_tokens_of_the_batch():
+    model = Decoder()
+    assert record_step(model, lambda: decoder_step(model)).batch == {"samples": BATCH, "tokens": BATCH * TOKENS}
+    plain, x = nn.Linear(4, 4), torch.randn(5, 4)
+    assert record_step(plain, lambda: plain(x).sum().backward()).batch == {"samples": 5, "tokens": 5}
+
+    def accumulated():
+        for _ in range(3):
+            plain(x).sum().backward()
+
+    assert record_step(plain, accumulated).batch["samples"] == 15
+
+
+def test_what_could_not_be_seen_is_noted():
+    model = nn.Linear(4, 4)
+    report = record_step(model, lambda: model(torch.randn(2, 4)))
+    assert report.notes == ("no backward pass was recorded",)
+
+
+def test_a_group_holds_only_layers_that_can_be_decided():
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4), "unused": nn.Linear(4, 4)})
+    x = torch.randn(2, 4)
+    with StepRecorder(model) as recorder:
+        (model["a"](x) + model["b"](x)).sum().backward()
+    report = recorder.report()
+    assert report.groups == {"{a,b}": ("a", "b")}
+    assert not report.layer("unused").tunable
