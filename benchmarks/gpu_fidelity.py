@@ -32,7 +32,7 @@ from autoprec.precision.recipes import BUILTIN_RECIPES  # noqa: E402
 from autoprec.trial.command import ScriptCommand  # noqa: E402
 from autoprec.trial.driver.runner import TrialRunner  # noqa: E402
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec  # noqa: E402
-from autoprec.tuning.decide.objectives import divergence, step_time  # noqa: E402
+from autoprec.tuning.decide.metrics import divergence, step_time  # noqa: E402
 from autoprec.tuning.target import resolve_target  # noqa: E402
 
 TRAIN = ROOT / "benchmarks" / "gpu" / "train_transformer.py"

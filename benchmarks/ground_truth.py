@@ -22,7 +22,7 @@ from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.policy.space import Choice, space_from_dict
 from autoprec.precision.hardware import target
 from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.ours import Prior
+from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.scan import scan_batches
 from autoprec.tuning.decide.table import SensitivityTable, plan_probes
 

@@ -15,7 +15,8 @@ import optuna
 from autoprec.policy.space import load_space
 from autoprec.testing.simulated import simulated_graph
 from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.ours import PrecisionSampler, Prior
+from autoprec.tuning.decide.sampler.prior import Prior
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 
 
 def main(blocks: int, trials: int) -> None:

@@ -11,16 +11,15 @@ import numpy as np
 import optuna
 from ground_truth import Case
 
-from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.ours import Prior
-from autoprec.tuning.decide.sampler.peers import IlpSampler, _Assigning, make_sampler
+from autoprec.tuning.decide.problem import IntVector, Problem
+from autoprec.tuning.decide.sampler.other_samplers import IlpSampler, ProposalSampler, make_sampler
+from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.solver import solve
-from autoprec.tuning.decide.tables import IntVector
 
 STRATEGIES = ("ours", "ilp", "one-pass", "measured-ilp", "greedy", "tpe", "tpe-mv", "nsga2", "gp", "random")
 
 
-class MeasuredIlp(_Assigning):
+class MeasuredIlp(ProposalSampler):
     """Measure each group under each choice alone, then the knapsack on what was measured, never corrected after."""
 
     def __init__(self, problem: Problem, prior: Prior, *, max_divergence: float, seed: int) -> None:

@@ -16,8 +16,8 @@ import numpy as np
 from ground_truth import JUDGE_SEEDS, TRUTH_SEEDS, Case
 
 from autoprec.tuning.decide.pareto import hypervolume, nondominated
-from autoprec.tuning.decide.sampler.features import divergence_model
 from autoprec.tuning.decide.sampler.posterior import Belief, DivergenceModel, Observation
+from autoprec.tuning.decide.sampler.prior import divergence_model
 from autoprec.tuning.decide.solver import solve
 
 #: (fresh seeds, factor): so many seeds for what is within this factor of the divergence of a run's own front.

@@ -21,7 +21,7 @@ DRIVER = [
     "autoprec.tuning.study.records",
     "autoprec.tuning.decide.problem",
     "autoprec.tuning.decide.solver",
-    "autoprec.tuning.decide.sampler.ours",
+    "autoprec.tuning.decide.sampler.sampler",
     "autoprec.tuning.engine",
     "autoprec.tracking",
     "autoprec.report",

@@ -18,8 +18,8 @@ from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import canonical_json
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.score import Reference
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.options import SearchOptions

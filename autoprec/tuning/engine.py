@@ -1,7 +1,7 @@
 """The search itself: what is measured when, and what each answer is used for (DESIGN section 5).
 
 Phases: script, graph, reference, verdict, sensitivity, search, finalists, answer. The engine decides nothing about
-precision; it asks :mod:`~autoprec.tuning.decide.problem`, :mod:`~autoprec.tuning.decide.sampler.ours` and
+precision; it asks :mod:`~autoprec.tuning.decide.problem`, :mod:`~autoprec.tuning.decide.sampler.sampler` and
 :mod:`~autoprec.tuning.decide.decision`, runs what they propose, and keeps every result durable.
 """
 

@@ -11,7 +11,7 @@ from autoprec.errors import NothingAcceptableError
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.tuning.decide.objectives import divergence, step_time
+from autoprec.tuning.decide.metrics import divergence, step_time
 from autoprec.tuning.options import fewer_steps
 from autoprec.tuning.workers.local import HostPool
 

@@ -13,11 +13,11 @@ import pytest
 from autoprec.policy import load_policy
 from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
-from autoprec.tuning.decide.sampler.ours import PrecisionSampler
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
-from tests.tuning.synthetic import World, world
+from tests.tuning.synthetic import Synthetic, synthetic
 
 
 def search(study: str) -> Search:
@@ -45,7 +45,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.
     print(f"{len(jumped.records)} trials under a clock that jumps by years, 0 affected")
 
 
-def asked(found: World, order: tuple[int, ...]) -> list[dict[str, Any]]:
+def asked(found: Synthetic, order: tuple[int, ...]) -> list[dict[str, Any]]:
     """Ask four trials at once, tell them in an order, and return what is asked next."""
     sampler = PrecisionSampler(found.problem, found.prior, max_divergence=0.0025, seed=3)
     study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
@@ -65,7 +65,7 @@ def test_the_order_in_which_trials_end_does_not_matter() -> None:
     orders = [(0, 1, 2, 3), (3, 2, 1, 0), (2, 0, 3, 1)]
     runs = []
     for order in orders:
-        found = world(blocks=2)
+        found = synthetic(blocks=2)
         runs.append(asked(found, order))
     assert runs[0] == runs[1] == runs[2]
     keys = {found.problem.key(params) for params in runs[0]}

@@ -10,14 +10,13 @@ import numpy as np
 import optuna
 
 from autoprec.policy.space import load_space
-from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.ours import Prior
-from autoprec.tuning.decide.tables import FloatTable
+from autoprec.tuning.decide.problem import FloatTable, Problem
+from autoprec.tuning.decide.sampler.prior import Prior
 from tests.tuning.models import gpt
 
 
 @dataclass
-class World:
+class Synthetic:
     problem: Problem
     prior: Prior
     error2: FloatTable
@@ -30,7 +29,7 @@ class World:
         return self.base_ms + float(self.prior.time_ms[rows, index].sum()), gap
 
 
-def world(blocks: int = 4, seed: int = 0, space: str = "hopper-fp8", misfit: float = 0.6) -> World:
+def synthetic(blocks: int = 4, seed: int = 0, space: str = "hopper-fp8", misfit: float = 0.6) -> Synthetic:
     problem = Problem.build(gpt(blocks), load_space(space))
     rng = np.random.default_rng(seed)
     shape = problem.allowed.shape
@@ -46,10 +45,10 @@ def world(blocks: int = 4, seed: int = 0, space: str = "hopper-fp8", misfit: flo
         problem.allowed, rng.uniform(0.5, 1.5, (shape[0], 1)) * ratio * rng.uniform(0.97, 1.03, shape), np.inf
     )
     prior = Prior(time_ms=time_ms, error2=prior2, base_time_ms=10.0)
-    return World(problem, prior, prior2 * rng.lognormal(0, misfit, shape))
+    return Synthetic(problem, prior, prior2 * rng.lognormal(0, misfit, shape))
 
 
-def drive(found: World, study: optuna.Study, trials: int) -> list[tuple[float, float]]:
+def drive(found: Synthetic, study: optuna.Study, trials: int) -> list[tuple[float, float]]:
     """Run trials and return (step time, divergence) of each."""
     out = []
     for _ in range(trials):

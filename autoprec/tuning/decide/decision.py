@@ -2,14 +2,21 @@
 
 Rules, in this order (DESIGN section 5, point 7):
 
-1. A candidate is *acceptable* when the upper 95 % confidence bound of its mean divergence over the paired seeds
-   (:mod:`~autoprec.tuning.decide.bounds`) is within ``max_divergence``, or within what rounding the weights once to
-   bf16 does to this training run (the noise floor: nobody can measure less); when its gradient error is within
-   the limit; and when it fits into memory.
+1. A candidate is *acceptable* when the upper 95 % confidence bound of its mean divergence over the paired seeds is
+   within ``max_divergence``, or within what rounding the weights once to bf16 does to this training run (the noise
+   floor: nobody can measure less); when its gradient error is within the limit; and when it fits into memory.
 2. The best by the objective leads; candidates within the timing noise of it are tied with it, except that nothing
    slower than the best acceptable preset is ever taken.
 3. Among the tied the smallest gradient error wins (safety is free there), then the smaller memory.
 4. It is adopted when it beats the script beyond the timing noise; otherwise the answer is "stay".
+
+How far up may the mean of a few seeds be? The divergence of one policy varies from seed to seed like a lognormal
+variable: its logarithm has a standard deviation of 0.3 to 0.5, about the same for all policies of one script at one
+level (benchmarks/search_quality.py). Four seeds say little about that spread, and four that happen to lie close
+together promise far too much when the bound is Student's t on each policy's own four. So the spread is taken from all
+finalists at the same level and from what is known beforehand, unless a policy's own is larger; the bound is Cox's for
+the mean of a lognormal variable (Zhou and Gao, Statistics in Medicine 16, 1997), with Student's t for the degrees of
+freedom of the pooled spread.
 """
 
 from __future__ import annotations
@@ -20,13 +27,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from autoprec.tuning.decide.bounds import confidence_bounds
+__all__ = ["Candidate", "Decision", "choose", "confidence_bounds", "gradient_limit", "noise_limit"]
 
-__all__ = ["Candidate", "Decision", "choose", "gradient_limit", "noise_limit"]
-
+Vector = npt.NDArray[np.float64]
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
+#: A modelled gain below this is not a reason to change a script.
+_LEAST_GAIN = 0.001
+#: One-sided 95 % quantiles of Student's t by degrees of freedom.
+_T95 = (
+    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753,
+    1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697,
+)  # fmt: skip
+#: Standard deviation of ln(divergence) known beforehand, and how many degrees of freedom that counts for.
+_PRIOR_SD, _PRIOR_DF = 0.4, 4
+#: Degrees of freedom that others lend at most, the factor of level within which they are like this one, and the
+#: standard deviation from which on one of them has heavy tails of its own (it lends no more than this).
+_MOST_LENT, _LIKE, _WIDEST_LENT = 12, 3.0, 0.6
 
 
 @dataclass(frozen=True)
@@ -85,6 +104,51 @@ def noise_limit(noise_floor: Sequence[float] | float) -> float:
     values = [noise_floor] if isinstance(noise_floor, (int, float)) else list(noise_floor)
     finite = [v for v in values if math.isfinite(v)]
     return float(np.mean(finite)) if finite else 0.0
+
+
+def confidence_bounds(rows: Sequence[Sequence[float]], negligible: float = 1e-7) -> list[tuple[float, float]]:
+    """Return (mean, upper 95 % bound of the mean) of every row of divergences, one value per paired seed.
+
+    Args:
+        rows: divergences, fractions; a row that is empty or holds a value that is not finite has no bound (infinity).
+        negligible: divergences below this count as this much: their logarithms say nothing.
+    """
+    usable = [len(row) > 0 and bool(np.isfinite(row).all()) for row in rows]
+    logs = [
+        np.log(np.maximum(np.asarray(row, dtype=np.float64), negligible)) if good else np.zeros(0)
+        for row, good in zip(rows, usable, strict=True)
+    ]
+    out = []
+    for k, row in enumerate(rows):
+        if not usable[k]:
+            out.append((math.inf, math.inf))
+            continue
+        mean = float(np.mean(row))
+        others = [log for j, log in enumerate(logs) if j != k and _alike(log, logs[k])]
+        out.append((mean, max(mean, _cox(logs[k], *_lent(others)))))
+    return out
+
+
+def _alike(one: Vector, other: Vector) -> bool:
+    return len(one) > 1 and abs(float(one.mean() - other.mean())) <= math.log(_LIKE)
+
+
+def _lent(others: Sequence[Vector]) -> tuple[float, int]:
+    """Return (variance, degrees of freedom) that is known before a policy's own seeds."""
+    freedom = _PRIOR_DF + sum(len(log) - 1 for log in others)
+    squares = _PRIOR_DF * _PRIOR_SD**2
+    squares += sum((len(log) - 1) * min(float(log.var(ddof=1)), _WIDEST_LENT**2) for log in others)
+    return squares / freedom, min(_MOST_LENT, freedom)
+
+
+def _cox(logs: Vector, lent: float, freedom: int) -> float:
+    count = len(logs)
+    total = freedom + count - 1
+    squares = float(((logs - logs.mean()) ** 2).sum())
+    # a spread far above everybody's is not chance: FP8 may be harmless under most seeds and ten times as bad under one
+    variance = max((freedom * lent + squares) / total, squares / max(count - 1, 1))
+    error = math.sqrt(variance / count + variance**2 / (2 * (total + 2)))
+    return math.exp(float(logs.mean()) + variance / 2 + _T95[min(total, len(_T95)) - 1] * error)
 
 
 def _rejection(
@@ -148,7 +212,7 @@ def choose(
         return Decision("stay", script, f"no policy that was measured is acceptable{why}", 0.0, rejected)
     merit = {i: _merit(candidates[i], objective, reference_memory) for i in accepted}
     leader = max(accepted, key=lambda i: merit[i])
-    if merit[leader] <= 1.0 + timing_noise or (objective == "throughput" and merit[leader] < 1.001):
+    if merit[leader] <= 1.0 + timing_noise or (objective == "throughput" and merit[leader] < 1.0 + _LEAST_GAIN):
         gain = merit[leader] - 1.0
         reason = (
             f"the best acceptable policy ({candidates[leader].name}) gains {gain:+.1%}, "

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from autoprec.tuning.decide.problem import Params, Problem, layer_key
-from autoprec.tuning.decide.sampler.features import divergence_model, features_of, observation
+from autoprec.tuning.decide.problem import FloatTable, Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel
+from autoprec.tuning.decide.sampler.prior import divergence_model, features_of, observation
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.decide.tables import FloatTable
 from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["Importance", "LayerReason", "explain_layers", "importance", "learned_times"]
@@ -146,21 +145,21 @@ def importance(
     """
     features = features_of(problem)
     divergence, time = _fitted(problem, time_ms, table, records)
-    belief, (learned, _, effects) = divergence.mean(), time.mean()
-    mean_error2 = float(np.where(np.isfinite(belief.error2), belief.error2, 0.0).mean(axis=1).sum()) or 1.0
+    law, (learned, _, effects) = divergence.mean(), time.mean()
+    mean_error2 = float(np.where(np.isfinite(law.error2), law.error2, 0.0).mean(axis=1).sum()) or 1.0
     raw: dict[str, tuple[float, float]] = {}
     for g, group in enumerate(problem.groups):
         if len(group.choices) > 1:
-            kept = problem.allowed[g] & np.isfinite(belief.error2[g])
+            kept = problem.allowed[g] & np.isfinite(law.error2[g])
             raw[layer_key(group.name)] = (
                 float(np.var(learned[g, kept])),
-                float(np.var(belief.power * belief.error2[g, kept] / mean_error2)),
+                float(np.var(law.power * law.error2[g, kept] / mean_error2)),
             )
     for name, values in problem.parameters.items():
         own = [k for k, (feature, _) in enumerate(features) if feature == name]
         raw[name] = (
             float(np.var([0.0, *effects[own]])),
-            float(np.var([0.0, *belief.parameter[own]])) if len(values) > 1 else 0.0,
+            float(np.var([0.0, *law.parameter[own]])) if len(values) > 1 else 0.0,
         )
     return _shares(raw)
 

@@ -22,15 +22,18 @@ from autoprec.policy import LayerPlan, LayerRule, ModelInfo, Policy, glob_matche
 from autoprec.policy.space import Choice, SearchSpace
 from autoprec.precision.recipes import KEEP, Recipe
 from autoprec.tuning.decide.rules import GlobTable, compact_rules
-from autoprec.tuning.decide.tables import FloatTable, IntVector
 
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution
 
-__all__ = ["CanRun", "GroupVariable", "Params", "Problem", "layer_key"]
+__all__ = ["CanRun", "FloatTable", "GroupVariable", "IntVector", "Params", "Problem", "layer_key"]
 
 CanRun = Callable[[Layer, Recipe], tuple[bool, str]]
 Params = Mapping[str, Any]
+#: ``[G, C]`` float64: a row per group, a column per choice; infinite where a group does not offer a choice.
+FloatTable = npt.NDArray[np.float64]
+#: ``[G]`` int64: the column each group takes.
+IntVector = npt.NDArray[np.int64]
 
 #: Autocast dtype -> the recipe that ``keep`` comes to under it.
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}

@@ -16,8 +16,7 @@ import numpy as np
 from autoprec.policy.space import Choice
 from autoprec.tuning.context import Context
 from autoprec.tuning.decide.explain import LayerReason, explain_layers, importance, learned_times
-from autoprec.tuning.decide.problem import Params
-from autoprec.tuning.decide.tables import FloatTable
+from autoprec.tuning.decide.problem import FloatTable, Params
 from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["MOST_REASONS", "explanation", "told"]

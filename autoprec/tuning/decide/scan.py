@@ -18,7 +18,7 @@ from typing import Any
 from autoprec.graph.report import GraphReport
 from autoprec.precision.recipes import KEEP
 from autoprec.trial.protocol import Probe
-from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.problem import FloatTable, Problem
 from autoprec.tuning.decide.table import (
     SensitivityTable,
     families,
@@ -27,7 +27,6 @@ from autoprec.tuning.decide.table import (
     parameter_probes,
     plan_probes,
 )
-from autoprec.tuning.decide.tables import FloatTable
 
 __all__ = ["SensitivityScan", "scan_batches"]
 

@@ -1,10 +1,20 @@
 """Which choice for which group: the multiple-choice knapsack over time, squared error, and further limits.
 
-Squared relative gradient errors of single groups add over a mixed assignment, so "fastest within an error budget" is a
-multiple-choice knapsack: one choice per group, times add, errors add, the error is bounded. Its linear relaxation is
-solved by walking each group's lower convex hull in order of slope (Sinha and Zoltners, Operations Research 27, 1979);
-what the walk leaves unused is filled by a bounded dynamic program over non-dominated partial assignments, which is
-exact unless it has to drop states (never on small problems).
+Squared relative gradient errors of single groups add over a mixed assignment (:mod:`~autoprec.tuning.decide.table`),
+so "the fastest policy within an error budget" is a *multiple-choice knapsack*: every group takes exactly one of its
+choices, times add, squared errors add, and the sum of the errors is bounded.
+
+The linear relaxation has a simple solution. Draw a group's choices as points (error, time): only the corners of their
+lower convex hull can be optimal, and each step along the hull buys time at a falling rate per unit of error. Taking all
+groups' steps in order of that rate, from the safest assignment on, gives the whole front between "safest" and "fastest"
+in one pass (:func:`corners`; Sinha and Zoltners, Operations Research 27, 1979). What the walk leaves of a budget is
+filled by a dynamic program over non-dominated partial assignments, which is exact unless it has to drop states (never
+on small problems).
+
+Further limits (memory, a limit on the gradient error beside a budget of divergence) are rarely binding: the exact
+answer is tried first. Where one is, small problems are enumerated and large ones relaxed: Lagrange multipliers turn
+every bound into a price per unit, which leaves one independent decision per group; each multiplier is found by
+bisection, one inside the other, and single changes use up what is left. That is near the optimum, not exact.
 """
 
 from __future__ import annotations
@@ -17,83 +27,65 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.tuning.decide.relaxation import solve_relaxed
-from autoprec.tuning.decide.tables import FloatTable, IntVector, Limit, PairCosts
+from autoprec.tuning.decide.problem import FloatTable, IntVector
 
-__all__ = ["Limit", "PairCosts", "Solution", "corners", "evaluate", "front", "solve"]
+__all__ = ["Limit", "corners", "solve"]
 
+Vector = npt.NDArray[np.float64]
+#: Partial assignments that the dynamic program keeps per group.
 _MAX_STATES = 4096
+#: Groups up to which the dynamic program is worth its time; beyond, the walk is within 0.2 % of the linear bound.
+_MAX_FILLED = 128
+#: Assignments that are enumerated where several limits bind.
+_MAX_ENUMERATED = 50_000
+#: Bisection steps per multiplier, by how many multipliers are nested.
+_STEPS = {1: 40, 2: 24, 3: 14}
+#: Bounds are met up to float64 rounding of the sums.
+_ROUNDING = 1 + 1e-12
 
 
 @dataclass(frozen=True, slots=True)
-class Solution:
-    """One assignment: ``choice`` is a column per group; ``time`` includes pair costs."""
+class Limit:
+    """A further additive quantity ``[G, C]`` (memory, a second error measure) and its upper bound."""
 
-    choice: tuple[int, ...]
-    time: float
-    error2: float
-    memory: float = 0.0
+    cost: FloatTable
+    bound: float
 
 
-def evaluate(
-    choice: Sequence[int] | IntVector, time: FloatTable, error2: FloatTable, pairs: PairCosts | None = None
-) -> tuple[float, float]:
-    """Return (time, squared error) of an assignment, pair costs included."""
-    index = np.asarray(choice)
-    rows = np.arange(len(index))
-    total = float(time[rows, index].sum())
-    for (a, b), cost in (pairs or {}).items():
-        total += float(cost[index[a], index[b]])
-    return total, float(error2[rows, index].sum())
-
-
-def solve(
-    time: FloatTable,
-    error2: FloatTable,
-    budget: float,
-    *,
-    limits: Sequence[Limit] = (),
-    pairs: PairCosts | None = None,
-) -> IntVector | None:
+def solve(time: FloatTable, error2: FloatTable, budget: float, *, limits: Sequence[Limit] = ()) -> IntVector | None:
     """Return the fastest assignment whose squared errors sum to at most ``budget``.
 
     Args:
         time: ``[G, C]``; infinite where a group does not offer a choice. May be negative (a difference to a baseline).
         error2: ``[G, C]`` >= 0.
         budget: upper bound of the sum of ``error2``; infinity for none.
-        limits: further additive bounds, met through Lagrange multipliers (exact on small problems).
-        pairs: extra time of two groups' choices together.
+        limits: further additive bounds (exact on small problems and where none of them binds).
 
     Returns:
         ``[G]`` columns, or None when nothing fits.
     """
     time = np.where(np.isfinite(time) & np.isfinite(error2), time, np.inf)
+    if not limits:
+        return _knapsack(time, error2, budget)
     combinations = float(np.exp(min(50.0, np.log(np.maximum(np.isfinite(time).sum(axis=1), 1)).sum())))
-    if (limits or pairs) and combinations <= 50_000:
-        return _enumerate(time, error2, budget, limits, pairs)
-    if limits and not pairs:  # most limits do not bind: ask the exact solver first
-        free = _knapsack(time, error2, budget)
-        rows = np.arange(len(time))
-        if free is None or all(float(x.cost[rows, free].sum()) <= x.bound for x in limits):
-            return free
-    if limits or pairs:
-        return solve_relaxed(time, error2, budget, limits=limits, pairs=pairs)
-    return _knapsack(time, error2, budget)
+    if combinations <= _MAX_ENUMERATED:
+        return _enumerate(time, error2, budget, limits)
+    free = _knapsack(time, error2, budget)
+    rows = np.arange(len(time))
+    if free is None or all(float(x.cost[rows, free].sum()) <= x.bound for x in limits):
+        return free
+    return _relaxed(time, error2, budget, limits)
 
 
-def _enumerate(
-    time: FloatTable, error2: FloatTable, budget: float, limits: Sequence[Limit], pairs: PairCosts | None
-) -> IntVector | None:
-    """Try every assignment (small problems with limits or pair costs)."""
+def _enumerate(time: FloatTable, error2: FloatTable, budget: float, limits: Sequence[Limit]) -> IntVector | None:
+    """Try every assignment (small problems with limits)."""
     options = [np.flatnonzero(np.isfinite(row)) for row in time]
     grid = np.stack([axis.ravel() for axis in np.meshgrid(*options, indexing="ij")], axis=1).astype(np.int64)
     rows = np.arange(len(time))
     total = time[rows, grid].sum(axis=1)
-    for (a, b), cost in (pairs or {}).items():
-        total = total + cost[grid[:, a], grid[:, b]]
-    fits = error2[rows, grid].sum(axis=1) <= budget * (1 + 1e-12)
+    fits = error2[rows, grid].sum(axis=1) <= budget * _ROUNDING
     for limit in limits:
-        fits &= limit.cost[rows, grid].sum(axis=1) <= limit.bound * (1 + 1e-12)
+        fits &= limit.cost[rows, grid].sum(axis=1) <= limit.bound * _ROUNDING
     if not fits.any():
         return None
     found: IntVector = grid[int(np.argmin(np.where(fits, total, np.inf)))]
@@ -155,7 +147,7 @@ def _knapsack(time: FloatTable, error2: FloatTable, budget: float) -> IntVector 
     hull = _hull(time, error2)
     rows = np.arange(len(time))
     used = float(error2[rows, hull.start].sum())
-    room = budget * (1 + 1e-12) - used
+    room = budget * _ROUNDING - used
     if room < 0:
         return None
     choice = hull.start.copy()
@@ -168,8 +160,8 @@ def _knapsack(time: FloatTable, error2: FloatTable, budget: float) -> IntVector 
         elif spent > room and room <= 0:
             break
     choice = _swap(choice, time, error2, room)
-    if len(time) <= 128:
-        better = _fill(time, error2, budget * (1 + 1e-12), hull, float(time[rows, choice].sum()))
+    if len(time) <= _MAX_FILLED:
+        better = _fill(time, error2, budget * _ROUNDING, hull, float(time[rows, choice].sum()))
         choice = choice if better is None else better
     return choice
 
@@ -269,38 +261,84 @@ def corners(time: FloatTable, error2: FloatTable, points: int = 64) -> npt.NDArr
     return out
 
 
-def front(
-    time: FloatTable,
-    error2: FloatTable,
-    memory: FloatTable | None = None,
-    *,
-    limits: Sequence[Limit] = (),
-    pairs: PairCosts | None = None,
-    points: int = 24,
-) -> list[Solution]:
-    """Return the whole front between least error and least time: non-dominated, ordered by falling time.
+def _relaxed(time: FloatTable, error2: FloatTable, budget: float, limits: Sequence[Limit]) -> IntVector | None:
+    """Return a fast assignment within all bounds by Lagrange multipliers, or None when none was found."""
+    bounded = [limit for limit in (Limit(error2, budget), *limits) if np.isfinite(limit.bound)]
+    if not bounded:
+        fastest: IntVector = np.argmin(time, axis=1)
+        return fastest
+    costs = np.stack([np.where(np.isfinite(time), limit.cost, 0.0) for limit in bounded])
+    bounds = np.array([limit.bound * _ROUNDING for limit in bounded])
+    found = _bisect(time, costs, bounds, len(bounded) - 1)
+    if found is None:
+        found = _least(time, costs, bounds)
+    return None if found is None else _improve(found, time, costs, bounds)
 
-    Budgets are spread evenly in the logarithm of the squared error between the smallest non-zero and the largest
-    useful one, and the least-error assignment is always the first point.
-    """
-    usable = np.isfinite(time) & np.isfinite(error2)
-    masked = np.where(usable, error2, np.inf)
-    least = float(masked.min(axis=1).sum())
-    fastest = solve(time, error2, np.inf, limits=limits, pairs=pairs)
-    if fastest is None:
-        return []
+
+def _bisect(price: FloatTable, costs: FloatTable, bounds: Vector, depth: int) -> IntVector | None:
+    """Return the cheapest assignment within bounds 0..depth: the least multiplier of ``depth`` that meets its bound."""
+
+    def at(multiplier: float) -> IntVector | None:
+        priced = price + multiplier * costs[depth]
+        return np.argmin(priced, axis=1) if depth == 0 else _bisect(priced, costs, bounds, depth - 1)
+
+    def fits(choice: IntVector | None) -> bool:
+        return choice is not None and float(costs[depth][rows, choice].sum()) <= bounds[depth]
+
+    rows = np.arange(len(price))
+    best = at(0.0)
+    if best is None or fits(best):
+        return best
+    low, high = 0.0, _price_scale(price, costs[depth])
+    for _ in range(40):
+        best = at(high)
+        if best is None or fits(best):
+            break
+        low, high = high, 8 * high
+    else:
+        return None
+    for _ in range(_STEPS.get(len(bounds), 10)):
+        middle = (low + high) / 2 if low else high / 8
+        candidate = at(middle)
+        if candidate is not None and fits(candidate):
+            best, high = candidate, middle
+        else:
+            low = middle
+    return best
+
+
+def _price_scale(time: FloatTable, cost: FloatTable) -> float:
+    """Return the median time saved per unit of cost: the natural size of a multiplier."""
+    finite = np.isfinite(time)
+    low = np.where(finite, time, np.inf).min(axis=1, keepdims=True)
+    spread_time = np.where(finite, time - low, 0.0).max(axis=1)
+    spread_cost = np.ptp(np.where(finite, cost, 0.0), axis=1)
+    usable = (spread_cost > 0) & (spread_time > 0)
+    return float(np.median(spread_time[usable] / spread_cost[usable])) if usable.any() else 1.0
+
+
+def _improve(choice: IntVector, time: FloatTable, costs: FloatTable, bounds: Vector) -> IntVector:
+    """Take the best single change that keeps every bound, until there is none."""
+    choice = choice.copy()
+    rows = np.arange(len(choice))
+    for _ in range(3 * len(choice)):
+        saved = time[rows, choice][:, None] - time
+        spent = costs - costs[:, rows, choice][:, :, None]
+        room = bounds - costs[:, rows, choice].sum(axis=1)
+        fits = (spent <= room[:, None, None]).all(axis=0) & np.isfinite(time)
+        saved = np.where(fits, saved, -np.inf)
+        g, c = divmod(int(np.argmax(saved)), saved.shape[1])
+        if saved[g, c] <= 1e-12:
+            break
+        choice[g] = c
+    return choice
+
+
+def _least(time: FloatTable, costs: FloatTable, bounds: Vector) -> IntVector | None:
+    """Return the assignment that uses the least of the bounds, if it keeps all of them."""
     rows = np.arange(len(time))
-    most = float(error2[rows, fastest].sum())
-    positive = error2[usable & (error2 > 0)]
-    low = max(float(positive.min()) if len(positive) else 1e-12, most * 1e-8, 1e-30)
-    budgets = [least, *np.geomspace(least + low, max(most, least + low), max(2, points)).tolist()]
-    found: list[Solution] = []
-    for budget in budgets:
-        choice = solve(time, error2, float(budget), limits=limits, pairs=pairs)
-        if choice is None:
-            continue
-        total, error = evaluate(choice, time, error2, pairs)
-        held = float(memory[rows, choice].sum()) if memory is not None else 0.0
-        if not found or total < found[-1].time - 1e-15:
-            found.append(Solution(tuple(int(c) for c in choice), total, error, held))
-    return found
+    for cost in (*costs, (costs / np.maximum(np.abs(bounds), 1e-300)[:, None, None]).sum(axis=0)):
+        choice: IntVector = np.argmin(np.where(np.isfinite(time), cost, np.inf), axis=1)
+        if (costs[:, rows, choice].sum(axis=1) <= bounds).all():
+            return choice
+    return None

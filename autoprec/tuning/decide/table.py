@@ -23,8 +23,7 @@ import numpy as np
 from autoprec.errors import UsageError
 from autoprec.precision.recipes import KEEP
 from autoprec.trial.protocol import Probe
-from autoprec.tuning.decide.problem import Params, Problem, layer_key
-from autoprec.tuning.decide.tables import FloatTable
+from autoprec.tuning.decide.problem import FloatTable, Params, Problem, layer_key
 
 __all__ = [
     "MIXED_PROBES",

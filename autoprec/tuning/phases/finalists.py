@@ -16,7 +16,7 @@ from typing import Any
 from autoprec.errors import AutoPrecError
 from autoprec.tuning.context import Context
 from autoprec.tuning.decide.decision import Candidate, choose
-from autoprec.tuning.decide.score import Reference
+from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.decide.shortlist import faster_ones, shortlist, smoothed_divergence
 from autoprec.tuning.phases.answer import Answer
 from autoprec.tuning.phases.reference import reference_of

@@ -7,8 +7,7 @@ import time
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.context import Context
-from autoprec.tuning.decide.objectives import divergence, step_time
-from autoprec.tuning.decide.score import Reference
+from autoprec.tuning.decide.metrics import Reference, divergence, step_time
 from autoprec.tuning.options import fewer_steps
 from autoprec.tuning.study.records import TrialRecord
 

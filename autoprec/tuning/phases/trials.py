@@ -15,12 +15,12 @@ import optuna
 from autoprec.errors import NothingAcceptableError
 from autoprec.trial.protocol import FAILURES
 from autoprec.tuning.context import Context
+from autoprec.tuning.decide.metrics import Reference, score
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.sampler.ours import Prior
-from autoprec.tuning.decide.sampler.peers import make_sampler
-from autoprec.tuning.decide.sampler.prior import build_prior
-from autoprec.tuning.decide.score import Reference, score
-from autoprec.tuning.decide.stopping import stop_gap
+from autoprec.tuning.decide.sampler.base import is_exhausted
+from autoprec.tuning.decide.sampler.other_samplers import make_sampler
+from autoprec.tuning.decide.sampler.prior import Prior, build_prior
+from autoprec.tuning.decide.shortlist import stop_gap
 from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["make_prior", "measured", "run_trials", "trial_record"]
@@ -205,7 +205,7 @@ def run_trials(context: Context) -> None:
     loop.seen = {problem.key(record.params): record for record in store.learned()}
     context.timings["search_began_s"] = context.elapsed()
     with context.pool.threads(context.workers, "trial") as threads:
-        _drive(loop, threads.submit, lambda: bool(getattr(sampler, "exhausted", False)))
+        _drive(loop, threads.submit, lambda: is_exhausted(sampler))
 
 
 def _drive(

@@ -10,10 +10,10 @@ from autoprec.tuning.decide.explain import explain_layers, importance
 from autoprec.tuning.decide.problem import layer_key
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
-from tests.tuning.synthetic import World, world
+from tests.tuning.synthetic import Synthetic, synthetic
 
 
-def table_of(found: World, noise: float | None = 0.5) -> SensitivityTable:
+def table_of(found: Synthetic, noise: float | None = 0.5) -> SensitivityTable:
     problem = found.problem
     return SensitivityTable(
         tuple(g.name for g in problem.groups), problem.choice_names, found.prior.error2, noise=noise
@@ -21,7 +21,7 @@ def table_of(found: World, noise: float | None = 0.5) -> SensitivityTable:
 
 
 def test_every_group_has_a_reason_with_its_numbers() -> None:
-    found = world()
+    found = synthetic()
     params = found.problem.params_of("bf16") | {layer_key("h.1.mlp.c_fc"): "fp8_rowwise"}
     reasons = explain_layers(found.problem, params, found.prior.time_ms, table_of(found))
     assert [r.group for r in reasons] == [g.name for g in found.problem.groups]
@@ -41,7 +41,7 @@ def test_every_group_has_a_reason_with_its_numbers() -> None:
 
 
 def test_a_choice_whose_gradient_is_not_finite_is_named_so() -> None:
-    found = world()
+    found = synthetic()
     error2 = found.prior.error2.copy()
     error2[3, 1:] = np.inf
     table = SensitivityTable(table_of(found).groups, found.problem.choice_names, error2)
@@ -51,7 +51,7 @@ def test_a_choice_whose_gradient_is_not_finite_is_named_so() -> None:
 
 
 def test_the_group_that_moves_the_objectives_most_leads() -> None:
-    found = world()
+    found = synthetic()
     g = 5
     found.prior.error2[g, 1:] *= 500
     found.prior.time_ms[g] *= 4

@@ -36,7 +36,7 @@ def run(problem: Problem, error2: np.ndarray, max_passes: int) -> SensitivitySca
     return scan
 
 
-def world(problem: Problem, seed: int = 0) -> np.ndarray:
+def true_errors(problem: Problem, seed: int = 0) -> np.ndarray:
     """Squared errors as they look on transformers: a level per role and recipe, a trend with depth, a little rest."""
     rng = np.random.default_rng(seed)
     roles = {role: rng.lognormal(0, 1) for role in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj", "lm_head")}
@@ -49,16 +49,16 @@ def world(problem: Problem, seed: int = 0) -> np.ndarray:
 
 def test_a_small_model_is_scanned_completely_in_one_round() -> None:
     problem = Problem.build(gpt(2), load_space("hopper-fp8"))
-    scan = run(problem, world(problem), 200)
+    scan = run(problem, true_errors(problem), 200)
     table = scan.table()
     assert table.measured is not None
     assert table.measured.all()
-    np.testing.assert_allclose(table.error2, world(problem), rtol=1e-9)
+    np.testing.assert_allclose(table.error2, true_errors(problem), rtol=1e-9)
 
 
 def test_a_large_model_stays_within_its_passes_and_is_ranked_right() -> None:
     problem = Problem.build(gpt(12), load_space("hopper-fp8"))
-    truth = world(problem)
+    truth = true_errors(problem)
     scan = run(problem, truth, 60)
     assert scan.passes <= 60
     table = scan.table()
@@ -75,7 +75,7 @@ def test_a_large_model_stays_within_its_passes_and_is_ranked_right() -> None:
 
 def test_passes_are_spent_where_depth_matters() -> None:
     problem = Problem.build(gpt(12), load_space("hopper-fp8"))
-    truth = world(problem)
+    truth = true_errors(problem)
     outlier = next(i for i, g in enumerate(problem.groups) if g.name == "h.11.mlp.c_proj")
     truth[outlier, 1:] *= 300
     table = run(problem, truth, 60).table()
@@ -86,13 +86,13 @@ def test_passes_are_spent_where_depth_matters() -> None:
 
 def test_a_budget_too_small_for_anything_still_ends() -> None:
     problem = Problem.build(gpt(12), load_space("hopper-fp8"))
-    scan = run(problem, world(problem), 5)
+    scan = run(problem, true_errors(problem), 5)
     assert np.isfinite(scan.table().error2).all()
 
 
 def test_lost_updates_reach_the_table_and_its_json() -> None:
     problem = Problem.build(gpt(2), load_space("hopper-fp8"))
-    table = run(problem, world(problem), 200).table()
+    table = run(problem, true_errors(problem), 200).table()
     for found in (table, SensitivityTable.from_json(table.to_json())):
         assert (found.lost_updates, found.lost_state) == (0.25, {"exp_avg_sq": 0.5})
 
@@ -119,7 +119,7 @@ def test_batches_and_completeness_need_room() -> None:
 
 def test_squares_are_averaged_over_batches() -> None:
     problem = Problem.build(gpt(2), load_space("hopper-fp8"))
-    one, other = world(problem), world(problem, seed=1)
+    one, other = true_errors(problem), true_errors(problem, seed=1)
     scan = SensitivityScan(problem, room=200, batches=2)
     asked = 0
     while probes := scan.next_round():
@@ -133,7 +133,7 @@ def test_a_probe_that_fails_on_one_batch_has_failed() -> None:
     problem = Problem.build(gpt(2), load_space("hopper-fp8"))
     scan = SensitivityScan(problem, room=200, batches=2)
     probes = scan.next_round()
-    good, bad = answer(problem, world(problem), probes), answer(problem, world(problem), probes)
+    good, bad = answer(problem, true_errors(problem), probes), answer(problem, true_errors(problem), probes)
     bad["probes"][0] |= {"gradient_error": None, "nonfinite": True}
     scan.add(good, bad)
     group, _, choice = probes[0].id.partition("|")

@@ -2,14 +2,15 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoprec.tuning.decide.solver import corners, evaluate, front, solve
-from autoprec.tuning.decide.tables import FloatTable, Limit
+from autoprec.tuning.decide.problem import FloatTable, IntVector
+from autoprec.tuning.decide.solver import Limit, corners, solve
 
 
 def instance(seed: int, groups: int, choices: int, *, coarse: bool = False) -> tuple[FloatTable, FloatTable]:
@@ -23,12 +24,16 @@ def instance(seed: int, groups: int, choices: int, *, coarse: bool = False) -> t
     return np.where(missing, np.inf, time_), error2
 
 
-def brute(time_: FloatTable, error2: FloatTable, budget: float, **bounds: object) -> float | None:
-    limits, pairs = bounds.get("limits", ()), bounds.get("pairs")
+def evaluate(choice: IntVector, time_: FloatTable, error2: FloatTable) -> tuple[float, float]:
+    rows = np.arange(len(choice))
+    return float(time_[rows, choice].sum()), float(error2[rows, choice].sum())
+
+
+def brute(time_: FloatTable, error2: FloatTable, budget: float, limits: Sequence[Limit] = ()) -> float | None:
     best = None
     rows = np.arange(len(time_))
     for point in itertools.product(range(time_.shape[1]), repeat=len(time_)):
-        total, error = evaluate(point, time_, error2, pairs)
+        total, error = evaluate(np.array(point), time_, error2)
         fits = error <= budget * (1 + 1e-12) and np.isfinite(total)
         fits = fits and all(limit.cost[rows, point].sum() <= limit.bound for limit in limits)
         if fits and (best is None or total < best):
@@ -51,20 +56,19 @@ def test_small_problems_are_solved_exactly(seed: int, groups: int, choices: int,
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 5), st.floats(0.1, 1.0), st.floats(0.2, 1.0))
-def test_small_problems_with_memory_and_casts_are_solved_exactly(
+def test_small_problems_with_a_memory_limit_are_solved_exactly(
     seed: int, groups: int, share: float, memory_share: float
 ) -> None:
     time_, error2 = instance(seed, groups, 3)
     rng = np.random.default_rng(seed + 1)
     memory = rng.random((groups, 3))
-    pairs = {(g, g + 1): 0.3 * rng.random((3, 3)) * (1 - np.eye(3)) for g in range(groups - 1)}
     limits = [Limit(memory, memory_share * memory.max(axis=1).sum())]
     budget = share * error2.max(axis=1).sum()
-    found = solve(time_, error2, budget, limits=limits, pairs=pairs)
-    best = brute(time_, error2, budget, limits=limits, pairs=pairs)
+    found = solve(time_, error2, budget, limits=limits)
+    best = brute(time_, error2, budget, limits=limits)
     assert (found is None) == (best is None)
     if found is not None:
-        assert evaluate(found, time_, error2, pairs)[0] == pytest.approx(best)
+        assert evaluate(found, time_, error2)[0] == pytest.approx(best)
 
 
 def test_nothing_fits_is_none() -> None:
@@ -78,14 +82,6 @@ def test_a_choice_that_is_not_offered_is_never_taken() -> None:
     time_ = np.array([[1.0, -np.inf if False else np.inf], [1.0, 0.1]])
     error2 = np.array([[0.0, 0.0], [0.0, np.inf]])
     assert solve(time_, error2, np.inf).tolist() == [0, 0]
-
-
-def test_the_front_falls_in_time_and_rises_in_error() -> None:
-    time_, error2 = instance(3, 16, 5)
-    found = front(time_, error2)
-    assert found[0].error2 == 0
-    assert all(a.time > b.time and a.error2 < b.error2 for a, b in itertools.pairwise(found))
-    assert found[-1].time == pytest.approx(np.min(time_, axis=1).sum())
 
 
 def test_large_problems_are_near_the_linear_bound() -> None:
@@ -116,15 +112,6 @@ def test_a_memory_limit_on_a_large_problem_holds() -> None:
     assert error2[rows, found].sum() <= 30.0
     unlimited = solve(time_, error2, 30.0)
     assert time_[rows, found].sum() <= 1.7 * time_[rows, unlimited].sum()
-
-
-def test_casts_between_neighbours_pull_them_together() -> None:
-    time_ = np.array([[1.0, 0.9], [1.0, 1.05], [1.0, 0.9]] * 8)
-    error2 = np.zeros((24, 2))
-    cast = np.array([[0.0, 0.2], [0.2, 0.0]])
-    pairs = {(g, g + 1): cast for g in range(23)}
-    assert solve(time_, error2, np.inf).tolist() == [1, 0, 1] * 8
-    assert solve(time_, error2, np.inf, pairs=pairs).tolist() == [1] * 24
 
 
 def test_milliseconds_at_500_groups_and_8_choices() -> None:

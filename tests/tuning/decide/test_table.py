@@ -19,7 +19,7 @@ CPU = Problem.build(gpt(), load_space("cpu-bf16"))
 
 
 def answers(problem: Problem, error2: np.ndarray, extra: float = 0.0) -> dict[str, Any]:
-    """Answer a complete plan as a world in which squares add exactly."""
+    """Answer a complete plan of a model whose squares add exactly."""
     rows = []
     for probe in plan_probes(problem):
         head, _, tail = probe.id.partition("|")

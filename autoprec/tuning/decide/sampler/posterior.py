@@ -1,4 +1,4 @@
-"""What the sampler believes: Bayesian models of divergence and of time (or memory) per group and choice.
+"""What the trials have taught: Bayesian models of divergence and of time (or memory) per group and choice.
 
 Both start from the tables (sensitivity scan, cost model) as prior means and are refitted to every finished trial.
 They are linear-Gaussian in their parameters (divergence after linearisation, by Gauss-Newton), and solved in the dual,
@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.tuning.decide.tables import FloatTable, IntVector
+from autoprec.tuning.decide.problem import FloatTable, IntVector
 
-__all__ = ["Belief", "DivergenceModel", "LinearModel", "Observation"]
+__all__ = ["DivergenceLaw", "DivergenceModel", "LinearModel", "Observation"]
 
 Vector = npt.NDArray[np.float64]
 
@@ -29,7 +29,7 @@ Vector = npt.NDArray[np.float64]
 #: (a small GPT and a small ViT, benchmarks/search_quality.py); they are stretched where the trials say it is worse.
 _SD = {"scale": 3.0, "power": 0.15, "parameter": 0.5, "choice": 0.3, "family": 0.5, "group": 0.25, "entry": 0.15}
 #: Stretches and standard deviations of one measured ln(D) that the evidence chooses from, and what a doubling of the
-#: stretch must gain in log evidence to be believed.
+#: stretch must gain in log evidence to be accepted.
 _STRETCHES, _RESIDUALS, _DOUBLING = (1.0, 2.0, 4.0), (0.05, 0.1, 0.17, 0.25, 0.35, 0.5), 1.0
 #: Gauss-Newton steps of a fit at most, and how many of them come before noise and stretch are chosen.
 _STEPS, _ROUGH_STEPS = 6, 2
@@ -48,8 +48,8 @@ class Observation:
 
 
 @dataclass(frozen=True)
-class Belief:
-    """One possible world: a table of squared errors, and how its sum becomes divergence."""
+class DivergenceLaw:
+    """How divergence follows from an assignment: a table of squared errors, and what their sum comes to."""
 
     error2: FloatTable
     scale: float
@@ -59,13 +59,13 @@ class Belief:
     floor: float
 
     def divergence(self, index: IntVector, features: Vector, base2: float) -> float:
-        """Return the divergence of an assignment in this world."""
+        """Return the divergence of an assignment by this law."""
         total = base2 + float(self.error2[np.arange(len(index)), index].sum())
         log = self.scale + float(self.parameter @ features) + self.power * math.log(max(total, 1e-30) / self.unit)
         return math.sqrt(self.floor**2 + math.exp(min(log, 60.0)))
 
     def divergences(self, index: npt.NDArray[np.int64], features: FloatTable, base2: Vector) -> Vector:
-        """Return the divergence ``[N]`` of many assignments ``[N, G]`` with features ``[N, K]`` in this world."""
+        """Return the divergence ``[N]`` of many assignments ``[N, G]`` with features ``[N, K]`` by this law."""
         total = base2 + self.error2[np.arange(index.shape[1]), index].sum(axis=1)
         log = self.scale + features @ self.parameter + self.power * np.log(np.maximum(total, 1e-30) / self.unit)
         return np.asarray(np.sqrt(self.floor**2 + np.exp(np.minimum(log, 60.0))))
@@ -122,14 +122,14 @@ class DivergenceModel:
         parts.append(np.full(g * c, _SD["entry"]))
         return np.concatenate(parts)
 
-    def _unpack(self, theta: Vector) -> Belief:
+    def _unpack(self, theta: Vector) -> DivergenceLaw:
         k, c, f, g = self._features, self._choices, int(self._families.max()) + 1, self._groups
         parameter, rest = theta[2 : 2 + k], theta[2 + k :]
         choice, family, group, entry = rest[:c], rest[c : c + f], rest[c + f : c + f + g], rest[c + f + g :]
         shift = choice[None, :] + family[self._families][:, None] + group[:, None] + entry.reshape(g, c)
         table = self._error2 * np.exp(np.clip(shift, -12.0, 12.0))
         # scale is centred on D = 2 % at the largest squared error of the table
-        return Belief(
+        return DivergenceLaw(
             np.where(self._allowed, table, np.inf),
             2 * math.log(0.02) + float(theta[0]),
             max(0.3, 1.0 + float(theta[1])),
@@ -191,19 +191,19 @@ class DivergenceModel:
         self._sd[k:] *= self.stretch
 
     def _linearise(self, theta: Vector, observations: Sequence[Observation]) -> tuple[Vector, npt.NDArray[np.float64]]:
-        belief = self._unpack(theta)
+        law = self._unpack(theta)
         k, c, f, g = self._features, self._choices, int(self._families.max()) + 1, self._groups
         index = np.stack([o.index for o in observations])
         z = np.stack([o.features for o in observations]).reshape(len(observations), k)
         base2 = np.array([o.base2 for o in observations])
         rows = np.arange(g)
-        share = np.where(np.isfinite(belief.error2), belief.error2, 0.0)[rows, index]
+        share = np.where(np.isfinite(law.error2), law.error2, 0.0)[rows, index]
         total = np.maximum(share.sum(axis=1) + base2, 1e-300)
         level = np.log(total / self._unit)
-        signal = np.exp(np.minimum(belief.scale + z @ belief.parameter + belief.power * level, 60.0))
+        signal = np.exp(np.minimum(law.scale + z @ law.parameter + law.power * level, 60.0))
         predicted = np.log(self._floor**2 + signal + _TINY**2)
         weight = signal / (self._floor**2 + signal + _TINY**2)
-        part = share / total[:, None] * (belief.power * weight)[:, None]
+        part = share / total[:, None] * (law.power * weight)[:, None]
         jacobian = np.zeros((len(observations), len(theta)))
         jacobian[:, 0] = weight
         jacobian[:, 1] = weight * level
@@ -223,12 +223,12 @@ class DivergenceModel:
         theta[2 + self._features :] *= min(1.0, self._shared * self.stretch)
         return theta
 
-    def mean(self) -> Belief:
-        """Return the most likely world."""
+    def mean(self) -> DivergenceLaw:
+        """Return the most likely law."""
         return self._unpack(self._common())
 
-    def draw(self, rng: np.random.Generator, spread: float = 1.0) -> Belief:
-        """Return a world drawn from the posterior (Matheron's rule), ``spread`` times as far from the mean."""
+    def draw(self, rng: np.random.Generator, spread: float = 1.0) -> DivergenceLaw:
+        """Return a law drawn from the posterior (Matheron's rule), ``spread`` times as far from the mean."""
         prior = rng.normal(size=len(self._sd)) * self._sd
         if len(self._jacobian):
             noise = rng.normal(size=len(self._noise)) * np.sqrt(self._noise)

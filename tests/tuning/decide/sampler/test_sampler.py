@@ -11,11 +11,12 @@ import pytest
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.ours import PrecisionSampler, Prior
-from autoprec.tuning.decide.sampler.peers import make_sampler
+from autoprec.tuning.decide.sampler.other_samplers import make_sampler
+from autoprec.tuning.decide.sampler.prior import Prior
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.decide.solver import solve
 from tests.tuning.models import gpt, linear, report
-from tests.tuning.synthetic import World, drive, world
+from tests.tuning.synthetic import Synthetic, drive, synthetic
 
 BUDGET = 0.0025
 
@@ -29,7 +30,7 @@ def best(log: list[tuple[float, float]]) -> float:
     return min((step for step, gap in log if gap <= BUDGET), default=np.inf)
 
 
-def optimum(found: World) -> float:
+def optimum(found: Synthetic) -> float:
     index = solve(found.prior.time_ms, found.error2, (BUDGET / 0.04) ** 2)
     assert index is not None
     return found.base_ms + float(found.prior.time_ms[np.arange(len(index)), index].sum())
@@ -38,7 +39,7 @@ def optimum(found: World) -> float:
 def test_it_comes_near_the_optimum() -> None:
     regrets = []
     for seed in range(2):
-        found = world(seed=seed, misfit=0.3)
+        found = synthetic(seed=seed, misfit=0.3)
         ours = study(PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET, seed=seed))
         regrets.append(best(drive(found, ours, 50)) / optimum(found) - 1)
     assert np.mean(regrets) < 0.025  # 0.016 measured
@@ -47,7 +48,7 @@ def test_it_comes_near_the_optimum() -> None:
 def test_it_beats_the_solver_on_one_pass_scores_and_optunas_own_when_the_scores_are_poor() -> None:
     ours, solver, tpe = [], [], []
     for seed in range(2):
-        found = world(seed=seed, misfit=0.6)
+        found = synthetic(seed=seed, misfit=0.6)
         sampler = PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET, seed=seed)
         ours.append(best(drive(found, study(sampler), 50)))
         solver.append(best(drive(found, study(make_sampler("ilp", found.problem, found.prior, seed=seed)), 50)))
@@ -57,7 +58,7 @@ def test_it_beats_the_solver_on_one_pass_scores_and_optunas_own_when_the_scores_
 
 
 def test_nothing_is_proposed_twice() -> None:
-    found = world()
+    found = synthetic()
     at = study(PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET))
     for _, params in presets(found.problem):
         at.enqueue_trial(params)
@@ -67,7 +68,7 @@ def test_nothing_is_proposed_twice() -> None:
 
 
 def test_a_trial_is_determined_by_seed_number_and_history() -> None:
-    found = world(blocks=2)
+    found = synthetic(blocks=2)
     runs = []
     for _ in range(2):
         at = study(PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET, seed=7))
@@ -80,7 +81,7 @@ def test_a_trial_is_determined_by_seed_number_and_history() -> None:
 
 
 def test_a_resumed_study_goes_on_as_if_nothing_had_happened() -> None:
-    found = world(blocks=2)
+    found = synthetic(blocks=2)
     whole = study(PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET, seed=7))
     drive(found, whole, 12)
     resumed = study(PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET, seed=7))
@@ -92,7 +93,7 @@ def test_a_resumed_study_goes_on_as_if_nothing_had_happened() -> None:
 
 
 def test_parallel_asks_differ() -> None:
-    found = world()
+    found = synthetic()
     at = study(PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET))
     drive(found, at, 10)
     asked = [at.ask(found.problem.distributions()) for _ in range(6)]
@@ -101,7 +102,7 @@ def test_parallel_asks_differ() -> None:
 
 
 def test_the_gradient_error_limit_is_never_broken() -> None:
-    found = world()
+    found = synthetic()
     limit = 0.03
     sampler = PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET, max_gradient=limit)
     at = study(sampler)
@@ -112,7 +113,7 @@ def test_the_gradient_error_limit_is_never_broken() -> None:
 
 
 def test_the_memory_limit_is_never_broken() -> None:
-    found = world()
+    found = synthetic()
     rng = np.random.default_rng(0)
     memory = np.where(found.problem.allowed, rng.uniform(1, 2, found.problem.allowed.shape), np.inf)
     limit = float(memory.min(axis=1).sum() * 1.2)
@@ -130,7 +131,7 @@ def test_a_space_that_is_used_up_says_so() -> None:
         problem.table(lambda _g, c: 1.0 if c == "keep" else 0.6), problem.table(lambda _g, c: 1e-6 * (c != "keep"))
     )
     sampler = PrecisionSampler(problem, prior)
-    found = World(problem, prior, prior.error2)
+    found = Synthetic(problem, prior, prior.error2)
     drive(found, study(sampler), 4)
     assert not sampler.exhausted
     drive(found, sampler_study := study(sampler), 5)
@@ -145,13 +146,13 @@ def test_parameters_are_searched_too() -> None:
         problem.table(lambda _g, c: 1e-8 if c == "bf16" else 1e-4),
     )
     at = study(PrecisionSampler(problem, prior, max_divergence=BUDGET))
-    drive(World(problem, prior, prior.error2), at, 24)
+    drive(Synthetic(problem, prior, prior.error2), at, 24)
     for name, values in problem.parameters.items():
         assert len({t.params[name] for t in at.trials}) == len(values)
 
 
 def test_failed_pruned_and_diverged_trials_are_learned_from_or_ignored() -> None:
-    found = world(blocks=2)
+    found = synthetic(blocks=2)
     at = study(PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET))
     for status in ("diverged", "oom", "pruned"):
         trial = at.ask(found.problem.distributions())
@@ -164,7 +165,7 @@ def test_failed_pruned_and_diverged_trials_are_learned_from_or_ignored() -> None
 
 
 def test_an_enqueued_point_is_not_proposed_again() -> None:
-    found = world(blocks=2)
+    found = synthetic(blocks=2)
     at = study(PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET))
     queued = found.problem.params_of("fp8_rowwise")
     trial = at.ask(found.problem.distributions())
@@ -174,7 +175,7 @@ def test_an_enqueued_point_is_not_proposed_again() -> None:
 
 
 def test_the_cost_of_a_trial_at_200_groups() -> None:
-    found = world(blocks=50)
+    found = synthetic(blocks=50)
     at = study(PrecisionSampler(found.problem, found.prior, max_divergence=BUDGET))
     drive(found, at, 25)
     began = time.process_time()
@@ -192,7 +193,7 @@ def test_it_works_on_other_spaces(space: str) -> None:
     at = study(PrecisionSampler(problem, prior, max_divergence=BUDGET))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        drive(World(problem, prior, prior.error2), at, 15)
+        drive(Synthetic(problem, prior, prior.error2), at, 15)
     assert len({problem.key(t.params) for t in at.trials}) == 15
 
 
@@ -202,7 +203,7 @@ def test_the_memory_objective_finds_small_points() -> None:
         problem.table(lambda _g, c: 1.0 if c == "bf16" else 0.6),
         problem.table(lambda _g, c: 1e-8 if c == "bf16" else 1e-7),
     )
-    found = World(problem, prior, prior.error2)
+    found = Synthetic(problem, prior, prior.error2)
     small = {"optimizer.exp_avg": {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0}, "optimizer.weights": {"fp16_scaled": 2.0}}
 
     def held(params: dict[str, object]) -> float:

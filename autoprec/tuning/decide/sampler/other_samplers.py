@@ -18,19 +18,23 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import UnknownNameError
-from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.assigning import AssigningSampler
-from autoprec.tuning.decide.sampler.ours import PrecisionSampler, Prior
+from autoprec.tuning.decide.problem import IntVector, Problem
+from autoprec.tuning.decide.sampler.base import PointSampler
+from autoprec.tuning.decide.sampler.prior import Prior
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.decide.solver import solve
-from autoprec.tuning.decide.tables import IntVector
 
-__all__ = ["SAMPLERS", "GreedySampler", "IlpSampler", "make_sampler"]
+__all__ = ["SAMPLERS", "GreedySampler", "IlpSampler", "ProposalSampler", "make_sampler"]
 
 #: Names that ``--sampler`` accepts.
 SAMPLERS = ("ours", "tpe", "nsga2", "random", "ilp", "greedy")
+#: Known proposals that are passed over before a random point is taken; points of the sweep and the bisection.
+_MOST_PROPOSALS, _STEPS = 4000, 600
+#: Factor between the largest and the smallest squared error that the sweep solves for.
+_SWEPT = 1e6
 
 
-class _Assigning(AssigningSampler):
+class ProposalSampler(PointSampler):
     """A sampler that proposes whole assignments ``[G]`` and leaves every parameter at its default."""
 
     def __init__(self, problem: Problem, prior: Prior, *, max_divergence: float, seed: int) -> None:
@@ -49,7 +53,7 @@ class _Assigning(AssigningSampler):
             if other.number != trial.number and (other.params or other.state.is_finished()):
                 results[self.problem.key(other.params)] = _divergence(other)
         proposals = self.proposals(lambda params: results.get(self.problem.key(params), math.nan))
-        for _, index in zip(range(4000), proposals, strict=False):
+        for _, index in zip(range(_MOST_PROPOSALS), proposals, strict=False):
             params = self.problem.from_indices(index, {})
             if self.problem.key(params) not in results:
                 return params
@@ -60,7 +64,7 @@ class _Assigning(AssigningSampler):
     def sample_independent(
         self, study: optuna.Study, trial: FrozenTrial, param_name: str, param_distribution: BaseDistribution
     ) -> Any:
-        """Leave what is not ours to chance."""
+        """Draw what is not in the problem at random."""
         sampler = optuna.samplers.RandomSampler(seed=self.seed * 1_000_003 + trial.number)
         return sampler.sample_independent(study, trial, param_name, param_distribution)
 
@@ -76,7 +80,7 @@ def _divergence(trial: FrozenTrial) -> float | None:
     return math.inf if trial.state.is_finished() else None
 
 
-class IlpSampler(_Assigning):
+class IlpSampler(ProposalSampler):
     """The knapsack on the prior tables: a sweep over the whole front, and a bisection to the budget."""
 
     def __init__(self, problem: Problem, prior: Prior, *, max_divergence: float, seed: int) -> None:
@@ -93,9 +97,9 @@ class IlpSampler(_Assigning):
         error2 = self.prior.error2
         finite = np.where(np.isfinite(error2), error2, 0.0)
         high = math.log(max(float(finite.max(axis=1).sum()), 1e-30))
-        low = high - math.log(1e6)
+        low = high - math.log(_SWEPT)
         left, right = low, high
-        for k in range(600):
+        for k in range(_STEPS):
             at = (left + right) / 2
             index = self._at(math.exp(at))
             if index is not None and right - left > 1e-3:
@@ -116,7 +120,7 @@ def _van_der_corput(k: int) -> float:
     return value
 
 
-class GreedySampler(_Assigning):
+class GreedySampler(ProposalSampler):
     """Walk back from the fastest point by sensitivity until the budget holds, then try to speed up single groups."""
 
     def proposals(self, measured: Callable[[Mapping[str, Any]], float | None]) -> Iterator[IntVector]:
@@ -165,7 +169,7 @@ def make_sampler(
     Args:
         name: one of :data:`SAMPLERS`.
         problem, prior, max_divergence, max_gradient, max_memory, noise_floor, seed, objective: see
-            :class:`autoprec.tuning.decide.sampler.ours.PrecisionSampler`; Optuna's own samplers use only the seed.
+            :class:`autoprec.tuning.decide.sampler.sampler.PrecisionSampler`; Optuna's own samplers use only the seed.
         trials: how many trials are planned (sets NSGA-II's population).
 
     Raises:

@@ -5,15 +5,15 @@ import optuna
 import pytest
 
 from autoprec.errors import UnknownNameError
-from autoprec.tuning.decide.sampler.peers import SAMPLERS, make_sampler
-from tests.tuning.synthetic import drive, world
+from autoprec.tuning.decide.sampler.other_samplers import SAMPLERS, make_sampler
+from tests.tuning.synthetic import drive, synthetic
 
 BUDGET = 0.0025
 
 
 def run(name: str, trials: int = 40, seed: int = 0) -> list[tuple[float, float]]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    found = world(seed=seed)
+    found = synthetic(seed=seed)
     sampler = make_sampler(name, found.problem, found.prior, seed=seed, max_divergence=BUDGET, trials=trials)
     return drive(found, optuna.create_study(directions=["minimize", "minimize"], sampler=sampler), trials)
 
@@ -27,7 +27,7 @@ def test_every_sampler_runs_and_repeats_itself(name: str) -> None:
 
 
 def found_all_bf16() -> float:
-    found = world()
+    found = synthetic()
     return float(found.prior.time_ms[:, found.problem.choice_names.index("bf16")].sum())
 
 
@@ -48,6 +48,6 @@ def test_greedy_walks_back_from_the_fastest() -> None:
 
 
 def test_an_unknown_sampler_is_answered_with_the_nearest() -> None:
-    found = world(blocks=2)
+    found = synthetic(blocks=2)
     with pytest.raises(UnknownNameError, match="did you mean 'nsga2'"):
         make_sampler("nsga3", found.problem, found.prior)

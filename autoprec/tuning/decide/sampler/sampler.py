@@ -1,19 +1,16 @@
-"""Our Optuna sampler: draw a world from the posterior, ask for the point that would help most in it, refit.
+"""The sampler itself: draw a posterior sample, ask for the point that would help most in it, refit.
 
-A world is one set of tables that the scan, the cost model and all trials so far allow, each entry drawn with its own
-uncertainty. In it everything is known: where the points asked so far really lie (their single noisy measurements are
-only what the posterior learned from), the whole front of the knapsack, and hence which point of it adds most to what
-was asked. Half of the trials ask for that; the others ask for the fastest point within the divergence budget. Trials
-that still run are points like all others, so parallel asks differ. Nothing is proposed twice, nothing the problem
-refuses is proposed at all, and a trial depends only on the seed, its number, and the trials before it.
+Some of the trials aim at the fastest point within the divergence budget, the others at the whole front. Trials that
+still run are points like all others, so parallel asks differ. Nothing is proposed twice, nothing that the problem or a
+limit refuses is proposed at all, and a trial depends only on the seed, its number, and the trials before it.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,61 +19,43 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.assigning import AssigningSampler
-from autoprec.tuning.decide.sampler.features import divergence_model, features_of
-from autoprec.tuning.decide.sampler.posterior import Belief, DivergenceModel, LinearModel, Observation
-from autoprec.tuning.decide.sampler.posterior_sample import Candidate, World
-from autoprec.tuning.decide.solver import corners, solve
-from autoprec.tuning.decide.tables import FloatTable, IntVector, Limit, PairCosts
+from autoprec.tuning.decide.problem import FloatTable, IntVector, Problem
+from autoprec.tuning.decide.sampler.base import PointSampler
+from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, DivergenceModel, LinearModel, Observation
+from autoprec.tuning.decide.sampler.posterior_sample import Candidate, PosteriorSample
+from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of
+from autoprec.tuning.decide.solver import Limit, corners, solve
 
-__all__ = ["PrecisionSampler", "Prior"]
+__all__ = ["PrecisionSampler"]
 
 Vector = npt.NDArray[np.float64]
 
+#: Share of the trials that aim at the budget, the others serve the whole front; for the memory objectives it is larger,
+#: because the front that the others serve is that of time and divergence.
+_AIMING, _AIMING_MEMORY = 0.4, 0.75
 #: Points along the front that are solved for in a trial that spreads, beside the corners of the relaxed front.
 _GRID, _CORNERS = 6, 64
-#: Width of posterior draws, in posterior standard deviations.
-_SPREAD = 0.25
+#: Width of posterior draws, in posterior standard deviations; by how much it widens with every attempt that came to
+#: known points only; how many attempts there are, and how many of them keep aiming at the budget.
+_SPREAD, _WIDENING, _ATTEMPTS, _AIMED_ATTEMPTS = 0.25, 0.35, 6, 3
 #: Trials see one paired seed, whose ln(divergence) is off by so much for all of them alike (standard deviation over
 #: seeds; benchmarks/search_quality.py): points that aim at the budget are spread accordingly.
 _SEED_SD = 0.25
 #: The models are fitted to this many trials at most, and beyond it only once in so many: fitting costs their square.
 #: The first ones (presets and the scan of every group) and the newest ones (near the answer) are kept.
 _MOST_FITTED, _FIRST_FITTED, _REFIT_EVERY = 160, 40, 16
-
-
-def _zero(_params: Mapping[str, Any]) -> float:
-    return 0.0
-
-
-@dataclass(frozen=True)
-class Prior:
-    """What is believed before the first trial.
-
-    Attributes:
-        time_ms: ``[G, C]`` time of each group's layers under each choice.
-        error2: ``[G, C]`` squared relative gradient error (``SensitivityTable.error2``).
-        base_time_ms: time of a step outside the groups.
-        memory: ``[G, C]`` bytes each group holds, or None when memory is neither limited nor an objective.
-        base_memory: bytes outside the groups.
-        parameter_error2: squared error of the parameters of a point (``SensitivityTable.parameter_error2``).
-        parameter_time_ms: (name, value) -> milliseconds against the parameter's default.
-        pairs: extra time between neighbouring groups (casts).
-        time_noise: relative noise of one measured step time; tiny for modelled times.
-        time_trust: relative uncertainty of the differences in ``time_ms``.
-    """
-
-    time_ms: FloatTable
-    error2: FloatTable
-    base_time_ms: float = 0.0
-    memory: FloatTable | None = None
-    base_memory: float = 0.0
-    parameter_error2: Callable[[Mapping[str, Any]], float] = _zero
-    parameter_time_ms: Mapping[tuple[str, Any], float] = field(default_factory=dict)
-    pairs: PairCosts | None = None
-    time_noise: float = 0.01
-    time_trust: float = 0.2
+#: In one of so many trials Optuna's TPE picks the parameters: it learns interactions that additive models cannot.
+_TPE_EVERY = 3
+#: Combinations of parameter values up to which all are solved for; else the cheapest, the defaults, and so many random.
+_FEW_OPTIONS, _RANDOM_OPTIONS = 8, 3
+#: A neighbour's merit: what a factor e of divergence is worth in step times, and the jitter that breaks ties.
+_GAP_WEIGHT, _JITTER = 0.1, 0.02
+#: What time counts against memory where memory is the objective: enough to break ties.
+_TIE_BREAK = 1e-3
+#: Random points that are tried before the space counts as exhausted.
+_RANDOM_POINTS = 200
+#: Divergence that a trial without a finite loss counts as, in budgets (1 at least), and what any trial is capped at.
+_DIVERGED_BUDGETS, _MOST_DIVERGENCE = 30, 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,19 +78,19 @@ class _State:
     memory: LinearModel
 
 
-class PrecisionSampler(AssigningSampler):
-    """Proposes whole assignments; see the module's docstring.
+class PrecisionSampler(PointSampler):
+    """Proposes whole points; see :mod:`autoprec.tuning.decide.sampler` for the idea.
 
     Args:
         problem: the search problem.
         prior: tables to start from.
-        max_divergence: the budget half of the trials aim at, a fraction.
+        max_divergence: the budget that trials aim at, a fraction.
         max_gradient: largest relative gradient error, absolute (``decision.gradient_limit``); None for no limit.
         max_memory: bytes; needs ``prior.memory``.
         noise_floor: divergence of the benign perturbation.
         seed: with the trial's number it determines every draw.
-        focus: share of trials that aim at the budget; None is a half, three quarters for the memory objectives.
-        objective: what those trials minimise: ``throughput``, ``memory`` or ``balanced`` (the product of both).
+        objective: what the trials that aim at the budget minimise: ``throughput``, ``memory`` or
+            ``balanced`` (the product of both).
     """
 
     def __init__(
@@ -124,13 +103,12 @@ class PrecisionSampler(AssigningSampler):
         max_memory: float | None = None,
         noise_floor: float = 0.0,
         seed: int = 0,
-        focus: float | None = None,
         objective: str = "throughput",
     ) -> None:
         super().__init__(problem)
         self.prior = prior
         self.max_divergence, self.noise_floor, self.seed = max_divergence, noise_floor, seed
-        self.focus = focus if focus is not None else 0.4 if objective == "throughput" else 0.75
+        self._aiming = _AIMING if objective == "throughput" else _AIMING_MEMORY
         self.objective = objective
         self._limits: list[Limit] = []
         self._max_gradient2 = None if max_gradient is None else max_gradient**2
@@ -165,15 +143,15 @@ class PrecisionSampler(AssigningSampler):
         points = [point for t in trials if (point := self._point(t)) is not None]
         seen = {point.key for point in points}
         state = self._refit(trials)
-        aims = rng.random() < self.focus
+        aims = rng.random() < self._aiming
         found: dict[str, Any] | None = None
-        for attempt in range(6):
-            spread = _SPREAD + 0.35 * attempt
-            world = self._world(state, points, rng, spread, aims)
-            if aims and attempt < 3:
-                wanted = self._within_budget(world, self._cost(state, world), study, number, rng)
+        for attempt in range(_ATTEMPTS):
+            spread = _SPREAD + _WIDENING * attempt
+            sample = self._draw(state, points, rng, spread, aims)
+            if aims and attempt < _AIMED_ATTEMPTS:
+                wanted = self._within_budget(sample, self._cost(state, sample), study, number, rng)
             else:
-                wanted = self._along_front(world, self._parameter_options(study, number, world.effects, rng), rng)
+                wanted = self._along_front(sample, self._parameter_options(study, number, sample.effects, rng), rng)
             for candidate in wanted:
                 found = self.problem.from_indices(candidate.index, candidate.parameters)
                 if self.problem.key(found) not in seen:
@@ -181,23 +159,28 @@ class PrecisionSampler(AssigningSampler):
         near = self._neighbour(found, seen, state, rng) if found is not None else None
         return near if near is not None else self._anything_new(seen, rng)
 
-    def _world(
+    def _draw(
         self, state: _State, points: Sequence[_Point], rng: np.random.Generator, spread: float, aims: bool
-    ) -> World:
-        """Draw a world; where the budget counts, other seeds may lie higher or lower than the one that is measured."""
-        belief = state.divergence.draw(rng, spread)
+    ) -> PosteriorSample:
+        """Draw a sample; where the budget counts, other seeds may lie higher or lower than the one that is measured."""
+        law = state.divergence.draw(rng, spread)
         if aims:
-            belief = replace(belief, scale=belief.scale + 2 * _SEED_SD * float(rng.normal()))
+            law = replace(law, scale=law.scale + 2 * _SEED_SD * float(rng.normal()))
         table, base, effects = state.time.draw(rng, spread)
-        world = World(belief, table, base, effects, max(state.time.scale, 1e-12), np.zeros((0, 2)))
+        sample = PosteriorSample(law, table, base, effects, max(state.time.scale, 1e-12), np.zeros((0, 2)))
         if not points:
-            return world
+            return sample
         index = np.stack([point.index for point in points])
         features = np.stack([point.features for point in points]).reshape(len(points), -1)
-        return replace(world, asked=world.places(index, features, np.array([point.base2 for point in points])))
+        return replace(sample, asked=sample.places(index, features, np.array([point.base2 for point in points])))
 
     def _within_budget(
-        self, world: World, cost: tuple[FloatTable, Vector], study: optuna.Study, number: int, rng: np.random.Generator
+        self,
+        sample: PosteriorSample,
+        cost: tuple[FloatTable, Vector],
+        study: optuna.Study,
+        number: int,
+        rng: np.random.Generator,
     ) -> list[Candidate]:
         """Return the points that are cheapest within the divergence budget, one per parameter option, best first."""
         table, effects = cost
@@ -206,45 +189,45 @@ class PrecisionSampler(AssigningSampler):
         found = []
         for parameters in self._parameter_options(study, number, effects, rng):
             z, base2 = self._vector(parameters), self.prior.parameter_error2(parameters)
-            index = self._solve(table, world.belief, target, z, base2)
+            index = self._solve(table, sample.law, target, z, base2)
             if index is not None:
                 merit = float(table[np.arange(len(index)), index].sum() + effects @ z)
                 found.append((merit, Candidate(index, parameters, z, base2)))
         return [candidate for _, candidate in sorted(found, key=lambda pair: pair[0])]
 
     def _along_front(
-        self, world: World, options: Sequence[dict[str, Any]], rng: np.random.Generator
+        self, sample: PosteriorSample, options: Sequence[dict[str, Any]], rng: np.random.Generator
     ) -> list[Candidate]:
-        """Return the points of the world's front that add anything to what was asked, those that add most first."""
+        """Return the points of the sample's front that add anything to what was asked, those that add most first."""
         found: list[Candidate] = []
-        supported = corners(world.table, world.belief.error2, _CORNERS)
+        supported = corners(sample.time_ms, sample.law.error2, _CORNERS)
         for turn, parameters in enumerate(options):
             z, base2 = self._vector(parameters), self.prior.parameter_error2(parameters)
             kept = [index for index in supported if self._within_limits(index, base2)]
             if turn == 0 or len(kept) < len(supported):
-                targets = self._targets(world.belief, rng)
-                solved = (self._solve(world.table, world.belief, target, z, base2) for target in targets)
+                targets = self._targets(sample.law, rng)
+                solved = (self._solve(sample.time_ms, sample.law, target, z, base2) for target in targets)
                 kept += [index for index in solved if index is not None]
             found += [Candidate(index, parameters, z, base2) for index in kept]
         if not found:
             return []
-        places = world.places(
+        places = sample.places(
             np.stack([c.index for c in found]),
             np.stack([c.features for c in found]).reshape(len(found), -1),
             np.array([c.base2 for c in found]),
         )
-        gains = world.gains(places)
+        gains = sample.gains(places)
         return [found[i] for i in np.argsort(-gains, kind="stable") if gains[i] > 0]
 
     def _solve(
-        self, cost: FloatTable, belief: Belief, target: float, features: Vector, base2: float
+        self, cost: FloatTable, law: DivergenceLaw, target: float, features: Vector, base2: float
     ) -> IntVector | None:
-        """Return the cheapest assignment of a world within a divergence and within all limits."""
+        """Return the cheapest assignment within a divergence by a law and within all limits."""
         limits = list(self._limits)
         if self._max_gradient2 is not None and math.isfinite(base2):
             limits.append(Limit(self.prior.error2, self._max_gradient2 - base2))
-        budget = belief.budget(target, features, base2)
-        return solve(cost, belief.error2, budget, limits=limits, pairs=self.prior.pairs)
+        budget = law.budget(target, features, base2)
+        return solve(cost, law.error2, budget, limits=limits)
 
     def _refit(self, trials: Sequence[FrozenTrial]) -> _State:
         """Return models fitted to the finished trials (the last ones when nothing changed)."""
@@ -307,24 +290,24 @@ class PrecisionSampler(AssigningSampler):
     def _vector(self, params: Mapping[str, Any]) -> Vector:
         return np.array([self.problem.value(params, name) == value for name, value in self._features], dtype=np.float64)
 
-    def _cost(self, state: _State, world: World) -> tuple[FloatTable, Vector]:
+    def _cost(self, state: _State, sample: PosteriorSample) -> tuple[FloatTable, Vector]:
         """Return what the objective minimises: time, memory, or their product (added in logarithms, to first order)."""
-        time, effects = world.table, world.effects
+        time, effects = sample.time_ms, sample.effects
         if self.objective == "throughput":
             return time, effects
         held, _, held_effects = state.memory.mean()
         size, duration = max(state.memory.scale, 1e-12), max(state.time.scale, 1e-12)
         if self.objective == "memory":
             # time breaks ties: most choices hold the same bytes
-            return held / size + 1e-3 * time / duration, held_effects / size + 1e-3 * effects / duration
+            return held / size + _TIE_BREAK * time / duration, held_effects / size + _TIE_BREAK * effects / duration
         return held / size + time / duration, held_effects / size + effects / duration
 
-    def _targets(self, belief: Belief, rng: np.random.Generator) -> list[float]:
+    def _targets(self, law: DivergenceLaw, rng: np.random.Generator) -> list[float]:
         """Return divergences along the front to solve for: log-spaced, jittered."""
         none = np.zeros(len(self._features))
-        masked = np.where(np.isfinite(belief.error2), belief.error2, -1.0)
-        worst = belief.divergence(np.argmax(masked, axis=1), none, 0.0)
-        least = belief.divergence(np.argmin(belief.error2, axis=1), none, 0.0)
+        masked = np.where(np.isfinite(law.error2), law.error2, -1.0)
+        worst = law.divergence(np.argmax(masked, axis=1), none, 0.0)
+        least = law.divergence(np.argmin(law.error2, axis=1), none, 0.0)
         low = max(least, worst * 1e-4, 1e-9)
         grid = (np.arange(_GRID) + rng.random(_GRID)) / _GRID
         return [float(v) for v in low * (max(worst, low) / low) ** grid]
@@ -332,19 +315,19 @@ class PrecisionSampler(AssigningSampler):
     def _parameter_options(
         self, study: optuna.Study, number: int, effects: Vector, rng: np.random.Generator
     ) -> list[dict[str, Any]]:
-        """Return the parameter values to solve under: Optuna's TPE on every third trial, else several of our own.
+        """Return the parameter values to solve under: Optuna's TPE in every third trial, else several of our own.
 
         Those are the cheapest by the drawn effects ``[K]``, the defaults, and random ones; all there are if few.
         """
         names = list(self.problem.parameters)
         if not names:
             return [{}]
-        if number % 3 == 0:
+        if number % _TPE_EVERY == 0:
             tpe, frozen = self._tpe(number), _blank(number)
             space = self.problem.distributions()
             return [{name: tpe.sample_independent(study, frozen, name, space[name]) for name in names}]
         grid = math.prod(len(values) for values in self.problem.parameters.values())
-        if grid <= 8:
+        if grid <= _FEW_OPTIONS:
             return [dict(zip(names, v, strict=True)) for v in itertools.product(*self.problem.parameters.values())]
         defaults = {name: values[0] for name, values in self.problem.parameters.items()}
         cheapest, least = dict(defaults), dict.fromkeys(names, 0.0)
@@ -352,7 +335,7 @@ class PrecisionSampler(AssigningSampler):
             if effect < least[name]:
                 cheapest[name], least[name] = value, float(effect)
         options = [cheapest, defaults]
-        for _ in range(3):
+        for _ in range(_RANDOM_OPTIONS):
             options.append({n: v[int(rng.integers(len(v)))] for n, v in self.problem.parameters.items()})
         return options
 
@@ -361,19 +344,19 @@ class PrecisionSampler(AssigningSampler):
     ) -> dict[str, Any] | None:
         """Return an unseen point one change away that the mean model likes best."""
         table, _, effects = state.time.mean()
-        belief = state.divergence.mean()
+        law = state.divergence.mean()
         index = self.problem.indices(params)
-        scored: list[tuple[float, dict[str, Any]]] = []
+        neighbours: list[dict[str, Any]] = []
         for g, c in zip(*np.nonzero(self.problem.allowed), strict=True):
             if c == index[g]:
                 continue
             changed: IntVector = index.copy()
             changed[g] = c
-            scored.append((0.0, self.problem.from_indices(changed, params)))
+            neighbours.append(self.problem.from_indices(changed, params))
         for name, values in self.problem.parameters.items():
-            scored += [(0.0, {**params, name: value}) for value in values if value != params.get(name)]
+            neighbours += [{**params, name: value} for value in values if value != params.get(name)]
         best: tuple[float, dict[str, Any]] | None = None
-        for _, point in scored:
+        for point in neighbours:
             if self.problem.key(point) in seen:
                 continue
             at, z = self.problem.indices(point), self._vector(point)
@@ -381,8 +364,8 @@ class PrecisionSampler(AssigningSampler):
             if not self._within_limits(at, base2):
                 continue
             late = float(table[np.arange(len(at)), at].sum() + effects @ z) / max(state.time.scale, 1e-12)
-            gap = belief.divergence(at, z, base2)
-            cost = late * (1 + 0.02 * rng.normal()) + 0.1 * math.log(max(gap, 1e-9) / self.max_divergence)
+            gap = law.divergence(at, z, base2)
+            cost = late * (1 + _JITTER * rng.normal()) + _GAP_WEIGHT * math.log(max(gap, 1e-9) / self.max_divergence)
             if best is None or cost < best[0]:
                 best = (cost, point)
         return None if best is None else best[1]
@@ -401,7 +384,7 @@ class PrecisionSampler(AssigningSampler):
         when the space is exhausted is the baseline, which is known.
         """
         safest: IntVector = np.argmin(np.where(self.problem.allowed, self.prior.error2, np.inf), axis=1)
-        for _ in range(200):
+        for _ in range(_RANDOM_POINTS):
             params: dict[str, Any] = {n: v[int(rng.integers(len(v)))] for n, v in self.problem.parameters.items()}
             base2, index, share = self.prior.parameter_error2(params), safest.copy(), rng.random()
             for g in rng.permutation(len(index)):
@@ -432,8 +415,8 @@ def _outcome(trial: FrozenTrial, max_divergence: float) -> tuple[float | None, f
     step = metrics.get("step_time_ms", values[0] if values else None)
     gap = metrics.get("divergence", values[1] if len(values) > 1 else None)
     if gap is None and trial.user_attrs.get("status") == "diverged":
-        gap = max(1.0, 30 * max_divergence)
-    gap = min(float(gap), 10.0) if gap is not None and not math.isnan(gap) else None
+        gap = max(1.0, _DIVERGED_BUDGETS * max_divergence)
+    gap = min(float(gap), _MOST_DIVERGENCE) if gap is not None and not math.isnan(gap) else None
     return gap, float(step) if step is not None and math.isfinite(step) else None
 
 

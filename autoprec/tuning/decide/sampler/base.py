@@ -8,11 +8,11 @@ from optuna.trial import FrozenTrial
 
 from autoprec.tuning.decide.problem import Problem
 
-__all__ = ["AssigningSampler"]
+__all__ = ["PointSampler", "is_exhausted"]
 
 
-class AssigningSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
-    """A sampler that decides about everything there is to decide at once.
+class PointSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
+    """A sampler that decides about layers and parameters together, in one relative sample.
 
     Attributes:
         problem: the search problem.
@@ -28,5 +28,10 @@ class AssigningSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         study: optuna.Study,  # noqa: ARG002
         trial: FrozenTrial,  # noqa: ARG002
     ) -> dict[str, BaseDistribution]:
-        """Return everything: layers and parameters are decided together."""
+        """Return the distributions of everything there is to decide."""
         return dict(self.problem.distributions())
+
+
+def is_exhausted(sampler: optuna.samplers.BaseSampler) -> bool:
+    """Say whether a sampler has nothing new to propose; Optuna's own never say so."""
+    return isinstance(sampler, PointSampler) and sampler.exhausted

@@ -1,0 +1,199 @@
+"""What a trial is judged by: loss divergence against its paired reference, step time, and what a loss gap costs.
+
+A trial and its reference see the same initial weights, batches and random streams, so their loss curves differ only by
+what the policy does to the numerics; the mean relative gap over the second half is the *divergence*. The functions on
+curves are pure and take plain sequences; divergences and speed-ups are fractions, times are milliseconds. :func:`score`
+puts them together under the names that every part of AutoPrec uses.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from autoprec.cost import StepEstimate
+from autoprec.trial.protocol import TrialResult
+
+__all__ = ["Reference", "Scored", "curve_slope", "divergence", "effective_speedup", "score", "step_time"]
+
+
+def divergence(losses: Sequence[float], reference: Sequence[float], window: int | None = None) -> float:
+    """Return the mean absolute relative gap between a trial's losses and its paired reference's.
+
+    Args:
+        losses: losses of the trial, one per optimizer step.
+        reference: losses of the run with the same initial weights, data order and random streams.
+        window: how many of the last common steps are scored; the last half when None. The first steps are nearly
+            equal under any precision and would dilute the gap.
+
+    Returns:
+        A fraction (0.0025 is 0.25 %); infinity when a scored loss of the trial is not finite, NaN never. Where the
+        reference's loss is zero the absolute gap is taken.
+    """
+    count = min(len(losses), len(reference))
+    if count == 0:
+        return math.inf
+    scored = max(1, count - count // 2) if window is None else max(1, min(window, count))
+    a = np.asarray(losses[count - scored : count], dtype=np.float64)
+    b = np.asarray(reference[count - scored : count], dtype=np.float64)
+    if not np.isfinite(a).all():
+        return math.inf
+    usable = np.isfinite(b)
+    if not usable.any():
+        return math.inf
+    scale = np.where(b[usable] != 0, np.abs(b[usable]), 1.0)
+    return float(np.mean(np.abs(a[usable] - b[usable]) / scale))
+
+
+def step_time(step_ms: Sequence[float], warmup: int = 0) -> float:
+    """Return the median step time in milliseconds after ``warmup`` steps.
+
+    All steps count when there are no more than ``warmup``; infinity when there are none.
+    """
+    kept = list(step_ms[warmup:]) or list(step_ms)
+    return float(np.median(kept)) if kept else math.inf
+
+
+def curve_slope(losses: Sequence[float], window: int | None = None) -> tuple[float, float]:
+    """Fit ``loss = a - slope * ln(step)`` over the last half of a loss curve.
+
+    Returns:
+        ``(slope, standard error)`` per unit of ``ln(step)``; ``(nan, nan)`` with fewer than four finite points. Over a
+        short window a training curve is close to straight in ``ln(step)``, which makes the answer independent of the
+        batch size and of how many steps a trial has.
+    """
+    values = np.asarray(losses, dtype=np.float64)
+    first = len(values) // 2 if window is None else max(0, len(values) - window)
+    steps = np.arange(1, len(values) + 1)[first:]
+    values = values[first:]
+    finite = np.isfinite(values)
+    if finite.sum() < 4:
+        return math.nan, math.nan
+    x, y = np.log(steps[finite]), values[finite]
+    x = x - x.mean()
+    spread = float(x @ x)
+    slope = -float(x @ (y - y.mean())) / spread
+    residual = y - y.mean() + slope * x
+    error = math.sqrt(float(residual @ residual) / max(1, len(y) - 2) / spread)
+    return slope, error
+
+
+def effective_speedup(speedup: float, losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the speed-up that is left after paying for a worse loss with extra steps.
+
+    The mean signed loss gap over the last half (a better loss than the reference's earns nothing) is turned into the
+    factor of extra steps ``exp(gap / slope)`` that the reference's own curve needs to win it back. Where the curve does
+    not fall measurably (slope within two standard errors of zero) the gap cannot be priced and the divergence itself
+    is charged instead: ``speedup * (1 - divergence)``.
+
+    Returns:
+        A ratio to the reference, between 0 and ``speedup``.
+    """
+    count = min(len(losses), len(reference))
+    gap_share = divergence(losses, reference)
+    if count == 0 or not math.isfinite(gap_share):
+        return 0.0
+    start = count // 2
+    a = np.asarray(losses[start:count], dtype=np.float64)
+    b = np.asarray(reference[start:count], dtype=np.float64)
+    finite = np.isfinite(b)
+    gap = max(0.0, float(np.mean((a - b)[finite])))
+    slope, error = curve_slope(reference[:count])
+    if not math.isfinite(slope) or slope <= 2 * error:
+        return speedup * max(0.0, 1.0 - gap_share)
+    return speedup * math.exp(-min(gap / slope, 50.0))
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """The reference run of one paired seed, and the noise floor around it.
+
+    ``step_ms`` and ``memory_bytes`` are measured on this machine or, in a rehearsal, modelled for the target.
+    """
+
+    losses: tuple[float, ...]
+    step_ms: float
+    memory_bytes: int
+    samples: int
+    warmup: int
+    noise_floor: float = 0.0
+    deterministic: bool = True
+
+    def with_noise(self, floor: float, deterministic: bool) -> Reference:
+        """Return a copy that knows its noise floor."""
+        return replace(self, noise_floor=floor, deterministic=deterministic)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A trial's metrics, where each comes from, and how it ended once its numbers were looked at."""
+
+    status: str
+    reason: str
+    metrics: dict[str, float]
+    sources: dict[str, str]
+
+
+def audit_failure(audit: Mapping[str, Any] | None) -> str:
+    """Return what a trial did not execute as asked; empty when it did, or was not audited.
+
+    A layer that this step never called (an expert without tokens) says nothing against the policy.
+    """
+    rows = [] if audit is None else [*audit.get("layers", ()), *audit.get("operators", {}).values()]
+    wrong = [row for row in rows if not row["ok"] and row.get("executed")]
+    if not wrong:
+        return ""
+    first = wrong[0]
+    why = first.get("reason") or f"ran as {first['executed']}"
+    return f"{len(wrong)} layers or operators did not run as asked, first {first.get('name', 'an operator')}: {why}"
+
+
+def score(
+    result: TrialResult,
+    reference: Reference,
+    *,
+    estimate: StepEstimate | None,
+    gradient_error: float,
+) -> Scored:
+    """Score one trial against its paired reference.
+
+    Args:
+        result: the trial.
+        reference: the reference run of the same paired seed.
+        estimate: the modelled step on the target; None when this machine is the target and was timed.
+        gradient_error: relative gradient error predicted from the sensitivity table, in units of the gradient norm.
+    """
+    if not result.ok:
+        return Scored(result.status, result.reason, {}, {})
+    not_run = audit_failure(result.audit)
+    if not_run:
+        return Scored("mismatch", not_run, {}, {})
+    gap = divergence(result.losses, reference.losses)
+    if not math.isfinite(gap):
+        return Scored("diverged", "the loss became non-finite", {}, {})
+    # Weights or state that lose updates can flatter a short loss curve: what was seen of them from the inside counts.
+    gap += float(result.payload.get("state", {}).get("penalty", 0.0))
+    where = "measured" if estimate is None else "modelled"
+    step_ms = step_time(result.step_ms, result.warmup) if estimate is None else estimate.time_ms
+    memory = result.memory_bytes if estimate is None else estimate.memory_bytes
+    speedup = reference.step_ms / step_ms
+    metrics = {
+        "throughput": 1000.0 / step_ms,
+        "step_time_ms": step_ms,
+        "memory_bytes": float(memory),
+        "divergence": gap,
+        "noise_floor": reference.noise_floor,
+        "gradient_error": gradient_error,
+        "speedup": speedup,
+        "effective_speedup": effective_speedup(speedup, result.losses, reference.losses),
+    }
+    sources = dict.fromkeys(("throughput", "step_time_ms", "memory_bytes", "speedup", "effective_speedup"), where)
+    sources |= {"divergence": "measured", "noise_floor": "measured", "gradient_error": "modelled"}
+    if reference.samples:
+        metrics["samples_per_s"] = reference.samples * 1000.0 / step_ms
+        sources["samples_per_s"] = where
+    return Scored("ok", "", metrics, sources)
