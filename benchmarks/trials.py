@@ -26,8 +26,10 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "scripts"
 sys.path.insert(0, str(ROOT))
 
-from autoprec.trial import ScriptCommand, TrialRunner, TrialSpec  # noqa: E402
+from autoprec.trial.command import ScriptCommand  # noqa: E402
+from autoprec.trial.driver.runner import TrialRunner  # noqa: E402
 from autoprec.trial.processes import marked_processes  # noqa: E402
+from autoprec.trial.protocol import TrialSpec  # noqa: E402
 
 TORCHRUN = ("torchrun", "--nproc-per-node", "2")
 LAUNCH = ("accelerate", "launch", "--cpu", "--num_processes", "1", "--num_machines", "1", "--mixed_precision", "no")
@@ -117,7 +119,8 @@ def run(folder: Path, quick: bool) -> dict[str, Any]:
     cwd.mkdir()
     spec = command("plain.py", "--steps", "120" if quick else "300", "--width", "128", cwd=cwd)
     code = (
-        "import sys; from pathlib import Path; from autoprec.trial import ScriptCommand, run_script;"
+        "import sys; from pathlib import Path; from autoprec.trial.command import ScriptCommand;"
+        "from autoprec.trial.driver.script import run_script;"
         f"sys.exit(run_script(ScriptCommand.parse(sys.argv[1:]), {EMPTY!r}))"
     )
     times: dict[str, list[float]] = {"plain": [], "hooked": []}

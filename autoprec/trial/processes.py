@@ -15,13 +15,13 @@ from pathlib import Path
 
 __all__ = [
     "adopt_orphans",
-    "born",
     "die_with_parent",
     "end_group",
     "end_orphans",
     "marked_processes",
-    "offer_to_the_kernel",
+    "prefer_as_oom_victim",
     "private_folder",
+    "start_ticks",
     "sweep",
     "watch_driver",
 ]
@@ -70,13 +70,13 @@ def _children(pid: int) -> set[int]:
     return {number for number, fields in rows if len(fields) > 1 and int(fields[1]) == pid}
 
 
-def offer_to_the_kernel() -> None:
+def prefer_as_oom_victim() -> None:
     """When memory runs out the kernel shall end this trial, not the host it was forked from or the user's driver."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as stream:
         stream.write("800")
 
 
-def born(pid: int) -> str:
+def start_ticks(pid: int) -> str:
     """When a process started, in kernel ticks, so that a reused number is not taken for it; empty when it is gone."""
     fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
@@ -87,7 +87,7 @@ def private_folder() -> Path:
     base = Path(tempfile.gettempdir())
     for old in base.glob("autoprec-p*-*"):
         owner = old.name.split("-")[1][1:]
-        if owner.isdigit() and not born(int(owner)):
+        if owner.isdigit() and not start_ticks(int(owner)):
             shutil.rmtree(old, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=f"autoprec-p{os.getpid()}-"))
 
@@ -98,7 +98,7 @@ def watch_driver(pid: int, since: str) -> threading.Event:
 
     def watch() -> None:
         while not stop.wait(1.0):
-            if born(pid) != since:
+            if start_ticks(pid) != since:
                 end_group(os.getpgrp())
                 os._exit(1)
 

@@ -144,7 +144,7 @@ class TrialResult:
 class HostInfo:
     """What was found out about the script when it reached its first training forward.
 
-    ``launch`` is the rung of the ladder in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
+    ``launch`` is the launch mode in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
     ``compiled``: the script compiles its model, or a part of it, itself.
     """
 

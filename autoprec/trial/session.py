@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from autoprec.trial.inside.agent import Agent
 
-__all__ = ["Session", "lightning_callback", "register", "trainer_callback"]
+__all__ = ["Session", "register"]
 
 
 def _agent() -> Agent | None:
@@ -87,29 +87,3 @@ class Session:
         agent = _agent()
         if agent is not None:
             agent.boundary(self.model)
-
-
-def trainer_callback(policy: Any = None) -> Any:
-    """Return a ``transformers.TrainerCallback`` that names the Trainer's model and applies a policy to it."""
-    from autoprec.support.optional import require
-
-    base = require("transformers").TrainerCallback
-
-    class AutoPrecCallback(base):  # type: ignore[misc, valid-type]
-        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:  # noqa: ARG002
-            Session(model, kwargs.get("optimizer"), policy)
-
-    return AutoPrecCallback()
-
-
-def lightning_callback(policy: Any = None) -> Any:
-    """Return a ``lightning.Callback`` that names the module being fitted and applies a policy to it."""
-    from autoprec.support.optional import require
-
-    base = require("lightning").Callback
-
-    class AutoPrecCallback(base):  # type: ignore[misc, valid-type]
-        def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-            Session(pl_module, trainer.optimizers[0] if trainer.optimizers else None, policy)
-
-    return AutoPrecCallback()

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import NoSpaceError
-from autoprec.trial import TrialRunner, TrialSpec
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.processes import marked_processes
+from autoprec.trial.protocol import TrialSpec
 
 SCRIPT = Path(__file__).with_name("hostile.py")
 #: what it does -> the only statuses that are right, and what the reason says

@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from autoprec.trial import ScriptCommand, TrialRunner
-from autoprec.trial.driver.process_tree import Output
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.process_tree import ProcessTree
+from autoprec.trial.driver.runner import TrialRunner
 
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 
@@ -29,7 +30,7 @@ def uniform(recipe: str, match: str = "*") -> dict[str, Any]:
     }
 
 
-class ForkedScript(Output):
+class ForkedScript(ProcessTree):
     """Runs ``python script.py args`` in a fork of this process instead of a new interpreter (seconds cheaper)."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None) -> None:
@@ -101,7 +102,7 @@ def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         if not real:
             import torch._dynamo  # noqa: F401  (what any first optimizer imports; once here, not in every fork)
 
-            monkeypatch.setattr("autoprec.trial.driver.runner.Started", ForkedScript)
+            monkeypatch.setattr("autoprec.trial.driver.runner.NewProcess", ForkedScript)
         cwd = tmp_path / "user"
         cwd.mkdir(exist_ok=True)
         words = [str(SCRIPTS / t) if t.endswith(".py") else t for t in tokens]

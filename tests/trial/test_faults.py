@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from autoprec.trial import TrialSpec
 from autoprec.trial.processes import marked_processes
+from autoprec.trial.protocol import TrialSpec
 
 FAULTS = {
     "exception": ("crashed", "ValueError: the data are corrupt"),

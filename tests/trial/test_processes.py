@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.processes import born, marked_processes, private_folder, sweep
+from autoprec.trial.processes import marked_processes, private_folder, start_ticks, sweep
 
 
 def sleeper(mark: str) -> subprocess.Popen[bytes]:
@@ -43,13 +43,13 @@ def test_folders_of_processes_that_are_gone_are_removed(tmp_path: Path, monkeypa
 
 def test_born_tells_processes_apart() -> None:
     process = subprocess.Popen(["sleep", "1000"])
-    mine, its = born(os.getpid()), born(process.pid)
+    mine, its = start_ticks(os.getpid()), start_ticks(process.pid)
     assert mine
     assert its
     process.kill()
     process.wait()
-    assert born(process.pid) == ""
-    assert born(os.getpid()) == mine
+    assert start_ticks(process.pid) == ""
+    assert start_ticks(os.getpid()) == mine
 
 
 def test_a_daemon_without_a_mark_is_found_as_an_orphan() -> None:

@@ -1,4 +1,9 @@
-"""What the runners of one command share: a mark to find all their processes by, and the zygote to start more from."""
+"""The launcher: starts every process of one script command, and holds what its runners share.
+
+That is a mark in the environment, by which all processes of the command are found and ended, and the connection to the
+zygote (see :mod:`autoprec.trial.inside.zygote`), from which a process is forked in a tenth of the time Python and torch
+need to start.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.driver.process_tree import Output
-from autoprec.trial.messages import messages
-from autoprec.trial.processes import born, private_folder, sweep
+from autoprec.trial.driver.process_tree import ProcessTree
+from autoprec.trial.messages import receive_messages, send_message
+from autoprec.trial.processes import private_folder, start_ticks, sweep
 
-__all__ = ["Family", "Forked"]
+__all__ = ["Launcher", "ZygoteProcess"]
 
-_families: dict[ScriptCommand, Family] = {}
+_launchers: dict[ScriptCommand, Launcher] = {}
 _guard = threading.Lock()
-#: How often a process is looked at while the zygote says nothing of it.
+#: How often a process is looked for while the zygote does not report its end.
 _LOOK_S = 0.2
 
 
-class Forked(Output):
-    """A process forked from the zygote; behaves like :class:`autoprec.trial.driver.process_tree.Started`."""
+class ZygoteProcess(ProcessTree):
+    """A process forked from the zygote; its number and its end are told by the zygote, its parent."""
 
     def __init__(self, reader: int, mark: str, log: Path | None) -> None:
         super().__init__(reader, mark, log)
@@ -38,13 +43,13 @@ class Forked(Output):
         self.known = threading.Event()
         self._ended = threading.Event()
 
-    def started(self, pid: int) -> None:
-        """The zygote tells the process number."""
+    def set_pid(self, pid: int) -> None:
+        """The zygote has forked it."""
         self.pid = pid
         self.known.set()
 
-    def ended(self, wait_status: int) -> None:
-        """The zygote tells the end."""
+    def set_end(self, wait_status: int) -> None:
+        """The zygote has reaped it."""
         self._code = os.waitstatus_to_exitcode(wait_status)
         self.known.set()
         self._ended.set()
@@ -56,25 +61,25 @@ class Forked(Output):
         """Wait until the zygote tells the end, or, where the zygote is lost, until the process is seen to be gone."""
         end = time.monotonic() + timeout_s
         while not self._ended.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
-            if self.pid and not born(self.pid) and not self._ended.wait(_LOOK_S):
-                self.ended(signal.SIGKILL)
+            if self.pid and not start_ticks(self.pid) and not self._ended.wait(_LOOK_S):
+                self.set_end(signal.SIGKILL)
             if time.monotonic() >= end:
                 break
         return self._code
 
 
-class Family:
-    """Shared by all runners of one command in this process; the last to leave ends what is left."""
+class Launcher:
+    """Shared by all runners of one command in this process; the last one to leave ends every process that is left."""
 
     def __init__(self, command: ScriptCommand) -> None:
         self.mark = f"autoprec-{uuid.uuid4().hex}"
         self._command = command
-        self._members = 0
+        self._runners = 0
         self._count = 0
         self._lock = threading.Lock()
         self._folder = private_folder()
         self._connection: socket.socket | None = None
-        self._children: dict[int, Forked] = {}
+        self._children: dict[int, ZygoteProcess] = {}
         self.address = str(self._folder / "zygote")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.address)
@@ -82,22 +87,22 @@ class Family:
         threading.Thread(target=self._accept, name="autoprec-zygote", daemon=True).start()
 
     @classmethod
-    def join(cls, command: ScriptCommand) -> Family:
-        """Return the family of a command, making it if this is its first runner."""
+    def join(cls, command: ScriptCommand) -> Launcher:
+        """Return the launcher of a command, making it if this is its first runner."""
         with _guard:
-            family = _families.get(command)
-            if family is None:
-                family = _families[command] = cls(command)
-            family._members += 1
-            return family
+            launcher = _launchers.get(command)
+            if launcher is None:
+                launcher = _launchers[command] = cls(command)
+            launcher._runners += 1
+            return launcher
 
     def leave(self) -> None:
         """A runner has closed."""
         with _guard:
-            self._members -= 1
-            if self._members:
+            self._runners -= 1
+            if self._runners:
                 return
-            _families.pop(self._command, None)
+            _launchers.pop(self._command, None)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -106,7 +111,7 @@ class Family:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def new_mark(self) -> str:
-        """Return the mark of one more member."""
+        """Return the mark of one more runner."""
         with self._lock:
             self._count += 1
             return f"{self.mark}.{self._count}."
@@ -118,13 +123,13 @@ class Family:
 
     def fork(
         self, config: Mapping[str, Any], environment: Mapping[str, str], mark: str, log: Path | None
-    ) -> Forked | None:
+    ) -> ZygoteProcess | None:
         """Start a process from the zygote; None when there is none (any more)."""
         connection = self._connection
         if connection is None:
             return None
         reader, writer = os.pipe()
-        child = Forked(reader, mark, log)
+        child = ZygoteProcess(reader, mark, log)
         with self._lock:
             self._count += 1
             number = self._count
@@ -155,10 +160,10 @@ class Family:
             before, self._connection = self._connection, connection
         if before is not None:
             with contextlib.suppress(OSError):
-                before.sendall(b'{"op": "exit"}')
+                send_message(before, op="exit")
 
     def _listen(self, connection: socket.socket) -> None:
-        for message in messages(connection):
+        for message in receive_messages(connection):
             self._handle(message)
         with self._lock:
             if self._connection is connection:
@@ -169,8 +174,8 @@ class Family:
         child = self._children.get(int(message.get("id", 0)))
         if child is None:
             return
-        if message["op"] == "started":
-            child.started(int(message["pid"]))
+        if message["op"] == "forked":
+            child.set_pid(int(message["pid"]))
         else:
-            child.ended(int(message["wait_status"]))
+            child.set_end(int(message["wait_status"]))
             self._children.pop(int(message["id"]), None)

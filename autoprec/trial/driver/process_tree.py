@@ -13,16 +13,16 @@ from pathlib import Path
 
 from autoprec.trial.processes import end_group, sweep
 
-__all__ = ["Output", "Started"]
+__all__ = ["NewProcess", "ProcessTree"]
 
 _TAIL_BYTES = 32_768
 _LOG_BYTES = 4 * 1024 * 1024
 
 
-class Output(ABC):
+class ProcessTree(ABC):
     """A process in a session of its own whose output comes through a pipe.
 
-    Output goes to ``log`` (at most 4 MiB) and the last 32 KiB are kept in memory.
+    ProcessTree goes to ``log`` (at most 4 MiB) and the last 32 KiB are kept in memory.
     """
 
     pid: int
@@ -86,7 +86,7 @@ class Output(ABC):
         self._pump.join(1.0)
 
 
-class Started(Output):
+class NewProcess(ProcessTree):
     """Starts ``argv`` as a new process."""
 
     def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None) -> None:

@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -23,11 +23,11 @@ from typing import Any
 from autoprec.errors import NoSpaceError, ScriptError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.classify import classify, describe_exit, exit_code, is_own_fault, last_lines
-from autoprec.trial.driver.launcher import Family
-from autoprec.trial.driver.process_tree import Output, Started
+from autoprec.trial.driver.launcher import Launcher
+from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
-from autoprec.trial.messages import messages
-from autoprec.trial.processes import born, private_folder
+from autoprec.trial.messages import receive_messages, send_message
+from autoprec.trial.processes import private_folder, start_ticks
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
 __all__ = ["TrialRunner"]
@@ -48,7 +48,7 @@ class TrialRunner:
         command: what to run.
         run_dir: where logs go; results and sockets live in a private temporary directory that :meth:`close` removes.
         seed_offset: added to every seed the script sets: a further paired seed is a further runner.
-        launch: ``auto`` takes the cheapest rung that is safe; ``fork``, ``zygote`` or ``process`` asks for one.
+        launch: ``auto`` takes the cheapest launch mode that is safe; ``fork``, ``zygote`` or ``process`` asks for one.
         threads: OpenMP threads of plain processes (a host that is forked always has one).
         setup_timeout_s: how long the script may take to reach its first training forward.
         log: the host's output; default ``run_dir/host-<seed_offset>.log``.
@@ -72,17 +72,17 @@ class TrialRunner:
         self._seed_offset, self._launch, self._threads = seed_offset, launch, threads
         self._setup_timeout = setup_timeout_s
         self._log = log or self.run_dir / f"host-{seed_offset}.log"
-        self._family = Family.join(command)
-        self._mark = self._family.new_mark()
+        self._launcher = Launcher.join(command)
+        self._mark = self._launcher.new_mark()
         self._private: Path | None = None
-        self._host: Output | None = None
+        self._host: ProcessTree | None = None
         self._control: socket.socket | None = None
         self._info: HostInfo | None = None
         self._lock = threading.RLock()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._next = 0
         self._restarts = self._lost = 0
-        self._running: set[Output] = set()
+        self._running: set[ProcessTree] = set()
         self._closed = self._left = False
 
     def __enter__(self) -> TrialRunner:
@@ -115,7 +115,7 @@ class TrialRunner:
             self._info = self._start_host()
             if self._info.launch == "fork":
                 self._try_one_step()
-            elif self.command.single and self._family.ready and self._info.world_size == 1:
+            elif self.command.single and self._launcher.ready and self._info.world_size == 1:
                 self._info = replace(self._info, launch="zygote")
             return self._info
 
@@ -149,12 +149,18 @@ class TrialRunner:
             config = self._config(mode="host", socket=str(address), launch=self._launch)
             self._host = self._launch_process(config, self._mark, threads=1, log=self._log)
             try:
-                control, message = self._accept(listener, self._host)
+                control, messages = self._accept(listener, self._host)
             except BaseException:
                 self._host.end()
                 raise
-        if message["op"] == "ended":
+        message = next(messages, None)
+        if message is None:
             control.close()
+            self._host.end()
+            raise ScriptError(
+                "the host process ended while saying hello", where=self.command.label, fix=f"see {self._log}"
+            )
+        if message["op"] == "ended":
             control.close()
             self._host.wait(10.0)
             self._host.end()
@@ -170,7 +176,7 @@ class TrialRunner:
             )
         if info.launch == "fork":
             self._control = control
-            threading.Thread(target=self._listen, args=(control,), name="autoprec-host", daemon=True).start()
+            threading.Thread(target=self._listen, args=(control, messages), name="autoprec-host", daemon=True).start()
         else:
             control.close()
             self._host.wait(5.0)
@@ -182,40 +188,40 @@ class TrialRunner:
             raise ScriptError("this runner is closed", fix="make a new TrialRunner")
         return values | {
             "mark": self._mark,
-            "family": self._family.mark,
+            "launcher_mark": self._launcher.mark,
             "private": str(self._private),
             "run_dir": str(self.run_dir.absolute()),
             "cwd": str(self.command.cwd.absolute()),
             "script": self.command.target if self.command.kind == "script" else "",
             "seed_offset": self._seed_offset,
             "started": time.monotonic(),
-            "driver": [os.getpid(), born(os.getpid())],
+            "driver": [os.getpid(), start_ticks(os.getpid())],
         }
 
-    def _launch_process(self, config: dict[str, Any], mark: str, *, threads: int, log: Path | None) -> Output:
+    def _launch_process(self, config: dict[str, Any], mark: str, *, threads: int, log: Path | None) -> ProcessTree:
         """Start the script: from the zygote if there is one and it may be used, else as a new process."""
         private = Path(config["private"])
         config["mark"] = mark
         path = private / f"{config['mode']}-{uuid.uuid4().hex[:12]}.json"
         copies = self.command.single and threads == 1 and self._launch != "process"
-        if copies and self._family.ready:
+        if copies and self._launcher.ready:
             path.write_text(json.dumps(config), encoding="utf-8")  # for what the script itself starts (mp.spawn)
             extra = {**self._environment, MARK_VARIABLE: mark, CONFIG_VARIABLE: str(path)}
-            forked = self._family.fork(config, extra, mark, log)
+            forked = self._launcher.fork(config, extra, mark, log)
             if forked is not None:
                 return forked
-        config["zygote"] = self._family.address if copies and config["mode"] == "host" else ""
+        config["zygote"] = self._launcher.address if copies and config["mode"] == "host" else ""
         path.write_text(json.dumps(config), encoding="utf-8")
-        env = trial_environment(path, self._family.mark, private, threads=threads) | self._environment
-        return Started(self.command.argv(), env, self.command.cwd, mark, log)
+        env = trial_environment(path, self._launcher.mark, private, threads=threads) | self._environment
+        return NewProcess(self.command.argv(), env, self.command.cwd, mark, log)
 
-    def _accept(self, listener: socket.socket, host: Output) -> tuple[socket.socket, dict[str, Any]]:
+    def _accept(self, listener: socket.socket, host: ProcessTree) -> tuple[socket.socket, Iterator[dict[str, Any]]]:
         deadline = time.monotonic() + self._setup_timeout
         while True:
             with contextlib.suppress(TimeoutError):
                 control, _ = listener.accept()
                 control.settimeout(None)
-                return control, _read_line(control)
+                return control, receive_messages(control)
             code = host.poll()
             if code is not None:
                 host.settle()
@@ -252,7 +258,7 @@ class TrialRunner:
             fix="run it without AutoPrec first; the output above is its own",
         )
 
-    def _nothing_trained(self, seen: dict[str, Any], host: Output) -> ScriptError:
+    def _nothing_trained(self, seen: dict[str, Any], host: ProcessTree) -> ScriptError:
         code = host.poll()
         if code:
             return self._script_failed(code, host.tail)
@@ -315,7 +321,6 @@ class TrialRunner:
             raise _HostLostError
         path = private / f"result-{number}.json"
         request = {
-            "op": "run",
             "id": number,
             "spec": spec.to_json(),
             "result": str(path),
@@ -324,7 +329,7 @@ class TrialRunner:
         }
         try:
             with self._lock:
-                control.sendall(json.dumps(request).encode() + b"\n")
+                send_message(control, op="run", **request)
             answer = future.result(timeout=spec.timeout_s + 30.0)
         except TimeoutError:  # the host, whose task it is to end the trial, hangs itself: the next trial gets another
             answer = {"wait_status": 9, "timed_out": True, "tail": ""}
@@ -364,8 +369,8 @@ class TrialRunner:
         self._info = None
         self._info = self._start_host()
 
-    def _listen(self, control: socket.socket) -> None:
-        for answer in messages(control):
+    def _listen(self, control: socket.socket, messages: Iterator[dict[str, Any]]) -> None:
+        for answer in messages:
             future = self._waiting.get(int(answer["id"]))
             if future is not None and not future.done():
                 future.set_result(answer)
@@ -390,29 +395,29 @@ class TrialRunner:
         path = private / f"result-{uuid.uuid4().hex[:12]}.json"
         config = self._config(mode="trial", launch=self._launch, spec=spec.to_json(), result=str(path), asked=began)
         mark = f"{self._mark}{path.stem}"
-        started = self._launch_process(config, mark, threads=max(spec.threads, self._threads), log=None)
-        self._running.add(started)
+        process = self._launch_process(config, mark, threads=max(spec.threads, self._threads), log=None)
+        self._running.add(process)
         try:
             timed_out = False
             deadline = began + spec.timeout_s + self._setup_allowance()
-            while started.poll() is None:
+            while process.poll() is None:
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
-                    started.wait(5.0)
+                    process.wait(5.0)
                     break
                 if time.monotonic() > deadline or self._closed:
                     timed_out = True
                     break
-                started.wait(0.02)
-            code = started.poll()
-            started.end(grace_s=2.0 if timed_out else 0.0)
+                process.wait(0.02)
+            code = process.poll()
+            process.end(grace_s=2.0 if timed_out else 0.0)
         finally:
-            self._running.discard(started)
+            self._running.discard(process)
         result = classify(
             _load_result(path),
             code if code is not None else -9,
             timed_out=timed_out,
             timeout_s=spec.timeout_s,
-            tail=started.tail,
+            tail=process.tail,
         )
         return _with_wall(result, began)
 
@@ -428,13 +433,13 @@ class TrialRunner:
             control, self._control = self._control, None
         if control is not None:
             with contextlib.suppress(OSError):
-                control.sendall(b'{"op": "exit"}\n')
+                send_message(control, op="exit")
                 control.shutdown(socket.SHUT_WR)
         if self._host is not None:
             self._host.wait(1.0)
             self._host.end()
-        for started in list(self._running):
-            started.end()
+        for process in list(self._running):
+            process.end()
         if control is not None:
             control.close()
         if self._private is not None:
@@ -442,17 +447,7 @@ class TrialRunner:
             self._private = None
         if not self._left:
             self._left = True
-            self._family.leave()
-
-
-def _read_line(control: socket.socket) -> dict[str, Any]:
-    data = b""
-    while not data.endswith(b"\n"):
-        chunk = control.recv(1 << 20)
-        if not chunk:
-            raise ScriptError("the host process ended while saying hello", fix="see the host log")
-        data += chunk
-    return dict(json.loads(data))
+            self._launcher.leave()
 
 
 def _load_result(path: Path) -> TrialResult | None:

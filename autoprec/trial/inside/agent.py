@@ -24,14 +24,16 @@ from torch import nn
 from autoprec.errors import AutoPrecError
 from autoprec.trial.environment import MARK_VARIABLE
 from autoprec.trial.inside.applying import apply_document
-from autoprec.trial.inside.child import Trial
-from autoprec.trial.inside.fork_server import serve, settle
+from autoprec.trial.inside.fork_server import serve_forks, settle
+from autoprec.trial.inside.isolate.entropy import repeat_entropy
 from autoprec.trial.inside.isolate.isolation import isolate
 from autoprec.trial.inside.isolate.loaders import load_in_process
-from autoprec.trial.inside.isolate.seeding import offset_seeds
-from autoprec.trial.inside.observe.discovery import Found, discover, loss_parameters
+from autoprec.trial.inside.isolate.seeding import clock_seeds, offset_seeds
+from autoprec.trial.inside.observe.discovery import Found, any_shared, discover, loss_parameters
 from autoprec.trial.inside.observe.hooks import Events, Hooks
-from autoprec.trial.inside.zygote import offer, offer_at_first_seed, preload
+from autoprec.trial.inside.trial import Trial
+from autoprec.trial.inside.zygote import leave_zygote, leave_zygote_at_first_seed, preload
+from autoprec.trial.messages import send_message
 from autoprec.trial.processes import watch_driver
 from autoprec.trial.protocol import HostInfo, TrialSpec
 
@@ -83,16 +85,17 @@ class Agent:
         if self.mode == "run":
             return
         self._overlay = isolate(self.config)
+        self._seed()
         atexit.register(self._at_exit)
-        first = os.environ.get(MARK_VARIABLE) == self.config["family"]  # and not something the script started
+        first = os.environ.get(MARK_VARIABLE) == self.config["launcher_mark"]  # and not something the script started
         address = str(self.config.get("zygote", "")) if first else ""
-        if address and not offer(address, self._become):
-            offer_at_first_seed(address, self._become)
+        if address and not leave_zygote(address, self._configure):
+            leave_zygote_at_first_seed(address, self._configure)
         if not self._forked:
             self._prepare()
 
-    def _become(self, config: dict[str, Any]) -> None:
-        """In a fork of the zygote: this process now is what its own configuration says."""
+    def _configure(self, config: dict[str, Any]) -> None:
+        """In a fork of the zygote: from here on this process follows its own configuration."""
         self.config, self.mode = config, str(config["mode"])
         self._forked, self._pid = True, os.getpid()
         self._started = float(config["started"])
@@ -100,11 +103,16 @@ class Agent:
         layer = Path(config["private"]) / f"overlay-{os.getpid()}"
         layer.mkdir()
         self._overlay.push(str(layer))
+        self._seed()
         self._prepare()
+
+    def _seed(self) -> None:
+        offset = int(self.config.get("seed_offset", 0))
+        repeat_entropy(offset)
+        offset_seeds(offset)
 
     def _prepare(self) -> None:
         os.environ[MARK_VARIABLE] = str(self.config["mark"])
-        offset_seeds(int(self.config.get("seed_offset", 0)))
         hosting = self.mode == "host" and self.config["launch"] in ("auto", "fork") and "RANK" not in os.environ
         if hosting and self._loading is None:
             self._loading = load_in_process()
@@ -221,11 +229,11 @@ class Agent:
         self._watching.set()  # from here on the control connection tells
         preload()
         settle()
-        control.sendall(json.dumps({"op": "hello", "info": info.to_json()}).encode() + b"\n")
+        send_message(control, op="hello", info=info.to_json())
         if obstacle:
             control.close()
             os._exit(0)
-        request = serve(control, str(self.config["mark"]))
+        request = serve_forks(control, str(self.config["mark"]))
         layer = Path(self.config["private"]) / f"overlay-{request.id}"
         layer.mkdir()
         self._overlay.push(str(layer))
@@ -260,7 +268,7 @@ class Agent:
                 "backwards": self.hooks.backwards,
                 "optimizers": [type(o).__name__ for o in self.hooks.optimizers],
             }
-            control.sendall(json.dumps({"op": "ended", "seen": seen}).encode() + b"\n")
+            send_message(control, op="ended", seen=seen)
             control.close()
 
 
@@ -291,6 +299,8 @@ def fork_obstacle(found: Found) -> str:
         return "the script has live worker processes"
     if any(p.device.type not in ("cpu", "meta") for p in found.parameters):
         return f"the model is on {found.parameters[0].device.type}"
+    if any_shared(found):
+        return "the model is in shared memory (share_memory()), which forks would train together"
     if not hasattr(os, "fork") or sys.platform != "linux":
         return "this system cannot fork"
     return ""
@@ -307,6 +317,8 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     notes = list(found.notes)
     if obstacle and obstacle != "not asked for":
         notes.append(f"trials are started as plain processes: {obstacle}")
+    if clock_seeds:
+        notes.append(f"{', '.join(clock_seeds)} is given the time as a seed: trials use one fixed seed instead")
     others = [t.name for t in threading.enumerate() if t is not threading.main_thread() and t.name != "autoprec-watch"]
     if others and not obstacle:
         notes.append(

@@ -1,6 +1,7 @@
 """The fork server: a training process stopped at its first training forward, forked once per trial.
 
-It talks to the driver over one stream socket, a JSON document per line. Requests: ``{"op": "run", "id", "spec",
+The host, one running copy of the script, is that process. It talks to the driver over one stream socket, a JSON
+document per line (:mod:`autoprec.trial.messages`). Requests: ``{"op": "run", "id", "spec",
 "result", "asked", "timeout_s"}`` and ``{"op": "exit"}``. Answers: ``{"op": "done", "id", "wait_status", "timed_out",
 "tail"}``. The output of every child goes through a pipe of which only the tail is kept, so endless output is harmless.
 """
@@ -9,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import json
 import os
 import select
 import signal
@@ -20,16 +20,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoprec.trial.environment import MARK_VARIABLE
+from autoprec.trial.inside.isolate.entropy import fork
+from autoprec.trial.messages import Lines, send_message
 from autoprec.trial.processes import (
     adopt_orphans,
     die_with_parent,
     end_group,
     end_orphans,
-    offer_to_the_kernel,
+    prefer_as_oom_victim,
     sweep,
 )
 
-__all__ = ["TAIL_BYTES", "Request", "serve", "settle"]
+__all__ = ["TAIL_BYTES", "Request", "serve_forks", "settle"]
 
 TAIL_BYTES = 16_384
 _GRACE_S = 2.0
@@ -65,22 +67,22 @@ def settle() -> None:
     flush_streams()
 
 
-def serve(control: socket.socket, mark: str) -> Request:
+def serve_forks(control: socket.socket, mark: str) -> Request:
     """Fork a child per request until the driver says exit or goes away.
 
     Returns only in a child, with its request; in the server itself the process ends here.
     """
-    server = _Server(control, mark)
+    server = _ForkServer(control, mark)
     while True:
         request = server.turn()
         if request is not None:
             return request
 
 
-class _Server:
+class _ForkServer:
     def __init__(self, control: socket.socket, mark: str) -> None:
         self._control, self._mark = control, mark
-        self._buffer = b""
+        self._lines = Lines()
         self._children: dict[int, _Child] = {}
         self._own = adopt_orphans()  # what the script itself had started before
 
@@ -95,11 +97,7 @@ class _Server:
         self._enforce()
         self._reap()
         if self._control in ready:
-            chunk = self._receive()
-            self._buffer += chunk
-            while b"\n" in self._buffer:
-                line, _, self._buffer = self._buffer.partition(b"\n")
-                message = json.loads(line)
+            for message in self._lines.feed(self._receive()):
                 if message.pop("op") == "exit":
                     self._end()
                 request = Request(**message)
@@ -132,7 +130,7 @@ class _Server:
     def _fork(self, request: Request) -> bool:
         """Fork; True in the child."""
         reader, writer = os.pipe()
-        pid = os.fork()
+        pid = fork()
         if pid:
             os.close(writer)
             os.set_blocking(reader, False)
@@ -140,7 +138,7 @@ class _Server:
             return False
         os.setsid()
         die_with_parent()
-        offer_to_the_kernel()
+        prefer_as_oom_victim()
         os.dup2(writer, 1)
         os.dup2(writer, 2)
         for descriptor in (reader, writer, *(c.output for c in self._children.values())):
@@ -192,16 +190,16 @@ class _Server:
             os.close(child.output)
             del self._children[pid]
             end_group(pid)  # what it started and left behind ...
-            answer = {
-                "op": "done",
-                "id": child.request.id,
-                "wait_status": status,
-                "timed_out": child.timed_out,
-                "tail": child.tail.decode("utf-8", "replace"),
-            }
             with contextlib.suppress(OSError):
-                self._control.sendall(json.dumps(answer).encode() + b"\n")
-            if status:  # also in sessions of its own; after a good end this can wait for the end of the family
+                send_message(
+                    self._control,
+                    op="done",
+                    id=child.request.id,
+                    wait_status=status,
+                    timed_out=child.timed_out,
+                    tail=child.tail.decode("utf-8", "replace"),
+                )
+            if status:  # also in sessions of its own; after a good end this can wait for the end of the launcher
                 sweep(f"{self._mark}.{child.request.id}\0", [pid], patience_s=1.0)
             if not self._children:  # then every orphan is of a trial that has ended
                 end_orphans(self._own)

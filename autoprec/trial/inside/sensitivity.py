@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.processes import die_with_parent
@@ -252,13 +253,13 @@ class Scan:
         reader, writer = os.pipe()
         sys.stdout.flush()
         sys.stderr.flush()
-        pid = os.fork()
+        pid = fork()
         if pid:
             os.close(writer)
             return pid, reader
         die_with_parent()
         os.close(reader)
-        self._become(probe, writer)
+        self._run_probe(probe, writer)
         return None
 
     def _wait(self, pid: int, reader: int) -> dict[str, Any]:
@@ -283,7 +284,7 @@ class Scan:
         return {"gradient_error": None, "loss": None, "nonfinite": False, "failed": why}
 
     # ---------------------------------------------------------------- in a probe
-    def _become(self, probe: Probe | None, writer: int) -> None:
+    def _run_probe(self, probe: Probe | None, writer: int) -> None:
         empty = {"gradient_error": None, "loss": None, "nonfinite": False}
         sys.excepthook = lambda kind, error, trace: self._answer(
             writer, {**empty, "failed": _describe(kind, error, trace)}

@@ -1,8 +1,9 @@
-"""The zygote: a copy of the script's process kept at an early moment, forked instead of starting Python again.
+"""The zygote: a copy of the script's process kept after its imports, forked instead of starting Python again.
 
-The first host offers two copies of itself: one right after torch was imported, and one at the script's first seeding
-call, when usually everything is imported and nothing random has happened. A fork of the copy is the script itself at
-that moment, so it goes on exactly as a plain process would, with another configuration (another seed, another trial).
+The first process of a command leaves two copies behind: one right after torch was imported, and one at the script's
+first seeding call, when usually everything is imported and nothing random has happened; the second replaces the first.
+A fork of the copy is the script itself at that moment, so it goes on exactly as a plain process would, with another
+configuration (another seed, another trial), and pays only for the script's own set-up.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from typing import Any
 
 import torch
 
+from autoprec.trial.inside.isolate.entropy import fork
+from autoprec.trial.messages import send_message
 from autoprec.trial.processes import die_with_parent, end_group
 
-__all__ = ["offer", "offer_at_first_seed", "preload"]
+__all__ = ["leave_zygote", "leave_zygote_at_first_seed", "preload"]
 
 #: A copy that nobody has replaced or asked anything of for this long imports ahead for its forks.
 _IDLE_S = 1.5
@@ -58,12 +61,12 @@ def _may_be_copied() -> bool:
     return True
 
 
-def offer(address: str, become: Callable[[dict[str, Any]], None]) -> bool:
-    """Leave a copy of this process behind that serves forks; returns in this process, and in every fork.
+def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None]) -> bool:
+    """Fork a zygote off this process, which serves forks of itself; returns in this process, and in every fork.
 
     Args:
         address: the driver's socket.
-        become: called in a fork with its new configuration.
+        configure: called in a fork with its own configuration.
 
     Returns True in a fork.
     """
@@ -72,20 +75,20 @@ def offer(address: str, become: Callable[[dict[str, Any]], None]) -> bool:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()
-    if os.fork():
+    if fork():
         return False
     os.setsid()
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         control.connect(address)
-        control.sendall(b'{"op": "template"}\n')
+        send_message(control, op="zygote")
     except OSError:
         os._exit(0)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(nothing, descriptor)
     config = _serve(control)
-    become(config)
+    configure(config)
     return True
 
 
@@ -101,9 +104,8 @@ def _serve(control: socket.socket) -> dict[str, Any]:
         for pid in list(children):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                answer = {"op": "ended", "id": children.pop(pid), "wait_status": status}
                 with contextlib.suppress(OSError):
-                    control.sendall(json.dumps(answer).encode() + b"\n")
+                    send_message(control, op="ended", id=children.pop(pid), wait_status=status)
         if not ready:
             continue
         try:
@@ -115,12 +117,12 @@ def _serve(control: socket.socket) -> dict[str, Any]:
                 end_group(pid)
             os._exit(0)
         request = json.loads(data)
-        pid = os.fork()
+        pid = fork()
         if pid:
             children[pid] = int(request["id"])
             for descriptor in descriptors:
                 os.close(descriptor)
-            control.sendall(json.dumps({"op": "started", "id": request["id"], "pid": pid}).encode() + b"\n")
+            send_message(control, op="forked", id=request["id"], pid=pid)
             continue
         os.setsid()
         die_with_parent()
@@ -133,8 +135,8 @@ def _serve(control: socket.socket) -> dict[str, Any]:
         return dict(request["config"])
 
 
-def offer_at_first_seed(address: str, become: Callable[[dict[str, Any]], None]) -> None:
-    """Offer a copy (see :func:`offer`) when the script first seeds Python, numpy or torch, before it does."""
+def leave_zygote_at_first_seed(address: str, configure: Callable[[dict[str, Any]], None]) -> None:
+    """Leave a zygote (see :func:`leave_zygote`) when the script first seeds Python, numpy or torch, before it does."""
     numpy = sys.modules.get("numpy")
     places: list[tuple[Any, str]] = [(random, "seed"), (torch, "manual_seed"), (torch.random, "manual_seed")]
     if numpy is not None:
@@ -145,7 +147,7 @@ def offer_at_first_seed(address: str, become: Callable[[dict[str, Any]], None]) 
         def seed(*args: Any, **kwargs: Any) -> Any:
             for holder, attribute, original in originals:
                 setattr(holder, attribute, original)
-            offer(address, become)
+            leave_zygote(address, configure)
             return getattr(owner, name)(*args, **kwargs)  # a fork may have shifted it
 
         return seed

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.driver.process_tree import Started
+from autoprec.trial.driver.process_tree import NewProcess
 from autoprec.trial.processes import marked_processes
 
 
-def start(code: str, tmp_path: Path, log: Path | None = None) -> Started:
+def start(code: str, tmp_path: Path, log: Path | None = None) -> NewProcess:
     env = {**os.environ, "AUTOPREC_TEST": "m-started"}
-    return Started([sys.executable, "-S", "-c", code], env, tmp_path, "m-started", log)
+    return NewProcess([sys.executable, "-S", "-c", code], env, tmp_path, "m-started", log)
 
 
 def test_output_goes_to_a_bounded_log_and_the_tail(tmp_path: Path) -> None:
@@ -50,4 +50,4 @@ def test_end_reaches_descendants_that_ignore_sigterm(tmp_path: Path) -> None:
 
 def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
-        Started(["/no/such/program"], {}, tmp_path, "m", None)
+        NewProcess(["/no/such/program"], {}, tmp_path, "m", None)

@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 
 from autoprec.errors import ScriptError
-from autoprec.trial import Probe, ScriptCommand, TrialRunner, TrialSpec
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
+from autoprec.trial.protocol import Probe, TrialSpec
 from tests.trial.conftest import uniform
 
 STEPS = 5
@@ -101,7 +103,7 @@ def test_kind(kind: str, host: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: Path) -> None:
-    """A real interpreter: injection, the process rung, the zygote rung and a second seed."""
+    """A real interpreter: injection, the process mode, the zygote mode and a second seed."""
     (tmp_path / "user").mkdir()
     import subprocess
     import sys
@@ -243,6 +245,22 @@ def test_scripts_that_cannot_be_tried(body: str, message: str, host: Any, tmp_pa
     assert caught.value.exit_code == 4
 
 
+@pytest.mark.parametrize(
+    ("script", "launch"), [("sampled.py", "fork"), ("sampled.py", "process"), ("shared.py", "auto")]
+)
+def test_every_trial_starts_from_the_same_state(script: str, launch: str, host: Any) -> None:
+    with host(script, launch=launch) as runner:
+        info = runner.start()
+        losses = [runner.run(TrialSpec(steps=6, warmup=0)).losses for _ in range(2)]
+        perturbed = runner.run(TrialSpec(steps=6, warmup=0, perturb="bf16")).losses
+    assert losses[0] == losses[1]
+    assert len(losses[0]) == 6
+    assert perturbed == pytest.approx(losses[0], rel=0.05)
+    if script == "shared.py":
+        assert info.launch in ("process", "zygote")
+        assert any("shared memory" in note for note in info.notes)
+
+
 def test_too_short(host: Any) -> None:
     with host("plain.py", "--steps", "3") as runner:
         result = runner.run(TrialSpec(steps=10))
@@ -271,7 +289,7 @@ def test_driver_side_needs_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, autoprec.trial; sys.exit('torch' in sys.modules)"
+    code = "import sys, autoprec.trial.driver.runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[3]).returncode == 0
 
 

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from autoprec.trial.inside.fork_server import serve, settle
+from autoprec.trial.inside.fork_server import serve_forks, settle
 
 
 def test_requests_are_forked_answered_and_ended(tmp_path: Path) -> None:
@@ -18,7 +18,7 @@ def test_requests_are_forked_answered_and_ended(tmp_path: Path) -> None:
     if pid == 0:
         ours.close()
         settle()
-        request = serve(theirs, "m-server")
+        request = serve_forks(theirs, "m-server")
         os.write(1, f"hello from {request.id}\n".encode())
         if request.spec["do"] == "sleep":
             time.sleep(1000)

@@ -8,36 +8,36 @@ from pathlib import Path
 import pytest
 import torch
 
-from autoprec.trial.inside import zygote as template
+from autoprec.trial.inside import zygote
 
 
 def test_not_with_open_data_files_threads_or_cuda(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(template.os, "listdir", lambda path: [])
-    monkeypatch.setattr(template.threading, "enumerate", lambda: [threading.main_thread()])
-    assert template._may_be_copied()
+    monkeypatch.setattr(zygote.os, "listdir", lambda path: [])
+    monkeypatch.setattr(zygote.threading, "enumerate", lambda: [threading.main_thread()])
+    assert zygote._may_be_copied()
     with (tmp_path / "data").open("w") as stream:
-        monkeypatch.setattr(template.os, "listdir", lambda path: ["0", "1", "2", str(stream.fileno())])
-        assert not template._may_be_copied()
-    monkeypatch.setattr(template.os, "listdir", lambda path: [])
-    monkeypatch.setattr(template.threading, "enumerate", lambda: [threading.main_thread(), threading.Thread()])
-    assert not template._may_be_copied()
-    monkeypatch.setattr(template.threading, "enumerate", lambda: [threading.main_thread()])
+        monkeypatch.setattr(zygote.os, "listdir", lambda path: ["0", "1", "2", str(stream.fileno())])
+        assert not zygote._may_be_copied()
+    monkeypatch.setattr(zygote.os, "listdir", lambda path: [])
+    monkeypatch.setattr(zygote.threading, "enumerate", lambda: [threading.main_thread(), threading.Thread()])
+    assert not zygote._may_be_copied()
+    monkeypatch.setattr(zygote.threading, "enumerate", lambda: [threading.main_thread()])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    assert not template._may_be_copied()
+    assert not zygote._may_be_copied()
 
 
-def test_the_offer_is_made_once_before_the_first_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_zygote_is_left_once_before_the_first_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     import random
 
     import numpy
 
     before = (random.seed, torch.manual_seed, torch.random.manual_seed, numpy.random.seed)
-    offered: list[str] = []
-    monkeypatch.setattr(template, "offer", lambda address, become: offered.append(address))
-    template.offer_at_first_seed("here", lambda config: None)
+    left: list[str] = []
+    monkeypatch.setattr(zygote, "leave_zygote", lambda address, configure: left.append(address))
+    zygote.leave_zygote_at_first_seed("here", lambda config: None)
     assert torch.manual_seed is not before[1]
-    assert offered == []
+    assert left == []
     torch.manual_seed(5)
-    assert offered == ["here"]
+    assert left == ["here"]
     assert (random.seed, torch.manual_seed, torch.random.manual_seed, numpy.random.seed) == before
     assert torch.initial_seed() == 5

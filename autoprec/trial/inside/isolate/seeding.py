@@ -1,15 +1,23 @@
-"""Random streams: reseed a trial, and shift a script's own seeding calls so that a host stands for another seed."""
+"""The seeds a script sets: shifted, so that one host stands for another paired seed, and taken from no clock."""
 
 from __future__ import annotations
 
 import random
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["offset_seeds", "reseed"]
+__all__ = ["clock_seeds", "offset_seeds", "reseed", "seeded_by_clock"]
+
+#: Who was given the time as a seed in this process, by the name of the function.
+clock_seeds: dict[str, None] = {}
+#: What such a seed is replaced by: the time is another one in every trial.
+_FIXED_SEED = 20_231_117
+#: How far from now, in seconds, a number may be and still be taken for the time.
+_NEAR_S = 5.0
 
 
 def reseed(seed: int) -> None:
@@ -21,60 +29,129 @@ def reseed(seed: int) -> None:
         numpy.random.seed(seed % 2**32)
 
 
-def _shift(seed: Any, offset: int) -> Any:
-    return seed + offset if isinstance(seed, int) and not isinstance(seed, bool) else seed
+def seeded_by_clock(seed: Any) -> bool:
+    """Say whether a seed is the time of now, in seconds, milli-, micro- or nanoseconds, or its last 32 bits."""
+    if not isinstance(seed, (int, float)) or isinstance(seed, bool):
+        return False
+    now = time.time()
+    if any(abs(seed - now * unit) < _NEAR_S * unit for unit in (1, 1e3, 1e6, 1e9)):
+        return True
+    return any(abs(now * unit % 2**32 - seed) < _NEAR_S * unit for unit in (1e3, 1e6))
 
 
-def _wrap_first(original: Callable[..., Any], offset: int, name: str) -> Callable[..., Any]:
+class _Shift:
+    """The offset of this process, and which generators the script has seeded itself."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self.installed = False
+        self.shaped = False
+        self.seeded: set[str] = set()
+
+    def __call__(self, seed: Any, who: str) -> Any:
+        if seeded_by_clock(seed):
+            clock_seeds[who] = None
+            seed = _FIXED_SEED
+        return seed + self.offset if isinstance(seed, int) and not isinstance(seed, bool) else seed
+
+
+_shift = _Shift()
+
+
+def _wrap_first(original: Callable[..., Any], name: str, who: str) -> Callable[..., Any]:
     """Wrap a function whose first argument (or keyword ``name``) is a seed."""
 
     def shifted(*args: Any, **kwargs: Any) -> Any:
+        _shift.seeded.add(who)
         if args:
-            args = (_shift(args[0], offset), *args[1:])
+            args = (_shift(args[0], who), *args[1:])
         elif name in kwargs:
-            kwargs[name] = _shift(kwargs[name], offset)
+            kwargs[name] = _shift(kwargs[name], who)
         return original(*args, **kwargs)
 
     shifted.__name__ = getattr(original, "__name__", name)
     return shifted
 
 
-def _generator_class(base: type, offset: int) -> type:
+def _generator_class(base: type) -> type:
     class Shaped(type(base)):  # type: ignore[misc] # torch.Generator has a metaclass of its own
         def __instancecheck__(cls, instance: object) -> bool:
             return isinstance(instance, base)
 
     def manual_seed(self: Any, seed: int) -> Any:
-        return base.manual_seed(self, _shift(seed, offset))  # type: ignore[attr-defined]
+        return base.manual_seed(self, _shift(seed, "torch.Generator"))  # type: ignore[attr-defined]
 
     return Shaped("Generator", (base,), {"manual_seed": manual_seed, "__module__": "torch"})
 
 
-def _random_state_class(base: type, offset: int) -> type:
+def _random_state_class(base: type) -> type:
     def __init__(self: Any, seed: Any = None) -> None:  # noqa: N807
-        base.__init__(self, _shift(seed, offset))  # type: ignore[misc]
+        base.__init__(self, _shift(seed, "numpy.random.RandomState"))  # type: ignore[misc]
 
-    return type("RandomState", (base,), {"__init__": __init__, "__module__": "numpy.random"})
+    class Shaped(type):
+        def __instancecheck__(cls, instance: object) -> bool:  # numpy's own global generator is one too
+            return isinstance(instance, base)
+
+    return Shaped("RandomState", (base,), {"__init__": __init__, "__module__": "numpy.random"})
 
 
 def offset_seeds(offset: int) -> None:
-    """Add ``offset`` to every seed the script sets from here on, and to the default torch seed it never sets.
+    """Add ``offset`` to every seed the script sets from here on, and to those it never sets.
 
-    Reached: ``random.seed``, ``random.Random``'s module functions, ``torch.manual_seed``, ``torch.cuda.manual_seed``
-    and ``_all``, ``torch.Generator().manual_seed``, ``numpy.random.seed``, ``default_rng`` and ``RandomState``. Call
-    it before the script's own seeding; it is meant for the life of a process and cannot be undone.
+    Reached: ``random.seed``, ``torch.manual_seed``, ``torch.cuda.manual_seed`` and ``_all``,
+    ``torch.Generator().manual_seed``, ``numpy.random.seed``, ``default_rng`` and ``RandomState``. A seed taken from the
+    clock is replaced by a fixed one and named in :data:`clock_seeds`; ``torch.seed()`` draws from ``os.urandom``. Call
+    it before the script's own seeding; a later call (in a fork of the zygote) exchanges the offset.
     """
-    if not offset:
+    change, _shift.offset = offset - _shift.offset, offset
+    if not _shift.installed:
+        _shift.installed = True
+        _install()
+    if not change:
         return
-    torch.manual_seed(torch.initial_seed() + offset)
-    random.seed = _wrap_first(random.seed, offset, "a")
-    shifted = _wrap_first(torch.manual_seed, offset, "seed")
-    torch.manual_seed = torch.random.manual_seed = shifted
-    torch.Generator = _generator_class(torch.Generator, offset)  # type: ignore[assignment, misc]
+    if not _shift.shaped:
+        _shift.shaped = True
+        torch.Generator = _generator_class(torch.Generator)  # type: ignore[assignment, misc]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            numpy.random.RandomState = _random_state_class(numpy.random.RandomState)
+    _shift_unseeded(change)
+
+
+def _shift_unseeded(change: int) -> None:
+    """Other numbers for the module-level generators that the script has not seeded (yet)."""
+    numpy = sys.modules.get("numpy")
+    if "torch.manual_seed" not in _shift.seeded:
+        _originals["torch.manual_seed"](torch.initial_seed() + change)
+    if "random.seed" not in _shift.seeded:
+        _originals["random.seed"](_FIXED_SEED + _shift.offset)
+    if numpy is not None and "numpy.random.seed" not in _shift.seeded:
+        _originals["numpy.random.seed"](_FIXED_SEED + _shift.offset)
+
+
+_originals: dict[str, Callable[..., Any]] = {}
+
+
+def _install() -> None:
+    """Put the shift under every function that takes a seed."""
+
+    def wrap(owner: Any, attribute: str, name: str, who: str) -> Callable[..., Any]:
+        _originals[who] = getattr(owner, attribute)
+        setattr(owner, attribute, _wrap_first(_originals[who], name, who))
+        return getattr(owner, attribute)  # type: ignore[no-any-return]
+
+    wrap(random, "seed", "a", "random.seed")
+    torch.random.manual_seed = wrap(torch, "manual_seed", "seed", "torch.manual_seed")
     for name in ("manual_seed", "manual_seed_all"):
-        setattr(torch.cuda, name, _wrap_first(getattr(torch.cuda, name), offset, "seed"))
+        wrap(torch.cuda, name, "seed", f"torch.cuda.{name}")
+
+    def fresh_seed() -> int:
+        seed = random.SystemRandom().getrandbits(63)
+        _originals["torch.manual_seed"](seed)
+        return seed
+
+    torch.seed = torch.random.seed = fresh_seed
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        numpy.random.seed = _wrap_first(numpy.random.seed, offset, "seed")
-        numpy.random.default_rng = _wrap_first(numpy.random.default_rng, offset, "seed")
-        numpy.random.RandomState = _random_state_class(numpy.random.RandomState, offset)
+        wrap(numpy.random, "seed", "seed", "numpy.random.seed")
+        wrap(numpy.random, "default_rng", "seed", "numpy.random.default_rng")

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from autoprec.applying.units import tunable_layers
 
-__all__ = ["Found", "batch_size", "discover", "loss_parameters"]
+__all__ = ["Found", "any_shared", "batch_size", "discover", "loss_parameters"]
 
 #: Modules that only carry another one: the user's model is the child that owns the same parameters.
 _WRAPPERS = (
@@ -177,6 +177,23 @@ def loss_parameters(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
             leaves[id(leaf)] = leaf
         stack.extend(following for following, _ in node.next_functions if following is not None)
     return list(leaves.values())
+
+
+def any_shared(found: Found) -> bool:
+    """Say whether weights, buffers or optimizer state lie in memory that a fork of this process would share."""
+    tensors: list[Any] = [t for root in found.roots for t in (*root.parameters(), *root.buffers())]
+    tensors += [t for o in found.optimizers for state in o.state.values() for t in state.values()]
+    return any(isinstance(t, torch.Tensor) and t.device.type == "cpu" and _is_shared(t) for t in tensors)
+
+
+def _is_shared(tensor: torch.Tensor) -> bool:
+    if tensor.layout is not torch.strided:
+        return False
+    try:
+        storage = tensor.untyped_storage()
+        return storage.is_shared() or storage.filename is not None  # torch.from_file(shared=True) maps a file
+    except (RuntimeError, NotImplementedError):  # a wrapper subclass without storage
+        return False
 
 
 def batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
 import torch
 
@@ -13,25 +14,31 @@ __all__ = ["CpuClock", "CudaClock", "StepClock", "clock_for", "limit_memory"]
 ALLOCATOR_SLACK = 1.1
 
 
-class StepClock(Protocol):
+class StepClock(ABC):
     """Measures intervals between :meth:`resume` and :meth:`pause`; one ``pause`` ends one step."""
 
     name: str
 
+    @abstractmethod
     def resume(self) -> None:
         """Start (or go on with) measuring."""
 
+    @abstractmethod
     def pause(self) -> None:
         """End one interval."""
 
-    def credit(self, seconds: float) -> None:
-        """Take this much off the running interval: work that would not have been done by this process."""
+    def credit(self, seconds: float) -> None:  # noqa: B027 - a default: nothing to take off
+        """Take this much off the running interval: work that would not have been done by this process.
 
+        Nothing by default: host-side work does not appear between CUDA events unless the device waits for it.
+        """
+
+    @abstractmethod
     def milliseconds(self) -> list[float]:
         """The intervals so far, in order, in ms."""
 
 
-class CpuClock:
+class CpuClock(StepClock):
     """Process CPU time: other processes on a shared machine do not count."""
 
     name = "cpu_time"
@@ -53,7 +60,7 @@ class CpuClock:
         return [span * 1e3 for span in self._spans]
 
 
-class CudaClock:
+class CudaClock(StepClock):
     """CUDA events around each step; nothing is synchronised until the figures are read."""
 
     name = "cuda_events"
@@ -73,9 +80,6 @@ class CudaClock:
 
     def pause(self) -> None:
         self._pairs.append((self._begin, self._event()))
-
-    def credit(self, seconds: float) -> None:
-        """Host-side work does not appear between events unless the device waits for it: nothing to take off."""
 
     def milliseconds(self) -> list[float]:
         if self._pairs:

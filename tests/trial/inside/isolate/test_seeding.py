@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from collections.abc import Callable
 
 import numpy
 import torch
 
-from autoprec.trial.inside.isolate.seeding import offset_seeds, reseed
+from autoprec.trial.inside.isolate.seeding import clock_seeds, offset_seeds, reseed, seeded_by_clock
 
 
 def in_fork(work: Callable[[], bool]) -> bool:
@@ -55,6 +56,34 @@ def test_every_stream_is_shifted_and_zero_changes_nothing() -> None:
     assert in_fork(shifted)
     assert in_fork(unshifted)
     assert draws() == plain
+
+
+def test_a_later_offset_replaces_an_earlier_one() -> None:
+    def work() -> bool:
+        offset_seeds(3)
+        three = draws()
+        offset_seeds(4)
+        four = draws()
+        offset_seeds(3)
+        return draws() == three != four and isinstance(numpy.random.mtrand._rand, numpy.random.RandomState)
+
+    assert in_fork(work)
+
+
+def test_the_time_is_not_a_seed() -> None:
+    def work() -> bool:
+        offset_seeds(0)
+        seen = []
+        for late in (0.0, 1.0):
+            random.seed(time.time() + late)
+            torch.manual_seed(int(time.time() + late))
+            numpy.random.seed(int((time.time() + late) * 1000) % 2**32)
+            seen.append([random.random(), float(torch.rand(1)), float(numpy.random.rand())])
+        return seen[0] == seen[1] and set(clock_seeds) == {"random.seed", "torch.manual_seed", "numpy.random.seed"}
+
+    assert in_fork(work)
+    assert seeded_by_clock(time.time_ns())
+    assert not any(seeded_by_clock(seed) for seed in (0, 1, 42, 1337, 2**32 - 1, True, "time", None, 20231117))
 
 
 def test_reseed() -> None:

@@ -11,8 +11,8 @@ from torch import nn
 
 from autoprec.errors import PolicyError, PolicyMismatchError, UnsupportedError
 from autoprec.trial.inside.applying import apply_document
-from autoprec.trial.inside.child import is_out_of_memory, round_weights, status_of, write_result
 from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.trial import is_out_of_memory, round_weights, status_of, write_result
 from autoprec.trial.protocol import TrialResult
 from tests.trial.conftest import uniform
 
