@@ -43,7 +43,7 @@ class LayerAudit:
 
 @dataclass(frozen=True, slots=True)
 class AuditReport:
-    """The audit of a model: its layers, and the operators that are no layers."""
+    """The audit of a model: its layers, and the operators beside them."""
 
     layers: tuple[LayerAudit, ...]
     operators: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -77,7 +77,7 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     rows = tuple(
         _audit_layer(name, unit, plans[name], name in not_reached)
         for name, unit in units.items()
-        if not _is_no_layer(policy, name, unit, plans[name])
+        if not _is_table(policy, name, unit, plans[name])
     )
     return AuditReport(rows, _audit_operators(policy, root, any(not plan.keeps for plan in plans.values())))
 
@@ -108,7 +108,7 @@ def _not_reached(root: nn.Module, units: dict[str, Unit]) -> set[str]:
     return {name for name, found in places.items() if any(called[place] for place in found)}
 
 
-def _is_no_layer(policy: Policy, name: str, unit: Unit, plan: LayerPlan) -> bool:
+def _is_table(policy: Policy, name: str, unit: Unit, plan: LayerPlan) -> bool:
     """True for a raw parameter that only the default names, and that no GEMM multiplied by: a table, not a weight."""
     if unit.kind != "functional" or isinstance(unit.module, nn.Linear) or first_match(policy.layers, name) is not None:
         return False

@@ -1,4 +1,4 @@
-"""Execute what a policy says about activations and about operators that are no layers.
+"""Execute what a policy says about activations and about operators: softmax, norms, embeddings, losses, attention.
 
 Inside the root model's forward, and only there: ``activations`` is ``torch.autocast``; softmax, norms, embeddings and
 losses are computed in float32, whether a module, a function or a hand-written ``exp``/``sum``/``rsqrt`` chain computes
@@ -23,13 +23,14 @@ from autoprec.policy import OperatorPolicy
 
 __all__ = ["FLOAT32_FUNCTIONS", "OperatorMode", "RootExecution"]
 
-_PROTECTED = ("softmax", "norm", "embedding", "loss")
+#: Operator classes that a policy can ask to be computed in float32.
+_FLOAT32_CLASSES = ("softmax", "norm", "embedding", "loss")
 _LOW = (torch.bfloat16, torch.float16)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _table() -> dict[Callable[..., Any], tuple[str, bool]]:
-    """Function -> (protection, written by hand?)."""
+    """Return function -> (operator class, written by hand?)."""
     softmax: list[Any] = [F.softmax, F.log_softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.log_softmax]
     softmax += [Tensor.softmax, Tensor.log_softmax, torch.logsumexp, Tensor.logsumexp]
     norm: list[Any] = [F.layer_norm, F.batch_norm, F.group_norm, F.instance_norm, F.rms_norm, F.local_response_norm]
@@ -76,7 +77,7 @@ def _table() -> dict[Callable[..., Any], tuple[str, bool]]:
     return found
 
 
-#: What is computed in float32, by protection.
+#: What is computed in float32, by operator class.
 FLOAT32_FUNCTIONS = _table()
 
 
@@ -115,11 +116,11 @@ def _low_dtype(args: tuple[Any, ...]) -> torch.dtype | None:
 
 
 class OperatorMode(TorchFunctionMode):
-    """Runs protected operators in float32 and attention in its own dtype, for the duration of a forward."""
+    """Runs operators in float32, and attention in its own dtype, for the duration of a forward."""
 
     def __init__(self, operators: OperatorPolicy, device: str, executed: dict[str, str], autocast: bool) -> None:
         super().__init__()
-        self.protected = {
+        self.in_float32 = {
             function: entry
             for function, entry in FLOAT32_FUNCTIONS.items()
             if getattr(operators, entry[0]) == "fp32" and (autocast or not entry[1])
@@ -132,7 +133,7 @@ class OperatorMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        entry = self.protected.get(func)
+        entry = self.in_float32.get(func)
         if entry is not None:
             return self._float32(func, entry[0], args, kwargs)
         if self.attention is not None and func is F.scaled_dot_product_attention:
@@ -254,7 +255,7 @@ class RootExecution:
     def _guarded(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: bool) -> Any:
         if self.device == "cuda" and autocast and not self.low_precision and self.operators.attention == "keep":
             # CUDA autocast has this very float32 list built in
-            for name in _PROTECTED:
+            for name in _FLOAT32_CLASSES:
                 if getattr(self.operators, name) == "fp32":
                     self._note(name, "fp32")
             return forward(*args, **kwargs)

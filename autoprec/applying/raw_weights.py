@@ -2,9 +2,9 @@
 
 A torch-function mode, active only inside the forward of the module that holds such weights, recognises them when
 ``F.linear``, ``matmul``, ``@``, ``mm``, ``bmm``, ``addmm``, ``baddbmm`` or ``einsum`` multiplies by them, also through
-a view (``weight[expert]``, ``weight.t()``), and runs the product through the weight's execution. An einsum that is no
-matrix product (an index summed or repeated in one operand alone) is left alone; the audit then says that the weight was
-never seen.
+a view (``weight[expert]``, ``weight.t()``), and runs the product through the weight's execution. An einsum that
+is not a matrix product (an index summed or repeated in one operand alone) is left alone; the audit then says that the
+weight was never seen.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class WeightMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _einsum(self, equation: str, first: Any, second: Any) -> Tensor | None:
-        """A product written as an equation; None when neither operand is one of ours, or it is no matrix product."""
+        """A product written as an equation; None when neither operand is one of ours, or it is not a matrix product."""
         execution = self._execution(second)
         if execution is None:
             first, second, execution = second, first, self._execution(first)

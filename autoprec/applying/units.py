@@ -1,7 +1,7 @@
 """Which layers of a model a policy can decide about, and what they are called.
 
 Names are those of ``named_modules()`` of the innermost user model: what DDP, FSDP, ``torch.compile`` and activation
-checkpointing wrap around it does not show in them. A weight that is no module's ``weight`` (``nn.MultiheadAttention``'s
+checkpointing wrap around it does not show in them. A weight that is not called ``weight`` (``nn.MultiheadAttention``'s
 ``in_proj_weight``, the 3-D weights of experts, a raw Parameter given to ``F.linear``) goes by its parameter name.
 """
 

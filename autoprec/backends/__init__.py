@@ -1,4 +1,11 @@
-"""Who runs a GEMM: backends by name, and the one that suits a device."""
+"""Who runs a GEMM: backends by name, and the one that suits a device.
+
+A backend answers one question, "can you run this GEMM, under this recipe, at this size, here?", with yes or a reason a
+person can read, and hands out an execution for a layer's plan. ``emulated`` runs every recipe anywhere with true values
+and no speed-up; ``native`` calls torch's scaled products; ``torchao`` and ``transformer_engine`` call theirs from the
+layer's own forward; ``msamp`` converts whole models. A policy never names a backend: what a layer *is* does not depend
+on who multiplies, and the conformance suite (:mod:`autoprec.testing.backends`) holds each of them to that.
+"""
 
 from __future__ import annotations
 

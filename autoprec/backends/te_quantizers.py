@@ -12,7 +12,7 @@ import torch
 
 from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
-from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Operand, Recipe
+from autoprec.precision.recipes import GEMMS, Gemm, Operand, Recipe
 
 __all__ = [
     "SLOT_GEMMS",
@@ -198,8 +198,3 @@ def check_pairs(plan: LayerPlan, name: str) -> None:
             where=f"layer '{name}'",
             fix="use current scaling for this layer, or one recipe for its three GEMMs",
         )
-    for gemm, recipe in recipes.items():
-        if recipe is not None and recipe.operands is not None:
-            formats = {recipe.operand_format(operand) for operand in GEMM_OPERANDS[gemm]}
-            if formats == {"e5m2"}:
-                raise UnsupportedError("pure E5M2 GEMMs do not exist", where=f"layer '{name}'")

@@ -118,7 +118,7 @@ class TransformerEngineBackend(Backend):
         """Return an execution around a fresh ``te.Linear`` that is lent the module's weight in each call.
 
         Raises:
-            UnsupportedError: a plan this version of Transformer Engine cannot express, or a module that is no Linear.
+            UnsupportedError: a plan this version of Transformer Engine cannot express, or a module other than Linear.
         """
         del seed
         if not isinstance(module, nn.Linear):

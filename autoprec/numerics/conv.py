@@ -1,6 +1,6 @@
 """Convolutions under a policy: bfloat16 or float16 operands, float32 accumulation, all three passes alike.
 
-There is no 8-bit convolution for training on any GPU that PyTorch reaches, so other recipes are refused when a policy
+PyTorch reaches an 8-bit convolution for training on no GPU, so other recipes are refused when a policy
 is applied.
 """
 

@@ -1,8 +1,8 @@
 """Delayed scales that agree on all ranks: amaxes are reduced over the data-parallel group once per training forward.
 
 As Transformer Engine does: every rank quantises with the same scale although it sees other data. One small all-reduce
-carries the largest magnitudes of all delayed operands of a model, those a rank has not seen as zeros, so that experts
-it did not route to are no obstacle. The group is that of DDP, or the mesh of FSDP2; elsewhere a rank learns alone.
+carries the largest magnitudes of all delayed operands of a model, with zeros for those a rank has not seen (experts
+that it did not route to). The group is that of DDP, or the mesh of FSDP2; elsewhere a rank learns alone.
 The first step has no history: there each rank scales by its own amax.
 """
 

@@ -32,7 +32,7 @@ class EinsumProduct:
 
     @classmethod
     def parse(cls, equation: str, x_dims: int, weight_dims: int) -> EinsumProduct | None:
-        """Return the product an equation of (input, weight) describes, or None when it is no matrix product."""
+        """Return the product an equation of (input, weight) describes, or None when it is not a matrix product."""
         terms, arrow, out = equation.replace(" ", "").partition("->")
         x, comma, weight = terms.partition(",")
         if not (arrow and comma) or "," in weight or "..." in weight:

@@ -11,7 +11,7 @@ nvfp4     16 along the contraction axis; optionally 16 x 16   E4M3 per group tim
           for the weight                                      NVFP4 pretraining, arXiv 2509.25149)
 ========  ==================================================  =====================================================
 
-Sizes that are no multiple of the group are padded with zeros, which change neither a scale nor a sum.
+Sizes that are not multiples of the group are padded with zeros, which change neither a scale nor a sum.
 """
 
 from __future__ import annotations

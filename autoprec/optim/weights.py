@@ -69,7 +69,7 @@ class StoredWeights:
 
     @classmethod
     def install(cls, parameters: Sequence[Tensor], choice: OptimizerPolicy, model: nn.Module | None) -> StoredWeights:
-        """Exchange every matrix among ``parameters`` that is no embedding, and hook its gradient storage."""
+        """Exchange every matrix among ``parameters`` but embeddings, and hook its gradient storage."""
         made = cls(codec("weights", choice.weights))
         made.gradients, embeddings = codec("gradients", choice.gradients), _embeddings(model)
         for parameter in parameters:

@@ -20,7 +20,7 @@ __all__ = ["dump_yaml", "explain", "load_policy", "parse_policy", "policy_from_d
 
 P = TypeVar("P", bound=Policy)
 
-#: A policy with one rule for each of 10,000 layers fits; what does not is no policy, and is not worth a second's time.
+#: A policy with one rule for each of 10,000 layers fits; what does not is not a policy, nor worth a second's time.
 MAX_POLICY_BYTES = 1024 * 1024
 
 

@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 SCHEMA = "autoprec.policy/1"
-Protection = Literal["keep", "fp32"]
+OperatorPrecision = Literal["keep", "fp32"]
 
 #: Storage that is known to break training, with the reason a person reads (measured: docs/state.md).
 REFUSED_STATE: dict[tuple[str, str], str] = {
@@ -68,13 +68,13 @@ class LayerRule(_Frozen):
 
 
 class OperatorPolicy(_Frozen):
-    """Precision of what is no tunable layer; ``keep`` leaves it to the script and to ``activations``."""
+    """Precision of operators beside the tunable layers; ``keep`` leaves it to the script and to ``activations``."""
 
-    softmax: Protection = "fp32"
-    norm: Protection = "fp32"
-    embedding: Protection = "fp32"
-    loss: Protection = "fp32"
-    output: Protection = "fp32"
+    softmax: OperatorPrecision = "fp32"
+    norm: OperatorPrecision = "fp32"
+    embedding: OperatorPrecision = "fp32"
+    loss: OperatorPrecision = "fp32"
+    output: OperatorPrecision = "fp32"
     attention: Literal["keep", "fp32", "bf16", "fp16"] = Field(
         "keep", description="scaled dot-product attention (SDPA)"
     )

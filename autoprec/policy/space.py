@@ -238,7 +238,7 @@ def with_value(recipes: Mapping[str, Recipe], path: str, value: Any) -> dict[str
     """
     name, *fields = path.split(".")
     if name not in recipes or not fields:
-        raise ValueError(f"parameters.{path}: '{name}' is no recipe; write <recipe>.<field>[.<field>]")
+        raise ValueError(f"parameters.{path}: '{name}' is not a recipe; write <recipe>.<field>[.<field>]")
     document = recipes[name].model_dump()
     inner = document
     for field in fields[:-1]:
@@ -302,7 +302,7 @@ def load_space(name_or_path: str | Path) -> SearchSpace:
 
     Raises:
         UnknownNameError: neither a shipped name nor a path.
-        SpaceError: a file that is missing or no valid space.
+        SpaceError: a file that is missing or not a valid space.
     """
     text = str(name_or_path)
     if text in space_names():

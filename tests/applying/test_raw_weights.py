@@ -12,7 +12,7 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
 class Experts(nn.Module):
-    """Grouped and indexed expert weights, a raw matrix, and two tables that are no GEMM weights."""
+    """Grouped and indexed expert weights, a raw matrix, and two tables that no GEMM reads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -112,7 +112,7 @@ def test_a_missing_file_is_a_space_error() -> None:
         ({"choises": []}, "did you mean 'choices'"),
         ({"parameters": {"fp8_delayed.scaling.amax_histori_len": [1]}}, "no field 'scaling.amax_histori_len'"),
         ({"parameters": {"fp8_delayed.scaling.amax_history_len": [0]}}, "greater than or equal to 1"),
-        ({"parameters": {"nope.x": [1]}}, "'nope' is no recipe"),
+        ({"parameters": {"nope.x": [1]}}, "'nope' is not a recipe"),
         ({"parameters": {"fp8_rowwise.scaling.margin": [0, 1]}}, "delayed only"),
         ({"parameters": {"fp8_delayed.scaling.margin": []}}, "no values"),
         ({"optimizer": {"exp_avg": ["fp33"]}}, "fp33"),

@@ -29,8 +29,8 @@ def fall_back(policy: Policy, name: str, layers: Sequence[str]) -> Policy:
     Args:
         policy: what runs now.
         name: one of :data:`FALLBACKS`: ``wgrad_bf16`` and ``dgrad_bf16`` take one GEMM of every quantised layer to
-            bf16, ``head_bf16`` the last layer, ``ends_bf16`` first and last, ``all_bf16`` all; ``script`` is no
-            policy at all.
+            bf16, ``head_bf16`` the last layer, ``ends_bf16`` first and last, ``all_bf16`` all; ``script`` takes
+            the policy off.
         layers: the model's tunable layers, in model order.
 
     Raises:

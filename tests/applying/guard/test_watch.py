@@ -1,0 +1,126 @@
+"""The guard sees what goes wrong, falls back in order, and never ends a training."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from autoprec.applying.guard import Breach, Guard
+from autoprec.applying.policy import apply_policy
+from autoprec.applying.swap import execution_of
+from tests.applying.guard.helpers import make_model, make_policy
+
+
+def _run(guard: Guard, losses: list[float], norms: list[float] | None = None) -> list[Breach]:
+    found = [guard.step(loss, norms[i] if norms else None) for i, loss in enumerate(losses)]
+    return [breach for breach in found if breach is not None]
+
+
+def test_a_rising_loss_falls_back_in_the_policys_order() -> None:
+    model, seen = make_model(), []
+    policy = make_policy(metrics=("loss_gap",), thresholds={"loss_gap": 0.05}, fallback=("wgrad_bf16", "script"))
+    apply_policy(policy, model, backend="emulated")
+    guard = Guard(policy, model, every=5, patience=2, window=20, backend="emulated", on_breach=seen.append)
+    breaches = _run(guard, [1.0] * 40 + [1.5] * 120)
+    assert [breach.action for breach in breaches] == ["wgrad_bf16", "script", *["none left"] * (len(breaches) - 2)]
+    assert seen == breaches
+    assert breaches[0].metric == "loss_gap"
+    assert breaches[0].value == pytest.approx(0.5)
+    assert all(execution_of(module) is None for module in model.modules())
+
+
+def test_a_fallback_is_given_time() -> None:
+    model = make_model()
+    policy = make_policy(metrics=("loss_gap",), thresholds={"loss_gap": 0.05})
+    apply_policy(policy, model, backend="emulated")
+    guard = Guard(policy, model, every=5, patience=1, window=50, backend="emulated")
+    breaches = _run(guard, [1.0] * 20 + [2.0] * 100)
+    assert all(later.step - earlier.step >= 50 for earlier, later in itertools.pairwise(breaches))
+
+
+def test_the_model_really_runs_the_fallback() -> None:
+    model = make_model()
+    policy = make_policy(fallback=("wgrad_bf16",))
+    apply_policy(policy, model, backend="emulated")
+    guard = Guard(policy, model, every=5, patience=1, backend="emulated")
+    _run(guard, [1.0] * 10 + [9.0] * 20)
+    model(torch.randn(16, 32)).sum().backward()
+    executed = execution_of(model[0]).executed
+    assert executed["wgrad"] == "bf16"
+    assert executed["fprop"].startswith("fp8")
+
+
+def test_a_falling_noisy_loss_is_no_breach() -> None:
+    generator = torch.Generator().manual_seed(0)
+    noise = (torch.randn(600, generator=generator) * 0.02).tolist()
+    guard = Guard(make_policy(thresholds={"loss_gap": 0.05}, metrics=("loss_gap",)))
+    assert _run(guard, [4 * math.exp(-i / 300) * (1 + noise[i]) for i in range(600)]) == []
+
+
+def test_batch_noise_is_no_breach() -> None:
+    generator = torch.Generator().manual_seed(0)
+    losses = (1 + torch.randn(4000, generator=generator) * 0.3).tolist()
+    assert _run(Guard(make_policy(thresholds={"loss_gap": 0.02}, metrics=("loss_gap",))), losses) == []
+
+
+def test_a_reference_curve_replaces_the_own_trend() -> None:
+    reference = [2.0 * math.exp(-i / 100) for i in range(400)]
+    guard = Guard(make_policy(thresholds={"loss_gap": 0.05}, metrics=("loss_gap",)), reference=reference)
+    breaches = _run(guard, [loss * (1.0 if i < 200 else 1.2) for i, loss in enumerate(reference)])
+    assert breaches
+    assert breaches[0].step > 200
+    assert breaches[0].action == "none left"  # without a model it can only warn
+
+
+def test_exploding_gradients_and_nan_losses_are_seen() -> None:
+    guard = Guard(make_policy(thresholds={"gradient_norm_ratio": 3.0}, metrics=("gradient_norm_ratio",)), patience=1)
+    assert _run(guard, [1.0] * 100, [1.0] * 80 + [50.0] * 20)[0].metric == "gradient_norm_ratio"
+    guard = Guard(make_policy(thresholds={"nonfinite_steps": 2.0}, metrics=("nonfinite_steps",)))
+    assert _run(guard, [1.0] * 15 + [math.nan] * 3 + [1.0] * 2)[0].metric == "nonfinite_steps"
+
+
+def test_a_guard_that_fails_does_not_end_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    guard = Guard(make_policy(), every=1)
+    with caplog.at_level(logging.ERROR):
+        assert guard.step("no number") is None  # type: ignore[arg-type]
+    assert "looks away" in caplog.text
+
+
+def test_breaches_reach_the_active_mlflow_run_and_its_failure_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
+    logged: list[Any] = []
+
+    def fail(_tags: dict[str, str]) -> None:
+        raise OSError("gone")
+
+    fake = SimpleNamespace(
+        active_run=lambda: object(), log_metrics=lambda m, step: logged.append((step, m)), set_tags=fail
+    )
+    monkeypatch.setitem(sys.modules, "mlflow", fake)
+    guard = Guard(make_policy(metrics=("loss_gap",), thresholds={"loss_gap": 0.1}), every=5, patience=1)
+    breaches = _run(guard, [1.0] * 20 + [2.0] * 20)
+    assert breaches
+    assert any("guard/loss_gap" in metrics for _, metrics in logged)
+    assert any("guard/fallbacks" in metrics for _, metrics in logged)
+
+
+def test_a_resumed_run_keeps_its_fallbacks() -> None:
+    model = make_model()
+    policy = make_policy(fallback=("all_bf16", "script"))
+    apply_policy(policy, model, backend="emulated")
+    guard = Guard(policy, model, every=5, patience=1, backend="emulated")
+    _run(guard, [1.0] * 10 + [9.0] * 10)
+    state = guard.state_dict()
+    other = make_model()
+    apply_policy(policy, other, backend="emulated")
+    resumed = Guard(policy, other, backend="emulated")
+    resumed.load_state_dict(state)
+    assert resumed.fallbacks == ["script"]
+    other(torch.randn(4, 32)).sum().backward()
+    assert execution_of(other[0]).executed["fprop"] == "bf16"

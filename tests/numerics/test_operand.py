@@ -1,0 +1,58 @@
+"""What a layer remembers between calls, and that it is its own."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from autoprec.numerics.operand import CONTRACTION, QuantizerState, Spec
+from autoprec.precision.recipes import GEMM_OPERANDS, Scaling
+
+DELAYED = Spec("tensor", "e4m3", scaling=Scaling(scale="delayed", amax_history_len=2))
+
+
+def test_gemms_sum_over_the_axes_that_their_operands_share() -> None:
+    sizes = {"input": (5, 3), "weight": (7, 3), "grad_output": (5, 7)}  # M = 5, K = 3, N = 7
+    for gemm, (first, second) in CONTRACTION.items():
+        one, other = (sizes[name] for name in GEMM_OPERANDS[gemm])
+        assert one[first] == other[second]
+
+
+def test_a_recomputed_forward_gets_the_scale_of_the_forward_it_repeats() -> None:
+    state, ask = QuantizerState(), {"update": True, "recompute": False}
+    first = state.delayed_scale("input", DELAYED, torch.tensor(1.0), **ask)
+    state.delayed_scale("input", DELAYED, torch.tensor(2.0), **ask)
+    latest = state.delayed_scale("input", DELAYED, torch.tensor(8.0), **ask)
+    assert torch.equal(first, torch.tensor(448.0))  # no history yet: its own amax
+    assert torch.equal(latest, torch.tensor(224.0))  # the largest of the two steps before
+    again = state.delayed_scale("input", DELAYED, torch.tensor(8.0), update=False, recompute=True)
+    assert torch.equal(again, latest)
+
+
+def test_shared_scales_are_noted_and_learnt_only_when_told() -> None:
+    state = QuantizerState()
+    state.shared = True
+    assert state.seen("input", DELAYED) is None
+    for amax in (3.0, 1.0):
+        state.delayed_scale("input", DELAYED, torch.tensor(amax), update=True, recompute=False)
+    assert state.seen("input", DELAYED) == 3.0
+    state.learn("input", DELAYED, torch.tensor(7.0))  # another rank saw more
+    assert state.seen("input", DELAYED) is None
+    scale = state.delayed_scale("input", DELAYED, torch.tensor(1.0), update=False, recompute=False)
+    assert scale == 64.0
+
+
+def test_a_copy_starts_anew_from_the_same_seed() -> None:
+    state = QuantizerState(5)
+    drawn = torch.rand(4, generator=state.generator(torch.device("cpu")))
+    state.delayed_scale("input", DELAYED, torch.tensor(1.0), update=True, recompute=False)
+    twin = copy.deepcopy(state)
+    assert twin.delayed == {}
+    assert torch.equal(drawn, torch.rand(4, generator=twin.generator(torch.device("cpu"))))
+
+
+def test_the_private_stream_leaves_the_global_one_alone() -> None:
+    before = torch.random.get_rng_state()
+    torch.rand(9, generator=QuantizerState(1).generator(torch.device("cpu")))
+    assert torch.equal(before, torch.random.get_rng_state())
