@@ -16,7 +16,12 @@ from autoprec.support.redact import HIDDEN, redact, redact_arguments, redact_tex
         (["--hf_token=abc"], [f"--hf_token={HIDDEN}"]),
         (["--token", "abc"], ["--token", HIDDEN]),
         (["--password=x", "train.py"], [f"--password={HIDDEN}", "train.py"]),
-        (["--tokens", "512", "--max-tokens=4"], ["--tokens", HIDDEN, "--max-tokens=[hidden]"]),
+        (["--tokens", "s3cret", "--hf-tokens=a1b2"], ["--tokens", HIDDEN, f"--hf-tokens={HIDDEN}"]),
+        (["--token", "12345"], ["--token", HIDDEN]),
+        (["--wandb.api_key", "abc", "-v"], ["--wandb.api_key", HIDDEN, "-v"]),
+        (["--new-token", "abc", "--password-hash=x"], ["--new-token", HIDDEN, f"--password-hash={HIDDEN}"]),
+        (["SECRET_KEY_BASE=abc", "--max-token=abc"], [f"SECRET_KEY_BASE={HIDDEN}", f"--max-token={HIDDEN}"]),
+        (["HF_TOKEN=abc", "MY_TOKEN_2=abc"], [f"HF_TOKEN={HIDDEN}", f"MY_TOKEN_2={HIDDEN}"]),
         (["--data", "s3://user:pw@host/x"], ["--data", f"s3://{HIDDEN}@host/x"]),
         (["WANDB_API_KEY=abc"], [f"WANDB_API_KEY={HIDDEN}"]),
         (["--model", "hf_" + "a" * 30], ["--model", HIDDEN]),
@@ -44,6 +49,48 @@ def test_text_of_failures() -> None:
     assert "s3cr3t" not in text
     assert text.endswith("-v")
     assert "AKIA" not in text
+
+
+#: What training scripts are given: none of it is a secret, and a resume command without it cannot be run.
+ORDINARY = [
+    ["--max-tokens", "512", "--tokens=4"],
+    ["--cost-scale", "width=16,depth=4,tokens=32"],
+    ["--tokenizer", "gpt2", "tokenizer=gpt2", "--tokenizer_name=bert"],
+    ["--pad-token", "<pad>", "eos_token=</s>", "--max_new_tokens", "20"],
+    ["--total-train-tokens=1.5B", "--tokens", "10_000", "--context_tokens", "4k"],
+    ["--num-key-value-heads", "4", "--keyword=x", "--compass", "north", "--patience", "3", "--author", "me"],
+    ["--password-file", "/run/p", "api_key_path=keys", "--max-token", "8"],
+    ["--passes", "60", "model.num_tokens=8", "data.path=s3://bucket/x"],
+]
+
+
+@pytest.mark.parametrize("arguments", ORDINARY, ids=" ".join)
+def test_ordinary_arguments_are_left_alone(arguments: list[str]) -> None:
+    assert redact_arguments(arguments) == arguments
+    assert redact_text(" ".join(arguments)) == " ".join(arguments)
+
+
+@given(
+    st.sampled_from(["tokens", "max-tokens", "num_tokens", "tokens-per-step", "data.max_tokens"]),
+    st.integers(0, 10**12),
+)
+def test_a_number_of_tokens_is_never_hidden(name: str, count: int) -> None:
+    for words in ([f"--{name}", str(count)], [f"--{name}={count}"], [f"{name}={count}"]):
+        assert redact_arguments(words) == words
+        assert redact_text(" ".join(words)) == " ".join(words)
+
+
+@given(
+    st.sampled_from(["--token", "--hf-token", "--api-key", "--wandb_api_key", "--password", "--client.secret"]),
+    st.from_regex(r"[A-Za-z0-9]{3,30}", fullmatch=True),
+)
+def test_a_secret_is_hidden_however_it_is_written(name: str, secret: str) -> None:
+    bare = name.lstrip("-")
+    for words in ([name, secret], [f"{name}={secret}"]):
+        assert HIDDEN in redact_arguments(words)[-1]
+        assert secret not in redact_arguments(words)[-1].replace(bare, "").replace(HIDDEN, "")
+    for text in (f"{name} {secret}", f"{bare}={secret}", f'{{"{bare}": "{secret}"}}'):
+        assert HIDDEN in redact_text(text)
 
 
 @given(st.text(min_size=1, max_size=40))
