@@ -21,7 +21,9 @@ _SECRET_NAME = re.compile(
     re.IGNORECASE,
 )
 #: Tokens of text, which a script marks (``pad_token``) or counts (``--max-tokens 512``, ``tokens=32``).
-_MARKER = re.compile(r"(?:^|[-_.])(?:pad|bos|eos|unk|mask|sep|cls|stop|special|image|audio)[-_]?tokens?$", re.IGNORECASE)
+_MARKER = re.compile(
+    r"(?:^|[-_.])(?:pad|bos|eos|unk|mask|sep|cls|stop|special|image|audio)[-_]?tokens?$", re.IGNORECASE
+)
 _COUNTER = re.compile(r"tokens$|(?:^|[-_.])(?:max|min|num|n|per)[-_]token$", re.IGNORECASE)
 _COUNT = re.compile(r"[+-]?\d[\d_,.]*(?:e[+-]?\d+)?[kmbgt]?i?b?", re.IGNORECASE)
 #: Tokens that carry their maker's prefix: Hugging Face, OpenAI, GitHub, GitLab, AWS, Google, Slack, W&B-like, JWT.

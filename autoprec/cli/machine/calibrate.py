@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 
+from autoprec.cli.console import print_json
 from autoprec.errors import UnsupportedError, UsageError
 
 __all__ = ["calibrate"]
@@ -19,7 +19,7 @@ def _cpu(as_json: bool) -> int:
 
     rates, label = cpu_rates(refresh=True)
     if as_json:
-        click.echo(json.dumps({"device": "cpu", "label": label, "file": str(cache_file()), "rates": rates}))
+        print_json({"device": "cpu", "label": label, "file": str(cache_file()), "rates": rates})
         return 0
     fast, slow = (1e-9 / rates["gemm"][form]["fprop"][0] for form in ("bf16", "fp32"))
     click.echo(f"{label}; cached in {cache_file()}")
@@ -88,7 +88,7 @@ def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> i
     document["seconds"] = round(time.monotonic() - start, 1)
     write_json(path, document)
     if as_json:
-        click.echo(json.dumps(document))
+        print_json(document)
     else:
         click.echo(f"{name}: {len(document['points'])} points in {document['seconds']} s, written to {path}")
         options = f"--target {found.name} --calibration {path} train.py"

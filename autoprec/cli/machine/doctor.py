@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
 from typing import Any
 
 import click
+
+from autoprec.cli.console import print_json
 
 __all__ = ["diagnose", "doctor"]
 
@@ -124,7 +125,7 @@ def _yes(ok: bool) -> str:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from autoprec.cli.tables import plain_table, stdout_console
+    from autoprec.cli.console import plain_table, stdout_console
 
     console = stdout_console()
     console.print(f"autoprec {found['autoprec']}, Python {found['python']}, PyTorch {found['torch']}")
@@ -151,7 +152,7 @@ def doctor(as_json: bool) -> None:
     """Print what works on this machine and why the rest does not; the block to paste into a bug report."""
     found = diagnose()
     if as_json:
-        click.echo(json.dumps(found))
+        print_json(found)
     else:
         _print(found)
     sys.stdout.flush()

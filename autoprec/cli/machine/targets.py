@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +9,8 @@ import click
 
 if TYPE_CHECKING:
     from autoprec.precision.hardware import Target
+
+from autoprec.cli.console import print_json
 
 __all__ = ["targets"]
 
@@ -51,7 +52,7 @@ def targets(names: tuple[str, ...], own: Path | None, as_json: bool) -> int:
     table = load_targets(own) if own else dict(TARGETS)
     chosen = [named(name, table, where=str(own or "")) for name in names] or list(table.values())
     if as_json:
-        click.echo(json.dumps({"targets": [entry.to_json() for entry in chosen]}))
+        print_json({"targets": [entry.to_json() for entry in chosen]})
         return 0
     header = ["target", "device", *(f"{name}" for name in _FORMATS), "memory", "bandwidth", "date"]
     rows = [header]

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from autoprec.cli.console import print_json
+
 __all__ = ["diff"]
 
 
@@ -33,7 +35,7 @@ def diff(a: Path, b: Path, everything: bool, as_json: bool) -> int:
     ]
     if as_json:
         changes = [{"where": where, "a": old, "b": new} for where, old, new in rows]
-        click.echo(json.dumps({"same": not rows, "differences": changes}))
+        print_json({"same": not rows, "differences": changes})
     for where, old, new in [] if as_json else rows:
         click.echo(f"{where}: {_text(old)} -> {_text(new)}")
     if not rows and not as_json:

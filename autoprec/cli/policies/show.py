@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoprec.cli.console import print_json
 from autoprec.errors import PolicyError, nearest
 
 if TYPE_CHECKING:
@@ -122,13 +122,13 @@ def show(policy: Path, graph: Path | None, as_json: bool) -> None:
                 name: dict(zip(("fprop", "dgrad", "wgrad"), plan_cells(plan), strict=True))
                 for name, plan in plans.items()
             }
-        click.echo(json.dumps(document))
+        print_json(document)
         return
     _print(loaded, report, str(policy))
 
 
 def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
-    from autoprec.cli.tables import plain_table, stdout_console
+    from autoprec.cli.console import plain_table, stdout_console
 
     gemms = ("fprop", "dgrad", "wgrad")
     if report is None:

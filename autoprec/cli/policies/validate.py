@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import click
 
+from autoprec.cli.console import print_json
 from autoprec.errors import AutoPrecError, FileError
 
 __all__ = ["validate"]
@@ -53,7 +53,7 @@ def validate(files: tuple[Path, ...], as_json: bool) -> int:
         except AutoPrecError as error:
             rows.append({"file": str(path), "ok": False, "what": error.what, "fix": error.fix})
     if as_json:
-        click.echo(json.dumps({"ok": all(row["ok"] for row in rows), "files": rows}))
+        print_json({"ok": all(row["ok"] for row in rows), "files": rows})
     for row in [] if as_json else rows:
         click.echo(f"{row['file']}: {'valid ' if row['ok'] else 'not valid: '}{row['what']}", err=not row["ok"])
         if row["fix"]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoprec.cli import options
+from autoprec.cli.console import plain_table, print_json, stdout_console
+from autoprec.cli.phases import Phases
+from autoprec.cli.recording import running
 from autoprec.cli.script import script_command
 from autoprec.errors import (
     FIX,
@@ -36,22 +38,17 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
         ScriptError: the script failed before or within these steps.
         NothingAcceptableError: it has fewer steps.
     """
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
 
-    command = ScriptCommand.parse(script)
     spec = TrialSpec(policy=document, steps=steps, warmup=0, backend=backend, timeout_s=timeout_s, record_graph=True)
-    with (
-        tempfile.TemporaryDirectory(prefix="autoprec-check-") as directory,
-        TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner,
-    ):
-        found = runner.start().model
+    with Phases() as phases, running(script, phases, timeout_s=timeout_s) as (runner, host, label):
+        phases.begin(f"{steps} training steps under the policy, the last one recorded")
         result = runner.run(spec)
+    found = host.model
     _compare_models(document.get("model"), found)
     if result.audit is not None:
         return _with_recording(result.audit, result.payload.get("graph"), document)
-    raise _refusal(result, command.label)
+    raise _refusal(result, label)
 
 
 def _refusal(result: TrialResult, where: str) -> AutoPrecError:
@@ -112,8 +109,6 @@ def _gemms(values: dict[str, str]) -> str:
 
 
 def _print_table(audit: dict[str, Any], everything: bool) -> None:
-    from autoprec.cli.tables import plain_table, stdout_console
-
     rows = [
         (row["name"], _gemms(row["requested"]), _gemms(row["executed"]), "yes" if row["ok"] else "NO", row["reason"])
         for row in audit["layers"]
@@ -128,11 +123,11 @@ def _print_table(audit: dict[str, Any], everything: bool) -> None:
 
 @script_command("check")
 @click.option("--policy", required=True, type=click.Path(path_type=Path), help="Policy file to audit.")
-@click.option("--backend", default="auto", show_default=True, metavar="NAME", help="Who runs the GEMMs.")
+@options.backend
 @click.option("--steps", default=2, show_default=True, type=click.IntRange(min=1), help="Training steps to run.")
-@click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="For the script's first steps.")
+@options.timeout("For the script's first steps.")
 @click.option("-v", "--verbose", is_flag=True, help="List operators that the policy leaves alone, too.")
-@click.option("--json", "as_json", is_flag=True, help="The audit as JSON on stdout.")
+@options.as_json("The audit")
 def check(
     script: tuple[str, ...], policy: Path, backend: str, steps: int, timeout: float, verbose: bool, as_json: bool
 ) -> None:
@@ -141,7 +136,7 @@ def check(
 
     audit = _audited(script, load_policy(policy).to_dict(), backend, steps, timeout)
     if as_json:
-        click.echo(json.dumps(audit))
+        print_json(audit)
     else:
         _print_table(audit, verbose)
     wrong = [row["name"] for row in audit["layers"] if not row["ok"]]

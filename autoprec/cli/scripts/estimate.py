@@ -2,41 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
+from autoprec.cli import options
+from autoprec.cli.console import duration, print_json
+from autoprec.cli.phases import Phases
+from autoprec.cli.recording import record_step, tunable
 from autoprec.cli.script import script_command
-from autoprec.errors import NothingAcceptableError, ScriptError, UsageError
+from autoprec.errors import UsageError
 
 __all__ = ["estimate"]
-
-
-def _recorded(script: tuple[str, ...], timeout_s: float) -> tuple[Any, str]:
-    """Record one step of the script; return the graph report and the device it trains on."""
-    from autoprec.graph.report import GraphReport
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.trial.driver.runner import TrialRunner
-    from autoprec.trial.protocol import TrialSpec
-
-    command = ScriptCommand.parse(list(script))
-    with (
-        tempfile.TemporaryDirectory(prefix="autoprec-estimate-") as directory,
-        TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner,
-    ):
-        host = runner.start()
-        result = runner.run(TrialSpec(kind="record", warmup=0, steps=1))
-    if not result.ok or "graph" not in result.payload:
-        raise ScriptError(
-            f"the step could not be recorded: {result.reason or result.status}",
-            where=command.label,
-            fix=result.tail or "run the script by itself first",
-        )
-    return GraphReport.from_json(result.payload["graph"]), host.device
 
 
 def _graph(
@@ -54,18 +32,13 @@ def _graph(
         from autoprec.cost.transformer import config_from, decoder_report
 
         return decoder_report(config_from(config), batch=batch, seq=seq), "cpu"
-    return _recorded(script, timeout_s)
+    with Phases() as phases:
+        report, host = record_step(script, phases, timeout_s=timeout_s)
+    return report, host.device
 
 
 def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def _duration(seconds: float) -> str:
-    for unit, size, limit in (("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172800.0)):
-        if seconds < limit:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 86400:,.3g} days"
 
 
 def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
@@ -143,7 +116,7 @@ def _counts(text: str) -> list[int]:
     except ValueError:
         counts = [0]
     if any(count < 1 for count in counts):
-        raise UsageError(f"--gpus {text} is no list of counts", fix="e.g. --gpus 1,8,64,1024")
+        raise UsageError(f"--gpus {text} is not a list of counts", fix="e.g. --gpus 1,8,64,1024")
     return counts
 
 
@@ -201,8 +174,8 @@ def _more_lines(more: dict[str, Any], best: str) -> list[str]:
         lines.append("payback   never: a search would gain nothing")
     else:
         lines.append(
-            f"payback   a search costs about {_duration(paid.search_s)} of training steps, starting the script apart, "
-            f"and is paid back after {paid.steps:,.0f} steps ({_duration(paid.hours * 3600)}) at the earliest"
+            f"payback   a search costs about {duration(paid.search_s)} of training steps, starting the script apart, "
+            f"and is paid back after {paid.steps:,.0f} steps ({duration(paid.hours * 3600)}) at the earliest"
         )
     if "compiled" in more:
         other = more["compiled"]
@@ -243,9 +216,9 @@ def _check_options(config: str, batch: int, seq: int, threshold: float, gpus: st
             raise UsageError(f"{flag} has no effect without {other}", fix=f"give {other}, or leave {flag} out")
     for flag, count in (("--batch", batch), ("--seq", seq), ("--tensor-parallel", tensor_parallel)):
         if count < 1:
-            raise UsageError(f"{flag} {count} is no count", fix="use 1 or more")
+            raise UsageError(f"{flag} {count} is not a count", fix="use 1 or more")
     if not 0 <= threshold < float("inf"):
-        raise UsageError(f"--threshold {threshold:g} is no gain", fix="e.g. 0.03: a bound below 1.03x means stay")
+        raise UsageError(f"--threshold {threshold:g} is not a gain", fix="e.g. 0.03: a bound below 1.03x means stay")
     return _counts(gpus)
 
 
@@ -261,11 +234,11 @@ def _check_options(config: str, batch: int, seq: int, threshold: float, gpus: st
 @click.option("--fused-casts", is_flag=True, help="Casts as Transformer Engine's fused modules make them.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="A file written by `autoprec calibrate`.")
 @click.option("--threshold", default=0.03, show_default=True, metavar="X", help="Smallest bound worth a search.")
-@click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="Until the first training step.")
+@options.timeout("Until the first training step.")
 @click.option("--sweep", is_flag=True, help="Also: from which batch size and sequence length on it pays.")
 @click.option("--gpus", default="", metavar="1,8,64,1024", help="Also: extrapolate to many GPUs.")
 @click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="With --gpus: GPUs per replica.")
-@click.option("--json", "as_json", is_flag=True, help="Everything as JSON on stdout.")
+@options.as_json("Everything")
 def estimate(
     script: tuple[str, ...],
     target: str,
@@ -304,10 +277,7 @@ def estimate(
         if counts:
             check_layout(asked, counts, tensor_parallel)
     report, device = _graph(script, graph, config, batch, seq, timeout)
-    if not report.tunable:
-        raise NothingAcceptableError(
-            "there is no trainable GEMM to tune", fix="`autoprec inspect` lists every operator and why"
-        )
+    tunable(report)
     found, _ = resolve_target(target, device)
     if measured:
         check_target(measured, found, str(calibration))
@@ -338,10 +308,9 @@ def estimate(
             "source": "modelled",
             **{key: _plain(value) for key, value in more.items()},
         }
-        click.echo(json.dumps(document))
+        print_json(document)
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict), *_layer_lines(verdict, 12)]
         click.echo("\n".join([*head, *_more_lines(more, verdict.best_uniform[0])]))
-    sys.stdout.flush()
     return 0

@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 import json
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoprec.cli import options
+from autoprec.cli.phases import Phases
+from autoprec.cli.recording import record_step
 from autoprec.cli.script import script_command
-from autoprec.errors import ScriptError, UsageError
+from autoprec.errors import UsageError
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport, Layer
 
 __all__ = ["inspect"]
-
-
-def _recorded(script: tuple[str, ...], timeout_s: float) -> GraphReport:
-    """Record one step of a script.
-
-    Raises:
-        ScriptError: the script failed before or in its first step.
-    """
-    from autoprec.graph.report import GraphReport
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.trial.driver.runner import TrialRunner
-    from autoprec.trial.protocol import TrialSpec
-
-    command = ScriptCommand.parse(list(script))
-    with (
-        tempfile.TemporaryDirectory(prefix="autoprec-inspect-") as directory,
-        TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner,
-    ):
-        runner.start()
-        result = runner.run(TrialSpec(kind="record", warmup=0, steps=1, timeout_s=timeout_s))
-    if not result.ok or "graph" not in result.payload:
-        raise ScriptError(
-            f"the step could not be recorded: {result.reason or result.status}",
-            where=command.label,
-            fix=result.tail or "run the script by itself first",
-        )
-    return GraphReport.from_json(result.payload["graph"])
 
 
 def _row(layer: Layer, total: int) -> tuple[str, ...]:
@@ -62,7 +37,7 @@ def _row(layer: Layer, total: int) -> tuple[str, ...]:
 
 
 def _print_tables(report: GraphReport) -> None:
-    from autoprec.cli.tables import plain_table, stdout_console
+    from autoprec.cli.console import plain_table, stdout_console
     from autoprec.graph.summary import class_shares, coverage_line
 
     console = stdout_console()
@@ -79,13 +54,18 @@ def _print_tables(report: GraphReport) -> None:
     click.echo(coverage_line(report))
 
 
+def _recorded(script: tuple[str, ...], timeout_s: float) -> GraphReport:
+    with Phases() as phases:
+        return record_step(script, phases, timeout_s=timeout_s)[0]
+
+
 @script_command("inspect", required=False)
 @click.option("--graph", type=click.Path(path_type=Path), help="Show a step saved with --save instead of a script.")
 @click.option("--rules", type=click.Path(path_type=Path), help="Operator rules that extend the built-in ones.")
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Write the graph, coloured by class, as HTML.")
 @click.option("--save", type=click.Path(path_type=Path), help="Write the recorded step as JSON.")
-@click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help="For the script's first step.")
-@click.option("--json", "as_json", is_flag=True, help="Everything as JSON on stdout.")
+@options.timeout("For the script's first step.")
+@options.as_json("Everything")
 def inspect(
     script: tuple[str, ...],
     graph: Path | None,
@@ -96,6 +76,7 @@ def inspect(
     as_json: bool,
 ) -> None:
     """Record one training step: every operator, its class and precision, and what share of the step is tunable."""
+    from autoprec.cli.console import print_json
     from autoprec.graph.analysis.rules import load_rules, reclassify
     from autoprec.graph.report import load_report
     from autoprec.support.files import check_writable, write_atomic
@@ -116,6 +97,6 @@ def inspect(
 
         write_atomic(page, render_page(report))
     if as_json:
-        click.echo(json.dumps(report.to_json()))
+        print_json(report.to_json())
     else:
         _print_tables(report)

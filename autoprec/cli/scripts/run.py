@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from autoprec.cli import options
 from autoprec.cli.script import script_command
 
 __all__ = ["run"]
@@ -13,7 +14,7 @@ __all__ = ["run"]
 
 @script_command("run")
 @click.option("--policy", type=click.Path(path_type=Path), help="Policy file; without one the script runs as written.")
-@click.option("--backend", default="auto", show_default=True, metavar="NAME", help="Who runs the GEMMs.")
+@options.backend
 @click.option("--audit", type=click.Path(path_type=Path), metavar="FILE", help="Write asked/executed here at the end.")
 def run(script: tuple[str, ...], policy: Path | None, backend: str, audit: Path | None) -> int:
     """Run a training script, unmodified, under a policy.

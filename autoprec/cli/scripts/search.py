@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
+from autoprec.cli import options
+from autoprec.cli.console import print_json
 from autoprec.cli.script import script_command
 from autoprec.errors import AutoPrecError
 
 __all__ = ["search"]
-
-T = TypeVar("T")
-
-
-def parsed(parse: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return a click callback that parses an option by a function of :mod:`autoprec.tuning.options`."""
-
-    def callback(_context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
-        if value is None:
-            return None
-        from autoprec.tuning import options
-
-        try:
-            return getattr(options, parse)(value)
-        except AutoPrecError as error:
-            raise click.BadParameter(f"{error.what}; {error.fix}", param=parameter) from error
-
-    return callback
 
 
 @script_command("search")
 @click.option("--target", default="auto", metavar="NAME", help="auto (this device, timed), or a GPU to rehearse for.")
 @click.option("--space", default="", metavar="NAME|FILE", help="Search space; default: the target's.")
 @click.option("--trials", default=30, show_default=True, metavar="N", help="Trials, presets included.")
-@click.option("--budget", "budget_s", callback=parsed("parse_duration"), metavar="TIME", help="Stop in time: 20m, 90s.")
+@click.option(
+    "--budget", "budget_s", callback=options.parsed("parse_duration"), metavar="TIME", help="Stop in time: 20m, 90s."
+)
 @click.option("--steps", default=20, show_default=True, metavar="N", help="Measured steps per trial.")
 @click.option("--warmup", default=3, show_default=True, metavar="N", help="Steps before measuring.")
-@click.option("--max-divergence", default="0.25%", show_default=True, callback=parsed("parse_share"), metavar="SHARE",
-              help="Largest acceptable mean relative loss gap.")  # fmt: skip
+@options.max_divergence
 @click.option("--max-gradient-error", default=0.12, show_default=True, metavar="X",
               help="Largest gradient error, in units of the mini-batch gradient noise.")  # fmt: skip
-@click.option("--max-memory", callback=parsed("parse_bytes"), metavar="BYTES", help="e.g. 60GB.")
+@click.option("--max-memory", callback=options.parsed("parse_bytes"), metavar="BYTES", help="e.g. 60GB.")
 @click.option("--objective", type=click.Choice(["throughput", "memory", "balanced"]), default="throughput",
               show_default=True, help="What to optimise among acceptable policies.")  # fmt: skip
 @click.option("--reference", type=click.Choice(["script", "fp32", "bf16"]), default="script", show_default=True,
@@ -68,11 +50,11 @@ def parsed(parse: str) -> Callable[[click.Context, click.Parameter, str | None],
 @click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32",
               help="Rehearsal: evaluate the cost model at scaled shapes.")  # fmt: skip
 @click.option("--calibration", default="", metavar="FILE", help="Rehearsal: a file written by `autoprec calibrate`.")
-@click.option("--backend", default="auto", metavar="NAME", help="Who runs the GEMMs in trials.")
+@options.backend
 @click.option("--force", is_flag=True, help="Search even where the verdict is 'stay'.")
 @click.option("--no-mlflow", is_flag=True, help="Track nothing.")
-@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@options.as_json("The result")
+@options.quiet
 @click.option("-v", "--verbose", is_flag=True, help="Every trial.")
 def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, no_mlflow: bool, **values: Any) -> int:
     """Search the precision policy that trains SCRIPT fastest without changing its loss curve."""
@@ -85,14 +67,14 @@ def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, n
     from autoprec.tuning.study.records import SearchResult
 
     values["trials"] = int(values["trials"])
-    options = SearchOptions(command=script, **values)
-    command = ScriptCommand.parse(options.command)
+    asked = SearchOptions(command=script, **values)
+    command = ScriptCommand.parse(asked.command)
     progress = TerminalProgress(-1 if quiet else int(verbose))
     members: list[Listener] = [progress]
-    tracker = None if no_mlflow else TrackingListener(options.runs_dir)
+    tracker = None if no_mlflow else TrackingListener(asked.runs_dir)
     if tracker is not None:
         members.append(tracker)
-    engine = Search(options, command, Listeners(*members))
+    engine = Search(asked, command, Listeners(*members))
     try:
         result: SearchResult = engine.run()
         if tracker is not None:
@@ -103,8 +85,7 @@ def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, n
         if tracker is not None:
             tracker.close()
     if as_json:
-        json.dump(result.to_json(), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        print_json(result.to_json(), indent=1)
     else:
         print_result(engine, result, files)
     return 0
@@ -134,12 +115,10 @@ def write_reports(engine: Any, result: Any) -> dict[str, Path]:
 
 def print_result(engine: Any, result: Any, files: dict[str, Path]) -> None:
     """Print the final table and what to do next, on stdout."""
-    from rich.console import Console
-
     from autoprec import report
+    from autoprec.cli.console import stdout_console
 
-    width = None if sys.stdout.isatty() else 110  # a log has no width of its own, and names should not wrap
-    console = Console(no_color=bool(os.environ.get("NO_COLOR")), highlight=False, width=width)
+    console = stdout_console()
     console.print(report.terminal_table(result, engine.records))
     lines = [f"verdict: {result.verdict}. {result.reason}", f"policy:  {result.policy}"]
     if "report.html" in files:

@@ -2,46 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import tempfile
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from autoprec.cli import options
+from autoprec.cli.console import plain_table, print_json, stdout_console
+from autoprec.cli.phases import Phases
+from autoprec.cli.recording import payload_of, record, running, tunable
 from autoprec.cli.script import script_command
-from autoprec.errors import NothingAcceptableError, ScriptError
+from autoprec.trial.protocol import TrialSpec
 
 if TYPE_CHECKING:
-    from autoprec.trial.protocol import TrialResult
+    from autoprec.trial.driver.runner import TrialRunner
+    from autoprec.tuning.decide.scan import SensitivityScan
     from autoprec.tuning.decide.table import SensitivityTable
 
 __all__ = ["sensitivity"]
 
 
-def _payload(result: TrialResult, script: str) -> dict[str, Any]:
-    """Return the payload of a trial.
-
-    Raises:
-        ScriptError: the trial failed; the message carries the script's own output.
-    """
-    if not result.ok:
-        short = result.status == "too_short"
-        raise ScriptError(
-            f"the step could not be measured: {result.reason or result.status}",
-            where=script,
-            fix=result.tail or ("use a smaller --warmup" if short else "run the script by itself first"),
-        )
-    return result.payload
-
-
 def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, passes: int) -> SensitivityTable:
     from autoprec.cost import CostModel
-    from autoprec.graph.report import GraphReport
     from autoprec.policy.space import default_space, load_space
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.trial.driver.runner import TrialRunner
-    from autoprec.trial.protocol import TrialSpec
     from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
     from autoprec.tuning.target import resolve_target
@@ -49,40 +32,36 @@ def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, pass
     if target != "auto":
         resolve_target(target, "cpu")  # an unknown name is refused before the script is started
     chosen = load_space(space) if space else None
-    command = ScriptCommand.parse(script)
-    with (
-        tempfile.TemporaryDirectory(prefix="autoprec-sensitivity-") as directory,
-        TrialRunner(command, run_dir=Path(directory)) as runner,
-    ):
-        host = runner.start()
-        recorded = _payload(runner.run(TrialSpec(kind="record", steps=1, warmup=0)), command.label)
-        report = GraphReport.from_json(recorded["graph"])
-        if not report.tunable:
-            raise NothingAcceptableError("there is no trainable GEMM to tune", fix="`autoprec inspect` says why")
+    with Phases() as phases, running(script, phases) as (runner, host, label):
+        report = tunable(record(runner, label, phases))
         found, timed = resolve_target(target, host.device)
         problem = Problem.build(report, chosen or default_space(found), CostModel(report, found).can_run)
         scan = SensitivityScan(problem, max_passes=passes, batches=scan_batches(report))
-        seed = None if host.launch == "fork" else 0
-
-        while probes := scan.next_round():
-            payloads: list[dict[str, Any]] = []
-            for later in range(scan.batches):
-                spec = TrialSpec(
-                    kind="sensitivity",
-                    steps=1,
-                    warmup=warmup + later,
-                    probes=tuple(probes),
-                    batches=2,
-                    seed=seed,
-                    backend="auto" if timed else "emulated",
-                )
-                result = runner.run(spec)
-                if payloads and result.status == "too_short":
-                    scan.batches = len(payloads)  # the script has no more of them
-                    break
-                payloads.append(_payload(result, command.label))
-            scan.add(*payloads)
+        spec = TrialSpec(
+            kind="sensitivity",
+            steps=1,
+            batches=2,
+            seed=None if host.launch == "fork" else 0,
+            backend="auto" if timed else "emulated",
+        )
+        _scan(scan, runner, replace(spec, warmup=warmup), label, phases)
     return scan.table()
+
+
+def _scan(scan: SensitivityScan, runner: TrialRunner, spec: TrialSpec, label: str, phases: Phases) -> None:
+    """Ask a scan's questions, round after round, each on so many batches as it wants."""
+    while probes := scan.next_round():
+        payloads: list[dict[str, Any]] = []
+        batches = f", on up to {scan.batches} batches" if scan.batches > 1 else ""
+        phases.begin(f"gradient errors of {len(probes)} changes to the policy{batches}", total=scan.batches)
+        for later in range(scan.batches):
+            result = runner.run(replace(spec, probes=tuple(probes), warmup=spec.warmup + later))
+            if payloads and result.status == "too_short":
+                scan.batches = len(payloads)  # the script has no more of them
+                break
+            payloads.append(payload_of(result, label))
+            phases.advance(later + 1, scan.batches)
+        scan.add(*payloads)
 
 
 def _cell(row: dict[str, Any] | None) -> str:
@@ -94,8 +73,6 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _print(table: SensitivityTable) -> None:
-    from autoprec.cli.tables import plain_table, stdout_console
-
     rows = {(row["group"], row["choice"]): row for row in table.rows()}
     choices = list(dict.fromkeys(choice for _, choice in rows))
     cells = [(group, *(_cell(rows.get((group, choice))) for choice in choices)) for group in table.groups]
@@ -121,11 +98,11 @@ def _print(table: SensitivityTable) -> None:
 @click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are asked about.")
 @click.option("--warmup", default=5, show_default=True, type=click.IntRange(min=1), help="Steps before the scan.")
 @click.option("--passes", default=60, show_default=True, type=click.IntRange(min=2), help="Gradients to spend.")
-@click.option("--json", "as_json", is_flag=True, help="The table as JSON on stdout.")
+@options.as_json("The table")
 def sensitivity(script: tuple[str, ...], target: str, space: str, warmup: int, passes: int, as_json: bool) -> None:
     """Measure the gradient error of every group of layers under every recipe, on the same weights and batch."""
     table = _measure(script, target, space, warmup, passes)
     if as_json:
-        click.echo(json.dumps({"rows": table.rows(), **table.to_json()}, allow_nan=False))
+        print_json({"rows": table.rows(), **table.to_json()})
     else:
         _print(table)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import click
 
+from autoprec.cli import options
+from autoprec.cli.console import print_json, stdout_console
+from autoprec.cli.phases import Phases
 from autoprec.cli.script import script_command
-from autoprec.cli.scripts.search import parsed
 
 __all__ = ["verify"]
 
@@ -22,12 +21,11 @@ __all__ = ["verify"]
 @click.option("--steps", default=40, show_default=True, metavar="N", help="Measured steps per run.")
 @click.option("--warmup", default=3, show_default=True, metavar="N", help="Steps before measuring.")
 @click.option("--seeds", default=4, show_default=True, metavar="N", help="Paired seeds.")
-@click.option("--max-divergence", default="0.25%", show_default=True, callback=parsed("parse_share"), metavar="SHARE",
-              help="Largest acceptable mean relative loss gap.")  # fmt: skip
+@options.max_divergence
 @click.option("--anneal/--no-anneal", default=True, show_default=True, help="Decay the learning rate over a run.")
-@click.option("--backend", default="auto", metavar="NAME", help="Who runs the GEMMs.")
-@click.option("--json", "as_json", is_flag=True, help="The result as JSON on stdout.")
-@click.option("-q", "--quiet", is_flag=True, help="No progress.")
+@options.backend
+@options.as_json("The result")
+@options.quiet
 def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool, **values: Any) -> int:
     """Verify a policy on SCRIPT over several paired seeds; exit 1 when it does not hold."""
     from autoprec.policy import Policy, load_policy
@@ -41,10 +39,21 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
     policy: Policy = load_policy(policy_path)
     command = ScriptCommand.parse(script)
     with (
+        Phases(quiet=quiet) as phases,
         tempfile.TemporaryDirectory(prefix="autoprec-verify-") as scratch,
         HostPool(lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed), Path(scratch)) as pool,
     ):
+        phases.begin(f"running {command.label} to its first training step")
         host = pool.info(0)
+        asked, seeds = contenders(policy), values["seeds"]
+        phases.begin(f"{len(asked)} policies beside the reference, seed after seed", total=seeds)
+        finished: list[str] = []
+
+        def tell(line: str) -> None:
+            finished.append(line)
+            phases.say(line)
+            phases.advance(len(finished))
+
         emulated = host.device == "cpu" and any(recipe.scaled for recipe in policy.recipes.values())
         spec = TrialSpec(
             steps=values["steps"],
@@ -55,23 +64,21 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
         )
         result = run_verification(
             pool,
-            contenders(policy),
+            asked,
             spec,
-            seeds=values["seeds"],
+            seeds=seeds,
             timed=not emulated,
             max_divergence=values["max_divergence"],
-            tell=lambda line: None if quiet else click.echo(line, err=True),
+            tell=tell,
         )
     if as_json:
-        json.dump(result.to_json(), sys.stdout, indent=1)
-        sys.stdout.write("\n")
+        print_json(result.to_json(), indent=1)
     else:
         _print(result)
     return 0 if result.ok else 1
 
 
 def _print(result: Any) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"{result.seeds} paired seeds, {result.steps} steps each")
@@ -83,6 +90,6 @@ def _print(result: Any) -> None:
         speed = f"{row.speedup:.2f}x" if result.timed else "emulated"
         gap = f"{row.divergence:.3%}" if row.divergences else "; ".join(row.failures)[:60]
         table.add_row(row.name, speed, spread if result.timed else "", gap, f"{row.memory_bytes / 1e6:.0f} MB")
-    console = Console(no_color=bool(os.environ.get("NO_COLOR")), highlight=False)
+    console = stdout_console()
     console.print(table)
     console.print(("holds: " if result.ok else "does not hold: ") + result.reason, markup=False, soft_wrap=True)

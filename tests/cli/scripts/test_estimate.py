@@ -148,16 +148,20 @@ def test_a_calibration_of_another_device_is_refused(graph: str, tmp_path: Path, 
         ([], UsageError, "none of them"),
         (["--config", "llama3-8b", "train.py"], UsageError, "a script and --config"),
         (["--target", "h10", "--config", "llama3-8b"], UnknownNameError, "did you mean 'h100'"),
-        (["--target", "h100", "--config", "llama3-8b", "--gpus", "8,x"], UsageError, "no list of counts"),
-        (["--target", "h100", "--config", "llama3-8b", "--gpus", ","], UsageError, "no list of counts"),
+        (["--target", "h100", "--config", "llama3-8b", "--gpus", "8,x"], UsageError, "not a list of counts"),
+        (["--target", "h100", "--config", "llama3-8b", "--gpus", ","], UsageError, "not a list of counts"),
         (
             ["--target", "h100", "--config", "llama3-8b", "--gpus", "4", "--tensor-parallel", "8"],
             UsageError,
             "replicas",
         ),
         (["--target", "h100", "--config", "llama3-8b", "--tensor-parallel", "2"], UsageError, "without --gpus"),
-        (["--target", "h100", "--config", "llama3-8b", "--batch", "0"], UsageError, "--batch 0 is no count"),
-        (["--target", "h100", "--config", "llama3-8b", "--threshold", "nan"], UsageError, "--threshold nan is no gain"),
+        (["--target", "h100", "--config", "llama3-8b", "--batch", "0"], UsageError, "--batch 0 is not a count"),
+        (
+            ["--target", "h100", "--config", "llama3-8b", "--threshold", "nan"],
+            UsageError,
+            "nan is not a gain",
+        ),
         (["--target", "h100", "--seq", "128", "train.py"], UsageError, "--seq has no effect without --config"),
         (["--target", "cpu", "--gpus", "8", "train.py"], UsageError, "no links"),  # before the script is started
         (["--target", "h100", "--config", "llama3-80b"], UnknownNameError, "did you mean 'llama3-8b'"),
@@ -195,7 +199,7 @@ for step in range(5):
     optimizer.zero_grad()
 """
     )
-    document = json.loads(run("--target", "h100", "--json", str(script)).output)
+    document = json.loads(run("--target", "h100", "--json", str(script)).stdout)
     assert document["verdict"]["kind"] == "stay"
     assert {row["name"] for row in document["verdict"]["rows"]} == {"0", "2"}
 

@@ -1,11 +1,12 @@
 """Tables for people: no folding in a pipe, no markup in names, no colour where it is not wanted."""
 
 import io
+import json
 from contextlib import redirect_stdout
 
 import pytest
 
-from autoprec.cli.tables import plain_table, stdout_console
+from autoprec.cli.console import clock, duration, plain_table, print_json, stdout_console
 
 
 def printed(*rows: tuple[str, ...]) -> str:
@@ -29,3 +30,21 @@ def test_colours_only_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("NO_COLOR", "1")
     assert "\x1b[31m" not in printed(("a", "NO"))
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text", "short"),
+    [(0.4, "0.4 s", "0:00"), (61, "61 s", "1:01"), (600, "10 min", "10:00"), (9000, "2.5 h", "150:00")],
+)
+def test_times_are_told_in_the_unit_a_person_would_use(seconds: float, text: str, short: str) -> None:
+    assert (duration(seconds), clock(seconds)) == (text, short)
+
+
+def test_many_days_and_times_that_have_passed() -> None:
+    assert duration(86400 * 3) == "3 days"
+    assert clock(-3) == "0:00"
+
+
+def test_json_is_strict_where_a_figure_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
+    print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": {"c": True, "d": None}})
+    assert json.loads(capsys.readouterr().out) == {"a": [None, [None, 1.5]], "b": {"c": True, "d": None}}

@@ -1,0 +1,74 @@
+"""What the commands print with: consoles that honour NO_COLOR, plain tables, clocks and JSON.
+
+Machine output goes to stdout and nothing else does; whatever happens meanwhile is told on stderr
+(:mod:`autoprec.cli.phases`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+__all__ = ["clock", "duration", "plain_table", "print_json", "stderr_console", "stdout_console"]
+
+#: Columns of a table that goes to a file or a pipe, where there is not a terminal to ask.
+PIPE_WIDTH = 160
+
+
+def stdout_console() -> Console:
+    """Return a console on stdout that honours NO_COLOR and does not fold tables at 80 columns in a pipe."""
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    return Console(highlight=False, no_color=bool(os.environ.get("NO_COLOR")), width=width)
+
+
+def stderr_console() -> Console:
+    """Return a console on stderr that honours NO_COLOR and leaves long lines to the terminal."""
+    return Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")), highlight=False, soft_wrap=True)
+
+
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """Return a table of plain text; the first column, a name, is never folded."""
+    from rich.text import Text
+
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for index, heading in enumerate(headings):
+        table.add_column(heading, no_wrap=index == 0, overflow="ellipsis" if index == 0 else "fold")
+    for row in rows:
+        table.add_row(*(Text(cell, style="red" if cell == "NO" else "") for cell in row))
+    return table
+
+
+def print_json(document: Any, *, indent: int | None = None) -> None:
+    """Print a document on stdout as strict JSON; what is not a finite number is null, as in every file we write."""
+    click.echo(json.dumps(_finite(document), indent=indent, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def clock(seconds: float) -> str:
+    """Return seconds as ``m:ss``."""
+    whole = max(0, round(seconds))
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+def duration(seconds: float) -> str:
+    """Return seconds in the unit a person would use: ``45 s``, ``12 min``, ``3.5 h``, ``1,200 days``."""
+    for unit, size, limit in (("s", 1.0, 120.0), ("min", 60.0, 7200.0), ("h", 3600.0, 172800.0)):
+        if seconds < limit:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 86400:,.3g} days"

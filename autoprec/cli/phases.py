@@ -1,0 +1,114 @@
+"""Says what a command is doing, from the first second, on stderr: a ticking line on a terminal, plain lines elsewhere.
+
+A command that runs somebody's script cannot know how long that takes to its first training step, so it says what it
+waits for and since when, and how long is left as soon as anything countable has begun::
+
+    with Phases() as phases:
+        phases.begin("starting train.py")
+        ...
+        phases.begin("gradient errors", total=60)
+        phases.advance(12)
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
+
+from autoprec.cli.console import clock, stderr_console
+
+__all__ = ["Phases"]
+
+#: Where no line ticks, a phase that lasts longer is told about every so many seconds.
+STILL_S = 15.0
+
+
+class Phases:
+    """Tells phase after phase; a context manager, so that the line is taken away whatever happens.
+
+    Args:
+        quiet: say nothing.
+        still_s: seconds between two lines about a phase that lasts, where stderr is not a terminal.
+    """
+
+    def __init__(self, *, quiet: bool = False, still_s: float = STILL_S) -> None:
+        self._console = stderr_console()
+        self._quiet, self._still_s = quiet, still_s
+        self._live = not quiet and sys.stderr.isatty()
+        self._began = self._phase_began = time.monotonic()
+        self._text, self._done, self._total = "", 0, 0
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        self._over = threading.Event()
+        self._ticker: threading.Thread | None = None
+
+    def __enter__(self) -> Phases:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def begin(self, text: str, *, total: int = 0) -> None:
+        """Announce a phase; ``total`` counts what :meth:`advance` will report, 0 where nothing can be counted."""
+        self._text, self._done, self._total = text, 0, total
+        self._phase_began = time.monotonic()
+        if self._quiet:
+            return
+        if not self._live:
+            self.say(text)
+        elif self._bar is None:
+            columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20))
+            self._bar = Progress(*columns, TextColumn("{task.fields[tail]}"), console=self._console, transient=True)
+            self._task = self._bar.add_task(text, total=None, tail="")
+            self._bar.start()
+        self._show()
+        if self._ticker is None:
+            self._ticker = threading.Thread(target=self._tick, name="autoprec-phases", daemon=True)
+            self._ticker.start()
+
+    def advance(self, done: int, total: int = 0) -> None:
+        """Report how much of the phase is done, and its total where that has changed."""
+        self._done, self._total = done, total or self._total
+        self._show()
+
+    def say(self, text: str) -> None:
+        """Print a line that stays, with the time since the command began."""
+        if not self._quiet:
+            self._console.print(f"[{clock(time.monotonic() - self._began)}] {text}", markup=False)
+
+    def left_s(self) -> float | None:
+        """Return the seconds left of a phase that is counted, None while that is not known."""
+        if not self._done or self._done > self._total:
+            return None
+        passed = time.monotonic() - self._phase_began
+        return passed / self._done * (self._total - self._done)
+
+    def close(self) -> None:
+        """End the last phase."""
+        self._over.set()
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def _tail(self) -> str:
+        left = self.left_s()
+        counted = f"{self._done}/{self._total}, " if self._total else ""
+        remaining = f", about {clock(left)} left" if left is not None else ""
+        return f"{counted}{clock(time.monotonic() - self._phase_began)}{remaining}"
+
+    def _show(self) -> None:
+        bar = self._bar
+        if bar is not None and self._task is not None:
+            total = self._total or None
+            bar.update(self._task, description=self._text, total=total, completed=self._done, tail=self._tail())
+
+    def _tick(self) -> None:
+        interval = 1.0 if self._live else self._still_s
+        while not self._over.wait(interval):
+            if self._live:
+                self._show()
+            elif time.monotonic() - self._phase_began >= interval:
+                self.say(f"still {self._text} ({self._tail()})")

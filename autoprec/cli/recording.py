@@ -1,0 +1,94 @@
+"""One training step of a script, recorded: what ``inspect``, ``estimate``, ``sensitivity`` and a dry run begin with.
+
+The script is started under hooks, stopped at its first training step, that step is recorded operator by operator, and
+the script is ended again. Nothing it would write is kept.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoprec.cli.phases import Phases
+from autoprec.errors import NothingAcceptableError, ScriptError
+
+if TYPE_CHECKING:
+    from autoprec.graph.report import GraphReport
+    from autoprec.trial.driver.runner import TrialRunner
+    from autoprec.trial.protocol import HostInfo, TrialResult
+
+__all__ = ["payload_of", "record", "record_step", "running", "tunable"]
+
+
+@contextmanager
+def running(
+    script: Sequence[str], phases: Phases, *, timeout_s: float = 600.0
+) -> Iterator[tuple[TrialRunner, HostInfo, str]]:
+    """Start a script and hold it at its first training step; yield its runner, what it is, and its label.
+
+    Raises:
+        ScriptError: it failed before its first training step.
+        UsageError: there is no such script.
+    """
+    from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.driver.runner import TrialRunner
+
+    command = ScriptCommand.parse(list(script))
+    with (
+        tempfile.TemporaryDirectory(prefix="autoprec-") as directory,
+        TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner,
+    ):
+        phases.begin(f"running {command.label} to its first training step")
+        yield runner, runner.start(), command.label
+
+
+def record_step(script: Sequence[str], phases: Phases, *, timeout_s: float = 600.0) -> tuple[GraphReport, HostInfo]:
+    """Record one step of a script; return it and what the script was found to be.
+
+    Raises:
+        ScriptError: the script failed before or in its first step.
+    """
+    with running(script, phases, timeout_s=timeout_s) as (runner, host, label):
+        return record(runner, label, phases, timeout_s=timeout_s), host
+
+
+def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float = 600.0) -> GraphReport:
+    """Record one step of a script that is held at it."""
+    from autoprec.graph.report import GraphReport
+    from autoprec.trial.protocol import TrialSpec
+
+    phases.begin("recording one training step, operator by operator")
+    result = runner.run(TrialSpec(kind="record", warmup=0, steps=1, timeout_s=timeout_s))
+    return GraphReport.from_json(payload_of(result, label, "recorded")["graph"])
+
+
+def payload_of(result: TrialResult, label: str, done: str = "measured") -> dict[str, Any]:
+    """Return what a trial was asked for.
+
+    Raises:
+        ScriptError: it failed; the message carries the script's own output.
+    """
+    if result.ok and result.payload:
+        return result.payload
+    short = result.status == "too_short"
+    raise ScriptError(
+        f"the step could not be {done}: {result.reason or result.status}",
+        where=label,
+        fix=result.tail or ("use a smaller --warmup" if short else "run the script by itself first"),
+    )
+
+
+def tunable(report: GraphReport) -> GraphReport:
+    """Return the report of a step that has something to tune.
+
+    Raises:
+        NothingAcceptableError: no trained linear layer or convolution ran in it.
+    """
+    if not report.tunable:
+        raise NothingAcceptableError(
+            "this script has no trainable GEMM to tune", fix="`autoprec inspect` lists every operator and why"
+        )
+    return report
