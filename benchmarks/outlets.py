@@ -11,12 +11,24 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoprec.errors import MissingDependencyError
-from autoprec.export import EXPORTERS, exporter
+from autoprec.export import EXPORTERS, Request, exporter
 from autoprec.report.html import html_report
-from autoprec.testing.exporters import MODELS, POLICIES, check_exporter
-from autoprec.testing.readers import READERS
+from autoprec.testing.exporters import MODELS, POLICIES, check_files, check_operators, differences
 from autoprec.tracking import Tracker
+from tests.export.readers import READERS
 from tests.tracking.conftest import make_records, make_result
+
+
+def problems_of(name: str) -> list[str]:
+    """Return what the conformance suite finds wrong with an exporter."""
+    found = []
+    for policy in POLICIES.values():
+        for layers in MODELS.values():
+            request = Request(policy, layers)
+            done = exporter(name).export(request)
+            found += check_files(done) + check_operators(request, done)
+            found += differences(request, done, READERS[name](done, request))
+    return found
 
 
 def exporters() -> None:
@@ -25,7 +37,7 @@ def exporters() -> None:
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                problems = check_exporter(exporter(name), READERS[name])
+                problems = problems_of(name)
         except MissingDependencyError as error:
             print(f"  {name:20} not read: {error.what}")
             continue

@@ -13,7 +13,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.processes import marked_processes
@@ -23,6 +22,7 @@ from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.workers.local import RunnerFactory
 from benchmarks.scale import Played
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 __all__ = ["children", "ray", "workers"]
 

@@ -22,13 +22,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph  # noqa: E402
 from autoprec.trial.command import ScriptCommand  # noqa: E402
 from autoprec.trial.protocol import TrialResult, TrialSpec  # noqa: E402
 from autoprec.tuning.engine import Search  # noqa: E402
 from autoprec.tuning.events import Listeners  # noqa: E402
 from autoprec.tuning.options import SearchOptions  # noqa: E402
 from autoprec.tuning.study.records import TrialRecord  # noqa: E402
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph  # noqa: E402
 
 
 class Played(SimulatedRunner):

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import optuna
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 from autoprec.policy.space import load_space
-from autoprec.testing.simulated import simulated_graph
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
+from tests.simulated import simulated_graph
 
 
 def main(blocks: int, trials: int) -> None:

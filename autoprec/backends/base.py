@@ -42,11 +42,6 @@ class Backend(ABC):
         """Return what makes the context that the model's forward is run in, or None where it needs none."""
         return None
 
-    def gap(self, plan: LayerPlan, title: str) -> str:
-        """Return why a check of the conformance suite is known to fail for a plan, or an empty string."""
-        del plan, title
-        return ""
-
 
 #: Builds a backend; kept lazy so that optional packages are imported only when asked for.
 BackendFactory = Callable[[], Backend]

@@ -160,12 +160,6 @@ class TransformerEngineBackend(Backend):
             backend=self.name,
         )
 
-    def gap(self, plan: LayerPlan, title: str) -> str:
-        """Say which check of the conformance suite TE is known not to pass, and why."""
-        if is_delayed(plan.fprop) and title == "non-finite values show":
-            return "TE's cast saturates infinities under a scale from earlier steps; NaN shows"
-        return ""
-
     def around_model(self) -> Callable[[], AbstractContextManager[Any]] | None:
         """Return what the model's forward is run in, if delayed scales are to be updated when it ends; else None."""
         if self._outer is None or self._state is None:

@@ -1,1 +1,10 @@
-"""Conformance suites that every backend and every exporter passes."""
+"""Conformance suites: what every backend and every exporter must pass, ours and yours.
+
+Each is a pytest class to subclass in a test file: :class:`~autoprec.testing.backends.BackendSuite` is given a backend,
+:class:`~autoprec.testing.exporters.ExporterSuite` an exporter and a way to read its files back. They need pytest.
+"""
+
+import pytest
+
+# before they are imported: a failing check then shows both sides of its comparison
+pytest.register_assert_rewrite("autoprec.testing.backends", "autoprec.testing.exporters")

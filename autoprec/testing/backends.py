@@ -1,23 +1,24 @@
-"""The conformance suite of backends: run it on your own to know what it does and what it lacks.
+"""The conformance suite of backends: a pytest class to subclass, run on your own backend and on ours alike.
 
 ::
 
-    from autoprec.testing.backends import check_backend
+    from autoprec.testing.backends import BackendSuite
 
-    for check in check_backend(MyBackend(), device="cuda"):
-        print(check.status, check.name, check.detail)
+    class TestMyBackend(BackendSuite):
+        backend = MyBackend()
+        device = "cuda"
 
-Every check ends as ``pass``, ``fail``, or ``lacks``: the backend said no, and why. A backend that says no to
-everything passes nothing, but lies about nothing either; a backend that says yes must be right. A check that a backend
-is known not to pass it may own up to: ``backend.gap(plan, title)`` returns the reason, or an empty string.
+Every built-in recipe, and one plan that mixes two, goes through every check. A backend that cannot run a plan says so
+in ``available``, ``capability`` or ``bind``, and the checks of that plan are skipped with its reason: a backend that
+says no to everything passes nothing, but lies about nothing either. A backend that says yes must be right, and right
+means: the same arithmetic as the quantised operands multiplied in float64.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -29,7 +30,7 @@ from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
-__all__ = ["Check", "check_backend", "reference_gemms"]
+__all__ = ["PLANS", "BackendSuite", "BoundLayer", "reference_gemms"]
 
 #: Relative error of a product in bfloat16 output: one rounding, plus the order of accumulation.
 _TOLERANCE = 4e-3
@@ -37,14 +38,12 @@ _TOLERANCE = 4e-3
 #: with tensor scales is a reference loop, 20 ns per product.
 _TOKENS, _SIZES, _BLOCK_SIZES = 32, (64, 96), (128, 256)
 
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One check: its name, how it ended (pass, fail, lacks), and the figure or the reason."""
-
-    name: str
-    status: str
-    detail: str = ""
+#: The plans a backend is asked to run: each built-in recipe in all three GEMMs, and one with wgrad in 16 bits.
+PLANS: dict[str, LayerPlan] = {name: LayerPlan.uniform(recipe) for name, recipe in BUILTIN_RECIPES.items()} | {
+    "fp8_rowwise with wgrad in bf16": LayerPlan(
+        fprop=BUILTIN_RECIPES["fp8_rowwise"], dgrad=BUILTIN_RECIPES["fp8_rowwise"], wgrad=BUILTIN_RECIPES["bf16"]
+    )
+}
 
 
 def _reference(a: Tensor, b: Tensor, recipe: Recipe | None, gemm: Gemm) -> Tensor:
@@ -71,7 +70,8 @@ def reference_gemms(x: Tensor, weight: Tensor, grad_output: Tensor, plan: LayerP
     return {gemm: _reference(*operands[gemm], plan.recipe(gemm), gemm) for gemm in GEMMS}
 
 
-def _relative(found: Tensor, wanted: Tensor) -> float:
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """Return the distance of two tensors relative to the norm of the second, in float64."""
     norm = wanted.double().norm().item()
     return float((found.double() - wanted.double()).norm().item() / (norm or 1.0))
 
@@ -85,8 +85,14 @@ def _sizes(plan: LayerPlan) -> tuple[int, int]:
     return _BLOCK_SIZES if blocks else _SIZES
 
 
-class _Bench:
-    """One layer of one backend under one recipe."""
+class BoundLayer:
+    """One ``nn.Linear`` that a backend runs under a plan, with a batch and a gradient to run it on.
+
+    Args:
+        backend: who runs it.
+        plan: the recipes of its three GEMMs.
+        device: where its weight (``[N, K]``), input (``[M, K]``) and output gradient (``[M, N]``) lie.
+    """
 
     def __init__(self, backend: Backend, plan: LayerPlan, device: str) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -113,142 +119,139 @@ class _Bench:
         return out.detach(), x.grad
 
 
-def _numbers(bench: _Bench) -> str:
-    out, grad_input = bench.run(bench.x, bench.grad)
-    compute = bench.execution.compute or torch.float32
-    weight: Any = bench.module.weight
-    stored = compute if bench.execution.casts_weight else weight.dtype
-    wanted = reference_gemms(bench.x.to(compute), weight.detach().to(stored), bench.grad.to(compute), bench.plan)
-    found = {"fprop": out - bench.module.bias.detach(), "dgrad": grad_input, "wgrad": weight.grad}
-    for gemm in GEMMS:
-        value = found[gemm]
-        if value is None:
-            return f"no {gemm}"
-        error = _relative(value, wanted[gemm])
-        if not error <= _TOLERANCE:
-            return f"{gemm} is {error:.1e} away from the same arithmetic in float64"
-    bias_grad: Any = bench.module.bias.grad
-    if _relative(bias_grad, bench.grad.sum(0)) > _TOLERANCE:
-        return "the bias gradient is wrong"
-    return ""
+class BackendSuite:
+    """Subclass it in a test file as ``Test...`` and set ``backend``; pytest runs its checks.
 
+    Attributes:
+        backend: the backend under test.
+        device: the device it is asked about and run on (``cpu``, ``cuda``).
+    """
 
-def _labels(bench: _Bench) -> str:
-    bench.run(bench.x, bench.grad)
-    asked = {gemm: r.describe() for gemm in GEMMS if (r := bench.plan.recipe(gemm)) is not None}
-    ran = bench.execution.executed
-    return "" if ran == asked else f"asked for {asked}, says it ran {ran}"
+    backend: Backend
+    device: str = "cpu"
 
+    def layer(self, plan: LayerPlan) -> BoundLayer:
+        """Return a layer bound to the backend; override it to place the tensors elsewhere than ``device`` says."""
+        return BoundLayer(self.backend, plan, self.device)
 
-def _ragged(bench: _Bench) -> str:
-    full, _ = bench.run(bench.x, bench.grad)
-    rows = 21
-    out, grad_input = bench.run(bench.x[:rows], bench.grad[:rows])
-    if out.shape != (rows, bench.outer) or grad_input is None or grad_input.shape != (rows, bench.inner):
-        return "wrong shape"
-    # tensor scales see fewer rows, so results agree within quantisation error only
-    return "" if _relative(out, full[:rows]) < 0.2 else "a ragged batch gives other results"
+    def known_gap(self, plan: LayerPlan, check: str) -> str:  # noqa: ARG002
+        """Return why the backend is known not to pass a check (its method's name) under a plan; empty: it must pass."""
+        return ""
 
+    @pytest.fixture(params=list(PLANS))
+    def plan(self, request: pytest.FixtureRequest) -> LayerPlan:
+        """Each plan of :data:`PLANS`; skipped with the backend's own reason where it says no."""
+        plan = PLANS[request.param]
+        refused = self.refusal(plan)
+        if refused is not None:
+            assert refused, "the backend says no and gives no reason"
+            pytest.skip(refused)
+        gap = self.known_gap(plan, request.function.__name__)
+        if gap:
+            request.applymarker(pytest.mark.xfail(reason=gap, strict=True))
+        return plan
 
-def _empty(bench: _Bench) -> str:
-    out, grad_input = bench.run(bench.x[:0], bench.grad[:0])
-    return "" if out.shape == (0, bench.outer) and grad_input is not None else "an empty batch fails"
+    def refusal(self, plan: LayerPlan) -> str | None:
+        """Return the backend's reason for not running a plan on its device; None when it runs it."""
+        available = self.backend.available(self.device)
+        if not available.ok:
+            return available.reason
+        inner, outer = _sizes(plan)
+        sizes = {"fprop": (_TOKENS, inner, outer), "dgrad": (_TOKENS, outer, inner), "wgrad": (outer, _TOKENS, inner)}
+        for gemm in GEMMS:
+            recipe = plan.recipe(gemm)
+            if recipe is not None:
+                m, k, n = sizes[gemm]
+                found = self.backend.capability(recipe, gemm=gemm, m=m, k=k, n=n, device=self.device)
+                if not found.ok:
+                    return found.reason
+        try:
+            self.layer(plan)
+        except UnsupportedError as error:
+            return error.what
+        return None
 
+    def test_same_arithmetic_as_in_float64(self, plan: LayerPlan) -> None:
+        """All three GEMMs agree with the quantised operands multiplied in float64, within one rounding to bf16."""
+        if any(recipe.stochastic_rounding for recipe in _recipes(plan)):
+            pytest.skip("stochastic rounding has no single right answer")
+        bench = self.layer(plan)
+        out, grad_input = bench.run(bench.x, bench.grad)
+        compute = bench.execution.compute or torch.float32
+        weight: Any = bench.module.weight
+        stored = compute if bench.execution.casts_weight else weight.dtype
+        wanted = reference_gemms(bench.x.to(compute), weight.detach().to(stored), bench.grad.to(compute), plan)
+        found = {"fprop": out - bench.module.bias.detach(), "dgrad": grad_input, "wgrad": weight.grad}
+        for gemm in GEMMS:
+            value = found[gemm]
+            assert value is not None, f"no {gemm}"
+            assert relative_error(value, wanted[gemm]) <= _TOLERANCE, gemm
+        bias_grad: Any = bench.module.bias.grad
+        assert relative_error(bias_grad, bench.grad.sum(0)) <= _TOLERANCE, "the bias gradient is wrong"
 
-def _layouts(bench: _Bench) -> str:
-    flat, _ = bench.run(bench.x, bench.grad)
-    strided = torch.stack([bench.x, bench.x], -1)[..., 0]
-    out, _ = bench.run(strided, bench.grad)
-    if not torch.equal(out, flat):
-        return "a non-contiguous input gives another result"
-    batched, _ = bench.run(bench.x.reshape(4, -1, bench.inner), bench.grad.reshape(4, -1, bench.outer))
-    return "" if torch.equal(batched.reshape(-1, bench.outer), flat) else "a batched input gives another result"
+    def test_says_what_ran(self, plan: LayerPlan) -> None:
+        """``executed`` names the recipe of each GEMM that ran: what an audit compares with the policy."""
+        bench = self.layer(plan)
+        bench.run(bench.x, bench.grad)
+        assert bench.execution.executed == {g: r.describe() for g in GEMMS if (r := plan.recipe(g)) is not None}
 
+    def test_a_ragged_batch(self, plan: LayerPlan) -> None:
+        """The last batch of an epoch has any number of rows, and no kernel's multiple."""
+        bench, rows = self.layer(plan), 21
+        full, _ = bench.run(bench.x, bench.grad)
+        out, grad_input = bench.run(bench.x[:rows], bench.grad[:rows])
+        assert out.shape == (rows, bench.outer)
+        assert grad_input is not None
+        assert grad_input.shape == (rows, bench.inner)
+        # tensor scales see fewer rows, so results agree within quantisation error only
+        assert relative_error(out, full[:rows]) < 0.2
 
-def _zeros(bench: _Bench) -> str:
-    out, grad_input = bench.run(torch.zeros_like(bench.x), torch.zeros_like(bench.grad))
-    weight: Any = bench.module.weight
-    if grad_input is None or not (
-        out.isfinite().all() and grad_input.isfinite().all() and weight.grad.isfinite().all()
-    ):
-        return "zeros become non-finite"
-    return "" if not grad_input.any() else "zero gradients become non-zero"
+    def test_an_empty_batch(self, plan: LayerPlan) -> None:
+        """An expert that no token was routed to."""
+        bench = self.layer(plan)
+        out, grad_input = bench.run(bench.x[:0], bench.grad[:0])
+        assert out.shape == (0, bench.outer)
+        assert grad_input is not None
 
+    def test_layouts_give_the_same_result(self, plan: LayerPlan) -> None:
+        """Non-contiguous and batched inputs are the same numbers, so the same result, bit for bit."""
+        bench = self.layer(plan)
+        flat, _ = bench.run(bench.x, bench.grad)
+        strided, _ = bench.run(torch.stack([bench.x, bench.x], -1)[..., 0], bench.grad)
+        assert torch.equal(strided, flat), "a non-contiguous input gives another result"
+        batched, _ = bench.run(bench.x.reshape(4, -1, bench.inner), bench.grad.reshape(4, -1, bench.outer))
+        assert torch.equal(batched.reshape(-1, bench.outer), flat), "a batched input gives another result"
 
-def _non_finite(bench: _Bench) -> str:
-    for value in (float("nan"), float("inf")):
-        x = bench.x.clone()
-        x[3, 5] = value
-        out, _ = bench.run(x, bench.grad)
-        if out[3].isfinite().all():
-            return f"{value} in the input vanishes"
-    return ""
+    def test_zeros_stay_zeros(self, plan: LayerPlan) -> None:
+        """An amax of zero has no scale; nothing may become NaN for it."""
+        bench = self.layer(plan)
+        out, grad_input = bench.run(torch.zeros_like(bench.x), torch.zeros_like(bench.grad))
+        weight: Any = bench.module.weight
+        assert grad_input is not None
+        assert out.isfinite().all()
+        assert weight.grad.isfinite().all()
+        assert not grad_input.any(), "zero gradients become non-zero"
 
+    def test_non_finite_values_show(self, plan: LayerPlan) -> None:
+        """A NaN or an infinity must reach the loss, where dynamic loss scaling and people look for it."""
+        bench = self.layer(plan)
+        for value in (float("nan"), float("inf")):
+            x = bench.x.clone()
+            x[3, 5] = value
+            out, _ = bench.run(x, bench.grad)
+            assert not out[3].isfinite().all(), f"{value} in the input vanishes"
 
-def _random_stream(bench: _Bench) -> str:
-    before = torch.get_rng_state()
-    bench.run(bench.x, bench.grad)
-    return "" if torch.equal(before, torch.get_rng_state()) else "the global random stream was used"
+    def test_the_global_random_stream_is_left_alone(self, plan: LayerPlan) -> None:
+        """Else dropout, and so the paired comparison of two policies, would change with the policy."""
+        bench = self.layer(plan)
+        before = torch.get_rng_state()
+        bench.run(bench.x, bench.grad)
+        assert torch.equal(before, torch.get_rng_state())
 
-
-def _no_grad(bench: _Bench) -> str:
-    with torch.no_grad():
-        out = bench.execution(bench.x, bench.module.weight, bench.module.bias, training=False)
-    return "" if out.shape == (_TOKENS, bench.outer) and not out.requires_grad else "no_grad is not respected"
-
-
-_CHECKS: dict[str, Callable[[_Bench], str]] = {
-    "same arithmetic in float64": _numbers,
-    "says what ran": _labels,
-    "ragged batch": _ragged,
-    "empty batch": _empty,
-    "layouts": _layouts,
-    "all-zero tensors": _zeros,
-    "non-finite values show": _non_finite,
-    "private random streams": _random_stream,
-    "evaluation": _no_grad,
-}
-
-
-def _plans() -> dict[str, LayerPlan]:
-    plans = {name: LayerPlan.uniform(recipe) for name, recipe in BUILTIN_RECIPES.items()}
-    eight, high = BUILTIN_RECIPES["fp8_rowwise"], BUILTIN_RECIPES["bf16"]
-    plans["fp8_rowwise with wgrad in bf16"] = LayerPlan(fprop=eight, dgrad=eight, wgrad=high)
-    return plans
-
-
-def _refusal(backend: Backend, plan: LayerPlan, device: str) -> str:
-    inner, outer = _sizes(plan)
-    sizes = {"fprop": (_TOKENS, inner, outer), "dgrad": (_TOKENS, outer, inner), "wgrad": (outer, _TOKENS, inner)}
-    for gemm in GEMMS:
-        recipe = plan.recipe(gemm)
-        if recipe is not None:
-            m, k, n = sizes[gemm]
-            found = backend.capability(recipe, gemm=gemm, m=m, k=k, n=n, device=device)
-            if not found.ok:
-                return found.reason or "no reason given"
-    return ""
-
-
-def check_backend(backend: Backend, device: str = "cpu") -> Iterator[Check]:
-    """Run the suite on one device: every built-in recipe and one mixed plan, each through every check."""
-    available = backend.available(device)
-    if not available.ok:
-        yield Check("available", "lacks" if available.reason else "fail", available.reason)
-        return
-    yield Check("available", "pass", available.reason)
-    for name, plan in _plans().items():
-        reason = _refusal(backend, plan, device)
-        if reason:
-            yield Check(name, "fail" if reason == "no reason given" else "lacks", reason)
-            continue
-        for title, check in _CHECKS.items():
-            if title == "same arithmetic in float64" and any(r.stochastic_rounding for r in _recipes(plan)):
-                continue
-            try:
-                problem = check(_Bench(backend, plan, device))
-            except UnsupportedError as error:
-                yield Check(name, "lacks", error.what)
-                break
-            owned = backend.gap(plan, title) if problem else ""
-            yield Check(f"{name}: {title}", "lacks" if owned else "fail" if problem else "pass", owned or problem)
+    def test_evaluation(self, plan: LayerPlan) -> None:
+        """Under ``no_grad`` nothing is recorded for a backward."""
+        bench = self.layer(plan)
+        with torch.no_grad():
+            out = bench.execution(bench.x, bench.module.weight, bench.module.bias, training=False)
+        assert out.shape == (_TOKENS, bench.outer)
+        assert not out.requires_grad

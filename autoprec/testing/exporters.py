@@ -1,20 +1,33 @@
-"""The conformance suite of exporters: what an export runs, per layer and GEMM, is what the policy says, or is listed.
+"""The conformance suite of exporters: a pytest class to subclass, for an exporter of your own and for ours alike.
 
-A third-party exporter passes it by giving :func:`check_exporter` a *reader*: a function that loads the exported files
-as the target would and says what each layer runs. Readers for the built-in targets are in
-:mod:`autoprec.testing.readers`; those of installable targets ask the real library.
+::
+
+    from autoprec.testing.exporters import ExporterSuite
+
+    class TestMyExporter(ExporterSuite):
+        exporter = MyExporter()
+
+        def read(self, done, request):
+            ...  # load done.files as the target would; return {layer: {gemm: label}}
+
+An export is right when the target, reading the files, runs what the policy says on every layer, or when the list of
+losses names the rule it departs from. So the suite exports policies that together use everything a target may be asked
+for, for five models, and compares what ``read`` found with what the policy says. A reader that asks the real library is
+worth more than one written from its documentation.
 """
 
 from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import yaml
 
+from autoprec.errors import MissingDependencyError
 from autoprec.export import Export, Exporter, Request
 from autoprec.export.operators import OPERATORS
 from autoprec.policy import Policy, glob_matches, policy_from_dict
@@ -24,17 +37,15 @@ __all__ = [
     "MODELS",
     "POLICIES",
     "Executed",
-    "Reader",
-    "check_exporter",
+    "ExporterSuite",
     "check_files",
     "check_operators",
+    "differences",
     "gemm_label",
-    "requests",
 ]
 
 #: layer -> GEMM -> label of :func:`gemm_label`; ``high`` stands for "the dtype of the activations".
 Executed = Mapping[str, Mapping[str, str]]
-Reader = Callable[[Export, Request], Executed]
 
 #: Layer names of five models: GPT-2 like, Llama like, ViT, MLP, mixture of experts.
 MODELS: dict[str, tuple[str, ...]] = {
@@ -117,24 +128,6 @@ def gemm_label(recipe: Recipe | None, gemm: Gemm, activations: str = "keep") -> 
     return f"fp8 {recipe.scaling.granularity} {recipe.scaling.scale} {a}*{b}"
 
 
-def requests() -> Iterator[tuple[str, Request]]:
-    """Yield (name, request) for every model and policy."""
-    for model, layers in MODELS.items():
-        for name, policy in POLICIES.items():
-            yield f"{name} on {model}", Request(policy, layers)
-
-
-@dataclass(frozen=True, slots=True)
-class _Rule:
-    match: str
-    lost: bool
-
-
-def _rule_of(request: Request, done: Export, layer: str) -> _Rule:
-    match = next(rule.match for rule in request.rules() if glob_matches(rule.match, layer))
-    return _Rule(match, any(loss.match in (match, layer) for loss in done.losses))
-
-
 def check_files(done: Export) -> list[str]:
     """Return what is wrong with the files as files: empty, not parsable, or with a path of this machine in them."""
     problems = []
@@ -172,25 +165,67 @@ def check_operators(request: Request, done: Export) -> list[str]:
     return problems
 
 
-def check_exporter(exporter: Exporter, reader: Reader) -> list[str]:
-    """Export every policy for every model, read it back, and return what disagrees (empty: it conforms).
-
-    A layer may run something else than the policy says only when the loss list names the rule that decides about it;
-    and the same request must give the same files twice.
-    """
+def differences(request: Request, done: Export, executed: Executed) -> list[str]:
+    """Return where an export runs something else than the policy says, and no loss names the rule that decides."""
     problems = []
-    for case, request in requests():
-        done = exporter.export(request)
-        problems += [f"{case}: {problem}" for problem in (*check_files(done), *check_operators(request, done))]
-        if exporter.export(request) != done:
-            problems.append(f"{case}: two exports differ")
-        executed = reader(done, request)
-        for layer, plan in request.plans().items():
-            if _rule_of(request, done, layer).lost:
-                continue
-            for gemm in GEMMS:
-                want = gemm_label(plan.recipe(gemm), gemm, request.policy.activations)
-                got = executed.get(layer, {}).get(gemm, "nothing")
-                if want != got:
-                    problems.append(f"{case}: {layer} {gemm}: the policy says {want}, the export runs {got}")
+    for layer, plan in request.plans().items():
+        match = next(rule.match for rule in request.rules() if glob_matches(rule.match, layer))
+        if any(loss.match in (match, layer) for loss in done.losses):
+            continue
+        for gemm in GEMMS:
+            want = gemm_label(plan.recipe(gemm), gemm, request.policy.activations)
+            got = executed.get(layer, {}).get(gemm, "nothing")
+            if want != got:
+                problems.append(f"{layer} {gemm}: the policy says {want}, the export runs {got}")
     return problems
+
+
+class ExporterSuite(ABC):
+    """Subclass it in a test file as ``Test...``, set ``exporter`` and write ``read``; pytest runs its checks.
+
+    Attributes:
+        exporter: the exporter under test.
+    """
+
+    exporter: Exporter
+
+    @abstractmethod
+    def read(self, done: Export, request: Request) -> Executed:
+        """Load the exported files as the target would, and return what each layer runs.
+
+        Raises:
+            MissingDependencyError: the target's library is not installed; the check is skipped with that reason.
+        """
+
+    @pytest.fixture(params=list(MODELS))
+    def layers(self, request: pytest.FixtureRequest) -> tuple[str, ...]:
+        """The layer names of each model of :data:`MODELS`."""
+        return MODELS[request.param]
+
+    @pytest.fixture(params=list(POLICIES))
+    def policy(self, request: pytest.FixtureRequest) -> Policy:
+        """Each policy of :data:`POLICIES`."""
+        return POLICIES[request.param]
+
+    def test_it_runs_what_the_policy_says_or_lists_the_difference(
+        self, policy: Policy, layers: tuple[str, ...]
+    ) -> None:
+        """Layer by layer and GEMM by GEMM, as the target itself reads the files."""
+        request = Request(policy, layers)
+        done = self.exporter.export(request)
+        try:
+            executed = self.read(done, request)
+        except MissingDependencyError as error:
+            pytest.skip(str(error))
+        assert differences(request, done, executed) == []
+
+    def test_its_files_are_whole(self, policy: Policy, layers: tuple[str, ...]) -> None:
+        """They parse, hold no path of this machine, and two exports of one policy are the same."""
+        done = self.exporter.export(Request(policy, layers))
+        assert check_files(done) == []
+        assert self.exporter.export(Request(policy, layers)) == done
+
+    def test_it_speaks_of_every_operator_once(self, policy: Policy, layers: tuple[str, ...]) -> None:
+        """What is kept in FP32 beside the layers is either kept by somebody who is named, or a listed loss."""
+        request = Request(policy, layers)
+        assert check_operators(request, self.exporter.export(request)) == []

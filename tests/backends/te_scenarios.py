@@ -263,17 +263,38 @@ def copies() -> dict[str, Any]:
 
 def conformance() -> dict[str, Any]:
     """The shipped conformance suite: what did not pass, and what was lacking."""
-    from autoprec.backends.transformer_engine import TransformerEngineBackend
-    from autoprec.testing import backends as suite
+    import pytest
 
-    bench = suite._Bench.__init__
-    suite._Bench.__init__ = lambda self, backend, plan, device: bench(self, backend, plan, "cpu")  # type: ignore[method-assign]
-    checks = list(suite.check_backend(TransformerEngineBackend(), "cuda:0"))
-    return {
-        "passed": sum(check.status == "pass" for check in checks),
-        "failed": [f"{check.name}: {check.detail}" for check in checks if check.status == "fail"],
-        "lacks": {check.name: check.detail for check in checks if check.status == "lacks"},
-    }
+    from autoprec.backends.transformer_engine import TransformerEngineBackend, is_delayed
+    from autoprec.testing.backends import PLANS, BackendSuite, BoundLayer
+
+    class Suite(BackendSuite):
+        backend = TransformerEngineBackend()
+        device = "cuda:0"
+
+        def layer(self, plan: Any) -> BoundLayer:
+            return BoundLayer(self.backend, plan, "cpu")
+
+    passed, failed, lacks, suite = 0, [], {}, Suite()
+    for name, plan in PLANS.items():
+        refused = suite.refusal(plan)
+        if refused is not None:
+            lacks[name] = refused
+            continue
+        for check in [check for check in dir(Suite) if check.startswith("test_")]:
+            try:
+                getattr(suite, check)(plan)
+                passed += 1
+            except pytest.skip.Exception:
+                pass
+            except AssertionError as error:
+                # TE's cast saturates infinities under a scale from earlier steps
+                known = check == "test_non_finite_values_show" and is_delayed(plan.fprop) and "inf in" in str(error)
+                if known:
+                    lacks[f"{name}: {check}"] = str(error)
+                else:
+                    failed.append(f"{name}: {check}: {error}")
+    return {"passed": passed, "failed": failed, "lacks": lacks}
 
 
 def removed() -> dict[str, Any]:

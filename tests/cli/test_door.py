@@ -17,7 +17,7 @@ from autoprec.errors import NoSpaceError, ScriptError, StudyError
 from tests.cli.helpers import autoprec
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FORBIDDEN = ("torch", "optuna", "mlflow", "numpy", "pydantic", "yaml", "rich", "plotly")
+FORBIDDEN = ("torch", "optuna", "mlflow", "numpy", "pydantic", "yaml", "rich")
 
 
 def in_a_process(*args: str, **settings: object) -> subprocess.CompletedProcess[str]:

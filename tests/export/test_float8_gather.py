@@ -17,7 +17,7 @@ from autoprec.export.stacks.torchao import gathers_float8
 from autoprec.policy import LayerPlan, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import is_available
-from autoprec.testing.readers import load_source
+from tests.export.readers import load_source
 
 NAMES = ("fp8_tensorwise", "bf16")
 POLICY = Policy.model_validate(

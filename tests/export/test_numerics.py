@@ -15,7 +15,7 @@ from autoprec.export import export
 from autoprec.policy import OperatorPolicy, policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import is_available
-from autoprec.testing.readers import load_source
+from tests.export.readers import load_source
 
 
 def _policy(name: str, **rule: Any) -> Policy:

@@ -13,10 +13,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a process of its own: it finds the tests
+
 from autoprec.cli import cli
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.tracking.listener import TrackingListener
 from autoprec.tuning import engine
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 waited = [0.0]
 

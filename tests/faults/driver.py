@@ -6,11 +6,13 @@ import sys
 import time
 from pathlib import Path
 
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # a process of its own: it finds the tests
+
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 
 class Told:

@@ -17,12 +17,12 @@ import pytest
 
 from autoprec.errors import StudyError
 from autoprec.policy import load_policy
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study import storage
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 missing = [name for name in ("pgserver", "psycopg2") if importlib.util.find_spec(name) is None]
 pytestmark = [

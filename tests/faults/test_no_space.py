@@ -14,11 +14,11 @@ import pytest
 
 from autoprec.errors import NoSpaceError, StudyError
 from autoprec.policy import load_policy
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 pytestmark = pytest.mark.slow
 DRIVER = Path(__file__).with_name("cli_driver.py")

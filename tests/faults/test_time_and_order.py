@@ -11,12 +11,12 @@ import optuna
 import pytest
 
 from autoprec.policy import load_policy
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from tests.tuning.synthetic import Synthetic, synthetic
 
 

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from autoprec.errors import StudyError
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 
 def search(storage: str, hook: Any, **changes: Any) -> Search:

@@ -10,7 +10,6 @@ import pytest
 from autoprec.errors import NothingAcceptableError, SearchInterruptedError, StudyError
 from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
@@ -18,6 +17,7 @@ from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.study import StudyStore
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 H100 = "NVIDIA H100 80GB HBM3"
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript
 from autoprec.trial.protocol import TrialSpec
 from autoprec.tuning.verify import Contender, Verification, _judge, contenders, verify
 from autoprec.tuning.workers.local import HostPool
+from tests.simulated import SimulatedRunner, SimulatedScript
 
 
 def check(policy: Policy, tmp_path: Path, *, timed: bool = True, script: SimulatedScript | None = None) -> Verification:

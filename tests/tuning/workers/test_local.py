@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import ScriptError
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript
 from autoprec.trial.protocol import HostInfo, TrialSpec
 from autoprec.tuning.workers.local import HostPool
+from tests.simulated import SimulatedRunner, SimulatedScript
 
 
 class Recorded(SimulatedRunner):

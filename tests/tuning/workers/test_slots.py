@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from autoprec.errors import UsageError
-from autoprec.testing.simulated import SimulatedRunner, SimulatedScript
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.workers.executors import gpu_slots
 from autoprec.tuning.workers.slots import SlotRunner, visible_gpus
+from tests.simulated import SimulatedRunner, SimulatedScript
 
 
 class Exclusive(SimulatedRunner):

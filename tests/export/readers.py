@@ -10,7 +10,7 @@ import contextlib
 import fnmatch
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -22,7 +22,7 @@ from autoprec.policy import LayerPlan
 from autoprec.policy.levels import level
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm
 from autoprec.support.optional import require
-from autoprec.testing.exporters import Executed, Reader, gemm_label
+from autoprec.testing.exporters import Executed, gemm_label
 
 __all__ = ["READERS", "load_source", "model_of", "stand_ins"]
 
@@ -374,7 +374,7 @@ def read_torchtitan(done: Export, request: Request) -> Executed:
     return {name: _uniform("high") if any(s in name for s in skip) else labels for name in request.layers}
 
 
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[[Export, Request], Executed]] = {
     "python": read_python,
     "torchao": read_torchao,
     "transformer-engine": read_transformer_engine,
