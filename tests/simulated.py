@@ -17,6 +17,7 @@ from typing import Any
 from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.policy import LayerPlan, Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.trial.driver.base import Runner
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
 __all__ = ["SimulatedRunner", "SimulatedScript", "simulated_graph"]
@@ -134,7 +135,7 @@ class SimulatedScript:
         return self.step_ms * (0.2 + 0.8 * used / sum(work.values())) * (0.8 if compiled else 1.0)
 
 
-class SimulatedRunner:
+class SimulatedRunner(Runner):
     """Runs trials of a :class:`SimulatedScript`, as :class:`~autoprec.trial.driver.runner.TrialRunner` does."""
 
     def __init__(self, script: SimulatedScript, seed: int = 0) -> None:

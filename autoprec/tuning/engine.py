@@ -1,8 +1,10 @@
-"""The search itself: what is measured when, and what each answer is used for (DESIGN section 5).
+"""The search: what is measured when, and what each answer is used for (DESIGN section 5).
 
-Phases: script, graph, reference, verdict, sensitivity, search, finalists, answer. The engine decides nothing about
-precision; it asks :mod:`~autoprec.tuning.decide.problem`, :mod:`~autoprec.tuning.decide.sampler.sampler` and
-:mod:`~autoprec.tuning.decide.decision`, runs what they propose, and keeps every result durable.
+A search runs the script, records one step, and asks the cost model whether anything can be gained at all. If so it
+measures the reference and its noise floor, then the gradient error of every layer under every recipe (the sensitivity
+scan), then short trials that a sampler proposes from both; the best few are measured again over paired seeds, and the
+decision is made on those. The engine decides nothing about precision: it calls the phases in order, keeps every result
+durable, and leaves a policy behind however it ends.
 """
 
 from __future__ import annotations
@@ -15,32 +17,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoprec.cost import CostModel, CostScale, Verdict
+from autoprec.cost import Verdict
 from autoprec.cost.calibrate.cpu import cpu_rates
 from autoprec.errors import AutoPrecError, NothingAcceptableError, SearchInterruptedError, StudyError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
-from autoprec.policy.space import SearchSpace, default_space, load_space
 from autoprec.support.files import file_lock, keep_earlier, write_json
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import HostInfo, TrialSpec
+from autoprec.trial.protocol import TrialSpec
 from autoprec.tuning.checks import check_early
-from autoprec.tuning.context import Context, Limits
-from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.events import Listener, SearchInfo
+from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
+from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result
 from autoprec.tuning.phases.finalists import run_finals
-from autoprec.tuning.phases.members import save_front
+from autoprec.tuning.phases.front import save_front
 from autoprec.tuning.phases.reference import measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_trials
+from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.naming import free_name, is_numbered
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 from autoprec.tuning.study.storage import sqlite_file
 from autoprec.tuning.study.study import StudyStore, default_storage
-from autoprec.tuning.target import calibration_of, resolve_target
-from autoprec.tuning.workers.executors import runner_factory
+from autoprec.tuning.target import calibration_of
+from autoprec.tuning.workers.engines import runner_factory
 from autoprec.tuning.workers.local import HostPool, RunnerFactory
 from autoprec.tuning.workers.slots import visible_gpus
 
@@ -59,6 +61,7 @@ class Search:
     Attributes:
         study_dir: folder of the study's files.
         graph: the recorded step; None until it was recorded.
+        setup, ledger: what is searched, and what was learnt; None until the study was begun or continued.
     """
 
     def __init__(
@@ -70,7 +73,8 @@ class Search:
         self.command, self.listener = command, listener
         self.study_dir: Path = self.options.study_dir()
         self.graph: GraphReport | None = None
-        self.context: Context | None = None
+        self.setup: Setup | None = None
+        self.ledger: Ledger | None = None
         self._factory = factory
         self._started = time.monotonic()
         self._calibration: dict[str, Any] | None = None
@@ -78,7 +82,7 @@ class Search:
     @property
     def records(self) -> list[TrialRecord]:
         """Every finished record of the study, references and finalists included."""
-        return list(self.context.store.records) if self.context else []
+        return list(self.ledger.store.records) if self.ledger else []
 
     def run(self) -> SearchResult:
         """Search, and return the answer.
@@ -105,7 +109,7 @@ class Search:
             except NothingAcceptableError:
                 raise  # going on would change nothing
             except AutoPrecError as error:
-                if self.context is not None:  # the study was begun, and holds all that was finished
+                if self.ledger is not None:  # the study was begun, and holds all that was finished
                     error.fix += f"; then continue with:\n    {self.options.resume_command()}"
                 raise
 
@@ -123,26 +127,29 @@ class Search:
         self.listener.phase("graph")
         graph = self.graph = self._record(pool)
         probe.join()
-        context = self._context(pool, store, host, graph)
-        self._sign(context)
-        self.context = context  # only now: under another setup nothing is continued
-        self.listener.started(self._info(context))
-        if not context.measured:
-            context.note(f"times are {context.cost.label}")
+        setup = Setup.of(self.options, host, graph, self._calibration)
+        self._sign(setup, store)
+        ledger = Ledger(store, self.listener, setup.limits, self.options.objective, self._started)
+        self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
+        runner = PairedRunner(setup, pool, ledger)
+        self.listener.started(self._info(setup, store))
+        if not setup.measured:
+            ledger.note(f"times are {setup.cost.label}")
         self.listener.phase("reference")
-        measure_reference(context)
+        measure_reference(setup, runner, ledger)
         self.listener.phase("verdict")
-        verdict = self._verdict(context)
+        verdict = self._verdict(setup, ledger)
         if verdict.kind == "stay" and not self.options.force:
-            return self._stay(context, verdict)
-        self.listener.phase("sensitivity")
-        measure_table(context)
-        self.listener.phase("search")
-        run_trials(context)
-        self.listener.phase("finalists")
-        answer = run_finals(context)
-        self.listener.phase("answer")
-        return self._finish(context, answer, verdict)
+            answer = Answer(verdict="stay", reason=verdict.reason, record=None, seeds=0)
+        else:
+            self.listener.phase("sensitivity")
+            table = measure_table(setup, runner, ledger)
+            self.listener.phase("search")
+            run_trials(setup, runner, ledger, table)
+            self.listener.phase("finalists")
+            answer = run_finals(setup, runner, ledger, table)
+            self.listener.phase("answer")
+        return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 
     def _probe_cpu(self) -> threading.Thread:
         """Fit the rates of this CPU (seconds, once per machine) while the script starts, never beside a timed step."""
@@ -180,93 +187,69 @@ class Search:
             )
         return graph
 
-    def _context(self, pool: HostPool, store: StudyStore, host: HostInfo, graph: GraphReport) -> Context:
-        options = self.options
-        target, here = resolve_target(options.target, host.device)
-        space: SearchSpace = load_space(options.space) if options.space else default_space(target)
-        scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
-        measured = here and scale is None
-        space = space.executed(compiled=host.compiled, measured=measured)
-        cost = CostModel(
-            graph, target, scale=scale, compiled=host.compiled or not measured, calibration=self._calibration
-        )
-        problem = Problem.build(graph, space, cost.can_run)
-        return Context(
-            options=options,
-            listener=self.listener,
-            pool=pool,
-            store=store,
-            host=host,
-            graph=graph,
-            target=target,
-            measured=measured,
-            space=space,
-            problem=problem,
-            cost=cost,
-            limits=Limits(options.max_divergence, options.max_gradient_error, options.max_memory),
-            study_dir=self.study_dir,
-            started=self._started,
-        )
+    def _sign(self, setup: Setup, store: StudyStore) -> None:
+        """Remember what the study was started with, or refuse to go on with another setup.
 
-    def _sign(self, context: Context) -> None:
+        Raises:
+            StudyError: the setup differs, or the stored one is lost.
+        """
         signature = self.options.signature(
-            context.space.model_dump_json(), str(context.graph.model["fingerprint"]), self._calibration
+            setup.space.model_dump_json(), str(setup.graph.model["fingerprint"]), self._calibration
         )
-        stored = context.store.signature
-        if stored is None and context.store.records:
+        stored = store.signature
+        if stored is None and store.records:
             raise StudyError(
                 "the study is damaged: it has trials and no setup",
-                where=f"{context.store.url}, study {self.options.study}",
+                where=f"{store.url}, study {self.options.study}",
                 fix="put an intact copy of the database back, or begin again with --study NEW",
             )
         if stored is None:
             if self._calibration is not None:  # what a resumed search must be given again, should the file be gone
                 write_json(self.study_dir / "calibration.json", self._calibration)
-            context.store.set_signature(signature)
+            store.set_signature(signature)
         else:
             check_signature(stored, signature, where=f"study {self.options.study}")
 
-    def _info(self, context: Context) -> SearchInfo:
-        notes = (*context.host.notes, *context.graph.notes)
-        for note in context.host.notes:
+    def _info(self, setup: Setup, store: StudyStore) -> SearchInfo:
+        host, graph = setup.host, setup.graph
+        for note in host.notes:
             self.listener.note(note)
         return SearchInfo(
             study=self.options.study,
             study_dir=str(self.study_dir),
-            storage=context.store.url,
+            storage=store.url,
             script=self.command.label,
-            target=context.target.name,
-            source=context.source,
-            launch=context.host.launch,
-            device=context.host.device,
-            model=context.graph.model,
-            groups={group.name: group.layers for group in context.problem.groups},
+            target=setup.target.name,
+            source=setup.source,
+            launch=host.launch,
+            device=host.device,
+            model=graph.model,
+            groups={group.name: group.layers for group in setup.problem.groups},
             trials=self.options.trials,
             resume_command=self.options.resume_command(),
-            notes=notes,
+            notes=(*host.notes, *graph.notes),
         )
 
-    def _verdict(self, context: Context) -> Verdict:
-        problem = context.problem
-        plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
-        verdict = context.cost.verdict(plans)
-        context.timings["verdict_s"] = time.monotonic() - self._started
+    def _verdict(self, setup: Setup, ledger: Ledger) -> Verdict:
+        problem = setup.problem
+        verdict = setup.cost.verdict({name: problem.plans(problem.params_of(name)) for name in problem.choice_names})
+        ledger.timings["verdict_s"] = ledger.elapsed()
         if verdict.kind != "stay":
             # beside real timings the model's sentence would claim too much: it bounds the GEMMs, not attention or casts
             bound = f"GEMMs could gain up to {verdict.bound_speedup:.2f}x by the cost model; the trials decide"
-            self.listener.note(bound if context.measured else verdict.reason)
+            self.listener.note(bound if setup.measured else verdict.reason)
         return verdict
 
-    def _stay(self, context: Context, verdict: Verdict) -> SearchResult:
-        answer = Answer(verdict="stay", reason=verdict.reason, record=None, seeds=0)
-        return self._finish(context, answer, verdict)
-
-    def _finish(self, context: Context, answer: Answer, verdict: Verdict) -> SearchResult:
-        policy = emitted_policy(context, answer)
+    def _finish(
+        self, setup: Setup, ledger: Ledger, answer: Answer, bound_speedup: float, *, one_worker: bool
+    ) -> SearchResult:
+        policy = emitted_policy(setup, ledger, answer)
         self._emit(policy)
         save_policy(policy, self.study_dir / "best.yaml")
-        result = search_result(context, answer, verdict, policy_path=self.options.output)
-        save_front(context, result, self.study_dir / "front")
+        result = search_result(
+            setup, ledger, answer, bound_speedup=bound_speedup, policy_path=self.options.output, one_worker=one_worker
+        )
+        save_front(setup, ledger, result)
         self.listener.finished(result)
         return result
 
@@ -281,10 +264,10 @@ class Search:
 
     def _interrupted(self, stop: BaseException) -> SearchInterruptedError:
         code = 143 if isinstance(stop, SystemExit) and stop.code == 143 else 130
-        context, kept = self.context, "nothing was measured yet"
-        best = context.best() if context else None
-        if context is not None and best is not None:
-            policy = emitted_policy(context, Answer("adopt", "interrupted before the finalists", best, seeds=1))
+        setup, ledger, kept = self.setup, self.ledger, "nothing was measured yet"
+        best = ledger.best() if ledger is not None else None
+        if setup is not None and ledger is not None and best is not None:
+            policy = emitted_policy(setup, ledger, Answer("adopt", "interrupted before the finalists", best, seeds=1))
             kept = f"the best policy so far ({best.metrics['speedup']:.2f}x) is in {self.options.output}"
             try:
                 self._emit(policy)

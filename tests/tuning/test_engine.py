@@ -115,9 +115,9 @@ def test_a_users_own_target_gets_the_space_of_its_architecture(here: Path) -> No
         "    memory: 40, bandwidth: 1500, peaks: {fp32: 30, bf16: 400, fp8: 800}, links: {}, source: x, date: x}\n"
     )
     made, result = search(script(device="cpu"), options(target="mycard.yaml", space="", trials=4))
-    assert made.context is not None
-    assert made.context.space.name == "hopper-fp8"
-    assert "fp8_rowwise" in made.context.problem.choice_names
+    assert made.setup is not None
+    assert made.setup.space.name == "hopper-fp8"
+    assert "fp8_rowwise" in made.setup.problem.choice_names
     assert result.target == "mycard"
 
 
@@ -195,7 +195,7 @@ def test_default_names_are_free_names(here: Path) -> None:
     second, _ = search(script(), options(trials=2))
     assert first.options.study == "train"
     assert second.options.study == "train-2"
-    assert second.context is not None
+    assert second.ledger is not None
 
 
 def test_resume_refuses_another_setup_and_names_what_changed(here: Path) -> None:
@@ -343,7 +343,7 @@ def test_trials_on_a_throttled_gpu_are_repeated(here: Path) -> None:
         asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Sometimes(simulated, seed)
     )
     made.run()
-    notes = [note for note in made.context.notes if note.startswith("a trial is repeated")] if made.context else []
+    notes = [note for note in made.ledger.notes if note.startswith("a trial is repeated")] if made.ledger else []
     assert 1 <= len(notes) <= 5
     assert "power brake" in notes[0]
     times = {r.name: r.metrics["step_time_ms"] for r in plain.records if r.ok}
@@ -359,9 +359,9 @@ def test_a_gpu_that_is_always_throttled_is_not_measured_twice_for_ever(here: Pat
     simulated, asked = script(), options(trials=6, finalists=1, seeds=2)
     made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Always(simulated, seed))
     made.run()
-    assert made.context is not None
-    assert sum(note.startswith("a trial is repeated") for note in made.context.notes) == 5
-    assert any("times of this search are uncertain" in note for note in made.context.notes)
+    assert made.ledger is not None
+    assert sum(note.startswith("a trial is repeated") for note in made.ledger.notes) == 5
+    assert any("times of this search are uncertain" in note for note in made.ledger.notes)
     doubtful = [record for record in made.records if "unreliable" in record.tags]
     assert doubtful
     assert all("throttled" in record.reason for record in doubtful)

@@ -22,6 +22,7 @@ from typing import Any
 
 from autoprec.errors import NoSpaceError, ScriptError
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.classify import classify, describe_exit, exit_code, is_own_fault, last_lines
 from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
@@ -41,7 +42,7 @@ class _HostLostError(Exception):
     """The host ended while a trial ran: killed by a person, or by the kernel for its memory."""
 
 
-class TrialRunner:
+class TrialRunner(Runner):
     """Runs trials of one command, for one seed.
 
     Args:

@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from autoprec.policy.space import Choice
-from autoprec.tuning.context import Context
 from autoprec.tuning.decide.explain import LayerReason, explain_layers, importance, learned_times
-from autoprec.tuning.decide.problem import FloatTable, Params
+from autoprec.tuning.decide.problem import FloatTable, Params, Problem
+from autoprec.tuning.decide.sampler.prior import LayerTime
+from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["MOST_REASONS", "explanation", "told"]
@@ -27,27 +28,37 @@ MOST_REASONS, MOST_DECISIONS = 40, 8
 MOST_RECORDS = 200
 
 
-def explanation(context: Context, params: Params) -> dict[str, Any]:
-    """Return the reasons behind a point as plain data, empty when there is no sensitivity table.
+def explanation(
+    problem: Problem,
+    layer_time_ms: LayerTime,
+    table: SensitivityTable,
+    trials: Sequence[TrialRecord],
+    params: Params,
+) -> dict[str, Any]:
+    """Return the reasons behind a point as plain data.
+
+    Args:
+        problem: what parameters stand for.
+        layer_time_ms: modelled milliseconds of a layer (by name) under a plan and an autocast dtype.
+        table: measured gradient errors.
+        trials: what was tried, failures included.
+        params: the point.
 
     Returns:
         ``layers``: one mapping per kind of layer and choice (``layers``, ``count``, ``choice``, ``saved_ms``,
         ``gradient_error``, ``error_share``, ``text``), those that save most first; ``importance``: one mapping per
         decision (``name``, ``time_share``, ``error_share``), the most important first.
     """
-    if context.table is None:
-        return {}
-    problem = context.problem
-    finished = [record for record in context.store.learned() if _finite(record)]
+    finished = [record for record in trials if _finite(record)]
     records = (
         finished
         if len(finished) <= MOST_RECORDS
         else finished[: MOST_RECORDS // 4] + finished[-3 * MOST_RECORDS // 4 :]
     )
-    modelled = _modelled_times(context)
-    times = learned_times(problem, modelled, context.table, records)
-    reasons = explain_layers(problem, params, times, context.table)
-    decisions = importance(problem, modelled, context.table, records)
+    modelled = _modelled_times(problem, layer_time_ms)
+    times = learned_times(problem, modelled, table, records)
+    reasons = explain_layers(problem, params, times, table)
+    decisions = importance(problem, modelled, table, records)
     return {
         "layers": merged(reasons)[:MOST_REASONS],
         "importance": [
@@ -99,14 +110,11 @@ def _finite(record: TrialRecord) -> bool:
     return record.ok and all(math.isfinite(record.metrics[name]) for name in ("divergence", "step_time_ms"))
 
 
-def _modelled_times(context: Context) -> FloatTable:
+def _modelled_times(problem: Problem, layer_time_ms: LayerTime) -> FloatTable:
     """Return ``[G, C]`` milliseconds by the cost model."""
-    problem = context.problem
     recipes = problem.space.all_recipes
     activations = str(problem.value(problem.params_of(problem.baseline), "activations"))
     plans = {name: Choice.parse(name).plan(recipes) for name in problem.choice_names}
     return np.asarray(
-        problem.table(
-            lambda g, c: sum(context.cost.layer_time_ms(layer, plans[c], activations=activations) for layer in g.layers)
-        )
+        problem.table(lambda g, c: sum(layer_time_ms(layer, plans[c], activations) for layer in g.layers))
     )

@@ -8,7 +8,7 @@ import platform
 import statistics
 from dataclasses import dataclass
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoprec._version import __version__
 from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy
@@ -16,11 +16,9 @@ from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Candidate
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.reasons import explanation, told
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import SearchResult, TrialRecord
-
-if TYPE_CHECKING:
-    from autoprec.cost import Verdict
-    from autoprec.tuning.context import Context
 
 __all__ = ["Answer", "emitted_policy", "search_result"]
 
@@ -49,46 +47,46 @@ def _plain(value: float) -> float:
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
-def final_metrics(context: Context, answer: Answer) -> dict[str, Any]:
+def final_metrics(ledger: Ledger, answer: Answer) -> dict[str, Any]:
     """Return the metrics of the chosen policy: finalist means where they exist, else the trial's own."""
     record, chosen = answer.record, answer.chosen
     if record is None:
-        return reference_metrics(context) | {"name": "script as written"}
+        return reference_metrics(ledger) | {"name": "script as written"}
     out: dict[str, Any] = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
     if chosen is not None and chosen.divergences:
         speedup = chosen.speedup
         out["divergence"], out["interval"] = statistics.fmean(chosen.divergences), answer.interval
         out["effective_speedup"] = out["effective_speedup"] * speedup / max(out["speedup"], 1e-9)
         out["speedup"] = speedup
-        out["step_time_ms"] = context.references[0].step_ms / speedup
+        out["step_time_ms"] = ledger.reference.step_ms / speedup
         out["throughput"] = 1000.0 / out["step_time_ms"]
-        if context.references[0].samples:
-            out["samples_per_s"] = context.references[0].samples * out["throughput"]
+        if ledger.reference.samples:
+            out["samples_per_s"] = ledger.reference.samples * out["throughput"]
         if chosen.gradient_error is not None:
             out["gradient_error"] = chosen.gradient_error
     out |= {"name": record.name, "seeds": answer.seeds, "sources": dict(record.sources)}
     return out
 
 
-def reference_metrics(context: Context) -> dict[str, Any]:
+def reference_metrics(ledger: Ledger) -> dict[str, Any]:
     """Return the metrics of the reference."""
-    for record in context.store.records:
+    for record in ledger.store.records:
         if record.kind == "reference" and record.seed == 0:
             out: dict[str, Any] = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
             return out | {"name": record.name, "sources": dict(record.sources)}
     return {}
 
 
-def _evidence(context: Context, answer: Answer) -> dict[str, Any]:
-    metrics = final_metrics(context, answer)
+def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
+    metrics = final_metrics(ledger, answer)
     out: dict[str, Any] = {
-        "target": context.target.name,
-        "source": context.source,
+        "target": setup.target.name,
+        "source": setup.source,
         "verdict": answer.verdict,
         "reason": answer.reason,
-        "reference": context.options.reference,
+        "reference": setup.options.reference,
         "seeds": answer.seeds,
-        "steps": context.options.steps,
+        "steps": setup.options.steps,
     }
     for name in (
         "speedup",
@@ -101,28 +99,29 @@ def _evidence(context: Context, answer: Answer) -> dict[str, Any]:
     ):
         if name in metrics:
             out[name] = _plain(float(metrics[name]))
-    if not context.measured:
+    if not setup.measured:
         out["numerics"] = "emulated"
-        out["cost"] = context.estimate(None).label
-    if context.options.cost_scale:
-        out["cost_scale"] = context.options.cost_scale
+        out["cost"] = setup.steps.script().label
+    if setup.options.cost_scale:
+        out["cost_scale"] = setup.options.cost_scale
         out["cost_scale_note"] = "time and memory at scaled shapes; numerics from the model at hand"
     out |= {
-        "trials": len(context.store.learned()),
+        "trials": len(ledger.store.learned()),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "device": context.host.device if context.host.device != "cpu" else f"cpu ({platform.machine()})",
+        "device": setup.host.device if setup.host.device != "cpu" else f"cpu ({platform.machine()})",
         "versions": {"autoprec": __version__, "torch": metadata.version("torch"), "python": platform.python_version()},
         "limit": "short trials see early divergence only; watch the guard's metrics in the long run",
     }
     return out
 
 
-def emitted_policy(context: Context, answer: Answer) -> Policy:
-    """Return the policy to write: the chosen point, how it was found, and what to watch."""
+def emitted_policy(setup: Setup, ledger: Ledger, answer: Answer) -> Policy:
+    """Return the policy to write: the chosen point (or one that changes nothing), how it was found, what to watch."""
+    evidence = _evidence(setup, ledger, answer)
     if answer.record is None:
-        return _empty_policy(context, answer.reason)
-    reasons = told(explanation(context, answer.record.params))
-    policy = context.problem.policy(answer.record.params, evidence=_evidence(context, answer) | reasons)
+        return Policy(model=ModelInfo.model_validate(setup.graph.model), evidence=evidence)
+    reasons = told(_explanation(setup, ledger, answer))
+    policy = setup.problem.policy(answer.record.params, evidence=evidence | reasons)
     return policy.model_copy(update={"guard": guard_for(policy)})
 
 
@@ -134,11 +133,13 @@ def guard_for(policy: Policy) -> Guard:
     return Guard(metrics=tuple(thresholds), thresholds=thresholds, fallback=fallback)
 
 
-def _empty_policy(context: Context, reason: str) -> Policy:
-    """Return the policy that changes nothing, saying why."""
-    answer = Answer("stay", reason, None, seeds=0)
-    evidence = _evidence(context, answer) if context.references else {"verdict": "stay", "reason": reason}
-    return Policy(model=ModelInfo.model_validate(context.graph.model), evidence=evidence)
+def _explanation(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
+    """Return why each kind of layer got its precision; empty where nothing was adopted or scanned."""
+    if answer.record is None or ledger.table is None:
+        return {}
+    return explanation(
+        setup.problem, setup.cost.layer_time_ms, ledger.table, ledger.store.learned(), answer.record.params
+    )
 
 
 def _row(record: TrialRecord) -> dict[str, Any]:
@@ -146,37 +147,45 @@ def _row(record: TrialRecord) -> dict[str, Any]:
     return {"name": record.name, "number": record.number, "status": record.status, "reason": record.reason, **kept}
 
 
-def search_result(context: Context, answer: Answer, verdict: Verdict, *, policy_path: str) -> SearchResult:
-    """Assemble the result of a search."""
-    seconds = context.elapsed()
-    training = context.timings.get("training_s", 0.0)
-    timings = dict(context.timings) | {"total_s": seconds}
-    if context.workers == 1 and seconds:
-        timings["overhead_share"] = max(0.0, 1.0 - training / seconds)
+def search_result(
+    setup: Setup, ledger: Ledger, answer: Answer, *, bound_speedup: float, policy_path: str, one_worker: bool
+) -> SearchResult:
+    """Assemble the result of a search.
+
+    Args:
+        setup, ledger, answer: of the search.
+        bound_speedup: the most the cost model expected of any policy.
+        policy_path: where the policy was written.
+        one_worker: whether trials ran one after the other, so that what was not training is overhead.
+    """
+    seconds = ledger.elapsed()
+    timings = dict(ledger.timings) | {"total_s": seconds}
+    if one_worker and seconds:
+        timings["overhead_share"] = max(0.0, 1.0 - timings.get("training_s", 0.0) / seconds)
     return SearchResult(
         verdict=answer.verdict,
         reason=answer.reason,
         policy=policy_path,
-        best=final_metrics(context, answer),
-        reference=reference_metrics(context),
-        presets=tuple(_row(r) for r in context.store.learned() if r.kind == "preset"),
-        front=tuple(_row(r) for r in front(context.store.learned())),
-        trials=context.store.count(),
-        study=context.options.study,
-        storage=context.store.url,
+        best=final_metrics(ledger, answer),
+        reference=reference_metrics(ledger),
+        presets=tuple(_row(r) for r in ledger.store.learned() if r.kind == "preset"),
+        front=tuple(_row(r) for r in front(ledger.store.learned())),
+        trials=ledger.store.count(),
+        study=setup.options.study,
+        storage=ledger.store.url,
         mlflow={},
         seconds=seconds,
-        target=context.target.name,
-        script=" ".join(redact_arguments(context.options.command)),
+        target=setup.target.name,
+        script=" ".join(redact_arguments(setup.options.command)),
         budget={
-            "max_divergence": context.limits.divergence,
-            "max_gradient_error": context.limits.gradient_error,
-            "gradient_noise": context.table.noise if context.table is not None else None,
-            "source": context.source,
-            "bound_speedup": verdict.bound_speedup,
+            "max_divergence": setup.limits.divergence,
+            "max_gradient_error": setup.limits.gradient_error,
+            "gradient_noise": ledger.gradient_noise,
+            "source": setup.source,
+            "bound_speedup": bound_speedup,
         },
-        sensitivity=tuple(context.table.rows()) if context.table is not None else (),
+        sensitivity=tuple(ledger.table.rows()) if ledger.table is not None else (),
         timings={key: round(value, 3) for key, value in timings.items()},
-        notes=tuple(context.notes),
-        explanation=explanation(context, answer.record.params) if answer.record is not None else {},
+        notes=tuple(ledger.notes),
+        explanation=_explanation(setup, ledger, answer),
     )

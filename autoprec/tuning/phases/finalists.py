@@ -9,19 +9,22 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from autoprec.errors import AutoPrecError
-from autoprec.tuning.context import Context
 from autoprec.tuning.decide.decision import Candidate, choose
 from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.decide.shortlist import faster_ones, shortlist, smoothed_divergence
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.phases.trials import measured
+from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["pick_finalists", "run_finals"]
@@ -36,26 +39,42 @@ SAFER_SHARES = (0.35, 0.15)
 TIE, MODELLED_TIE = 0.03, 0.01
 
 
-def pick_finalists(context: Context) -> list[TrialRecord]:
+def run_finals(setup: Setup, runner: PairedRunner, ledger: Ledger, table: SensitivityTable) -> Answer:
+    """Measure the finalists over the paired seeds and decide; safer ones follow while none is surely acceptable.
+
+    When one is, but slower than finalists that were rejected, what lies between them gets its chance, once.
+    """
+    began = time.monotonic()
+    final = _Final(setup, runner, ledger, table)
+    answer = final.run()
+    for name, why in final.rejected.items():
+        ledger.note(f"finalist {name} was rejected: {why}")
+    ledger.timings["finalists_s"] = time.monotonic() - began
+    return answer
+
+
+def pick_finalists(setup: Setup, ledger: Ledger, table: SensitivityTable) -> list[TrialRecord]:
     """Return the records worth measuring again.
 
     The best few by the objective, the best preset, and the safest of the fast ones; and, because the fastest of many
     noisy trials is within the budget partly by luck, those whose divergence the model of all trials believes.
     """
-    fit = sorted((r for r in context.store.learned() if context.acceptable(r)), key=context.rank)
-    fit = [record for record in fit if not context.problem.is_script(record.params)]
+    fit = [record for record in ledger.acceptable_ones() if not setup.problem.is_script(record.params)]
     if not fit:
         return []
-    count = context.options.finalists
+    count = setup.options.finalists
     believed: list[TrialRecord] = []
-    if context.table is not None and len(fit) > count:
-        floor = context.references[0].noise_floor
-        budget = context.limits.divergence
+    if len(fit) > count:
         believed = shortlist(
-            context.problem, context.table, fit, max_divergence=budget, noise_floor=floor, count=max(1, count - 1)
+            setup.problem,
+            table,
+            fit,
+            max_divergence=setup.limits.divergence,
+            noise_floor=ledger.reference.noise_floor,
+            count=max(1, count - 1),
         )
     best_preset = [record for record in fit if record.kind == "preset"][:1]
-    close = [record for record in fit if context.rank(record) <= context.rank(fit[0]) * (1 + TIE)]
+    close = [record for record in fit if ledger.rank(record) <= ledger.rank(fit[0]) * (1 + TIE)]
     safest = sorted(close, key=lambda record: record.metrics["gradient_error"])[:1]
     unique: dict[int, TrialRecord] = {}
     for record in (fit[0], *believed, *best_preset, *safest, *fit[1:count]):
@@ -63,281 +82,261 @@ def pick_finalists(context: Context) -> list[TrialRecord]:
     return list(unique.values())[: count + 1]
 
 
-def pick_safer(context: Context, tried: Sequence[TrialRecord], turn: int) -> list[TrialRecord]:
-    """Return what to measure when none of the finalists so far is surely within the budget: safer, so slower ones."""
+def pick_safer(
+    setup: Setup, ledger: Ledger, table: SensitivityTable, tried: Sequence[TrialRecord], share: float
+) -> list[TrialRecord]:
+    """Return what to measure when none of the finalists so far is surely within the budget: safer, so slower ones.
+
+    Args:
+        setup, ledger, table: of the search.
+        tried: the finalists so far.
+        share: of the divergence budget, which the safer ones must keep to by all that is known of them.
+    """
     known = {record.number for record in tried}
-    rest = [r for r in context.store.learned() if context.acceptable(r) and r.number not in known]
-    rest = [record for record in rest if not context.problem.is_script(record.params)]
-    if not rest or context.table is None:
+    rest = [r for r in ledger.store.learned() if ledger.acceptable(r) and r.number not in known]
+    rest = [record for record in rest if not setup.problem.is_script(record.params)]
+    if not rest:
         return []
-    floor = context.references[0].noise_floor
-    believed = smoothed_divergence(context.problem, context.table, rest, floor)
+    floor = ledger.reference.noise_floor
+    believed = smoothed_divergence(setup.problem, table, rest, floor)
     worst = {r.number: max(b, r.metrics["divergence"]) for r, b in zip(rest, believed, strict=True)}
-    limit = SAFER_SHARES[turn] * max(context.limits.divergence, floor)
-    safe = sorted((r for r in rest if worst[r.number] <= limit), key=context.rank)[:2]
+    limit = share * max(setup.limits.divergence, floor)
+    safe = sorted((r for r in rest if worst[r.number] <= limit), key=ledger.rank)[:2]
     safest = min(rest, key=lambda record: worst[record.number])
-    unique = {record.number: record for record in (*safe, safest)}
-    return list(unique.values())
+    return list({record.number: record for record in (*safe, safest)}.values())
 
 
-def pick_faster(
-    context: Context, tried: Sequence[TrialRecord], rows: dict[int, list[TrialRecord]], chosen: TrialRecord
-) -> list[TrialRecord]:
-    """Return what to measure when faster finalists were rejected: what lies between them and the chosen one."""
-    if context.table is None or context.options.objective != "throughput":
-        return []
-    ahead = chosen.metrics["step_time_ms"] * (1 - (TIE if context.measured else MODELLED_TIE))
-    if all(record.metrics["step_time_ms"] >= ahead for record in tried):
-        return []
-    floor = context.references[0].noise_floor
-    records = [r for r in context.store.learned() if not context.problem.is_script(r.params)]
-    means = {
-        record.number: statistics.fmean(
-            run.metrics["divergence"] if run.ok else math.inf for run in rows[record.number]
-        )
-        for record in tried
-        if rows[record.number]
-    }
-    limit = max(context.limits.divergence, floor)
-    return faster_ones(
-        context.problem, context.table, records, means, limit=limit, noise_floor=floor, ahead_of_ms=ahead
-    )
-
-
-def run_finals(context: Context) -> Answer:
-    """Measure the finalists over the paired seeds and decide; safer ones follow while none is surely acceptable.
-
-    When one is, but slower than finalists that were rejected, what lies between them gets its chance, once.
-    """
-    picked = pick_finalists(context)
-    answer = Answer("stay", _why_nothing(context), None, seeds=0)
-    began = time.monotonic()
-    tried: list[TrialRecord] = []
-    rows: dict[int, list[TrialRecord]] = {}
-    errors: dict[str, float] = {}
-    rejected: dict[str, str] = {}
-    references: dict[int, Reference] = {}
-    for turn in range(1 + len(SAFER_SHARES)):
-        if not picked:
-            break
-        seeds = context.options.seeds
-        _measure_all(context, picked, rows, references, range(seeds))
-        errors |= measure_errors(context, {str(record.number): record.policy for record in picked})
-        tried += picked
-        answer, rejected = _decide(context, tried, rows, errors)
-        uncertain = _uncertain(context, picked, rows) if len(rejected) == len(tried) else []
-        if uncertain and not _over_budget(context):
-            context.listener.note(f"within the budget on average, but not surely: {seeds} more paired seeds")
-            _measure_all(context, uncertain, rows, references, range(seeds, 2 * seeds))
-            answer, rejected = _decide(context, tried, rows, errors)
-        if len(rejected) < len(tried) or turn == len(SAFER_SHARES) or _over_budget(context):
-            break
-        context.listener.note("none of these is surely within the limits over all seeds: safer ones are measured")
-        picked = pick_safer(context, tried, turn)
-    between = pick_faster(context, tried, rows, answer.chosen.tag) if answer.chosen is not None else []
-    if between and not _over_budget(context):
-        context.listener.note("faster finalists were rejected: what lies between them and the best so far is measured")
-        _measure_all(context, between, rows, references, range(context.options.seeds))
-        errors |= measure_errors(context, {str(record.number): record.policy for record in between})
-        answer, rejected = _decide(context, [*tried, *between], rows, errors)
-    for name, why in rejected.items():
-        context.note(f"finalist {name} was rejected: {why}")
-    context.timings["finalists_s"] = time.monotonic() - began
-    return answer
-
-
-def _uncertain(
-    context: Context, finalists: Sequence[TrialRecord], rows: dict[int, list[TrialRecord]]
-) -> list[TrialRecord]:
-    """Return those whose mean is well within the budget while its bound is not: more seeds can tell.
-
-    FP8 runs differ a lot from seed to seed (most at 0.02 %, some at 0.3 %): four of them bound a mean poorly.
-    """
-    limit = UNCERTAIN_SHARE * max(context.limits.divergence, context.references[0].noise_floor)
-    out = []
-    for record in finalists:
-        runs = rows[record.number]
-        if runs and all(run.ok for run in runs):
-            mean = statistics.fmean(run.metrics["divergence"] for run in runs)
-            out += [record] if mean <= limit and context.acceptable(record) else []
-    return sorted(out, key=context.rank)[:MOST_UNCERTAIN]
-
-
-def _over_budget(context: Context) -> bool:
-    budget = context.options.budget_s
-    return budget is not None and context.elapsed() > budget
-
-
-def _measure_all(
-    context: Context,
-    finalists: Sequence[TrialRecord],
-    rows: dict[int, list[TrialRecord]],
-    references: dict[int, Reference],
-    seeds: range,
-) -> None:
-    """Run the finalists under paired seeds, adding their records to ``rows``."""
-    began = time.monotonic()
-    jobs, done = len(seeds) * len(finalists), 0
-    for record in finalists:
-        rows.setdefault(record.number, [])
-    for seed in seeds:
-        if _out_of_time(context, seed):
-            break
-        if seed + 1 in seeds:
-            context.pool.prepare(seed + 1)
-        try:
-            if seed not in references:
-                references[seed] = _reference(context, seed)
-        except AutoPrecError as error:
-            context.note(f"paired seed {seed} could not be used: {error.what}")
-            continue
-        for original, record in _measure(context, seed, references[seed], _rotated(finalists, seed)):
-            rows[original.number].append(record)
-            done += 1
-            left = (time.monotonic() - began) / done * (jobs - done)
-            context.listener.trial(record, done, jobs, context.best(), left)
-
-
-def _out_of_time(context: Context, seed: int) -> bool:
-    """Say whether the time budget is used up; the script's own seed and one more are always measured."""
-    if seed < 2 or not _over_budget(context):
-        return False
-    context.note(f"the time budget is used up: the finalists were measured over {seed} paired seeds")
-    return True
-
-
-def _rotated(finalists: Sequence[TrialRecord], seed: int) -> list[TrialRecord]:
-    """Change the order from seed to seed, so that a drifting machine favours nobody."""
-    shift = seed % len(finalists)
-    return [*finalists[shift:], *finalists[:shift]]
-
-
-def _stored(context: Context, kind: str, name: str, seed: int) -> TrialRecord | None:
-    for record in context.store.records:
-        if (record.kind, record.name, record.seed) == (kind, name, seed) and record.ok:
-            return record
-    return None
-
-
-def _reference(context: Context, seed: int) -> Reference:
-    """Return the annealed reference of a paired seed."""
-    result = context.run(context.spec(context.reference_policy(), anneal=True), seed)
-    if not result.ok:
-        raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
-    reference = reference_of(context, result)
-    return reference.with_noise(context.references[0].noise_floor, context.references[0].deterministic)
-
-
-def _measure(
-    context: Context, seed: int, reference: Reference, finalists: Sequence[TrialRecord]
-) -> list[tuple[TrialRecord, TrialRecord]]:
-    """Return (original, finalist record) of every finalist under one seed; stored ones are not run again."""
-
-    def one(original: TrialRecord) -> tuple[TrialRecord, TrialRecord, bool]:
-        known = _stored(context, "finalist", original.name, seed)
-        if known is not None:
-            return original, known, False
-        plan = replace(original, kind="finalist", tags=("finalist",), seed=seed)
-        record = measured(context, plan, reference, original.metrics["gradient_error"], anneal=True)
-        return original, record, True
-
-    parallel = 1 if context.measured else context.workers
-    out = []
-    with context.pool.threads(parallel, "finalist") as threads:
-        for original, record, is_new in threads.map(one, finalists):
-            if is_new:  # stored as soon as it is known, so that a killed search repeats as little as possible
-                record = replace(record, number=context.store.next_number())
-                context.store.add(record)
-            out.append((original, record))
-    return out
-
-
-def timing_noise(context: Context, speedups: Sequence[Sequence[float]]) -> float:
+def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> float:
     """Return the relative noise of a median speed-up: twice the standard error seen over the seeds; 0 when modelled."""
-    if not context.measured:
+    if not measured_times:
         return 0.0
     spreads = [statistics.stdev(s) / statistics.fmean(s) / math.sqrt(len(s)) for s in speedups if len(s) > 1]
     return min(MOST_NOISE, max(LEAST_NOISE, 2 * statistics.median(spreads))) if spreads else MOST_NOISE
 
 
-def _decide(
-    context: Context,
-    finalists: Sequence[TrialRecord],
-    rows: dict[int, list[TrialRecord]],
-    errors: dict[str, float],
-) -> tuple[Answer, dict[str, str]]:
-    """Return the answer over everything measured, and why candidates were rejected."""
-    reference = context.references[0]
-    candidates = [
-        Candidate(
-            name="script as written",
-            speedup=1.0,
-            divergences=(0.0,),
-            memory_bytes=reference.memory_bytes,
-            reference=True,
-        )
-    ]
-    speeds = []
-    for record in finalists:
-        runs = rows[record.number]
-        good = [run for run in runs if run.ok]
-        speeds.append([run.metrics["speedup"] for run in good])
-        candidates.append(
-            Candidate(
-                name=record.name,
-                speedup=statistics.median(speeds[-1]) if good else 0.0,
-                # a failed seed is an infinite divergence: such a candidate is never accepted
-                divergences=tuple(run.metrics["divergence"] if run.ok else math.inf for run in runs),
-                gradient_error=errors.get(str(record.number), record.metrics["gradient_error"]),
-                memory_bytes=record.metrics["memory_bytes"],
-                preset=record.kind == "preset",
-                tag=record,
+class _Final:
+    """The finalists of one search, and all that was measured of them.
+
+    Attributes:
+        tried: the finalists so far, as their trials measured them.
+        rows: by a finalist's number, its records under the paired seeds.
+        rejected: by name, why a finalist is not acceptable.
+    """
+
+    def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger, table: SensitivityTable) -> None:
+        self._setup, self._runner, self._ledger, self._table = setup, runner, ledger, table
+        self.tried: list[TrialRecord] = []
+        self.rows: dict[int, list[TrialRecord]] = {}
+        self.rejected: dict[str, str] = {}
+        self._errors: dict[str, float] = {}
+        self._references: dict[int, Reference] = {}
+
+    def run(self) -> Answer:
+        """Measure round after round, and return the answer over everything measured."""
+        setup, ledger = self._setup, self._ledger
+        answer = Answer("stay", _why_nothing(setup, ledger), None, seeds=0)
+        picked, seeds = pick_finalists(setup, ledger, self._table), setup.options.seeds
+        for share in (*SAFER_SHARES, None):
+            if not picked:
+                break
+            answer = self._round(picked)
+            uncertain = self._uncertain(picked) if self._all_rejected() else []
+            if uncertain and not self._over_budget():
+                ledger.listener.note(f"within the budget on average, but not surely: {seeds} more paired seeds")
+                self._measure(uncertain, range(seeds, 2 * seeds))
+                answer = self._decide()
+            if not self._all_rejected() or share is None or self._over_budget():
+                break
+            ledger.listener.note("none of these is surely within the limits over all seeds: safer ones are measured")
+            picked = pick_safer(setup, ledger, self._table, self.tried, share)
+        between = self._faster_than(answer.chosen.tag) if answer.chosen is not None else []
+        if between and not self._over_budget():
+            ledger.listener.note(
+                "faster finalists were rejected: what lies between them and the best so far is measured"
             )
+            answer = self._round(between)
+        return answer
+
+    def _round(self, picked: Sequence[TrialRecord]) -> Answer:
+        """Measure some finalists under every seed, and decide over all so far."""
+        self._measure(picked, range(self._setup.options.seeds))
+        policies = {str(record.number): record.policy for record in picked}
+        self._errors |= measure_errors(self._setup, self._runner, self._ledger, policies)
+        self.tried += picked
+        return self._decide()
+
+    def _all_rejected(self) -> bool:
+        return len(self.rejected) == len(self.tried)
+
+    def _over_budget(self) -> bool:
+        budget = self._setup.options.budget_s
+        return budget is not None and self._ledger.elapsed() > budget
+
+    # --- what to measure next ---------------------------------------------------------------------------------------
+    def _uncertain(self, finalists: Sequence[TrialRecord]) -> list[TrialRecord]:
+        """Return those whose mean is well within the budget while its bound is not: more seeds can tell.
+
+        FP8 runs differ a lot from seed to seed (most at 0.02 %, some at 0.3 %): four of them bound a mean poorly.
+        """
+        limit = UNCERTAIN_SHARE * max(self._setup.limits.divergence, self._ledger.reference.noise_floor)
+        out = []
+        for record in finalists:
+            runs = self.rows[record.number]
+            if runs and all(run.ok for run in runs) and self._ledger.acceptable(record):
+                out += [record] if statistics.fmean(run.metrics["divergence"] for run in runs) <= limit else []
+        return sorted(out, key=self._ledger.rank)[:MOST_UNCERTAIN]
+
+    def _faster_than(self, chosen: TrialRecord) -> list[TrialRecord]:
+        """Return what lies between the chosen finalist and faster ones that were rejected."""
+        setup, floor = self._setup, self._ledger.reference.noise_floor
+        if setup.options.objective != "throughput":
+            return []
+        ahead = chosen.metrics["step_time_ms"] * (1 - (TIE if setup.measured else MODELLED_TIE))
+        if all(record.metrics["step_time_ms"] >= ahead for record in self.tried):
+            return []
+        means = {
+            number: statistics.fmean(run.metrics["divergence"] if run.ok else math.inf for run in runs)
+            for number, runs in self.rows.items()
+            if runs
+        }
+        return faster_ones(
+            setup.problem,
+            self._table,
+            [r for r in self._ledger.store.learned() if not setup.problem.is_script(r.params)],
+            means,
+            limit=max(setup.limits.divergence, floor),
+            noise_floor=floor,
+            ahead_of_ms=ahead,
         )
-    noise = timing_noise(context, speeds)
-    limit = context.gradient_limit()
-    decision = choose(
-        candidates,
-        max_divergence=context.limits.divergence,
-        noise_floor=reference.noise_floor,
-        max_gradient=limit if math.isfinite(limit) else None,
-        max_memory=context.limits.memory,
-        objective=context.options.objective,
-        timing_noise=noise,
-        reference_memory=reference.memory_bytes,
-    )
-    context.timings["timing_noise"] = noise
-    chosen = candidates[decision.index] if decision.index is not None else None
-    adopted = decision.verdict == "adopt" and chosen is not None
-    answer = Answer(
-        decision.verdict,
-        decision.reason + (_over_sixteen_bits(context, chosen) if chosen is not None and adopted else ""),
-        chosen.tag if chosen is not None and adopted else None,
-        seeds=len(chosen.divergences) if chosen is not None and adopted else 0,
-        chosen=chosen if adopted else None,
-        interval=decision.interval,
-    )
-    return answer, decision.rejected
+
+    # --- measuring --------------------------------------------------------------------------------------------------
+    def _measure(self, finalists: Sequence[TrialRecord], seeds: range) -> None:
+        """Run the finalists under paired seeds, adding their records to :attr:`rows`."""
+        began, ledger = time.monotonic(), self._ledger
+        jobs, done = len(seeds) * len(finalists), 0
+        for record in finalists:
+            self.rows.setdefault(record.number, [])
+        for seed in seeds:
+            # the script's own seed and one more are always measured
+            if seed >= 2 and self._over_budget():
+                ledger.note(f"the time budget is used up: the finalists were measured over {seed} paired seeds")
+                break
+            if seed + 1 in seeds:
+                self._runner.prepare(seed + 1)
+            try:
+                reference = self._reference(seed)
+            except AutoPrecError as error:
+                ledger.note(f"paired seed {seed} could not be used: {error.what}")
+                continue
+            # the order changes from seed to seed, so that a drifting machine favours nobody
+            shift = seed % len(finalists)
+            for original, record in self._under_seed(seed, reference, [*finalists[shift:], *finalists[:shift]]):
+                self.rows[original.number].append(record)
+                done += 1
+                left = (time.monotonic() - began) / done * (jobs - done)
+                ledger.listener.trial(record, done, jobs, ledger.best(), left)
+
+    def _reference(self, seed: int) -> Reference:
+        """Return the annealed reference of a paired seed.
+
+        Raises:
+            AutoPrecError: it could not be run.
+        """
+        if seed not in self._references:
+            result = self._runner.run(self._runner.spec(self._setup.reference_policy(), anneal=True), seed)
+            if not result.ok:
+                raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
+            own = self._ledger.reference
+            reference = reference_of(self._setup, result).with_noise(own.noise_floor, own.deterministic)
+            self._references[seed] = reference
+        return self._references[seed]
+
+    def _under_seed(
+        self, seed: int, reference: Reference, finalists: Sequence[TrialRecord]
+    ) -> list[tuple[TrialRecord, TrialRecord]]:
+        """Return (original, finalist record) of every finalist under one seed; stored ones are not run again."""
+        ledger, runner = self._ledger, self._runner
+
+        def one(original: TrialRecord) -> tuple[TrialRecord, TrialRecord, bool]:
+            known = ledger.find("finalist", original.name, seed)
+            if known is not None:
+                return original, known, False
+            plan = replace(original, kind="finalist", tags=("finalist",), seed=seed)
+            error = original.metrics["gradient_error"]
+            return original, measured(self._setup, runner, plan, reference, error, anneal=True), True
+
+        out = []
+        with runner.threads(runner.final_workers, "finalist") as threads:
+            for original, record, is_new in threads.map(one, finalists):
+                if is_new:  # stored as soon as it is known, so that a killed search repeats as little as possible
+                    record = replace(record, number=ledger.store.next_number())
+                    ledger.store.add(record)
+                out.append((original, record))
+        return out
+
+    # --- deciding ---------------------------------------------------------------------------------------------------
+    def _candidate(self, record: TrialRecord) -> Candidate:
+        runs = self.rows[record.number]
+        speeds = self._speeds(record)
+        return Candidate(
+            name=record.name,
+            speedup=statistics.median(speeds) if speeds else 0.0,
+            # a failed seed is an infinite divergence: such a candidate is never accepted
+            divergences=tuple(run.metrics["divergence"] if run.ok else math.inf for run in runs),
+            gradient_error=self._errors.get(str(record.number), record.metrics["gradient_error"]),
+            memory_bytes=record.metrics["memory_bytes"],
+            preset=record.kind == "preset",
+            tag=record,
+        )
+
+    def _speeds(self, record: TrialRecord) -> list[float]:
+        return [run.metrics["speedup"] for run in self.rows[record.number] if run.ok]
+
+    def _decide(self) -> Answer:
+        """Return the answer over everything measured so far; :attr:`rejected` says why others are not acceptable."""
+        setup, reference = self._setup, self._ledger.reference
+        memory = reference.memory_bytes
+        script = Candidate("script as written", 1.0, (0.0,), memory_bytes=memory, reference=True)
+        candidates = [script, *map(self._candidate, self.tried)]
+        noise = timing_noise(setup.measured, [self._speeds(record) for record in self.tried])
+        decision = choose(
+            candidates,
+            max_divergence=setup.limits.divergence,
+            noise_floor=reference.noise_floor,
+            max_gradient=self._ledger.gradient_limit(),
+            max_memory=setup.limits.memory,
+            objective=setup.options.objective,
+            timing_noise=noise,
+            reference_memory=memory,
+        )
+        self._ledger.timings["timing_noise"] = noise
+        self.rejected = decision.rejected
+        if decision.verdict != "adopt" or decision.index is None:
+            return Answer(decision.verdict, decision.reason, None, seeds=0, interval=decision.interval)
+        chosen = candidates[decision.index]
+        return Answer(
+            decision.verdict,
+            decision.reason + _over_sixteen_bits(setup, self._ledger, chosen),
+            chosen.tag,
+            seeds=len(chosen.divergences),
+            chosen=chosen,
+            interval=decision.interval,
+        )
 
 
-def _over_sixteen_bits(context: Context, chosen: Candidate) -> str:
+def _over_sixteen_bits(setup: Setup, ledger: Ledger, chosen: Candidate) -> str:
     """Say what a policy gains over plain bf16, which is what most people would run instead; modelled times only."""
-    plain = [r for r in context.store.learned() if r.ok and r.kind == "preset" and r.name == "all bf16"]
-    if context.measured or not plain or plain[0].name == chosen.name:
+    plain = [r for r in ledger.store.learned() if r.ok and r.kind == "preset" and r.name == "all bf16"]
+    if setup.measured or not plain or plain[0].name == chosen.name:
         return ""
     return f"; {chosen.speedup / plain[0].metrics['speedup']:.2f}x over all bf16"
 
 
-def _why_nothing(context: Context) -> str:
+def _why_nothing(setup: Setup, ledger: Ledger) -> str:
     """Say why no measured trial qualifies: the limit that most of them broke."""
-    learned = [r for r in context.store.learned() if r.ok and not context.problem.is_script(r.params)]
-    if not learned:
+    tried = [r for r in ledger.store.learned() if r.ok and not setup.problem.is_script(r.params)]
+    if not tried:
         return "no trial other than the script as written could be measured"
-    limits: dict[str, Any] = {
-        "divergence": lambda r: r.metrics["divergence"] > max(context.limits.divergence, r.metrics["noise_floor"]),
-        "gradient error": lambda r: r.metrics["gradient_error"] > context.gradient_limit(),
-        "memory": lambda r: context.limits.memory is not None and r.metrics["memory_bytes"] > context.limits.memory,
-    }
-    broken = {name: sum(1 for record in learned if test(record)) for name, test in limits.items()}
-    worst = max(broken, key=lambda name: broken[name])
-    return f"none of {len(learned)} measured policies is within the limits; {broken[worst]} exceed the {worst} limit"
+    broken = Counter(name for record in tried for name in ledger.exceeded(record))
+    worst, count = broken.most_common(1)[0] if broken else ("divergence", 0)
+    return f"none of {len(tried)} measured policies is within the limits; {count} exceed the {worst} limit"

@@ -6,16 +6,18 @@ import time
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.context import Context
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
+from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
+from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["measure_reference", "reference_of"]
 
 
-def measure_reference(context: Context) -> Reference:
-    """Run the reference twice and once benignly perturbed; store it as seed 0's reference.
+def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Reference:
+    """Run the reference twice and once benignly perturbed; it becomes seed 0's reference.
 
     The second run tells whether the script is deterministic; the perturbation (every weight rounded once to
     bfloat16) tells how large a loss gap means nothing.
@@ -25,31 +27,36 @@ def measure_reference(context: Context) -> Reference:
         NothingAcceptableError: the script has fewer steps than asked for, or its loss is not finite.
     """
     began = time.monotonic()
-    first = _run(context)
-    context.timings["reference_run_s"] = time.monotonic() - began
-    second = _run(context)
-    noisy = _run(context, perturb="bf16")
+    first = _run(setup, runner)
+    ledger.timings["reference_run_s"] = time.monotonic() - began
+    second = _run(setup, runner)
+    noisy = _run(setup, runner, perturb="bf16")
     deterministic = first.losses == second.losses
     own = 0.0 if deterministic else divergence(second.losses, first.losses)
     floor = max(own, divergence(noisy.losses, first.losses))
     if not deterministic:
-        context.note(
+        ledger.note(
             f"the script is not deterministic: two identical runs differ by {own:.3%}; that is part of the noise floor"
         )
-    reference = reference_of(context, first, second).with_noise(floor, deterministic)
-    context.references[0] = reference
-    _store(context, reference, first, noisy)
-    if floor > context.limits.divergence:
-        context.note(
-            f"the noise floor ({floor:.3%}) is above the divergence budget ({context.limits.divergence:.3%}): "
+    reference = reference_of(setup, first, second).with_noise(floor, deterministic)
+    ledger.references[0] = reference
+    name = "script as written" if setup.options.reference == "script" else setup.options.reference
+    for kind, label, result in (("reference", name, first), ("noise", "weights rounded once to bf16", noisy)):
+        if ledger.find(kind, label, 0) is None:
+            record = _record(setup, reference, result, ledger.store.next_number(), kind, label)
+            ledger.store.add(record)
+            ledger.listener.trial(record, 0, setup.options.trials, None, 0.0)
+    if floor > setup.limits.divergence:
+        ledger.note(
+            f"the noise floor ({floor:.3%}) is above the divergence budget ({setup.limits.divergence:.3%}): "
             "a gap below the floor cannot be told from chance; more --steps lower it"
         )
     return reference
 
 
-def reference_of(context: Context, *results: TrialResult) -> Reference:
+def reference_of(setup: Setup, *results: TrialResult) -> Reference:
     """Return a reference from one or more identical runs (the faster clock reading counts)."""
-    estimate = None if context.measured else context.reference_estimate()
+    estimate = None if setup.measured else setup.steps.of_reference()
     measured = min(step_time(result.step_ms, result.warmup) for result in results)
     first = results[0]
     return Reference(
@@ -61,33 +68,32 @@ def reference_of(context: Context, *results: TrialResult) -> Reference:
     )
 
 
-def _run(context: Context, perturb: str = "") -> TrialResult:
-    result = context.run(context.spec(context.reference_policy(), perturb=perturb))
+def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
+    result = runner.run(runner.spec(setup.reference_policy(), perturb=perturb))
     if result.ok:
         return result
-    where = context.pool.info(0).model.get("class", "the script")
+    where = str(setup.host.model.get("class", "the script"))
     if result.status == "too_short":
-        steps = context.options.steps + context.options.warmup
+        steps = setup.options.steps + setup.options.warmup
         raise NothingAcceptableError(
             f"the script ended after {len(result.losses)} of {steps} training steps",
-            where=str(where),
-            fix=fewer_steps(len(result.losses), context.options.warmup),
+            where=where,
+            fix=fewer_steps(len(result.losses), setup.options.warmup),
         )
     if result.status == "diverged":
         raise NothingAcceptableError(
             f"the script's own loss is not finite without any change by AutoPrec: {result.reason}",
-            where=str(where),
+            where=where,
             fix="make the script train as it is first",
         )
     raise ScriptError(
         f"the script failed while training as written: {result.status}: {result.reason}\n{result.tail}".rstrip(),
-        where=str(where),
+        where=where,
         fix="this run was not changed by AutoPrec; make the script train as it is first",
     )
 
 
-def _store(context: Context, reference: Reference, first: TrialResult, noisy: TrialResult) -> None:
-    known = {(record.kind, record.seed) for record in context.store.records}
+def _record(setup: Setup, reference: Reference, result: TrialResult, number: int, kind: str, name: str) -> TrialRecord:
     metrics = {
         "step_time_ms": reference.step_ms,
         "throughput": 1000.0 / reference.step_ms,
@@ -99,30 +105,18 @@ def _store(context: Context, reference: Reference, first: TrialResult, noisy: Tr
     }
     if reference.samples:
         metrics["samples_per_s"] = reference.samples * 1000.0 / reference.step_ms
-    sources = dict.fromkeys(metrics, context.source) | {"noise_floor": "measured", "divergence": "measured"}
-    rows = (
-        (
-            "reference",
-            "script as written" if context.options.reference == "script" else context.options.reference,
-            first,
-        ),
-        ("noise", "weights rounded once to bf16", noisy),
+    sources = dict.fromkeys(metrics, setup.source) | {"noise_floor": "measured", "divergence": "measured"}
+    return TrialRecord(
+        number=number,
+        kind=kind,
+        name=name,
+        params={},
+        policy={},
+        status="ok",
+        metrics=metrics | {"divergence": divergence(result.losses, reference.losses)},
+        sources=sources,
+        losses=result.losses,
+        reference_losses=reference.losses,
+        started=time.time() - result.wall_s,
+        seconds=result.wall_s,
     )
-    for kind, name, result in rows:
-        if (kind, 0) not in known:
-            record = TrialRecord(
-                number=context.store.next_number(),
-                kind=kind,
-                name=name,
-                params={},
-                policy={},
-                status="ok",
-                metrics=metrics | {"divergence": divergence(result.losses, reference.losses)},
-                sources=sources,
-                losses=result.losses,
-                reference_losses=reference.losses,
-                started=time.time() - result.wall_s,
-                seconds=result.wall_s,
-            )
-            context.store.add(record)
-            context.listener.trial(record, 0, context.options.trials, None, 0.0)

@@ -1,4 +1,9 @@
-"""Runs the sensitivity scan: one forward and backward per question, all on the same weights and batches."""
+"""The sensitivity scan: how far each layer's gradient moves under each recipe, before any policy is trained.
+
+After a short warm-up the script is stopped at one step, and every question (one layer group, one choice) is one more
+forward and backward on the same weights and batches. The relative errors add in quadrature over the layers of a policy,
+so that a few dozen passes rank the gradient error of every combination (:mod:`~autoprec.tuning.decide.table`).
+"""
 
 from __future__ import annotations
 
@@ -10,10 +15,12 @@ import numpy as np
 
 from autoprec.errors import FileError, NothingAcceptableError
 from autoprec.support.files import read_document, with_checksum, without_checksum, write_json
-from autoprec.trial.protocol import Probe, TrialSpec
-from autoprec.tuning.context import Context
+from autoprec.trial.protocol import Probe
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.setup import Setup
 
 __all__ = ["measure_errors", "measure_table"]
 
@@ -21,62 +28,59 @@ __all__ = ["measure_errors", "measure_table"]
 SCAN_SHARE, MOST_PASSES = 0.2, 300
 
 
-def _warmup(context: Context) -> int:
+def _warmup(steps: int) -> int:
     """Return the steps before the scan: late enough to leave the initialisation, early enough to be cheap."""
-    return min(10, max(2, context.options.steps // 2))
+    return min(10, max(2, steps // 2))
 
 
-def measure_table(context: Context) -> SensitivityTable:
+def measure_table(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityTable:
     """Measure (or, on resume, read back) the table of gradient errors.
 
     Raises:
         NothingAcceptableError: the scan could not be run, or there was no gradient to compare with.
     """
-    path = context.study_dir / "sensitivity.json"
-    if context.options.resume and path.exists():
+    path, options = setup.study_dir / "sensitivity.json", setup.options
+    if options.resume and path.exists():
         try:
-            context.table = SensitivityTable.from_json(without_checksum(read_document(path), where=str(path)))
-            return context.table
+            ledger.table = SensitivityTable.from_json(without_checksum(read_document(path), where=str(path)))
+            return ledger.table
         except (FileError, KeyError, ValueError, TypeError) as error:
-            context.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
+            ledger.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
     began = time.monotonic()
-    options = context.options
-    later = options.warmup + options.steps - _warmup(context)  # batches that the script surely has from there on
+    # batches that the script surely has after the scan's first
+    later = options.warmup + options.steps - _warmup(options.steps)
     room = min(MOST_PASSES, int(SCAN_SHARE * options.trials * (options.warmup + options.steps)))
-    asked = SensitivityScan(context.problem, room=room, batches=max(1, min(scan_batches(context.graph), later)))
-    while probes := asked.next_round():
-        asked.add(*(_probe(context, probes, later) for later in range(asked.batches)))
-    table = context.table = asked.table()
-    _refuse_without_gradient(context, table)
-    context.timings["sensitivity_s"] = time.monotonic() - began
-    context.timings["sensitivity_passes"] = float(asked.passes)
+    scan = SensitivityScan(setup.problem, room=room, batches=max(1, min(scan_batches(setup.graph), later)))
+    while probes := scan.next_round():
+        scan.add(*(_probe(setup, runner, ledger, probes, later) for later in range(scan.batches)))
+    table = ledger.table = scan.table()
+    _refuse_without_gradient(setup, table)
+    ledger.timings["sensitivity_s"] = time.monotonic() - began
+    ledger.timings["sensitivity_passes"] = float(scan.passes)
     write_json(path, with_checksum(table.to_json()), indent=None)
     return table
 
 
-def _refuse_without_gradient(context: Context, table: SensitivityTable) -> None:
+def _refuse_without_gradient(setup: Setup, table: SensitivityTable) -> None:
     """Refuse a script whose gradient has vanished: every relative error is then infinite, and no policy is wrong."""
-    hopeless = [
-        group.name
-        for group, row in zip(context.problem.groups, table.error2, strict=True)
-        if not np.isfinite(row).any()
-    ]
-    if hopeless:
-        step = _warmup(context)
-        raise NothingAcceptableError(
-            f"after {step} steps the gradient of '{hopeless[0]}' is zero or not finite, whatever it runs in, "
-            "so there is nothing to compare a policy with",
-            fix="look at the loss: a model that has stopped learning (dead ReLUs, a loss of 0) cannot be tuned",
-        )
+    for group, row in zip(setup.problem.groups, table.error2, strict=True):
+        if not np.isfinite(row).any():
+            raise NothingAcceptableError(
+                f"after {_warmup(setup.options.steps)} steps the gradient of '{group.name}' is zero or not finite, "
+                "whatever it runs in, so there is nothing to compare a policy with",
+                fix="look at the loss: a model that has stopped learning (dead ReLUs, a loss of 0) cannot be tuned",
+            )
 
 
-def measure_errors(context: Context, policies: Mapping[str, dict[str, Any]]) -> dict[str, float]:
+def measure_errors(
+    setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, dict[str, Any]]
+) -> dict[str, float]:
     """Return the measured relative gradient error of whole policies, by name; those that failed are left out."""
     probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in policies.items()]  # same numerics
     try:
-        payload = _probe(context, probes)
+        payload = _probe(setup, runner, ledger, probes)
     except NothingAcceptableError as error:
-        context.note(f"the finalists' gradient errors could not be measured: {error.what}")
+        ledger.note(f"the finalists' gradient errors could not be measured: {error.what}")
         return {}
     return {
         str(row["id"]): float(row["gradient_error"])
@@ -85,20 +89,21 @@ def measure_errors(context: Context, policies: Mapping[str, dict[str, Any]]) -> 
     }
 
 
-def _probe(context: Context, probes: Sequence[Probe], later: int = 0) -> dict[str, Any]:
+def _probe(
+    setup: Setup, runner: PairedRunner, ledger: Ledger, probes: Sequence[Probe], later: int = 0
+) -> dict[str, Any]:
     """Ask on the batch ``later`` steps after the scan's first."""
-    options = context.options
-    result = context.run(
-        TrialSpec(
+    one_run_s = ledger.timings.get("reference_run_s", 30.0)
+    result = runner.run(
+        runner.spec(
+            setup.reference_policy(),
             kind="sensitivity",
-            policy=context.reference_policy(),
-            warmup=_warmup(context) + later,
+            warmup=_warmup(setup.options.steps) + later,
             steps=1,
             probes=tuple(probes),
             batches=2,
-            seed=None if context.host.launch == "fork" else options.seed,
-            backend=options.backend if context.measured else "emulated",
-            timeout_s=max(300.0, 5.0 * len(probes) * context.timings.get("reference_run_s", 30.0)),
+            timeout_s=max(300.0, 5.0 * len(probes) * one_run_s),
+            memory_limit=None,
         )
     )
     if not result.ok:

@@ -1,8 +1,11 @@
-"""The study's loop: ask, run, score, keep, tell; until the trials or the time are used up."""
+"""The study's loop: ask the sampler, run the trial, score it, store it, tell the sampler.
+
+Presets come first (what people run today), then what the sampler proposes. It ends when the trials or the time are used
+up, or when nothing that is left is worth a trial.
+"""
 
 from __future__ import annotations
 
-import math
 import re
 import time
 from collections.abc import Callable, Mapping
@@ -13,17 +16,21 @@ from typing import Any
 import optuna
 
 from autoprec.errors import NothingAcceptableError
+from autoprec.policy import Policy, save_policy
 from autoprec.trial.protocol import FAILURES
-from autoprec.tuning.context import Context
 from autoprec.tuning.decide.metrics import Reference, score
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.sampler.base import is_exhausted
 from autoprec.tuning.decide.sampler.other_samplers import make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior, build_prior
 from autoprec.tuning.decide.shortlist import stop_gap
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import TrialRecord
 
-__all__ = ["make_prior", "measured", "run_trials", "trial_record"]
+__all__ = ["measured", "run_trials"]
 
 #: So many failures in a row end the search: the cause is then not the policy.
 FAILURES_IN_A_ROW = 5
@@ -35,54 +42,47 @@ FINALISTS_SHARE = 0.4
 ASKS_PER_TRIAL = 20
 
 
-def make_prior(context: Context) -> Prior:
-    """Return what the cost model and the sensitivity table say before the first trial.
-
-    Raises:
-        NothingAcceptableError: the sensitivity table was not measured.
-    """
-    if context.table is None:
-        raise NothingAcceptableError("the sensitivity table is missing", fix="measure it before the trials")
+def make_prior(setup: Setup, table: SensitivityTable) -> Prior:
+    """Return what the cost model and the sensitivity table say before the first trial."""
 
     def step_cost(params: Mapping[str, Any]) -> tuple[float, float]:
-        estimate = context.estimate(params)
+        estimate = setup.steps.of(params)
         return estimate.time_ms, float(estimate.memory_bytes)
 
-    with_memory = context.limits.memory is not None or context.options.objective != "throughput"
     return build_prior(
-        context.problem,
-        context.table,
-        context.cost.layer_time_ms,
+        setup.problem,
+        table,
+        setup.cost.layer_time_ms,
         step_cost,
-        measured=context.measured,
-        with_memory=with_memory,
+        measured=setup.measured,
+        with_memory=setup.limits.memory is not None or setup.options.objective != "throughput",
     )
 
 
-def hopeless_gap(context: Context, params: Mapping[str, Any]) -> float:
-    """Return the loss gap beyond which a trial is hopeless and is ended early.
+def hopeless_gap(setup: Setup, ledger: Ledger, params: Mapping[str, Any]) -> float:
+    """Return the loss gap beyond which a trial cannot become acceptable any more and is ended early.
 
-    Single steps of a harmless FP8 run are off by up to ten times the usual budget; twenty times the budget, or ten
-    times the noise floor, on average over the last quarter is no chance any more. Where the step time is modelled the
+    Single steps of a harmless FP8 run are off by up to ten times the usual budget; a mean of twenty times the budget,
+    or of ten times the noise floor, over the last quarter is beyond recovery. Where the step time is modelled the
     front of the finished trials may say so sooner.
     """
-    floor = context.references[0].noise_floor
-    fixed = max(20.0 * context.limits.divergence, 10.0 * floor)
-    if context.measured:
+    floor, budget = ledger.reference.noise_floor, setup.limits.divergence
+    fixed = max(20.0 * budget, 10.0 * floor)
+    if setup.measured:
         return fixed
-    front = [(r.metrics["step_time_ms"], r.metrics["divergence"]) for r in context.store.learned() if r.ok]
-    expected = context.estimate(params).time_ms
-    return min(fixed, stop_gap(expected, front, max_divergence=context.limits.divergence, noise_floor=floor))
+    front = [(r.metrics["step_time_ms"], r.metrics["divergence"]) for r in ledger.store.learned() if r.ok]
+    expected = setup.steps.of(params).time_ms
+    return min(fixed, stop_gap(expected, front, max_divergence=budget, noise_floor=floor))
 
 
 def measured(
-    context: Context, plan: TrialRecord, reference: Reference, gradient_error: float, **spec: Any
+    setup: Setup, runner: PairedRunner, plan: TrialRecord, reference: Reference, gradient_error: float, **spec: Any
 ) -> TrialRecord:
     """Run the policy of a record under the record's paired seed; return it with everything that was measured."""
     began, clock = time.time(), time.monotonic()  # the wall clock may jump; durations must not
-    result = context.run(context.spec(plan.policy, **spec), plan.seed)
-    estimate = None if context.measured else context.estimate(plan.params)
-    doubt = result.unreliable if context.measured else ""
+    result = runner.run(runner.spec(plan.policy, **spec), plan.seed)
+    estimate = None if setup.measured else setup.steps.of(plan.params)
+    doubt = result.unreliable if setup.measured else ""
     scored = score(result, reference, estimate=estimate, gradient_error=gradient_error)
     return replace(
         plan,
@@ -99,26 +99,46 @@ def measured(
     )
 
 
-def trial_record(context: Context, number: int, kind: str, name: str, params: dict[str, Any]) -> TrialRecord:
-    """Run one policy of the study and return its scored record."""
-    policy = context.problem.policy(params).to_dict()
-    tags = ("preset",) if kind == "preset" else ()
-    plan = TrialRecord(number, kind, name, params, policy, status="", tags=tags)
-    reference = context.references[0]
-    hopeless = {"reference_losses": reference.losses, "stop_gap": hopeless_gap(context, params)}
-    return measured(context, plan, reference, context.gradient_error(params), **hopeless)
+def reserve(setup: Setup, runner: PairedRunner, ledger: Ledger) -> float:
+    """Return the seconds kept for the finalists: what they need, but never more than two fifths of a time budget."""
+    runs = setup.options.seeds * (setup.options.finalists + 2)
+    needed = runs * ledger.timings.get("reference_run_s", 0.0) / runner.final_workers
+    budget = setup.options.budget_s
+    return needed if budget is None else min(needed, FINALISTS_SHARE * budget)
 
 
 @dataclass(slots=True)
 class _Loop:
-    """The state of one run of the loop."""
+    """The state of one run of the loop.
 
-    context: Context
+    Attributes:
+        goal, done: trials that are wanted, and that are finished (in earlier sessions, too).
+        failures: how many of the last trials failed one after the other.
+        seen: what every point that was tried gave.
+        running: trials that have not ended yet.
+        began_s: when the loop began, in seconds since the search did.
+    """
+
+    setup: Setup
+    runner: PairedRunner
+    ledger: Ledger
+    table: SensitivityTable
     goal: int
     done: int = 0
     failures: int = 0
     seen: dict[tuple[Any, ...], TrialRecord] = field(default_factory=dict)
     running: dict[Future[TrialRecord], optuna.Trial] = field(default_factory=dict)
+    began_s: float = 0.0
+
+    def trial(self, number: int, kind: str, name: str, params: dict[str, Any]) -> TrialRecord:
+        """Run one policy of the study and return its scored record."""
+        setup, reference = self.setup, self.ledger.reference
+        policy = setup.problem.policy(params).to_dict()
+        tags = ("preset",) if kind == "preset" else ()
+        plan = TrialRecord(number, kind, name, params, policy, status="", tags=tags)
+        gap = hopeless_gap(setup, self.ledger, params)
+        predicted = self.table.predict(setup.problem, params)
+        return measured(setup, self.runner, plan, reference, predicted, reference_losses=reference.losses, stop_gap=gap)
 
     def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:
         """Book one finished trial.
@@ -126,20 +146,20 @@ class _Loop:
         Raises:
             NothingAcceptableError: too many failures in a row, with the first cause.
         """
-        context = self.context
-        context.store.tell(trial, record)
+        ledger = self.ledger
+        ledger.store.tell(trial, record)
         self.done += 1
-        self.seen[context.problem.key(record.params)] = record
-        best = context.best()
-        if best is record:
-            context.keep_best(best)
-        context.listener.trial(record, self.done, self.goal, best, self.seconds_left())
+        self.seen[self.setup.problem.key(record.params)] = record
+        best = ledger.best()
+        if best is not None and best is record:  # so that not even kill -9 loses it
+            save_policy(Policy.model_validate(best.policy), self.setup.study_dir / "best.yaml")
+        ledger.listener.trial(record, self.done, self.goal, best, self.seconds_left())
         self.failures = 0 if record.ok or record.status == "pruned" else self.failures + 1
         if self.failures >= FAILURES_IN_A_ROW:
-            recent = context.store.learned()[-FAILURES_IN_A_ROW:]
+            first = ledger.store.learned()[-FAILURES_IN_A_ROW]
             raise NothingAcceptableError(
-                f"{FAILURES_IN_A_ROW} trials in a row failed; the first: {recent[0].status}: {recent[0].reason}",
-                fix=f"its output ended with:\n{recent[0].tail}" if recent[0].tail else "run with -v to see every trial",
+                f"{FAILURES_IN_A_ROW} trials in a row failed; the first: {first.status}: {first.reason}",
+                fix=f"its output ended with:\n{first.tail}" if first.tail else "run with -v to see every trial",
             )
 
     def known(self, params: Mapping[str, Any]) -> TrialRecord | None:
@@ -147,77 +167,68 @@ class _Loop:
 
         A script that ``torch.compile`` failed on twice and never ran under is not compiled again.
         """
-        found = self.seen.get(self.context.problem.key(params))
+        found = self.seen.get(self.setup.problem.key(params))
         execution = params.get("execution", "keep")
         if found is not None or execution == "keep":
             return found
-        same = [r for r in self.context.store.learned() if r.params.get("execution") == execution]
+        same = [r for r in self.ledger.store.learned() if r.params.get("execution") == execution]
         failed = [r for r in same if r.status in FAILURES and r.status != "diverged"]
         return failed[0] if len(failed) > 1 and not any(r.ok for r in same) else None
 
     def seconds_left(self) -> float:
         """Return the expected seconds until the search ends, finalists included."""
-        context = self.context
-        per_trial = (context.elapsed() - self.context.timings["search_began_s"]) / max(1, self.done)
-        return (self.goal - self.done) * per_trial + reserve(context)
+        per_trial = (self.ledger.elapsed() - self.began_s) / max(1, self.done)
+        return (self.goal - self.done) * per_trial + reserve(self.setup, self.runner, self.ledger)
 
     def out_of_time(self) -> bool:
         """Say whether the time budget leaves no room for another trial before the finalists."""
-        budget = self.context.options.budget_s
+        budget = self.setup.options.budget_s
         if budget is None:
             return False
-        per_trial = self.context.timings.get("reference_run_s", 0.0)
-        return self.context.elapsed() + per_trial + reserve(self.context) > budget
+        per_trial = self.ledger.timings.get("reference_run_s", 0.0)
+        return self.ledger.elapsed() + per_trial + reserve(self.setup, self.runner, self.ledger) > budget
+
+    def room(self) -> int:
+        """Return how many more trials may be started now."""
+        busy = len(self.running)
+        return 0 if self.out_of_time() else min(self.runner.workers - busy, self.goal - self.done - busy)
 
 
-def reserve(context: Context) -> float:
-    """Return the seconds kept for the finalists: what they need, but never more than two fifths of a time budget."""
-    runs = context.options.seeds * (context.options.finalists + 2)
-    parallel = 1 if context.measured else context.workers
-    needed = runs * context.timings.get("reference_run_s", 0.0) / parallel
-    budget = context.options.budget_s
-    return needed if budget is None else min(needed, FINALISTS_SHARE * budget)
-
-
-def run_trials(context: Context) -> None:
-    """Run the study until its trials or its time are used up.
+def run_trials(setup: Setup, runner: PairedRunner, ledger: Ledger, table: SensitivityTable) -> None:
+    """Run the study until its trials or its time are used up, or nothing is left that is worth a trial.
 
     Raises:
         NothingAcceptableError: five trials in a row failed.
     """
-    options, problem, store = context.options, context.problem, context.store
-    limit = context.gradient_limit()
+    options, problem, store = setup.options, setup.problem, ledger.store
     sampler = make_sampler(
         options.sampler,
         problem,
-        make_prior(context),
-        max_divergence=context.limits.divergence,
-        max_gradient=limit if math.isfinite(limit) else None,
-        max_memory=context.limits.memory,
-        noise_floor=context.references[0].noise_floor,
+        make_prior(setup, table),
+        max_divergence=setup.limits.divergence,
+        max_gradient=ledger.gradient_limit(),
+        max_memory=setup.limits.memory,
+        noise_floor=ledger.reference.noise_floor,
         seed=options.seed,
         trials=options.trials,
         objective=options.objective,
     )
     first = presets(problem, limit=max(FEWEST_PRESETS, options.trials // 2))
     store.start(sampler, problem.distributions(), first)
-    loop = _Loop(context, options.trials, done=len(store.learned()))
-    loop.seen = {problem.key(record.params): record for record in store.learned()}
-    context.timings["search_began_s"] = context.elapsed()
-    with context.pool.threads(context.workers, "trial") as threads:
+    seen = {problem.key(record.params): record for record in store.learned()}
+    done = len(store.learned())
+    loop = _Loop(setup, runner, ledger, table, options.trials, done, seen=seen, began_s=ledger.elapsed())
+    with runner.threads(runner.workers, "trial") as threads:
         _drive(loop, threads.submit, lambda: is_exhausted(sampler))
 
 
-def _drive(
-    loop: _Loop, submit: Callable[..., Future[TrialRecord]], exhausted: Callable[[], bool] = lambda: False
-) -> None:
-    context, store = loop.context, loop.context.store
+def _drive(loop: _Loop, submit: Callable[..., Future[TrialRecord]], exhausted: Callable[[], bool]) -> None:
+    store = loop.ledger.store
     number, asked = store.next_number(), 0
     # the N of the progress's N/30, not the number of the record: that one counts reference and finalist runs too
     place = max((int(r.name[6:]) for r in store.learned() if re.fullmatch(r"trial \d+", r.name)), default=0)
     while loop.running or (loop.done < loop.goal and not loop.out_of_time()):
-        room = min(context.workers - len(loop.running), loop.goal - loop.done - len(loop.running))
-        while room > 0 and not exhausted() and not loop.out_of_time() and asked < ASKS_PER_TRIAL * loop.goal:
+        while loop.room() > 0 and not exhausted() and asked < ASKS_PER_TRIAL * loop.goal:
             asked += 1
             trial = store.ask()
             params = dict(trial.params)  # Optuna copies them deeply every time
@@ -228,11 +239,11 @@ def _drive(
             name = trial.user_attrs.get("preset")
             kind = "preset" if name else "search"
             place = max(place, loop.done + len(loop.running)) + 1
-            future = submit(trial_record, context, number, kind, name or f"trial {place}", params)
+            future = submit(loop.trial, number, kind, name or f"trial {place}", params)
             loop.running[future] = trial
-            number, room = number + 1, room - 1
+            number += 1
         if not loop.running:
-            context.note(f"the space is exhausted after {loop.done} different policies")
+            loop.ledger.note(f"the space is exhausted after {loop.done} different policies")
             return
         finished, _ = wait(loop.running, return_when=FIRST_COMPLETED)
         for future in sorted(finished, key=lambda f: loop.running[f].number):

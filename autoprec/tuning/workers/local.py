@@ -1,4 +1,8 @@
-"""Hosts: one running copy of the script per paired seed, started when first needed and ended with the search."""
+"""Hosts: one running copy of the script per paired seed, started when first needed and ended with the search.
+
+Starting a script is slow (imports, data, compilation) and a trial is short, so a host is started once and answers every
+trial of its seed. The next seed's host is started in the background while the current one is busy.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from autoprec.errors import AutoPrecError
+from autoprec.trial.driver.base import Runner
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
-__all__ = ["HostPool", "Runner", "RunnerFactory"]
-
-
-class Runner(Protocol):
-    """What the search needs of :class:`autoprec.trial.driver.runner.TrialRunner`."""
-
-    def start(self) -> HostInfo:
-        """Start the script and wait for its first training forward."""
-
-    def run(self, spec: TrialSpec) -> TrialResult:
-        """Run one trial; never raises for anything the trial does."""
-
-    def close(self) -> None:
-        """End every process."""
+__all__ = ["HostPool", "RunnerFactory"]
 
 
 #: (seed offset, folder for logs) -> runner
@@ -72,7 +64,7 @@ class HostPool:
     def slots(self, seed: int = 0) -> int:
         """Return how many trials the host of a seed can run at once without sharing a device."""
         self.prepare(seed)
-        return int(getattr(self._runners[seed], "size", 1))
+        return self._runners[seed].size
 
     def release(self, seed: int) -> None:
         """End the host of a seed."""

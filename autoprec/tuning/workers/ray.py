@@ -18,6 +18,7 @@ from typing import Any
 from autoprec.errors import AutoPrecError, NoSpaceError, ScriptError, UsageError
 from autoprec.support.optional import require
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.execute import command_from_json, command_to_json
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
@@ -100,8 +101,8 @@ def connect(address: str) -> Any:
     return ray
 
 
-class RayRunner:
-    """A runner whose trials run in Ray actors; see :class:`autoprec.tuning.workers.local.Runner`.
+class RayRunner(Runner):
+    """A runner whose trials run in Ray actors.
 
     Args:
         command: the script.

@@ -5,8 +5,8 @@ from __future__ import annotations
 import queue
 from collections.abc import Sequence
 
+from autoprec.trial.driver.base import Runner
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
-from autoprec.tuning.workers.local import Runner
 
 __all__ = ["SlotRunner", "visible_gpus"]
 
@@ -28,7 +28,7 @@ def visible_gpus(environment: dict[str, str]) -> list[str]:
     return [str(index) for index, line in enumerate(listed.splitlines()) if line.startswith("GPU ")]
 
 
-class SlotRunner:
+class SlotRunner(Runner):
     """Runs trials on whichever of several runners is free, one trial at a time on each.
 
     Timed trials never share a device: a slot is a device (or a set of devices) of its own.

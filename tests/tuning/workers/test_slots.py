@@ -8,7 +8,7 @@ import pytest
 
 from autoprec.errors import UsageError
 from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.tuning.workers.executors import gpu_slots
+from autoprec.tuning.workers.engines import gpu_slots
 from autoprec.tuning.workers.slots import SlotRunner, visible_gpus
 from tests.simulated import SimulatedRunner, SimulatedScript
 

@@ -22,6 +22,7 @@ from autoprec.tuning.decide.table import SensitivityTable, families
 __all__ = [
     "HEAD_WEIGHT",
     "SHARED",
+    "LayerTime",
     "Prior",
     "build_prior",
     "divergence_model",

@@ -1,6 +1,6 @@
 """Where trials run: this machine's cores or GPUs (``local``), or a Ray cluster (``ray``), behind one interface.
 
-A further engine (Slurm, Kubernetes) implements :class:`autoprec.tuning.workers.local.Runner` over
+A further engine (Slurm, Kubernetes) subclasses :class:`autoprec.trial.driver.base.Runner` over
 ``python -m autoprec.trial.driver.execute``; docs/distributed.md shows one in thirty lines.
 """
 
@@ -11,9 +11,10 @@ from pathlib import Path
 
 from autoprec.errors import UsageError
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.workers.local import Runner, RunnerFactory
+from autoprec.tuning.workers.local import RunnerFactory
 from autoprec.tuning.workers.slots import SlotRunner, visible_gpus
 
 __all__ = ["gpu_slots", "runner_factory"]

@@ -1,0 +1,98 @@
+"""What a search has learnt so far: trials, references, gradient errors; how long it took, and what a person was told.
+
+Records are durable (they are written to the study before anybody else sees them); the rest is rebuilt on ``--resume``.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+
+from autoprec.tuning.decide.metrics import Reference
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.events import Listener
+from autoprec.tuning.limits import Limits, rank
+from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.study import StudyStore
+
+__all__ = ["Ledger"]
+
+
+@dataclass(slots=True)
+class Ledger:
+    """The books of one search.
+
+    Attributes:
+        store: the durable records.
+        listener: who is told what happens.
+        limits, objective: what makes a trial acceptable, and better than another.
+        started: ``time.monotonic()`` when the search began.
+        references: the reference run by paired seed; seed 0 is the script's own.
+        table: gradient errors by group and choice; None until they were measured.
+        timings: seconds by phase, and what else is counted.
+        notes: what a person was told.
+    """
+
+    store: StudyStore
+    listener: Listener
+    limits: Limits
+    objective: str
+    started: float
+    references: dict[int, Reference] = field(default_factory=dict)
+    table: SensitivityTable | None = None
+    timings: dict[str, float] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def elapsed(self) -> float:
+        """Return seconds since the search began."""
+        return time.monotonic() - self.started
+
+    def note(self, text: str) -> None:
+        """Tell the listener, and keep the note for the report."""
+        self.notes.append(text)
+        self.listener.note(text)
+
+    def add_seconds(self, name: str, seconds: float) -> None:
+        """Add to a running total of :attr:`timings`."""
+        self.timings[name] = self.timings.get(name, 0.0) + seconds
+
+    @property
+    def reference(self) -> Reference:
+        """The reference under the script's own seed."""
+        return self.references[0]
+
+    @property
+    def gradient_noise(self) -> float | None:
+        """Mini-batch gradient noise, relative to the gradient's norm; None where it is unknown."""
+        return self.table.noise if self.table is not None else None
+
+    def gradient_limit(self) -> float | None:
+        """Return the largest acceptable relative gradient error; None where the gradient noise is unknown."""
+        return self.limits.gradient(self.gradient_noise)
+
+    def exceeded(self, record: TrialRecord) -> tuple[str, ...]:
+        """Name the limits that a measured trial breaks."""
+        return self.limits.exceeded(record.metrics, self.gradient_noise)
+
+    def acceptable(self, record: TrialRecord) -> bool:
+        """Say whether a trial was measured, and is within every limit."""
+        return record.ok and bool(record.metrics) and not self.exceeded(record)
+
+    def rank(self, record: TrialRecord) -> float:
+        """Return what the objective minimises."""
+        return rank(record.metrics, self.objective)
+
+    def acceptable_ones(self) -> list[TrialRecord]:
+        """Return the acceptable trials so far, the best first."""
+        return sorted((r for r in self.store.learned() if self.acceptable(r)), key=self.rank)
+
+    def best(self) -> TrialRecord | None:
+        """Return the best acceptable trial so far, or None."""
+        return next(iter(self.acceptable_ones()), None)
+
+    def find(self, kind: str, name: str, seed: int) -> TrialRecord | None:
+        """Return the record of a run that was measured to its end, or None."""
+        for record in self.store.records:
+            if (record.kind, record.name, record.seed) == (kind, name, seed) and record.ok:
+                return record
+        return None

@@ -1,0 +1,115 @@
+"""Runs trials that can be compared: the same weights, data order and random streams as the reference of their seed.
+
+A paired seed is one initial state and data order. A trial under it differs from the reference in precision alone, so
+that the gap between their loss curves is the policy's doing, and far smaller gaps can be seen than between two seeds.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.setup import Setup
+from autoprec.tuning.workers.local import HostPool
+
+__all__ = ["PairedRunner"]
+
+#: Trials that are repeated because a GPU was throttled or shared; more would only double the search.
+MOST_REPEATED = 5
+#: A rehearsal runs so many emulated trials side by side at most: each holds a copy of the model.
+MOST_SIDE_BY_SIDE = 8
+
+
+class PairedRunner:
+    """Runs the trials of one search.
+
+    Args:
+        setup: what is searched.
+        pool: hosts by paired seed.
+        ledger: where times and notes go.
+    """
+
+    def __init__(self, setup: Setup, pool: HostPool, ledger: Ledger) -> None:
+        self._setup, self._pool, self._ledger = setup, pool, ledger
+        self._repeated = 0
+
+    @property
+    def workers(self) -> int:
+        """Trials that may run at once: one per device when they are timed, every core in a rehearsal."""
+        asked, slots = self._setup.options.workers, self._pool.slots()
+        if slots > 1:
+            return min(slots, asked or slots)
+        if asked:
+            return asked
+        return 1 if self._setup.measured else min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0)))
+
+    @property
+    def final_workers(self) -> int:
+        """Finalists that may run at once: timed ones never beside each other, also not on two devices."""
+        return 1 if self._setup.measured else self.workers
+
+    def spec(self, policy: dict[str, Any] | None, **changes: Any) -> TrialSpec:
+        """Return the spec of a training trial.
+
+        A forked trial shares the random state of its host by construction; elsewhere pairing needs a reseed at the
+        first training forward.
+        """
+        options, measured = self._setup.options, self._setup.measured
+        values: dict[str, Any] = {
+            "policy": policy,
+            "steps": options.steps,
+            "warmup": options.warmup,
+            "seed": None if self._setup.host.launch == "fork" else options.seed,
+            "backend": options.backend if measured else "emulated",
+            "timeout_s": self.trial_timeout(),
+            "memory_limit": self._setup.limits.memory if measured and policy is not None else None,
+        }
+        return TrialSpec(**(values | changes))
+
+    def trial_timeout(self) -> float:
+        """Return the deadline of one trial: generous against slow policies, short against hangs."""
+        if 0 not in self._ledger.references:
+            return 900.0
+        return max(60.0, 20.0 * self._ledger.timings.get("reference_run_s", 30.0))
+
+    def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
+        """Run one trial; once more where its times are not to be trusted, which the record says if it stays so."""
+        result = self._run(spec, seed)
+        if not (self._setup.measured and result.ok and result.unreliable) or self._repeated >= MOST_REPEATED:
+            return result
+        self._repeated += 1
+        note = self._ledger.note
+        note(f"a trial is repeated: {result.unreliable}")
+        if self._repeated == MOST_REPEATED:
+            note("this keeps happening: no further trial is repeated, and the times of this search are uncertain")
+        again = self._run(spec, seed)
+        return again if again.ok else result
+
+    def _run(self, spec: TrialSpec, seed: int) -> TrialResult:
+        """Run one trial, and book where its time went."""
+        began = time.monotonic()
+        result = self._pool.run(spec, seed)
+        for name, seconds in (
+            ("training_s", result.training_s),
+            ("trial_wall_s", time.monotonic() - began),
+            ("start_s_sum", result.start_s),
+            ("starts", 1.0),
+        ):
+            self._ledger.add_seconds(name, seconds)
+        return result
+
+    def prepare(self, seed: int) -> None:
+        """Begin to start the host of a paired seed in the background."""
+        self._pool.prepare(seed)
+
+    @contextmanager
+    def threads(self, count: int, name: str) -> Iterator[ThreadPoolExecutor]:
+        """Lend threads that run trials; see :meth:`autoprec.tuning.workers.local.HostPool.threads`."""
+        with self._pool.threads(count, name) as threads:
+            yield threads

@@ -1,0 +1,153 @@
+"""The fixed side of a search: what is tuned, for which device, within which limits.
+
+Everything here is known once one training step was recorded, and nothing of it changes afterwards. What a search
+learns goes into the :mod:`~autoprec.tuning.ledger`; what it runs goes through :mod:`~autoprec.tuning.paired`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autoprec.cost import CostModel, CostScale, StepEstimate
+from autoprec.graph.report import GraphReport
+from autoprec.policy import LayerPlan, Policy
+from autoprec.policy.space import SearchSpace, default_space, load_space
+from autoprec.precision.hardware import Target
+from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.files import canonical_json
+from autoprec.trial.protocol import HostInfo
+from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.limits import Limits
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.target import resolve_target
+
+__all__ = ["ModelledSteps", "Setup"]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledSteps:
+    """The cost model's step time and memory of whole policies, each computed once.
+
+    Args:
+        cost: the model, for one script and one target.
+        problem: what parameters stand for.
+        reference: ``script``, ``fp32`` or ``bf16``: what divergence is measured against.
+    """
+
+    cost: CostModel
+    problem: Problem
+    reference: str = "script"
+    _known: dict[str, StepEstimate] = field(default_factory=dict, repr=False)
+
+    def script(self) -> StepEstimate:
+        """Return the step of the script as written."""
+        if "" not in self._known:
+            self._known[""] = self.cost.estimate({}, activations="keep")
+        return self._known[""]
+
+    def of(self, params: Mapping[str, Any]) -> StepEstimate:
+        """Return the step under a point of the search space."""
+        key = canonical_json(dict(params))
+        if key not in self._known:
+            policy = self.problem.policy(params)
+            self._known[key] = self.cost.executed(policy.execution).estimate(
+                self.problem.plans(params),
+                activations=policy.activations,
+                attention=policy.operators.attention,
+                optimizer=policy.optimizer,
+            )
+        return self._known[key]
+
+    def of_reference(self) -> StepEstimate:
+        """Return the step of the reference."""
+        if self.reference == "script":
+            return self.script()
+        plan = LayerPlan.uniform(BUILTIN_RECIPES[self.reference])
+        plans = {layer.name: plan for layer in self.cost.report.tunable}
+        return self.cost.estimate(plans, activations="bf16" if self.reference == "bf16" else "keep")
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What one search is of.
+
+    Attributes:
+        options: what was asked.
+        host: what the running script looks like from the inside.
+        graph: its recorded training step.
+        target: the device the policy is for; ``measured`` when that is this machine and steps are timed.
+        space, problem: what may be decided, as a file says it and as a table of groups and choices.
+        steps: modelled step times.
+        limits: what an acceptable policy may cost.
+    """
+
+    options: SearchOptions
+    host: HostInfo
+    graph: GraphReport
+    target: Target
+    measured: bool
+    space: SearchSpace
+    problem: Problem
+    steps: ModelledSteps
+    limits: Limits
+
+    @classmethod
+    def of(
+        cls, options: SearchOptions, host: HostInfo, graph: GraphReport, calibration: dict[str, Any] | None = None
+    ) -> Setup:
+        """Find out what is searched, for which device.
+
+        Args:
+            options: what was asked.
+            host: what the script trains on.
+            graph: one recorded step.
+            calibration: rates laid over the target's defaults.
+
+        Raises:
+            UsageError: the target does not fit the device the script trains on, or a bad cost scale.
+            SpaceError: the search space is not valid.
+        """
+        target, here = resolve_target(options.target, host.device)
+        space = load_space(options.space) if options.space else default_space(target)
+        scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
+        measured = here and scale is None
+        space = space.executed(compiled=host.compiled, measured=measured)
+        cost = CostModel(graph, target, scale=scale, compiled=host.compiled or not measured, calibration=calibration)
+        problem = Problem.build(graph, space, cost.can_run)
+        return cls(
+            options=options,
+            host=host,
+            graph=graph,
+            target=target,
+            measured=measured,
+            space=space,
+            problem=problem,
+            steps=ModelledSteps(cost, problem, options.reference),
+            limits=Limits(options.max_divergence, options.max_gradient_error, options.max_memory),
+        )
+
+    @property
+    def cost(self) -> CostModel:
+        """The cost model of the script on the target."""
+        return self.steps.cost
+
+    @property
+    def source(self) -> str:
+        """``measured`` when this machine is the target and is timed, ``modelled`` in a rehearsal."""
+        return "measured" if self.measured else "modelled"
+
+    @property
+    def study_dir(self) -> Path:
+        """The folder of the study's files."""
+        return self.options.study_dir()
+
+    def reference_policy(self) -> dict[str, Any] | None:
+        """Return the reference's policy document; None when it is the script as written."""
+        name = self.options.reference
+        if name == "script":
+            return None
+        activations = "bf16" if name == "bf16" else "keep"
+        return Policy(recipes={name: BUILTIN_RECIPES[name]}, default=name, activations=activations).to_dict()
