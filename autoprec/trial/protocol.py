@@ -43,6 +43,8 @@ class TrialSpec:
         reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
             the last quarter of the steps seen exceeds ``stop_gap``.
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
+        timeout_s: seconds of the trial's own time without a step after which it is ``hung``; time that the machine gave
+            to others is not counted (:mod:`autoprec.trial.progress`).
         memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
         record_graph: also record the graph in the last step (``check``: audit by recording).
     """

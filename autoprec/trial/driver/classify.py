@@ -57,7 +57,7 @@ def classify(
         result: what the trial wrote itself, if it came that far; it wins, because it knows best.
         code: exit code, negative for a signal.
         timed_out: the deadline passed and we ended it.
-        timeout_s: that deadline, for the message.
+        timeout_s: that deadline, in seconds of the trial's own time since its last step, for the message.
         tail: the last output.
         asked: what was running, for the message.
     """
@@ -65,7 +65,11 @@ def classify(
         return result if result.status in ("ok", "pruned") else replace(result, tail=last_lines(tail))
     shown = last_lines(tail)
     if timed_out:
-        return TrialResult("hung", f"no result within {timeout_s:g} s; {asked} was ended", tail=shown)
+        return TrialResult(
+            "hung",
+            f"no step and no result within {timeout_s:g} s (waiting for a CPU not counted); {asked} was ended",
+            tail=shown,
+        )
     lowered = tail.lower()
     if "out of memory" in lowered or "can't allocate memory" in lowered or "memoryerror" in lowered:
         return TrialResult("oom", f"out of memory ({describe_exit(code)})", tail=shown)

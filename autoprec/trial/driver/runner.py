@@ -29,6 +29,7 @@ from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
 from autoprec.trial.messages import receive_messages, send_message
 from autoprec.trial.processes import private_folder, start_ticks
+from autoprec.trial.progress import Deadline, steps_file
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
 __all__ = ["TrialRunner"]
@@ -36,6 +37,8 @@ __all__ = ["TrialRunner"]
 #: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
 _RETRIES = 2
 _MAX_LOST = 3
+#: What a host is given to end a trial that hangs (s), before it is taken to hang itself.
+_HOST_GRACE_S = 30.0
 
 
 class _HostLostError(Exception):
@@ -217,7 +220,7 @@ class TrialRunner(Runner):
         return NewProcess(self.command.argv(), env, self.command.cwd, mark, log)
 
     def _accept(self, listener: socket.socket, host: ProcessTree) -> tuple[socket.socket, Iterator[dict[str, Any]]]:
-        deadline = time.monotonic() + self._setup_timeout
+        deadline = Deadline(self._setup_timeout, host.pid)
         while True:
             with contextlib.suppress(TimeoutError):
                 control, _ = listener.accept()
@@ -229,7 +232,7 @@ class TrialRunner(Runner):
                 raise self._script_failed(code, host.tail)
             if self._closed:
                 raise ScriptError("this runner was closed", where=self.command.label)
-            if time.monotonic() > deadline:
+            if deadline.passed():
                 raise ScriptError(
                     f"no training step began within {self._setup_timeout:g} s\n{last_lines(host.tail)}",
                     where=self.command.label,
@@ -331,15 +334,12 @@ class TrialRunner(Runner):
         try:
             with self._lock:
                 send_message(control, op="run", **request)
-            answer = future.result(timeout=spec.timeout_s + 30.0)
-        except TimeoutError:  # the host, whose task it is to end the trial, hangs itself: the next trial gets another
-            answer = {"wait_status": 9, "timed_out": True, "tail": ""}
-            if self._host is not None:
-                self._host.end()
+            answer = self._await(future, Deadline(spec.timeout_s + _HOST_GRACE_S, self.host_pid, steps_file(path)))
         except OSError as error:
             raise _HostLostError from error
         finally:
             self._waiting.pop(number, None)
+            steps_file(path).unlink(missing_ok=True)
             shutil.rmtree(private / f"overlay-{number}", ignore_errors=True)
         written = _load_result(path)
         if answer.get("lost") and written is None:
@@ -355,6 +355,16 @@ class TrialRunner(Runner):
             tail=str(answer["tail"]),
         )
         return _with_wall(result, began)
+
+    def _await(self, future: Future[dict[str, Any]], deadline: Deadline) -> dict[str, Any]:
+        """Wait for the host's answer; it ends a trial that hangs, and is ended itself when it does not."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return future.result(timeout=1.0)
+            if deadline.passed():  # the next trial gets another host
+                if self._host is not None:
+                    self._host.end()
+                return {"wait_status": 9, "timed_out": True, "tail": ""}
 
     def _restart(self) -> None:
         """The host has died (for instance killed for memory): start another, unless none ever lives long enough."""
@@ -400,12 +410,14 @@ class TrialRunner(Runner):
         self._running.add(process)
         try:
             timed_out = False
-            deadline = began + spec.timeout_s + self._setup_allowance()
+            deadline = Deadline(spec.timeout_s + self._setup_allowance(), process.pid, steps_file(path))
             while process.poll() is None:
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
                     process.wait(5.0)
                     break
-                if time.monotonic() > deadline or self._closed:
+                if deadline.stepped:
+                    deadline.limit_s = spec.timeout_s
+                if deadline.passed() or self._closed:
                     timed_out = True
                     break
                 process.wait(0.02)
@@ -413,6 +425,7 @@ class TrialRunner(Runner):
             process.end(grace_s=2.0 if timed_out else 0.0)
         finally:
             self._running.discard(process)
+            steps_file(path).unlink(missing_ok=True)
         result = classify(
             _load_result(path),
             code if code is not None else -9,

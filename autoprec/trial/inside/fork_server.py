@@ -30,6 +30,7 @@ from autoprec.trial.processes import (
     prefer_as_oom_victim,
     sweep,
 )
+from autoprec.trial.progress import Deadline, steps_file
 
 __all__ = ["TAIL_BYTES", "Request", "serve_forks", "settle"]
 
@@ -53,7 +54,8 @@ class _Child:
     request: Request
     pid: int
     output: int
-    deadline: float
+    deadline: Deadline
+    kill_at: float = 0.0
     tail: bytearray = field(default_factory=bytearray)
     timed_out: bool = False
     killed: bool = False
@@ -134,7 +136,9 @@ class _ForkServer:
         if pid:
             os.close(writer)
             os.set_blocking(reader, False)
-            self._children[pid] = _Child(request, pid, reader, time.monotonic() + request.timeout_s)
+            self._children[pid] = _Child(
+                request, pid, reader, Deadline(request.timeout_s, pid, steps_file(request.result))
+            )
             return False
         os.setsid()
         die_with_parent()
@@ -170,13 +174,11 @@ class _ForkServer:
     def _enforce(self) -> None:
         now = time.monotonic()
         for child in self._children.values():
-            if now < child.deadline:
-                continue
             if not child.timed_out:
-                child.timed_out = True
-                child.deadline = now + _GRACE_S
-                end_group(child.pid, signal.SIGTERM)
-            elif not child.killed:
+                if child.deadline.passed():
+                    child.timed_out, child.kill_at = True, now + _GRACE_S
+                    end_group(child.pid, signal.SIGTERM)
+            elif not child.killed and now >= child.kill_at:
                 child.killed = True
                 end_group(child.pid)
 

@@ -82,7 +82,15 @@ class _Tape(TorchFunctionMode):
 class Replay(Events):
     """Answers the probes of one ``sensitivity`` trial without forking; ``done`` receives the payload."""
 
-    def __init__(self, spec: TrialSpec, found: Found, hooks: Hooks, done: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        spec: TrialSpec,
+        found: Found,
+        hooks: Hooks,
+        done: Callable[[dict[str, Any]], None],
+        beat: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._beat = beat
         self._spec, self._found, self._hooks, self._done = spec, found, hooks, done
         self._device = found.parameters[0].device
         self._gradients = Gradients(found.root_parameters, NOISE_BATCHES, shared=False)
@@ -234,6 +242,7 @@ class Replay(Events):
             except (AutoPrecError, RuntimeError, ValueError, TypeError) as error:
                 row = {"gradient_error": None, "loss": None, "nonfinite": False, "failed": str(error)[:300]}
             self._rows.append({"id": probe.id, **row})
+            self._beat()
         apply_document(_NOTHING, self._found, self._spec.backend)
         for parameter, grad in zip(self._found.parameters, kept, strict=True):
             parameter.grad = grad

@@ -15,7 +15,6 @@ import os
 import select
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -29,6 +28,7 @@ from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.processes import die_with_parent
+from autoprec.trial.progress import Deadline
 from autoprec.trial.protocol import Probe, TrialSpec
 
 __all__ = ["Gradients", "Scan", "StateSample", "Weights", "local_part", "relative_error"]
@@ -215,12 +215,17 @@ class Scan:
     """Answers the probes of one ``sensitivity`` trial; create it inside a training forward and call :meth:`run`."""
 
     def __init__(
-        self, spec: TrialSpec, found: Found, hooks: Hooks, on_exit: Callable[[Callable[[], None]], None]
+        self,
+        spec: TrialSpec,
+        found: Found,
+        hooks: Hooks,
+        on_exit: Callable[[Callable[[], None]], None],
+        beat: Callable[[], None],
     ) -> None:
         self._spec, self._found, self._hooks, self._on_exit = spec, found, hooks, on_exit
         self._batches = max(NOISE_BATCHES, spec.batches)
         self._gradients = Gradients(found.root_parameters, self._batches)
-        self._deadline = time.monotonic() + spec.timeout_s
+        self._beat = beat
         self._lost: float | None = None
         self._lost_state: dict[str, float] = {}
 
@@ -265,10 +270,13 @@ class Scan:
     def _wait(self, pid: int, reader: int) -> dict[str, Any]:
         data = b""
         timed_out = False
+        # sooner than the deadline of the whole scan, so that one probe that hangs does not cost the others
+        deadline = Deadline(0.8 * self._spec.timeout_s, pid)
         while True:
-            left = self._deadline - time.monotonic()
-            ready, _, _ = select.select([reader], [], [], max(left, 0.0))
+            ready, _, _ = select.select([reader], [], [], min(1.0, deadline.limit_s / 4))
             if not ready:
+                if not deadline.passed():
+                    continue
                 os.kill(pid, signal.SIGKILL)
                 timed_out = True
                 break
@@ -278,6 +286,7 @@ class Scan:
             data += chunk
         os.close(reader)
         _, status = os.waitpid(pid, 0)
+        self._beat()
         if data.endswith(b"\n"):
             return dict(json.loads(data))
         why = "no gradients before the deadline" if timed_out else f"it ended with status {status}"

@@ -32,6 +32,7 @@ from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop, early_stop
 from autoprec.trial.inside.observe.measure import clock_for, limit_memory
+from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import TrialResult, TrialSpec
 
 __all__ = ["Trial", "is_out_of_memory", "round_weights"]
@@ -78,6 +79,7 @@ class Trial:
         self._monitors: list[Any] = []
         self._before: Conditions | None = None
         self.loop: Loop | None = None
+        self._beat: Callable[[], None] = Beat(steps_file(result)) if writer else lambda: None
         self.pid = os.getpid()  # only this process tells how the script ended, not what it forks
         self._exit_action: Callable[[], None] = self._too_short
 
@@ -109,6 +111,7 @@ class Trial:
             check=self._check if spec.kind == "train" else None,
             anneal=spec.anneal,
             patience=30 if spec.kind == "sensitivity" else 0,
+            beat=self._beat,
             count_memory=self._device.type == "cpu" and spec.kind == "train",
         )
         if self._device.type == "cuda":
@@ -170,11 +173,11 @@ class Trial:
         if not self._may_fork:
             from autoprec.trial.inside.replay import Replay
 
-            Replay(self.spec, self.found, self.hooks, self._answered).start(module, args, kwargs)
+            Replay(self.spec, self.found, self.hooks, self._answered, self._beat).start(module, args, kwargs)
             return
         from autoprec.trial.inside.sensitivity import Scan
 
-        scan = Scan(self.spec, self.found, self.hooks, self.on_exit)
+        scan = Scan(self.spec, self.found, self.hooks, self.on_exit, self._beat)
         payload = scan.run()  # returns None in a probe, which goes on into the forward
         if payload is not None:
             self._answered(payload)

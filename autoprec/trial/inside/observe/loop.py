@@ -61,6 +61,7 @@ class Loop(Events):
         check: called after each step; may end the process (early stop, non-finite loss).
         anneal: multiply the learning rates by a cosine over ``total``.
         count_memory: count the bytes saved for backward in the first step.
+        beat: called when a step is done, to tell whoever watches for hangs.
         patience: go on for up to this many steps beyond ``total`` while a GradScaler skips steps.
     """
 
@@ -74,10 +75,12 @@ class Loop(Events):
         check: Callable[[Loop], None] | None = None,
         anneal: bool = False,
         count_memory: bool = False,
+        beat: Callable[[], None] = lambda: None,
         patience: int = 0,
     ) -> None:
         self.found, self.total, self.clock = found, total, clock
         self._then, self._check, self._anneal, self._patience = then, check, anneal, patience
+        self._beat = beat
         self._primary = found.optimizers[0] if found.optimizers else None
         self._other_steps = 0
         self._losses: list[torch.Tensor] = []
@@ -196,6 +199,7 @@ class Loop(Events):
         self._norms.append(norm)
         self._pending, self._clip, self._closure_call = [], None, 0
         self.steps += 1
+        self._beat()
         self.graphs.append(compiled_graphs())
         if self.steps == 1:
             self.memory = memory_of(
