@@ -49,7 +49,7 @@ demo: $(READY)
 # Two processes share the tests of a file's folder out; PYTEST= is for one process and for options of your own.
 PYTEST ?= -n 2 --dist loadscope
 test: $(STAMP)
-	$(BIN)/python -m pytest $(PYTEST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -42,9 +42,9 @@ class CudaBench:
         if torch.version.hip and torch.cuda.get_device_properties(self.device).gcnArchName.startswith("gfx94"):
             self.fp8 = torch.float8_e4m3fnuz
 
-    def warm(self, seconds: float = 1.0) -> None:
-        """Multiply until the clocks have risen."""
-        x = torch.randn(4096, 4096, device=self.device, dtype=torch.bfloat16)
+    def warm(self, seconds: float = 1.0, side: int = 4096) -> None:
+        """Multiply ``[side, side]`` bf16 matrices until the clocks have risen."""
+        x = torch.randn(side, side, device=self.device, dtype=torch.bfloat16)
         start = time.monotonic()
         while time.monotonic() - start < seconds:
             for _ in range(20):

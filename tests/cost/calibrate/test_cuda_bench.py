@@ -62,7 +62,7 @@ def test_plain_gemms_copies_and_launches_are_measured(bench: CudaBench) -> None:
     host = bench.host()
     assert host is not None
     assert 1e-7 < host < 1e-2
-    bench.warm(0.01)
+    bench.warm(0.01, side=16)
     assert bench.versions()["torch"] == torch.__version__
 
 

@@ -13,7 +13,8 @@ import pytest
 from tests.trial.conftest import SCRIPTS, uniform
 
 CODE = (
-    "import json, sys; from autoprec.trial import ScriptCommand, run_script;"
+    "import json, sys; from autoprec.trial.command import ScriptCommand;"
+    "from autoprec.trial.driver.script import run_script;"
     "policy, audit, *words = sys.argv[1:];"
     "sys.exit(run_script(ScriptCommand.parse(words), json.loads(policy), audit=audit or False))"
 )
