@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+
 from autoprec.cost.scale import CostScale
 from autoprec.errors import UnknownNameError, UsageError
 from autoprec.policy.space import load_space
 from autoprec.precision.hardware import target
 from autoprec.support.files import check_writable
 from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.workers.slots import visible_gpus
 
-__all__ = ["check_early"]
+__all__ = ["check_early", "check_scale"]
 
 
 def check_early(options: SearchOptions) -> None:
@@ -30,7 +33,7 @@ def check_early(options: SearchOptions) -> None:
     if options.space:
         load_space(options.space)
     if options.cost_scale:
-        CostScale.parse(options.cost_scale)
+        check_scale(options.cost_scale, options.target, options.calibration)
     if options.backend != "auto":
         from autoprec.backends import BACKENDS  # needs torch, which the driver otherwise does without
 
@@ -39,6 +42,21 @@ def check_early(options: SearchOptions) -> None:
     if options.storage:
         _check_storage(options.storage)
     check_writable(options.output)
+
+
+def check_scale(text: str, target_name: str, calibration: str = "") -> CostScale:
+    """Return a cost scale; refuse one of which nobody said what device it is for.
+
+    Raises:
+        UsageError: it is not a cost scale, or it would model this machine's CPU at a size that nobody trains there.
+    """
+    scale = CostScale.parse(text)
+    if target_name == "auto" and not calibration and not visible_gpus(dict(os.environ)):
+        raise UsageError(
+            "--cost-scale without --target would model this CPU at a larger scale",
+            fix=f"name the GPU to rehearse for: --target h100 --cost-scale {text}",
+        )
+    return scale
 
 
 def _check_storage(url: str) -> None:

@@ -146,7 +146,7 @@ def fewer_steps(seen: int, warmup: int) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Parse ``90``, ``90s``, ``20m`` or ``1.5h`` into seconds.
+    """Parse ``90s``, ``20m`` or ``1.5h`` into seconds. A number alone is refused: 2 could be meant in any unit.
 
     Raises:
         UsageError: anything else.
@@ -154,7 +154,10 @@ def parse_duration(text: str) -> float:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
     if not found or float(found[1]) <= 0:
         raise UsageError(f"'{text}' is not a duration", fix="write seconds, minutes or hours: 90s, 20m, 1.5h")
-    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]]
+    if not found[2]:
+        number = found[1]
+        raise UsageError(f"'{text}' is a duration without a unit", fix=f"write {number}s, {number}m or {number}h")
+    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
 
 
 def parse_share(text: str) -> float:

@@ -63,6 +63,8 @@ def started() -> bool:
         (["--sampler", "our"], "ours"),
         (["--backend", "nativ"], "did you mean 'native'"),
         (["--cost-scale", "widht=16"], "width"),
+        (["--cost-scale", "width=16"], "--target h100"),
+        (["--budget", "2"], "write 2s, 2m or 2h"),
         (["--output", "."], "directory, not a file"),
         (["--output", "/proc/nowhere/policy.yaml"], "cannot write"),
         (["--storage", "nonsense://x"], "storage"),

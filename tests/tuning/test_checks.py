@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autoprec.errors import AutoPrecError, FileError, SpaceError, UnknownNameError, UsageError
-from autoprec.tuning.checks import check_early
+from autoprec.tuning.checks import check_early, check_scale
 from autoprec.tuning.options import SearchOptions
 
 
@@ -29,13 +29,22 @@ def test_good_options_pass_and_nothing_is_written(tmp_path: Path) -> None:
         ({"space": "./nowhere.yaml"}, SpaceError, "no such file"),
         ({"cost_scale": "widht=3"}, UsageError, "did you mean 'width'"),
         ({"cost_scale": "width=-3"}, UsageError, "width"),
+        ({"cost_scale": "width=16"}, UsageError, "without --target"),
         ({"backend": "nativ"}, UnknownNameError, "did you mean 'native'"),
         ({"storage": "nonsense://x"}, UsageError, "no database URL"),
         ({"storage": "not a url"}, UsageError, "no database URL"),
         ({"output": "/proc/nowhere/p.yaml"}, FileError, "cannot write"),
     ],
 )
-def test_bad_options(tmp_path: Path, values: dict[str, Any], error: type[AutoPrecError], says: str) -> None:
+def test_bad_options(
+    tmp_path: Path, values: dict[str, Any], error: type[AutoPrecError], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoprec.tuning.checks.visible_gpus", lambda environment: ())
     with pytest.raises(error, match=says) as caught:
         check_early(options(tmp_path, **values))
     assert caught.value.exit_code == 2
+
+
+def test_a_scale_of_the_device_at_hand_is_fine_where_that_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoprec.tuning.checks.visible_gpus", lambda environment: ("0",))
+    assert check_scale("width=16", "auto").width == 16

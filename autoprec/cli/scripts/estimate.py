@@ -259,15 +259,16 @@ def estimate(
     as_json: bool,
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not."""
-    from autoprec.cost import CostModel, CostScale
+    from autoprec.cost import CostModel
     from autoprec.cost.calibrate.calibration import check_target, load_calibration
     from autoprec.cost.planning import check_layout
     from autoprec.policy.space import default_space, load_space
+    from autoprec.tuning.checks import check_scale
     from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.target import resolve_target
 
     counts = _check_options(config, batch, seq, threshold, gpus, tensor_parallel)
-    scale = CostScale.parse(cost_scale) if cost_scale else None
+    scale = check_scale(cost_scale, target, str(calibration or "")) if cost_scale else None
     given = load_space(space) if space else None
     measured = load_calibration(calibration) if calibration else None
     if target != "auto":
