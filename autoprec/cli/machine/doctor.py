@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import platform
 import sys
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import click
 
-from autoprec.cli.console import print_json
+from autoprec.cli.console import plain_table, print_json, stdout_console
+from autoprec.cli.machine.here import cores, look_here
 
 __all__ = ["diagnose", "doctor"]
 
@@ -29,10 +34,7 @@ def _cpu_name() -> str:
 def _devices(torch: Any) -> list[dict[str, Any]]:
     from autoprec.precision.hardware import by_device_name
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    units = [name for name, has in _cpu_units(torch).items() if has]
-    note = f"{cores} cores, bf16 GEMMs {'by ' + ', '.join(units) if units else 'without hardware support (slow)'}"
-    rows = [{"device": "cpu", "name": _cpu_name(), "target": "cpu", "note": note}]
+    rows = [{"device": "cpu", "name": _cpu_name(), "target": "cpu", "note": f"{cores()} cores"}]
     if not torch.cuda.is_available():
         built = f"this PyTorch has CUDA {torch.version.cuda}" if torch.version.cuda else "this PyTorch has no CUDA"
         return [*rows, {"device": "cuda", "name": "none", "target": "", "note": f"no GPU is usable: {built}"}]
@@ -44,12 +46,6 @@ def _devices(torch: Any) -> list[dict[str, Any]]:
         note = memory if target else f"{memory}; no such target: `autoprec calibrate` measures it"
         rows.append({"device": f"cuda:{index}", "name": found.name, "target": target, "note": note})
     return rows
-
-
-def _cpu_units(torch: Any) -> dict[str, bool]:
-    """Return the CPU's bf16 units and whether they are there (names that this PyTorch cannot ask for are left out)."""
-    asked = {"AMX": "_is_amx_tile_supported", "AVX512_BF16": "_is_avx512_bf16_supported"}
-    return {unit: bool(getattr(torch.cpu, name)()) for unit, name in asked.items() if hasattr(torch.cpu, name)}
 
 
 def _backends(devices: list[str]) -> list[dict[str, Any]]:
@@ -96,16 +92,40 @@ def _packages() -> list[dict[str, Any]]:
     return rows
 
 
+@contextlib.contextmanager
+def _hushed() -> Iterator[None]:
+    """Keep libraries that are only asked whether they work from printing warnings about what they lack.
+
+    They write through Python and from C; AUTOPREC_DEBUG lets them.
+    """
+    if os.environ.get("AUTOPREC_DEBUG"):
+        yield
+        return
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def diagnose() -> dict[str, Any]:
     """Return everything ``autoprec doctor --json`` prints."""
     import torch
 
     from autoprec._version import __version__
 
-    devices = _devices(torch)
-    usable_devices = [row["device"] for row in devices if row["name"] != "none"]
-    backends = _backends(usable_devices)
-    usable = [(row["backend"], row["device"]) for row in backends if row["ok"]]
+    with _hushed():
+        here = look_here()
+        devices = _devices(torch)
+        backends = _backends([row["device"] for row in devices if row["name"] != "none"])
+        usable = [(row["backend"], row["device"]) for row in backends if row["ok"]]
+        recipes = _recipes(usable)
     variables = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "OPTUNA_STORAGE", "OMP_NUM_THREADS", "NO_COLOR")
     return {
         "autoprec": __version__,
@@ -113,8 +133,9 @@ def diagnose() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "platform": platform.platform(),
         "devices": devices,
+        "here": {"gains": here.gains, "units": here.units, "bf16_ratio": here.bf16_ratio, "means": here.sentence},
         "backends": backends,
-        "recipes": _recipes(usable),
+        "recipes": recipes,
         "packages": _packages(),
         "environment": {name: os.environ[name] for name in variables if name in os.environ},
     }
@@ -125,13 +146,12 @@ def _yes(ok: bool) -> str:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from autoprec.cli.console import plain_table, stdout_console
-
     console = stdout_console()
     console.print(f"autoprec {found['autoprec']}, Python {found['python']}, PyTorch {found['torch']}")
     console.print(found["platform"], markup=False)
     rows = [(row["device"], row["name"], row["target"] or "-", row["note"]) for row in found["devices"]]
     console.print(plain_table(("device", "name", "target", ""), rows))
+    console.print(found["here"]["means"], markup=False, soft_wrap=True)
     rows = [(row["backend"], row["device"], _yes(row["ok"]), row["reason"]) for row in found["backends"]]
     console.print(plain_table(("backend", "device", "works", "why"), rows))
     pairs = list(dict.fromkeys((row["backend"], row["device"]) for row in found["recipes"]))

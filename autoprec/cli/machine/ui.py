@@ -3,12 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from autoprec.cli.phases import Phases
+
+if TYPE_CHECKING:
+    from autoprec.tracking.server import Study
+
 __all__ = ["ui"]
+
+
+@contextlib.contextmanager
+def serve_told(study: Study, port: int, phases: Phases) -> Iterator[str]:
+    """Start the server, saying so from the first second: importing MLflow and preparing its store takes a while."""
+    from autoprec.tracking.server import free_port, serve
+
+    phases.begin(f"starting MLflow on {study.name}")
+    with serve(study.tracking_uri, free_port(port)) as base:
+        yield base
+
+
+def _has_browser() -> bool:
+    """Say whether a browser could open: without a display, xdg-open tries six programs and complains about each."""
+    if os.environ.get("BROWSER") or sys.platform in ("darwin", "win32"):
+        return True
+    return bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 @click.command("ui", short_help="Open MLflow at the trials of a study.")
@@ -22,15 +48,17 @@ def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, no_op
 
     The server listens on 127.0.0.1 only and ends with Ctrl-C.
     """
-    from autoprec.tracking.server import free_port, newest_study, serve
+    from autoprec.tracking.server import newest_study
 
     chosen = newest_study(runs, study, tracking_uri)
-    click.echo(f"starting MLflow on {chosen.name} ...", err=True)
-    with serve(chosen.tracking_uri, free_port(port)) as base:
+    with Phases() as phases, serve_told(chosen, port, phases) as base:
+        phases.close()
         url = chosen.url(base)
         click.echo(url)
-        if not no_open:
+        if not no_open and _has_browser():
             click.launch(url)
+        elif not no_open:
+            click.echo("there is no browser here: open the address above, over ssh with -L", err=True)
         click.echo("Ctrl-C ends it", err=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:

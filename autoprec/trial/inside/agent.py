@@ -306,6 +306,10 @@ def fork_obstacle(found: Found) -> str:
     return ""
 
 
+#: Threads that no training needs: ours, and the one with which tqdm looks after bars that stand still.
+IDLE_THREADS = ("autoprec-watch", "tqdm_monitor")
+
+
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
     """Describe the script at its first training forward."""
     from autoprec.applying.compiling import is_compiled
@@ -319,7 +323,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         notes.append(f"trials are started as plain processes: {obstacle}")
     if clock_seeds:
         notes.append(f"{', '.join(clock_seeds)} is given the time as a seed: trials use one fixed seed instead")
-    others = [t.name for t in threading.enumerate() if t is not threading.main_thread() and t.name != "autoprec-watch"]
+    others = [t.name for t in threading.enumerate() if t is not threading.main_thread() and t.name not in IDLE_THREADS]
     if others and not obstacle:
         notes.append(
             f"the script has {len(others)} other threads, which forked trials do not have: {', '.join(others[:4])}"

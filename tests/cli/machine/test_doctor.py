@@ -1,5 +1,9 @@
 """``autoprec doctor``."""
 
+import json
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -7,6 +11,7 @@ from autoprec.backends import BACKENDS
 from autoprec.cli.machine.doctor import diagnose
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.cli.helpers import autoprec
+from tests.documents import ROOT
 
 
 def test_everything_is_listed_and_every_no_has_a_reason() -> None:
@@ -35,3 +40,13 @@ def test_settings_from_the_environment_are_shown(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_a_machine_without_a_gpu_is_told_why() -> None:
     assert "no GPU is usable" in autoprec("doctor").out
+
+
+def test_it_is_quiet_and_says_what_is_slow_here() -> None:
+    """In a process of its own, for what a library prints while it is imported is printed once per process."""
+    command = [sys.executable, "-m", "autoprec", "doctor", "--json"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300, cwd=ROOT)
+    assert found.stderr == ""
+    here = json.loads(found.stdout)["here"]
+    assert here["bf16_ratio"] >= 0
+    assert here["means"]

@@ -18,8 +18,13 @@ def test_without_a_study_it_says_so(tmp_path: Path) -> None:
     assert isinstance(CliRunner().invoke(ui, [str(tmp_path), "--no-open"]).exception, FileError)
 
 
-@pytest.mark.parametrize("browser", [True, False])
-def test_the_address_is_printed_and_opened(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, browser: bool) -> None:
+@pytest.mark.parametrize(("browser", "display"), [(True, ":0"), (False, ":0"), (True, "")])
+def test_the_address_is_printed_and_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, browser: bool, display: str
+) -> None:
+    for name in ("BROWSER", "WAYLAND_DISPLAY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("DISPLAY", display)
     Tracker.open(tmp_path / "demo", study="demo")
     opened: list[str] = []
 
@@ -38,4 +43,6 @@ def test_the_address_is_printed_and_opened(monkeypatch: pytest.MonkeyPatch, tmp_
     done = CliRunner().invoke(ui, [str(tmp_path)] + ([] if browser else ["--no-open"]))
     assert done.exception is None
     assert done.stdout.startswith("http://127.0.0.1:1/#/experiments/")
-    assert bool(opened) is browser
+    assert "starting MLflow on demo" in done.stderr
+    assert bool(opened) is (browser and bool(display))
+    assert ("no browser here" in done.stderr) is (browser and not display)

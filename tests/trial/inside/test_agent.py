@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 from typing import Any
 
 import pytest
@@ -44,3 +45,18 @@ def test_host_info() -> None:
     assert "CUDA is initialised" in info.notes[-1]
     assert info.model == model_info(found().root)
     assert info.model["parameters"] == 20
+
+
+def test_threads_that_no_training_needs_are_not_worth_a_note() -> None:
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait, name=name) for name in ("tqdm_monitor", "prefetch")]
+    try:
+        threads[0].start()
+        assert not any("other threads" in note for note in host_info(found(), "fork", 1.5, "").notes)
+        threads[1].start()
+        assert any("prefetch" in note for note in host_info(found(), "fork", 1.5, "").notes)
+    finally:
+        over.set()
+        for thread in threads:
+            if thread.ident is not None:
+                thread.join()

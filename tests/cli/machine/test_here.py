@@ -1,0 +1,31 @@
+"""What this machine gains, and the sentence about it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoprec.cli.machine.here import Here, cores, look_here
+
+
+@pytest.mark.parametrize(
+    ("here", "gains", "says"),
+    [
+        (Here(0, (), 12.3), False, "no bf16 instructions: bf16 GEMMs take 12.3 times as long as fp32 here"),
+        (Here(0, ("AVX512_BF16",), 0.5), True, "bf16 instructions (AVX512_BF16): bf16 GEMMs are 2.0 times as fast"),
+        (Here(0, ("AVX512_BF16",), 0.95), False, "gains nothing"),
+        (Here(2, (), 0.0), True, "2 usable GPUs"),
+    ],
+)
+def test_the_sentence_is_about_the_time_not_about_the_name_of_a_unit(here: Here, gains: bool, says: str) -> None:
+    assert here.gains is gains
+    assert says in here.sentence
+
+
+def test_this_machine_is_timed_and_left_as_it_was() -> None:
+    threads = torch.get_num_threads()
+    here = look_here()
+    assert torch.get_num_threads() == threads
+    assert here.gpus == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert here.gpus or here.bf16_ratio > 0
+    assert cores() >= 1
