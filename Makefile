@@ -1,4 +1,4 @@
-# make demo   install into .venv and search examples/train_gpt.py on this machine
+# make demo   install into .venv and run `autoprec demo`: a search on this machine, or a rehearsal for a GPU
 # make test   the whole test suite           make lint   ruff and mypy
 # make docs   write docs/cli.md, then test every page
 # make gpu    everything that needs a GPU, resumable; make gpu-bundle collects the wheels a GPU machine may lack
@@ -44,7 +44,7 @@ $(STAMP): $(READY)
 	@touch $@
 
 demo: $(READY)
-	$(BIN)/autoprec search examples/train_gpt.py
+	$(BIN)/autoprec demo
 
 # Two processes share the tests of a file's folder out; PYTEST= is for one process and for options of your own.
 PYTEST ?= -n 2 --dist loadscope

@@ -8,9 +8,10 @@ from autoprec.cli.script import TakesScript
 from tests.cli.helpers import autoprec
 
 SURFACE = {
+    "demo": "",
     "search": (
-        "--backend --budget --calibration --cost-scale --engine --finalists --force --gpus-per-trial --json "
-        "--max-divergence --max-gradient-error --max-memory --no-mlflow --objective --output --quiet "
+        "--backend --budget --calibration --cost-scale --dry-run --engine --finalists --force --gpus-per-trial "
+        "--json --max-divergence --max-gradient-error --max-memory --no-mlflow --objective --output --quiet "
         "--ray-address --reference --resume --sampler --seed --seeds --space --steps --storage --study "
         "--target --trials --verbose --warmup --workers"
     ),

@@ -24,6 +24,7 @@ __all__ = ["COMMANDS", "cli"]
 
 #: command -> (module and attribute, the line that ``autoprec --help`` prints), in the order of a first visit
 COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("scripts.demo:demo", "See the whole product on a small GPT, on any machine."),
     "search": ("scripts.search:search", "Find the fastest precision policy for a training script."),
     "inspect": ("scripts.inspect:inspect", "Operators, their classes, and the tunable share."),
     "estimate": ("scripts.estimate:estimate", "The verdict alone: what could be gained on a target."),

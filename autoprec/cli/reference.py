@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from autoprec.cli import COMMANDS, cli
+from autoprec.cli.script import TakesScript
 
 __all__ = ["reference"]
 
@@ -22,6 +23,15 @@ Commands that take a script take everything after their own options as the scrip
 `-m package.module [args]`, or `-- torchrun ... train.py [args]`. Options are spelled with dashes; underscores are
 accepted. Machine output (`--json`) goes to stdout, progress and errors to stderr. See
 [exit codes](exit-codes.md) and [environment variables](environment-variables.md).
+
+Tab completion: put the line for your shell into its start-up file, `~/.bashrc`, `~/.zshrc` or
+`~/.config/fish/completions/autoprec.fish`:
+
+```text
+eval "$(_AUTOPREC_COMPLETE=bash_source autoprec)"
+eval "$(_AUTOPREC_COMPLETE=zsh_source autoprec)"
+_AUTOPREC_COMPLETE=fish_source autoprec | source
+```
 
 This page is written by `make docs` from the commands themselves.
 """
@@ -46,11 +56,20 @@ def _section(name: str, command: click.Command) -> list[str]:
     context = click.Context(command, info_name=f"autoprec {name}", parent=None)
     usage = " ".join([f"autoprec {name}", *command.collect_usage_pieces(context)])
     lines = [f"## {name}", "", "```text", usage, "```", "", *(command.help or "").split("\n"), ""]
+    for heading, options in _groups(command, context).items():
+        if options:
+            lines += [f"| {heading} | default | |", "|---|---|---|"]
+            lines += [_option_row(option, context) for option in options] + [""]
+    examples = command.examples if isinstance(command, TakesScript) else ()
+    return lines + (["```sh", *examples, "```", ""] if examples else [])
+
+
+def _groups(command: click.Command, context: click.Context) -> dict[str, list[click.Option]]:
     options = [param for param in command.params if isinstance(param, click.Option) and not param.hidden]
-    if options:
-        lines += ["| option | default | |", "|---|---|---|"]
-        lines += [_option_row(option, context) for option in options] + [""]
-    return lines
+    if not (isinstance(command, TakesScript) and command.groups):
+        return {"option": options}
+    found = command.grouped(context)
+    return {heading: [param for param in params if param in options] for heading, params in found.items()}
 
 
 def reference() -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import click
@@ -48,7 +48,35 @@ def split_script(args: list[str], takes_value: dict[str, bool]) -> tuple[list[st
 
 
 class TakesScript(click.Command):
-    """A command whose last argument is a whole command line."""
+    """A command whose last argument is a whole command line.
+
+    Attributes:
+        groups: heading -> options under it, in the order of ``--help``; empty for a command with few options.
+        examples: command lines shown below them.
+    """
+
+    groups: Mapping[str, Sequence[str]] = {}
+    examples: Sequence[str] = ()
+
+    def grouped(self, ctx: click.Context) -> dict[str, list[click.Parameter]]:
+        """Return the options by heading; those that no group names come last, under ``Options``."""
+        left = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        out: dict[str, list[click.Parameter]] = {}
+        for heading, names in self.groups.items():
+            by_name = {name: param for param in left for name in param.opts}
+            out[heading] = [by_name[name] for name in names]
+            left = [param for param in left if param not in out[heading]]
+        return out | {"Options": list(left)}
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for heading, params in self.grouped(ctx).items():
+            rows = [row for param in params if (row := param.get_help_record(ctx)) is not None]
+            if rows:
+                with formatter.section(heading):
+                    formatter.write_dl(rows)
+        if self.examples:
+            with formatter.section("Examples"):
+                formatter.write("".join(f"{'':>{formatter.current_indent}}{line}\n" for line in self.examples))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         takes_value = {
@@ -71,7 +99,14 @@ class TakesScript(click.Command):
         return ["[OPTIONS]", "train.py [SCRIPT ARGS]..."]
 
 
-def script_command(name: str, *, required: bool = True, **settings: Any) -> Callable[[F], TakesScript]:
+def script_command(
+    name: str,
+    *,
+    required: bool = True,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    examples: Sequence[str] = (),
+    **settings: Any,
+) -> Callable[[F], TakesScript]:
     """Declare a command whose function receives the script's tokens as ``script: tuple[str, ...]``.
 
     Use it as the outermost decorator, above the options.
@@ -79,6 +114,8 @@ def script_command(name: str, *, required: bool = True, **settings: Any) -> Call
 
     def decorate(function: F) -> TakesScript:
         wrapped = click.argument("script", nargs=-1, required=required, type=click.UNPROCESSED)(function)
-        return click.command(name, cls=TakesScript, **settings)(wrapped)
+        command = click.command(name, cls=TakesScript, **settings)(wrapped)
+        command.groups, command.examples = groups or {}, examples
+        return command
 
     return decorate

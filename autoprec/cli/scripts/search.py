@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,10 +13,38 @@ from autoprec.cli.console import print_json
 from autoprec.cli.script import script_command
 from autoprec.errors import AutoPrecError
 
-__all__ = ["search"]
+if TYPE_CHECKING:
+    from autoprec.tuning.engine import Search
+    from autoprec.tuning.options import SearchOptions
+    from autoprec.tuning.study.records import SearchResult
+
+__all__ = ["perform", "print_result", "search"]
+
+Files = dict[str, Path]
 
 
-@script_command("search")
+#: The order in which a first reader needs them; what has no place here comes last.
+GROUPS = {
+    "What to search": ("--target", "--cost-scale", "--calibration", "--space", "--reference", "--backend"),
+    "How long": ("--trials", "--budget", "--steps", "--warmup", "--seeds", "--finalists", "--dry-run", "--force"),
+    "What is acceptable": ("--max-divergence", "--max-gradient-error", "--max-memory", "--objective"),
+    "Where it is kept": ("--output", "--study", "--storage", "--resume", "--no-mlflow"),
+    "Who runs and proposes trials": (
+        *("--workers", "--engine", "--ray-address", "--gpus-per-trial"),
+        *("--sampler", "--seed"),
+    ),
+    "What is printed": ("--json", "--quiet", "--verbose"),
+}
+EXAMPLES = (
+    "autoprec search train.py --lr 3e-4",
+    "autoprec search --dry-run --target h100 train.py",
+    "autoprec search --target h100 --cost-scale width=16,depth=4,tokens=32 --trials 12 train.py",
+    "autoprec search --budget 20m --max-divergence 0.1% -m package.train --config c.yaml",
+    "autoprec search --resume --study train -- torchrun --nproc-per-node 2 train.py",
+)
+
+
+@script_command("search", groups=GROUPS, examples=EXAMPLES)
 @click.option("--target", default="auto", metavar="NAME", help="auto (this device, timed), or a GPU to rehearse for.")
 @click.option("--space", default="", metavar="NAME|FILE", help="Search space; default: the target's.")
 @click.option("--trials", default=30, show_default=True, metavar="N", help="Trials, presets included.")
@@ -51,39 +79,31 @@ __all__ = ["search"]
               help="Rehearsal: evaluate the cost model at scaled shapes.")  # fmt: skip
 @click.option("--calibration", default="", metavar="FILE", help="Rehearsal: a file written by `autoprec calibrate`.")
 @options.backend
+@click.option("--dry-run", is_flag=True, help="Print the plan and how long it would take; search nothing.")
 @click.option("--force", is_flag=True, help="Search even where the verdict is 'stay'.")
 @click.option("--no-mlflow", is_flag=True, help="Track nothing.")
 @options.as_json("The result")
 @options.quiet
 @click.option("-v", "--verbose", is_flag=True, help="Every trial.")
-def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, no_mlflow: bool, **values: Any) -> int:
+def search(
+    script: tuple[str, ...],
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+    no_mlflow: bool,
+    dry_run: bool,
+    **values: Any,
+) -> int:
     """Search the precision policy that trains SCRIPT fastest without changing its loss curve."""
-    from autoprec.cli.progress import TerminalProgress
-    from autoprec.tracking.listener import TrackingListener
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.tuning.engine import Search
-    from autoprec.tuning.events import Listener, Listeners
     from autoprec.tuning.options import SearchOptions
-    from autoprec.tuning.study.records import SearchResult
 
-    values["trials"] = int(values["trials"])
     asked = SearchOptions(command=script, **values)
-    command = ScriptCommand.parse(asked.command)
-    progress = TerminalProgress(-1 if quiet else int(verbose))
-    members: list[Listener] = [progress]
-    tracker = None if no_mlflow else TrackingListener(asked.runs_dir)
-    if tracker is not None:
-        members.append(tracker)
-    engine = Search(asked, command, Listeners(*members))
-    try:
-        result: SearchResult = engine.run()
-        if tracker is not None:
-            result = tracker.attach(result, engine.study_dir)
-        files = write_reports(engine, result)
-    finally:
-        progress.close()
-        if tracker is not None:
-            tracker.close()
+    if dry_run:
+        from autoprec.cli.scripts.plan import print_plan
+
+        print_plan(asked, as_json=as_json, quiet=quiet)
+        return 0
+    engine, result, files = perform(asked, verbosity=-1 if quiet else int(verbose), track=not no_mlflow)
     if as_json:
         print_json(result.to_json(), indent=1)
     else:
@@ -91,7 +111,37 @@ def search(script: tuple[str, ...], as_json: bool, quiet: bool, verbose: bool, n
     return 0
 
 
-def write_reports(engine: Any, result: Any) -> dict[str, Path]:
+def perform(asked: SearchOptions, *, verbosity: int = 0, track: bool = True) -> tuple[Search, SearchResult, Files]:
+    """Search, tell the terminal and MLflow, and write the reports.
+
+    Returns:
+        The engine, its result, and the report files that could be written, by name.
+    """
+    from autoprec.cli.progress import TerminalProgress
+    from autoprec.tracking.listener import TrackingListener
+    from autoprec.trial.command import ScriptCommand
+    from autoprec.tuning.engine import Search
+    from autoprec.tuning.events import Listener, Listeners
+
+    command = ScriptCommand.parse(asked.command)
+    progress = TerminalProgress(verbosity)
+    listeners: list[Listener] = [progress]
+    tracker = TrackingListener(asked.runs_dir) if track else None
+    if tracker is not None:
+        listeners.append(tracker)
+    engine = Search(asked, command, Listeners(*listeners))
+    try:
+        result = engine.run()
+        if tracker is not None:
+            result = tracker.attach(result, engine.study_dir)
+        return engine, result, write_reports(engine, result)
+    finally:
+        progress.close()
+        if tracker is not None:
+            tracker.close()
+
+
+def write_reports(engine: Search, result: SearchResult) -> Files:
     """Write report.html, report.md and result.json beside the study; one that fails is named, never fatal."""
     from autoprec import report
     from autoprec.support.files import write_json
@@ -113,7 +163,7 @@ def write_reports(engine: Any, result: Any) -> dict[str, Path]:
     return out
 
 
-def print_result(engine: Any, result: Any, files: dict[str, Path]) -> None:
+def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     """Print the final table and what to do next, on stdout."""
     from autoprec import report
     from autoprec.cli.console import stdout_console

@@ -1,0 +1,74 @@
+"""``autoprec demo``: a search from script to policy, report and MLflow, on whatever machine this is.
+
+Where low precision gains something here (a GPU, or a CPU with bf16 instructions) the shipped ``train_gpt.py`` is
+searched and timed on this machine. Where it does not, staying would be the right answer and nothing would be seen; so
+the same script is rehearsed for an H100: numerics emulated here, times modelled at the size of a model that such a GPU
+is used for. The script and its four layers stand for that model; every figure of a rehearsal says *modelled*.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import click
+
+__all__ = ["demo", "example"]
+
+POLICY = "demo-policy.yaml"
+#: 16 times as wide (6144), 4 times as deep (12 blocks), 32 times the tokens (16,384 per step): a small LLM per GPU.
+REHEARSAL = {"target": "h100", "cost_scale": "width=16,depth=4,tokens=32"}
+#: Enough trials to see presets, a recipe in single layers and the sampler at work, in three minutes on two cores.
+SHORT: dict[str, Any] = {"trials": 10, "steps": 8, "warmup": 2, "finalists": 2, "seeds": 2}
+
+
+def example() -> Path:
+    """Return the shipped training script, in an installed package or in a checkout; relative where that is shorter."""
+    package = Path(__file__).resolve().parents[2]
+    inside = package / "examples" / "train_gpt.py"
+    found = inside if inside.is_file() else package.parent / "examples" / "train_gpt.py"
+    here = Path.cwd()
+    return found.relative_to(here) if found.is_relative_to(here) else found
+
+
+def next_steps(script: Path, policy: str) -> str:
+    """Return what to try after the demo; every line can be pasted."""
+    file, train = shlex.quote(policy), shlex.quote(str(script))
+    return "\n".join(
+        [
+            "next:",
+            "  autoprec ui                                   the trials, in MLflow",
+            f"  autoprec show {file}                what each layer runs, and why",
+            f"  autoprec check --policy {file} {train}     asked against executed, layer by layer",
+            f"  autoprec run --policy {file} {train} --steps 20     train under it",
+            "  autoprec search your_train.py                 your own script",
+        ]
+    )
+
+
+@click.command("demo", short_help="See the whole product on a small GPT, on any machine.")
+def demo() -> int:
+    """Search a policy for a small GPT: measured where this machine gains from low precision, else rehearsed.
+
+    Takes about three minutes. Writes demo-policy.yaml and autoprec-runs/ into the current folder.
+    """
+    from autoprec.cli.machine.here import look_here
+    from autoprec.cli.phases import Phases
+    from autoprec.cli.scripts.search import perform, print_result
+    from autoprec.tuning.options import SearchOptions
+
+    script = example()
+    with Phases() as phases:
+        phases.begin("timing this machine in fp32 and bf16")
+        here = look_here()
+    asked = SearchOptions(command=(str(script),), output=POLICY)
+    click.echo(here.sentence, err=True)
+    if not here.gains:
+        asked = SearchOptions(command=(str(script),), output=POLICY, **REHEARSAL, **SHORT)
+        words = f"--target {asked.target} --cost-scale {asked.cost_scale}"
+        click.echo(f"rehearsing for an H100 instead: autoprec search {words} {script}", err=True)
+    engine, result, files = perform(asked)
+    print_result(engine, result, files)
+    click.echo(next_steps(script, result.policy))
+    return 0

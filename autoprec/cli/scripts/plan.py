@@ -1,0 +1,184 @@
+"""``autoprec search --dry-run``: what a search would try on this script, and how long that would take at most.
+
+The script is started, one step is recorded and two short runs are timed: one as written and one under the first preset
+of the target, which costs what a trial costs. Everything else is counted. No study is begun and nothing is written.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoprec.cli.console import duration, print_json
+from autoprec.cli.phases import Phases
+from autoprec.cli.recording import record, running, tunable
+from autoprec.errors import ScriptError
+
+if TYPE_CHECKING:
+    from autoprec.graph.report import GraphReport
+    from autoprec.trial.driver.runner import TrialRunner
+    from autoprec.trial.protocol import HostInfo, TrialSpec
+    from autoprec.tuning.decide.problem import Problem
+    from autoprec.tuning.options import SearchOptions
+
+__all__ = ["Plan", "make_plan", "print_plan"]
+
+#: Steps of the runs that are timed: they need not last as long as a trial.
+_TIMED_STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a search would do; times in seconds, each ``*_s`` an upper bound from the runs that were timed.
+
+    ``trials`` is a maximum: a search ends when nothing left is worth a trial, and after ``--budget``.
+    """
+
+    target: str
+    source: str
+    launch: str
+    model: dict[str, Any]
+    groups: dict[str, tuple[str, ...]]
+    choices: tuple[str, ...]
+    policies: float
+    presets: tuple[str, ...]
+    bound: str
+    trials: int
+    finalist_runs: int
+    reference_s: float
+    trial_s: float
+    setup_s: float
+    scan_s: float
+    trials_s: float
+    finalists_s: float
+    output: str
+    budget_s: float | None
+
+    @property
+    def total_s(self) -> float:
+        """Return the seconds that the whole search takes at most, cut to the budget where there is one."""
+        total = self.setup_s + self.scan_s + self.trials_s + self.finalists_s
+        return min(total, self.budget_s) if self.budget_s else total
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self) | {"total_s": self.total_s}
+
+
+def _timed(runner: TrialRunner, spec: TrialSpec, label: str) -> float:
+    """Return the seconds of a whole run, from a few of its steps."""
+    few = replace(spec, steps=min(spec.steps, _TIMED_STEPS), warmup=1)
+    result = runner.run(few)
+    if not result.ok:
+        raise ScriptError(
+            f"a run of the script could not be timed: {result.status}: {result.reason}",
+            where=label,
+            fix=result.tail or "run the script by itself first",
+        )
+    return result.wall_s * (spec.steps + spec.warmup) / (few.steps + few.warmup)
+
+
+def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
+    """Look at a script and count what a search of it would do.
+
+    Raises:
+        ScriptError: the script failed, or has fewer steps than a trial takes.
+        NothingAcceptableError: there is nothing to tune.
+    """
+    from autoprec.trial.protocol import TrialSpec
+    from autoprec.tuning.checks import check_early
+
+    check_early(asked)
+    with running(asked.command, phases) as (runner, host, label):
+        report = tunable(record(runner, label, phases))
+        problem, found, source, bound = _looked_at(asked, report, host)
+        names = _presets(problem)
+        seed = None if host.launch == "fork" else 0
+        spec = TrialSpec(steps=asked.steps, warmup=asked.warmup, seed=seed)
+        phases.begin("timing a run of the script as written")
+        reference_s = _timed(runner, spec, label)
+        phases.begin("timing a run under a preset")
+        document = problem.policy(list(names.values())[-1]).to_dict()
+        backend = asked.backend if source == "measured" else "emulated"
+        trial_s = max(reference_s, _timed(runner, replace(spec, policy=document, backend=backend), label))
+    passes = len(names) + sum(len(group.choices) for group in problem.groups)
+    step_s = trial_s / (asked.steps + asked.warmup)
+    runs = asked.finalists * asked.seeds + asked.seeds
+    return Plan(
+        target=found,
+        source=source,
+        launch=host.launch,
+        model={"class": report.model["class"], "parameters": report.model["parameters"]},
+        groups={group.name: group.layers for group in problem.groups},
+        choices=problem.choice_names,
+        policies=problem.size(),
+        presets=tuple(names)[: asked.trials],
+        bound=bound,
+        trials=asked.trials,
+        finalist_runs=runs,
+        reference_s=reference_s,
+        trial_s=trial_s,
+        setup_s=host.setup_s + 3 * reference_s,
+        scan_s=min(passes, max(60, asked.trials)) * step_s,
+        trials_s=asked.trials * trial_s,
+        finalists_s=runs * trial_s + asked.seeds * host.setup_s,
+        output=asked.output,
+        budget_s=asked.budget_s,
+    )
+
+
+def _looked_at(asked: SearchOptions, report: GraphReport, host: HostInfo) -> tuple[Problem, str, str, str]:
+    """Return the problem, the target's name, whether times are measured or modelled, and what could be gained."""
+    from autoprec.cost import CostModel, CostScale
+    from autoprec.policy.space import default_space, load_space
+    from autoprec.tuning.decide.problem import Problem
+    from autoprec.tuning.target import calibration_of, resolve_target
+
+    target, here = resolve_target(asked.target, host.device)
+    scale = CostScale.parse(asked.cost_scale) if asked.cost_scale else None
+    measured = here and scale is None
+    space = load_space(asked.space) if asked.space else default_space(target)
+    cost = CostModel(
+        report,
+        target,
+        scale=scale,
+        compiled=host.compiled or not measured,
+        calibration=calibration_of(asked, host.device) if asked.calibration else None,
+    )
+    problem = Problem.build(report, space.executed(compiled=host.compiled, measured=measured), cost.can_run)
+    verdict = cost.verdict({name: problem.plans(problem.params_of(name)) for name in problem.choice_names})
+    return problem, target.name, "measured" if measured else "modelled", f"{verdict.kind}: {verdict.reason}"
+
+
+def _presets(problem: Problem) -> dict[str, dict[str, Any]]:
+    from autoprec.tuning.decide.presets import presets
+
+    return dict(presets(problem))
+
+
+def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
+    """Print the plan of a search on stdout."""
+    with Phases(quiet=quiet) as phases:
+        plan = make_plan(asked, phases)
+    if as_json:
+        print_json(plan.to_json())
+        return
+    size = f"{plan.policies:.3g} policies" if plan.policies < 1e15 else "more policies than could ever be tried"
+    shown = ", ".join(plan.presets[:6]) + (f" and {len(plan.presets) - 6} more" if len(plan.presets) > 6 else "")
+    limit = f", cut short by --budget {duration(plan.budget_s)}" if plan.budget_s else ""
+    lines = [
+        f"model     {plan.model['class']}, {plan.model['parameters']:,} parameters, {len(plan.groups)} layer groups",
+        f"target    {plan.target}, times {plan.source}; trials start by {plan.launch}",
+        f"bound     {plan.bound}",
+        f"choices   {', '.join(plan.choices)}: {size}",
+        f"presets   {shown}",
+        f"trials    at most {plan.trials}, then {plan.finalist_runs} runs of the finalists and their references",
+        f"one run   {duration(plan.reference_s)} as written, {duration(plan.trial_s)} as a trial (timed just now)",
+        f"duration  at most {duration(plan.total_s)} one after the other: reference {duration(plan.setup_s)}, "
+        f"gradient errors {duration(plan.scan_s)}, trials {duration(plan.trials_s)}, "
+        f"finalists {duration(plan.finalists_s)}{limit}",
+        f"writes    {plan.output} and {asked.runs_dir}/ when it is run without --dry-run",
+    ]
+    click.echo("\n".join(lines))
