@@ -32,14 +32,19 @@ class Phases:
     Args:
         quiet: say nothing.
         still_s: seconds between two lines about a phase that lasts, where stderr is not a terminal.
+
+    Attributes:
+        live: stderr is a terminal, where one line ticks.
     """
 
     def __init__(self, *, quiet: bool = False, still_s: float = STILL_S) -> None:
         self._console = stderr_console()
         self._quiet, self._still_s = quiet, still_s
-        self._live = not quiet and sys.stderr.isatty()
+        self.live = not quiet and sys.stderr.isatty()
         self._began = self._phase_began = time.monotonic()
         self._text, self._done, self._total = "", 0, 0
+        self._ends: float | None = None
+        self._said = self._began
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._over = threading.Event()
@@ -53,11 +58,11 @@ class Phases:
 
     def begin(self, text: str, *, total: int = 0) -> None:
         """Announce a phase; ``total`` counts what :meth:`advance` will report, 0 where nothing can be counted."""
-        self._text, self._done, self._total = text, 0, total
+        self._text, self._done, self._total, self._ends = text, 0, total, None
         self._phase_began = time.monotonic()
         if self._quiet:
             return
-        if not self._live:
+        if not self.live:
             self.say(text)
         elif self._bar is None:
             columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(20))
@@ -69,18 +74,37 @@ class Phases:
             self._ticker = threading.Thread(target=self._tick, name="autoprec-phases", daemon=True)
             self._ticker.start()
 
-    def advance(self, done: int, total: int = 0) -> None:
-        """Report how much of the phase is done, and its total where that has changed."""
-        self._done, self._total = done, total or self._total
+    def advance(self, done: int, total: int = 0, *, text: str = "", left_s: float | None = None) -> None:
+        """Report how much of the phase is done.
+
+        Args:
+            done: how many are done.
+            total: of how many, where that has changed.
+            text: what the ticking line shows from now on.
+            left_s: seconds left, where somebody knows better than the average so far.
+        """
+        self._done, self._total, self._text = done, total or self._total, text or self._text
+        self.expect(left_s)
+
+    def expect(self, left_s: float | None) -> None:
+        """Set the seconds left; None leaves that to what :meth:`advance` counted."""
+        self._ends = None if left_s is None else time.monotonic() + left_s
         self._show()
 
     def say(self, text: str) -> None:
         """Print a line that stays, with the time since the command began."""
+        self._said = time.monotonic()
         if not self._quiet:
-            self._console.print(f"[{clock(time.monotonic() - self._began)}] {text}", markup=False)
+            self.print(text)
+
+    def print(self, text: str, style: str = "") -> None:
+        """Print a line however quiet it was asked to be: a note."""
+        self._console.print(f"[{clock(time.monotonic() - self._began)}] {text}", style=style, markup=False)
 
     def left_s(self) -> float | None:
         """Return the seconds left of a phase that is counted, None while that is not known."""
+        if self._ends is not None:
+            return max(0.0, self._ends - time.monotonic())
         if not self._done or self._done > self._total:
             return None
         passed = time.monotonic() - self._phase_began
@@ -106,9 +130,9 @@ class Phases:
             bar.update(self._task, description=self._text, total=total, completed=self._done, tail=self._tail())
 
     def _tick(self) -> None:
-        interval = 1.0 if self._live else self._still_s
+        interval = 1.0 if self.live else self._still_s
         while not self._over.wait(interval):
-            if self._live:
+            if self.live:
                 self._show()
-            elif time.monotonic() - self._phase_began >= interval:
+            elif time.monotonic() - self._said >= interval:
                 self.say(f"still {self._text} ({self._tail()})")

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import time
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
-
+from autoprec.cli.console import clock, duration
+from autoprec.cli.phases import Phases
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["TerminalProgress", "stderr_console"]
+__all__ = ["TerminalProgress", "describe"]
 
 PHASES = {
     "script": "starting the script",
@@ -27,16 +21,6 @@ PHASES = {
 }
 
 
-def stderr_console() -> Console:
-    """Return a console on stderr that honours NO_COLOR."""
-    return Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")), highlight=False, soft_wrap=True)
-
-
-def _clock(seconds: float) -> str:
-    seconds = max(0, round(seconds))
-    return f"{seconds // 60}:{seconds % 60:02d}"
-
-
 def describe(record: TrialRecord) -> str:
     """Return one trial in a few words: what it gained, what it cost, or why it failed."""
     if not record.ok:
@@ -46,81 +30,67 @@ def describe(record: TrialRecord) -> str:
 
 
 class TerminalProgress:
-    """Prints phases, trials, the best so far and the time left.
+    """Prints phases, trials, the best so far and the time left: one ticking line on a terminal, else a line each.
 
     Args:
-        verbosity: -1 prints nothing but notes, 0 phases and a bar (lines when not on a terminal), 1 every trial.
+        verbosity: -1 prints nothing but notes, 0 phases and trials, 1 also the reference runs, and every trial as a
+            line of its own on a terminal, too.
     """
 
     def __init__(self, verbosity: int = 0) -> None:
-        self._console = stderr_console()
         self._verbosity = verbosity
-        self._live = verbosity >= 0 and sys.stderr.isatty()
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        self._started = time.monotonic()
-
-    def _say(self, text: str, style: str = "") -> None:
-        self._console.print(f"[{_clock(time.monotonic() - self._started)}] {text}", style=style, markup=False)
-
-    def _end_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-            self._bar = None
+        self._phases = Phases(quiet=verbosity < 0)
+        self._trials = 0
 
     def phase(self, name: str, detail: str = "") -> None:
         """Announce a phase."""
-        self._end_bar()
-        if self._verbosity >= 0:
-            self._say(PHASES.get(name, name) + (f": {detail}" if detail else ""), style="bold")
+        text = PHASES.get(name, name) + (f": {detail}" if detail else "")
+        left = self._phases.left_s() if name == "sensitivity" else None
+        if self._phases.live:
+            self._phases.say(text)
+        self._phases.begin(text)
+        self._phases.expect(left)
 
     def started(self, info: SearchInfo) -> None:
         """Show what was found in the script."""
-        if self._verbosity < 0:
-            return
-        model = info.model
-        self._say(
+        model, self._trials = info.model, info.trials
+        self._phases.say(
             f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {len(info.groups)} groups of layers; "
             f"target {info.target} ({info.source}); trials start by {info.launch}"
         )
 
     def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
         """Show one finished trial."""
-        if self._verbosity < 0 or (record.kind in ("reference", "noise") and self._verbosity < 1):
+        if record.kind in ("reference", "noise"):
+            self._expected(record)
+            if self._verbosity > 0:
+                self._phases.say(f"{record.name}: {describe(record)}")
             return
         leader = f"best {best.metrics['speedup']:.2f}x ({best.name})" if best else "best: the script as written"
         count = f"finalist run {done}/{total}" if record.kind == "finalist" else f"{done}/{total}"
-        line = f"{count} {record.name}: {describe(record)}"
-        if self._live and self._verbosity == 0:
-            if self._bar is None:
-                columns: tuple[Any, ...] = (
-                    TextColumn("{task.description}"),
-                    BarColumn(28),
-                    TextColumn("{task.fields[tail]}"),
-                )
-                self._bar = Progress(*columns, console=self._console, transient=True)
-                self._task = self._bar.add_task("", total=total, tail="")
-                self._bar.start()
-            if self._task is not None:
-                tail = f"{leader}, {_clock(seconds_left)} left"
-                self._bar.update(
-                    self._task,
-                    completed=done,
-                    total=total,
-                    description=count if record.kind == "finalist" else f"trial {count}",
-                    tail=tail,
-                )
-        elif self._verbosity > 0 or not record.ok or done % 5 == 0 or done == total:
-            self._say(f"{line}   [{leader}; {_clock(seconds_left)} left]")
+        if not self._phases.live or self._verbosity > 0:
+            self._phases.say(f"{count} {record.name}: {describe(record)}   [{leader}; {clock(seconds_left)} left]")
+        what = "finalist runs" if record.kind == "finalist" else "trials"
+        self._phases.advance(done, total, text=f"{what}, {leader}", left_s=seconds_left)
+
+    def _expected(self, record: TrialRecord) -> None:
+        """Say, from the first run on, how long the trials take at most: nobody should wait without knowing for what."""
+        if record.kind == "reference" and record.seconds and record.seed == 0:
+            most = self._trials * record.seconds
+            self._phases.say(
+                f"a run takes {duration(record.seconds)}: about {duration(most)} for {self._trials} trials one after "
+                "the other, then the finalists; `autoprec ui` in another terminal shows them as they end"
+            )
+            self._phases.expect(most)
 
     def note(self, text: str) -> None:
         """Show a note."""
-        self._say(f"note: {text}", style="yellow")
+        self._phases.print(f"note: {text}", style="yellow")
 
     def finished(self, result: SearchResult) -> None:  # noqa: ARG002 - the command prints the result itself
         """Stop the bar."""
-        self._end_bar()
+        self._phases.close()
 
     def close(self) -> None:
         """Stop the bar, whatever happened."""
-        self._end_bar()
+        self._phases.close()

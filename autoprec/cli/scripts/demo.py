@@ -3,7 +3,7 @@
 Where low precision gains something here (a GPU, or a CPU with bf16 instructions) the shipped ``train_gpt.py`` is
 searched and timed on this machine. Where it does not, staying would be the right answer and nothing would be seen; so
 the same script is rehearsed for an H100: numerics emulated here, times modelled at the size of a model that such a GPU
-is used for. The script and its four layers stand for that model; every figure of a rehearsal says *modelled*.
+is used for. Every figure of a rehearsal says *modelled*.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["demo", "example"]
 
 POLICY = "demo-policy.yaml"
 #: 16 times as wide (6144), 4 times as deep (12 blocks), 32 times the tokens (16,384 per step): a small LLM per GPU.
-REHEARSAL = {"target": "h100", "cost_scale": "width=16,depth=4,tokens=32"}
+REHEARSAL: dict[str, Any] = {"target": "h100", "cost_scale": "width=16,depth=4,tokens=32"}
 #: Enough trials to see presets, a recipe in single layers and the sampler at work, in three minutes on two cores.
 SHORT: dict[str, Any] = {"trials": 10, "steps": 8, "warmup": 2, "finalists": 2, "seeds": 2}
 

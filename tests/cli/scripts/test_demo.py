@@ -1,0 +1,76 @@
+"""``autoprec demo``: measured where there is something to gain, else a rehearsal that says so; what it prints works."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from autoprec.cli.machine.here import Here
+from autoprec.cli.scripts import demo as module
+from autoprec.cli.scripts.demo import demo, example, next_steps
+from autoprec.trial.command import ScriptCommand
+
+
+def run(monkeypatch: pytest.MonkeyPatch, here: Here) -> tuple[Any, list[Any]]:
+    asked: list[Any] = []
+
+    def perform(options: Any) -> tuple[Any, Any, dict[str, Path]]:
+        asked.append(options)
+        return None, SimpleNamespace(policy=options.output), {}
+
+    monkeypatch.setattr("autoprec.cli.machine.here.look_here", lambda: here)
+    monkeypatch.setattr("autoprec.cli.scripts.search.perform", perform)
+    monkeypatch.setattr("autoprec.cli.scripts.search.print_result", lambda *_: None)
+    return CliRunner().invoke(demo, [], catch_exceptions=False), asked
+
+
+def test_a_machine_that_gains_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, (asked,) = run(monkeypatch, Here(0, ("AMX",), 0.3))
+    assert found.exit_code == 0
+    assert (asked.target, asked.cost_scale, asked.output) == ("auto", "", "demo-policy.yaml")
+    assert "3.3 times as fast" in found.stderr
+
+
+def test_a_machine_that_does_not_says_so_and_rehearses_at_a_realistic_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    found, (asked,) = run(monkeypatch, Here(0, (), 19.0))
+    assert (asked.target, asked.cost_scale) == ("h100", "width=16,depth=4,tokens=32")
+    assert "bf16 GEMMs take 19.0 times as long" in found.stderr
+    (line,) = [line for line in found.stderr.splitlines() if "rehearsing for an H100" in line]
+    words = shlex.split(line.partition("instead: ")[2])
+    assert words[:2] == ["autoprec", "search"]
+    assert ScriptCommand.parse([words[-1]])  # the path that is shown is there
+
+
+def test_the_script_is_there_and_shown_as_short_as_possible(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert example().is_file()
+    monkeypatch.chdir(example().parents[1])
+    assert str(example()) == "examples/train_gpt.py"
+
+
+def test_an_installed_package_brings_the_script_along(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "autoprec"
+    (package / "examples").mkdir(parents=True)
+    (package / "examples" / "train_gpt.py").touch()
+    monkeypatch.setattr(module, "__file__", str(package / "cli" / "scripts" / "demo.py"))
+    assert example() == package / "examples" / "train_gpt.py"
+
+
+def test_every_next_step_is_a_command_line_that_autoprec_accepts(tmp_path: Path) -> None:
+    import click
+
+    from autoprec.cli import cli
+
+    script = tmp_path / "my folder" / "train_gpt.py"
+    for line in next_steps(script, "demo-policy.yaml").splitlines()[1:]:
+        words = shlex.split(line.split("     ")[0])
+        command = cli.get_command(click.Context(cli), words[1])
+        assert command is not None
+        context = command.make_context(words[1], words[2:], parent=click.Context(cli, **cli.context_settings))
+        if "script" in context.params and words[1] != "search":
+            assert context.params["script"][0] == str(script)

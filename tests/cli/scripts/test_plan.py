@@ -1,0 +1,38 @@
+"""``search --dry-run`` tells what would be tried and how long it takes, begins no study and writes nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.cli.helpers import autoprec
+from tests.cli.test_recording import TRAIN
+
+
+@pytest.mark.slow
+def test_the_plan_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN.replace("range(3)", "range(30)"), encoding="utf-8")
+    words = ["search", "--dry-run", "--target", "h100", "--cost-scale", "width=64,tokens=512", "--trials", "12"]
+    found = autoprec(*words, "--budget", "30m", "--json", "train.py")
+    assert found.code == 0, found.err
+    plan = found.json()
+    assert plan["source"] == "modelled"
+    assert plan["trials"] == 12
+    assert plan["trials_s"] == pytest.approx(12 * plan["trial_s"])
+    assert plan["finalist_runs"] == 3 * 4 + 4
+    parts = plan["setup_s"] + plan["scan_s"] + plan["trials_s"] + plan["finalists_s"]
+    assert 0 < plan["total_s"] == pytest.approx(min(parts, 1800))
+    assert "all fp8_rowwise" in plan["presets"]
+    assert "timing a run under a preset" in found.err
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
+
+
+@pytest.mark.slow
+def test_a_script_with_too_few_steps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN, encoding="utf-8")
+    found = autoprec("search", "--dry-run", "--target", "h100", "train.py")
+    assert found.code == 4
+    assert "too_short" in found.err

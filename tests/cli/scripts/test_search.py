@@ -1,0 +1,51 @@
+"""What ``autoprec search`` does around the engine: grouped help, reports that may fail, the last lines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+
+from autoprec.cli import cli
+from autoprec.cli.script import TakesScript
+from autoprec.cli.scripts.search import EXAMPLES, GROUPS, write_reports
+from autoprec.errors import FileError
+from tests.cli.helpers import autoprec
+
+
+def test_every_option_stands_under_a_heading() -> None:
+    command = cli.get_command(click.Context(cli), "search")
+    assert isinstance(command, TakesScript)
+    grouped = command.grouped(click.Context(command))
+    assert list(grouped) == [*GROUPS, "Options"]
+    assert [param.opts[-1] for param in grouped["Options"]] == ["--help"]
+    assert all(len(params) >= 3 for heading, params in grouped.items() if heading != "Options")
+
+
+def test_help_shows_headings_and_examples_that_parse() -> None:
+    text = autoprec("search", "--help").out
+    for heading in (*GROUPS, "Examples"):
+        assert f"\n{heading}:\n" in text
+    command = cli.get_command(click.Context(cli), "search")
+    assert command is not None
+    for line in EXAMPLES:
+        assert f"  {line}\n" in text
+        context = command.make_context("search", line.split()[2:], parent=click.Context(cli, **cli.context_settings))
+        assert context.params["script"]
+
+
+def test_a_report_that_cannot_be_written_is_named_and_never_fatal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise FileError("the disk is a museum piece")
+
+    monkeypatch.setattr("autoprec.report.write_html", refuse)
+    monkeypatch.setattr("autoprec.report.write_markdown", lambda path, *_: path.write_text("ok"))
+    engine: Any = SimpleNamespace(records=[], study_dir=tmp_path, graph=None)
+    result: Any = SimpleNamespace(to_json=lambda: {"verdict": "stay"})
+    assert set(write_reports(engine, result)) == {"result.json", "report.md"}
+    assert "report.html could not be written: the disk is a museum piece" in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""``autoprec verify``: what it prints and how it leaves; tests/tuning/test_verify.py has the comparison itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from autoprec.cli.scripts.verify import verify
+from autoprec.errors import PolicyError
+from autoprec.trial.protocol import HostInfo
+from autoprec.tuning.verify import Contender, Verification
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Return a function that runs the command over a verification that ended as given."""
+
+    class Pool:
+        def __init__(self, *_: Any) -> None: ...
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def info(self, seed: int) -> HostInfo:
+            return HostInfo("fork", {}, (), (), "cpu")
+
+    def run(ok: bool, *words: str) -> Any:
+        def done(_pool: Any, policies: dict[str, Any], spec: Any, **options: Any) -> Verification:
+            options["tell"]("seed 0: measured")
+            rows = tuple(Contender(name, (1.4, 1.6), (0.001, 0.002), 2**30, 5.0) for name in policies)
+            why = "faster and within the budget" if ok else "beyond the budget"
+            return Verification(ok, why, rows, options["seeds"], spec.steps, 0.0004, options["timed"])
+
+        monkeypatch.setattr("autoprec.tuning.verify.verify", done)
+        monkeypatch.setattr("autoprec.tuning.workers.local.HostPool", Pool)
+        (tmp_path / "train.py").touch()
+        (tmp_path / "p.yaml").write_text("schema: autoprec.policy/1\nrecipes: {bf16: {format: bf16}}\ndefault: bf16\n")
+        line = ["--policy", f"{tmp_path}/p.yaml", *words, f"{tmp_path}/train.py"]
+        return CliRunner().invoke(verify, line, standalone_mode=False)
+
+    return run
+
+
+def test_what_holds_is_exit_0_and_each_seed_is_told(verified: Any) -> None:
+    found = verified(True, "--seeds", "2")
+    assert found.return_value == 0, found.exception
+    assert "holds: faster and within the budget" in found.stdout
+    assert "1.50x" in found.stdout
+    assert "running train.py to its first training step" in found.stderr
+    assert "seed 0: measured" in found.stderr
+
+
+def test_what_does_not_hold_is_exit_1(verified: Any) -> None:
+    assert "does not hold: beyond the budget" in verified(False).stdout
+    quiet = verified(False, "--json", "--quiet")
+    assert quiet.return_value == 1
+    assert quiet.stderr == ""
+    assert json.loads(quiet.stdout)["ok"] is False
+
+
+def test_a_policy_that_is_not_there_is_refused_before_the_script_starts(tmp_path: Path) -> None:
+    found = CliRunner().invoke(verify, ["--policy", str(tmp_path / "none.yaml"), "train.py"])
+    assert isinstance(found.exception, PolicyError)

@@ -1,0 +1,76 @@
+"""A search is told from its first second: phases, a line per trial in a pipe, what is best, how long it takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoprec.cli.progress import PHASES, TerminalProgress, describe
+from autoprec.tuning.events import SearchInfo
+from autoprec.tuning.study.records import TrialRecord
+
+METRICS = {"speedup": 1.5, "divergence": 0.0012, "memory_bytes": 2e9, "step_time_ms": 10.0}
+INFO = SearchInfo(
+    study="s",
+    study_dir="autoprec-runs/s",
+    storage="sqlite:///x",
+    script="train.py",
+    target="h100",
+    source="modelled",
+    launch="fork",
+    device="cpu",
+    model={"class": "GPT", "parameters": 5_500_000},
+    groups={"fc": ("fc",)},
+    trials=30,
+    resume_command="autoprec search --resume",
+)
+
+
+def record(kind: str = "search", number: int = 3, status: str = "ok", **values: object) -> TrialRecord:
+    return TrialRecord(number, kind, f"trial {number}", {}, {}, status, metrics=dict(METRICS), **values)  # type: ignore[arg-type]
+
+
+def test_every_trial_is_a_line_where_there_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = TerminalProgress()
+    progress.phase("search")
+    for done in (1, 2, 3):
+        progress.trial(record(number=done), done, 30, record(), 65.0)
+    progress.close()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "[0:00] trials"
+    assert [line.split()[1] for line in lines[1:]] == ["1/30", "2/30", "3/30"]
+    assert "1.50x  divergence 0.120%" in lines[1]
+    assert lines[1].endswith("[best 1.50x (trial 3); 1:05 left]")
+
+
+def test_how_long_it_takes_is_told_with_the_first_run(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = TerminalProgress()
+    progress.phase("script", "train.py")
+    progress.started(INFO)
+    progress.phase("reference")
+    progress.trial(record("reference", seconds=4.0), 0, 30, None, 0.0)
+    progress.phase("sensitivity")
+    progress.close()
+    told = capsys.readouterr().err
+    assert "starting the script: train.py" in told
+    assert "GPT, 5.5 M parameters, 1 groups of layers; target h100 (modelled); trials start by fork" in told
+    assert "a run takes 4 s: about 2 min for 30 trials" in told
+    assert "autoprec ui" in told
+
+
+def test_quiet_leaves_notes_only(capsys: pytest.CaptureFixture[str]) -> None:
+    progress = TerminalProgress(-1)
+    progress.phase("search")
+    progress.started(INFO)
+    progress.trial(record(), 1, 2, None, 1.0)
+    progress.note("something a person should know")
+    progress.close()
+    assert capsys.readouterr().err == "[0:00] note: something a person should know\n"
+
+
+def test_a_trial_that_failed_says_why() -> None:
+    failed = TrialRecord(1, "search", "trial 1", {}, {}, "oom", reason="out of memory")
+    assert describe(failed) == "oom: out of memory"
+
+
+def test_every_phase_of_a_search_has_words() -> None:
+    assert set(PHASES) == {"script", "graph", "reference", "verdict", "sensitivity", "search", "finalists", "answer"}
