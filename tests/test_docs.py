@@ -1,5 +1,7 @@
 """The documentation is true: every command parses, every file and snippet works, every link leads somewhere."""
 
+import importlib
+import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from autoprec.precision.hardware import load_targets
 from autoprec.support.files import parse_document
 from autoprec.trial.protocol import FAILURES
 from tests.documents import PAGES, ROOT, Snippet, commands, snippets
+from tests.test_architecture import ROOMS
 
 OURS = [(where, words[1:]) for where, words in commands() if words[0] == "autoprec"]
 
@@ -95,6 +98,66 @@ def test_links_inside_the_documentation_lead_somewhere() -> None:
         for target in re.findall(r"\]\(([^)#]+)", path.read_text(encoding="utf-8")):
             if not target.startswith("http"):
                 assert (path.parent / target).exists(), f"{path.name} -> {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
+def test_every_source_file_that_is_named_exists(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:autoprec|tests|benchmarks|examples|search_spaces)/[\w./-]*)`", text)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_the_architecture_page_has_fifteen_steps_each_with_a_file_to_open() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    steps = re.split(r"^\d+\. ", text, flags=re.MULTILINE)[1:]
+    assert len(steps) == 15
+    assert all("`autoprec/" in step for step in steps)
+
+
+def test_the_map_of_rooms_is_the_one_that_the_code_is_held_to() -> None:
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8").split("## The rooms of the code")[1]
+    folders = re.findall(r"`(\w+)/`", "\n".join(line.split("|")[2] for line in text.splitlines() if line[:2] == "| "))
+    parts = [part for parts in ROOMS.values() for part in parts if (ROOT / "autoprec" / part).is_dir()]
+    assert folders == parts
+    picture = (ROOT / "docs" / "images" / "rooms.svg").read_text(encoding="utf-8")
+    assert re.findall(r'font-weight="600"[^>]*>([\w ]+)<', picture) == [
+        *("support", "precision", "policy", "numerics", "optim", "backends", "applying", "graph", "cost", "trial"),
+        *("tuning", "tracking  report  export  integrations", "testing", "cli"),
+    ]
+
+
+def documented_names() -> list[str]:
+    """Return every dotted name under ``autoprec`` that a page mentions, in prose or in a snippet."""
+    found: set[str] = set()
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        found |= set(re.findall(r"(?<![\w./-])autoprec(?:\.[A-Za-z_]\w*)+(?!/)", text))
+        for module, names in re.findall(r"from (autoprec[\w.]*) import \(?([\w, ]+)", text):
+            found |= {f"{module}.{name.strip()}" for name in names.split(",") if name.strip()}
+    return sorted(found)
+
+
+@pytest.mark.parametrize("name", documented_names())
+def test_every_documented_name_can_be_imported(name: str) -> None:
+    """Modules of optional packages are looked for, not imported."""
+    value: Any = package
+    parts = name.split(".")
+    for index, part in enumerate(parts[1:], 2):
+        if not hasattr(value, part):
+            module = ".".join(parts[:index])
+            assert importlib.util.find_spec(module) is not None, f"{name}: {module} does not exist"
+            try:
+                value = importlib.import_module(module)
+            except package.AutoPrecError as error:
+                pytest.skip(f"needs a package that is not installed: {error.what}")
+        else:
+            value = getattr(value, part)
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("nav:")[1].split("theme:")[0]
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert set(re.findall(r"([\w-]+\.md)$", text, re.MULTILINE)) == pages
 
 
 def test_every_page_is_reachable_from_the_index() -> None:

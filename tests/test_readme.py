@@ -62,6 +62,12 @@ def test_it_shows_the_real_output_of_a_real_run() -> None:
     assert "noise floor" in block
 
 
+def test_both_make_commands_are_there_with_what_they_do_and_how_long() -> None:
+    lines = {words[1]: line for line in README.splitlines() if (words := line.split())[:1] == ["make"]}
+    assert set(lines) == {"demo", "test"}
+    assert all("#" in line and "minutes" in line for line in lines.values())
+
+
 USING = [words for _, words in commands() if _.startswith("README") and words[0] == "autoprec" and words[1] != "search"]
 
 

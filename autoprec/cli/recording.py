@@ -31,7 +31,7 @@ def running(
 
     Raises:
         ScriptError: it failed before its first training step.
-        UsageError: there is no such script.
+        UsageError: the script was not found.
     """
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.driver.runner import TrialRunner

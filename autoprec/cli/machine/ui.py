@@ -58,7 +58,7 @@ def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, no_op
         if not no_open and _has_browser():
             click.launch(url)
         elif not no_open:
-            click.echo("there is no browser here: open the address above, over ssh with -L", err=True)
+            click.echo("no browser here: open the address above, over ssh with -L", err=True)
         click.echo("Ctrl-C ends it", err=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:

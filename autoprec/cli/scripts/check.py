@@ -52,7 +52,7 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
 
 
 def _refusal(result: TrialResult, where: str) -> AutoPrecError:
-    """Return why there is no audit, with one fix: that of the error itself, if it came with one."""
+    """Return why the audit is missing, with one fix: that of the error itself, if it came with one."""
     what, _, fix = (result.reason or result.status).partition(FIX)
     if result.status == "too_short" and result.losses:
         return NothingAcceptableError(what, where=where, fix=f"ask for less: --steps {len(result.losses)}")

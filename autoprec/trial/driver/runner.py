@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoprec.errors import NoSpaceError, ScriptError
+from autoprec.errors import NoSpaceError, NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.classify import classify, describe_exit, exit_code, is_own_fault, last_lines
@@ -173,7 +173,7 @@ class TrialRunner(Runner):
         if not info.layers:
             control.close()
             self._host.end()
-            raise ScriptError(
+            raise NothingAcceptableError(
                 f"the model {info.model.get('class', '')} has no trainable GEMM a policy could decide about",
                 where=self.command.label,
                 fix="AutoPrec decides about Linear, Conv and Conv1D layers whose weights are trained",

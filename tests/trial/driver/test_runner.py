@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autoprec.errors import ScriptError
+from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import Probe, TrialSpec
@@ -229,12 +229,6 @@ def test_several_ranks(tokens: tuple[str, ...], host: Any) -> None:
             "import torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters())\nm(torch.ones(1, 2))",
             "no backward",
         ),
-        (
-            "import torch\nclass M(torch.nn.Module):\n  def __init__(s):\n    super().__init__()\n"
-            "    s.p = torch.nn.Parameter(torch.ones(2))\n  def forward(s, x):\n    return s.p * x\n"
-            "m = M()\no = torch.optim.SGD(m.parameters())\nm(torch.ones(2)).sum().backward()",
-            "no trainable GEMM",
-        ),
     ],
 )
 def test_scripts_that_cannot_be_tried(body: str, message: str, host: Any, tmp_path: Path) -> None:
@@ -243,6 +237,18 @@ def test_scripts_that_cannot_be_tried(body: str, message: str, host: Any, tmp_pa
     with host(str(script)) as runner, pytest.raises(ScriptError, match=message) as caught:
         runner.start()
     assert caught.value.exit_code == 4
+
+
+def test_nothing_to_tune_is_not_the_scripts_failure(host: Any, tmp_path: Path) -> None:
+    script = tmp_path / "scale.py"
+    script.write_text(
+        "import torch\nclass M(torch.nn.Module):\n  def __init__(s):\n    super().__init__()\n"
+        "    s.p = torch.nn.Parameter(torch.ones(2))\n  def forward(s, x):\n    return s.p * x\n"
+        "m = M()\no = torch.optim.SGD(m.parameters())\nm(torch.ones(2)).sum().backward()"
+    )
+    with host(str(script)) as runner, pytest.raises(NothingAcceptableError, match="no trainable GEMM") as caught:
+        runner.start()
+    assert caught.value.exit_code == 3
 
 
 @pytest.mark.parametrize(
