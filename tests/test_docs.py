@@ -116,7 +116,8 @@ def test_the_architecture_page_has_fifteen_steps_each_with_a_file_to_open() -> N
 
 def test_the_map_of_rooms_is_the_one_that_the_code_is_held_to() -> None:
     text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8").split("## The rooms of the code")[1]
-    folders = re.findall(r"`(\w+)/`", "\n".join(line.split("|")[2] for line in text.splitlines() if line[:2] == "| "))
+    rows = [line.split("|")[2] for line in text.splitlines() if line.startswith("| ") and "folder" not in line]
+    folders = re.findall(r"`(\w+)/`", "\n".join(rows))
     parts = [part for parts in ROOMS.values() for part in parts if (ROOT / "autoprec" / part).is_dir()]
     assert folders == parts
     picture = (ROOT / "docs" / "images" / "rooms.svg").read_text(encoding="utf-8")
@@ -126,15 +127,19 @@ def test_the_map_of_rooms_is_the_one_that_the_code_is_held_to() -> None:
     ]
 
 
+#: What trials are tagged with in MLflow: names with a dot that nobody imports.
+TAGS = {"autoprec.kind", "autoprec.status", "autoprec.modelled"}
+
+
 def documented_names() -> list[str]:
     """Return every dotted name under ``autoprec`` that a page mentions, in prose or in a snippet."""
     found: set[str] = set()
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
-        found |= set(re.findall(r"(?<![\w./-])autoprec(?:\.[A-Za-z_]\w*)+(?!/)", text))
+        found |= set(re.findall(r"(?<![\w./-])autoprec(?:\.[A-Za-z_]\w*)+(?![\w/])", text))
         for module, names in re.findall(r"from (autoprec[\w.]*) import \(?([\w, ]+)", text):
             found |= {f"{module}.{name.strip()}" for name in names.split(",") if name.strip()}
-    return sorted(found)
+    return sorted(found - TAGS)
 
 
 @pytest.mark.parametrize("name", documented_names())
