@@ -47,7 +47,7 @@ def test_pins_satisfy_what_the_project_asks_for() -> None:
 @pytest.mark.parametrize(
     ("target", "runs"),
     [
-        ("demo", "autoprec search examples/train_gpt.py"),
+        ("demo", "autoprec demo"),
         ("test", "-m pytest"),
         ("gpu", "benchmarks/gpu_run.py"),
         ("gpu-bundle", "benchmarks/gpu_bundle.py"),
@@ -69,7 +69,11 @@ def test_continuous_integration_runs_the_whole_suite() -> None:
 def test_data_files_travel_with_the_wheel() -> None:
     wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
     assert wheel["packages"] == ["autoprec"]
-    assert wheel["force-include"] == {"search_spaces": "autoprec/search_spaces"}
+    assert wheel["force-include"] == {
+        "search_spaces": "autoprec/search_spaces",
+        "examples/train_gpt.py": "autoprec/examples/train_gpt.py",  # what `autoprec demo` trains
+    }
+    assert all((ROOT / path).exists() for path in wheel["force-include"])
     assert (ROOT / "autoprec" / "py.typed").exists()
 
 
