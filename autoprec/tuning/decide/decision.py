@@ -3,8 +3,9 @@
 Rules, in this order (DESIGN section 5, point 7):
 
 1. A candidate is *acceptable* when the upper 95 % confidence bound of its mean divergence over the paired seeds is
-   within ``max_divergence``, or within what rounding the weights once to bf16 does to this training run (the noise
-   floor: nobody can measure less); when its gradient error is within the limit; and when it fits into memory.
+   within ``max_divergence``, when its gradient error is within the limit, and when it fits into memory. Where the loss
+   cannot judge it (the noise floor is above the budget, or nothing is learnt in these steps) other statistics decide
+   (:mod:`~autoprec.tuning.decide.noise`), with a stricter limit of the gradient error, and the answer says so.
 2. The best by the objective leads; candidates within the timing noise of it are tied with it, except that nothing
    slower than the best acceptable preset is ever taken.
 3. Among the tied the smallest gradient error wins (safety is free there), then the smaller memory.
@@ -29,18 +30,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Candidate", "Decision", "choose", "confidence_bounds", "gradient_limit", "noise_limit"]
+from autoprec.tuning.decide.noise import (
+    BLIND_GRADIENT_ERROR,
+    blindness,
+    compare_excess,
+    compare_gaps,
+    is_worse_than_benign,
+    student95,
+)
+
+__all__ = ["Baseline", "Candidate", "Decision", "choose", "confidence_bounds", "gradient_limit", "noise_limit"]
 
 Vector = npt.NDArray[np.float64]
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
 #: A modelled gain below this is not a reason to change a script.
 _LEAST_GAIN = 0.001
-#: One-sided 95 % quantiles of Student's t by degrees of freedom.
-_T95 = (
-    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753,
-    1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697,
-)  # fmt: skip
 #: Standard deviation of ln(divergence) known beforehand, and how many degrees of freedom that counts for.
 _PRIOR_SD, _PRIOR_DF = 0.4, 4
 #: Degrees of freedom that others lend at most, the factor of level within which they are like this one, and the
@@ -56,6 +61,7 @@ class Candidate:
         name: what a person calls it.
         speedup: time of the script over its own (1.0 is the script).
         divergences: one per paired seed, fractions.
+        excess: signed relative loss gaps, one per paired seed (positive: worse); empty when unknown.
         gradient_error: relative to the gradient's norm; None when unknown.
         memory_bytes: peak of a step; 0 when unknown.
         preset: it is one of the presets.
@@ -66,6 +72,7 @@ class Candidate:
     name: str
     speedup: float
     divergences: tuple[float, ...]
+    excess: tuple[float, ...] = field(default=(), kw_only=True)
     gradient_error: float | None = None
     memory_bytes: float = 0.0
     preset: bool = False
@@ -79,7 +86,8 @@ class Decision:
 
     ``index`` points into the candidates (None with ``stay`` when no candidate is the script); ``interval`` is the half
     width of the chosen one's two-sided 90 % interval of divergence; ``rejected`` says why others are not acceptable;
-    ``tied`` names those the chosen one could not be told apart from.
+    ``tied`` names those the chosen one could not be told apart from; ``caveat`` says why the loss could not judge it
+    and what did instead, empty when it could.
     """
 
     verdict: str
@@ -88,15 +96,36 @@ class Decision:
     interval: float = 0.0
     rejected: dict[str, str] = field(default_factory=dict)
     tied: tuple[str, ...] = ()
+    caveat: str = ""
 
 
-def gradient_limit(noise: float | None, max_gradient_error: float = 0.12) -> float | None:
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What is known of the script itself, beside which candidates are judged.
+
+    Attributes:
+        floor: mean divergence of the benign perturbations, a fraction.
+        benign: their divergences; the floor alone when empty.
+        benign_excess: their signed relative loss gaps.
+        learnt: whether the script's own loss moved over the steps that are compared.
+    """
+
+    floor: float = 0.0
+    benign: tuple[float, ...] = ()
+    benign_excess: tuple[float, ...] = ()
+    learnt: bool = True
+
+
+def gradient_limit(noise: float | None, max_gradient_error: float = 0.12, *, blind: bool = False) -> float | None:
     """Return the largest relative gradient error that is allowed: a share of the mini-batch gradient noise.
 
     Below 0.1 of the noise harmless, from 0.35 always bad (200 steps of a character GPT, 30 configurations x 3 seeds).
-    None when the noise is unknown: then there is no such limit.
+    None (for no limit) when the noise is unknown. Where the loss is ``blind`` an absolute limit holds beside it.
     """
-    return None if noise is None or not math.isfinite(noise) or noise <= 0 else max_gradient_error * noise
+    usual = None if noise is None or not math.isfinite(noise) or noise <= 0 else max_gradient_error * noise
+    if not blind:
+        return usual
+    return BLIND_GRADIENT_ERROR if usual is None else min(usual, BLIND_GRADIENT_ERROR)
 
 
 def noise_limit(noise_floor: Sequence[float] | float) -> float:
@@ -148,23 +177,72 @@ def _cox(logs: Vector, lent: float, freedom: int) -> float:
     # a spread far above everybody's is not chance: FP8 may be harmless under most seeds and ten times as bad under one
     variance = max((freedom * lent + squares) / total, squares / max(count - 1, 1))
     error = math.sqrt(variance / count + variance**2 / (2 * (total + 2)))
-    return math.exp(float(logs.mean()) + variance / 2 + _T95[min(total, len(_T95)) - 1] * error)
+    return math.exp(float(logs.mean()) + variance / 2 + student95(total) * error)
 
 
-def _rejection(
-    c: Candidate, bound: tuple[float, float], limit: float, max_gradient: float | None, max_memory: float | None
-) -> str:
-    """Return why a candidate is not acceptable; empty when it is."""
-    mean, upper = bound
-    if not math.isfinite(mean):
-        return "it was not measured to the end in every seed"
-    if upper > limit:
-        return f"divergence {mean:.3%}, up to {upper:.3%} at 95 % confidence, is beyond {limit:.3%}"
-    if max_gradient is not None and c.gradient_error is not None and c.gradient_error > max_gradient:
-        return f"gradient error {c.gradient_error:.3g} is beyond {max_gradient:.3g}"
-    if max_memory is not None and c.memory_bytes > max_memory:
-        return f"memory {c.memory_bytes / 1e9:.2f} GB is beyond {max_memory / 1e9:.2f} GB"
-    return ""
+@dataclass(frozen=True, slots=True)
+class _Rules:
+    """What a candidate has to keep to, and what its loss is compared with."""
+
+    budget: float
+    baseline: Baseline
+    max_gradient: float | None
+    max_memory: float | None
+
+    @property
+    def blind(self) -> str:
+        """Why the loss cannot judge, empty when it can."""
+        return blindness(self.budget, self.baseline.floor, self.baseline.learnt)
+
+    def rejection(self, c: Candidate, bound: tuple[float, float]) -> str:
+        """Return why a candidate is not acceptable; empty when it is."""
+        mean, upper = bound
+        if not math.isfinite(mean):
+            return "it was not measured to the end in every seed"
+        chaotic = self.baseline.floor > self.budget
+        if upper > self.budget:
+            why = self._against_benign(c) if chaotic else self._beyond_budget(mean, upper)
+            if why:
+                return why
+        if self.blind and c.gradient_error is None:
+            return f"{self.blind}, and its gradient error is unknown"
+        limit = self.gradient_limit()
+        if limit is not None and c.gradient_error is not None and c.gradient_error > limit:
+            return f"gradient error {c.gradient_error:.3g} is beyond {limit:.3g}"
+        if self.max_memory is not None and c.memory_bytes > self.max_memory:
+            return f"memory {c.memory_bytes / 1e9:.2f} GB is beyond {self.max_memory / 1e9:.2f} GB"
+        return ""
+
+    def gradient_limit(self) -> float | None:
+        """Return the largest gradient error, the stricter one where the loss is blind."""
+        if not self.blind:
+            return self.max_gradient
+        return min(BLIND_GRADIENT_ERROR, math.inf if self.max_gradient is None else self.max_gradient)
+
+    def _beyond_budget(self, mean: float, upper: float) -> str:
+        return f"divergence {mean:.3%}, up to {upper:.3%} at 95 % confidence, is beyond {self.budget:.3%}"
+
+    def _against_benign(self, c: Candidate) -> str:
+        """Return what the gaps say against a candidate where those of benign changes are above the budget."""
+        benign = self.baseline.benign or (self.baseline.floor,)
+        if is_worse_than_benign(c.divergences, benign):
+            ratio = compare_gaps(c.divergences, benign)[0]
+            mean = float(np.mean(c.divergences))
+            return f"divergence {mean:.3%} is {ratio:.1f} times that of rounding the weights once to bf16"
+        if c.excess and (worse := compare_excess(c.excess, self.baseline.benign_excess))[1] > self.budget:
+            return f"its loss is {worse[0]:.3%} higher than under benign changes, surely more than {self.budget:.3%}"
+        return ""
+
+    def caveat(self, c: Candidate, upper: float) -> str:
+        """Return how an acceptable candidate was judged where the loss could not; empty where it could."""
+        if not self.blind or (upper <= self.budget and self.baseline.learnt):
+            return ""
+        limit = self.gradient_limit()
+        text = f"{self.blind}; its gradient error of {c.gradient_error:.3g} is within {limit:.3g}"
+        if self.baseline.floor > self.budget:
+            ratio = compare_gaps(c.divergences, self.baseline.benign or (self.baseline.floor,))[0]
+            text += f", and its gaps are {ratio:.1f} times those of such benign changes"
+        return text
 
 
 def _merit(candidate: Candidate, objective: str, reference_memory: float) -> float:
@@ -179,6 +257,7 @@ def choose(
     *,
     max_divergence: float = 0.0025,
     noise_floor: Sequence[float] | float = 0.0,
+    baseline: Baseline | None = None,
     max_gradient: float | None = None,
     max_memory: float | None = None,
     objective: str = "throughput",
@@ -190,20 +269,22 @@ def choose(
     Args:
         candidates: the finalists, presets among them; the script as written may be one.
         max_divergence: budget of the mean divergence, a fraction.
-        noise_floor: divergence of the benign perturbation, one number or one per seed.
+        noise_floor: divergence of the benign perturbation, one number or one per seed; where nothing else is known.
+        baseline: what is known of the script itself; takes the place of ``noise_floor``.
         max_gradient: from :func:`gradient_limit`.
         max_memory: bytes.
         objective: ``throughput``, ``memory`` or ``balanced``.
         timing_noise: relative noise of a speed-up (0 for modelled times).
         reference_memory: bytes of the script as written, for the memory objectives.
     """
-    floor = noise_limit(noise_floor)
-    limit = max(max_divergence, floor)
-    bounds = confidence_bounds([() if c.reference else c.divergences for c in candidates], _NEGLIGIBLE * limit)
+    baseline = baseline if baseline is not None else Baseline(noise_limit(noise_floor))
+    rules = _Rules(max_divergence, baseline, max_gradient, max_memory)
+    negligible = _NEGLIGIBLE * max(max_divergence, baseline.floor)
+    bounds = confidence_bounds([() if c.reference else c.divergences for c in candidates], negligible)
     rejected = {
         c.name: why
         for c, bound in zip(candidates, bounds, strict=True)
-        if not c.reference and (why := _rejection(c, bound, limit, max_gradient, max_memory))
+        if not c.reference and (why := rules.rejection(c, bound))
     }
     script = next((i for i, c in enumerate(candidates) if c.reference), None)
     accepted = [i for i, c in enumerate(candidates) if not c.reference and c.name not in rejected]
@@ -225,8 +306,9 @@ def choose(
     chosen = min(tied, key=lambda i: _safety(candidates[i], merit[i]))
     mean, upper = bounds[chosen]
     others = tuple(candidates[i].name for i in tied if i != chosen)
-    reason = _reason(candidates[chosen], objective, merit[chosen], mean, limit, floor, max_divergence, others)
-    return Decision("adopt", chosen, reason, upper - mean, rejected, others)
+    caveat = rules.caveat(candidates[chosen], upper)
+    reason = _reason(candidates[chosen], objective, merit[chosen], mean, max_divergence, caveat, others)
+    return Decision("adopt", chosen, reason, upper - mean, rejected, others, caveat)
 
 
 def _safety(candidate: Candidate, merit: float) -> tuple[float, float, float]:
@@ -243,20 +325,11 @@ def _closest(rejected: dict[str, str]) -> str:
 
 
 def _reason(
-    chosen: Candidate,
-    objective: str,
-    merit: float,
-    mean: float,
-    limit: float,
-    floor: float,
-    budget: float,
-    tied: Sequence[str],
+    chosen: Candidate, objective: str, merit: float, mean: float, budget: float, caveat: str, tied: Sequence[str]
 ) -> str:
     what = {"throughput": "fastest", "memory": "smallest", "balanced": "best balance of speed and memory"}[objective]
-    against = f"the noise floor of {floor:.3%}" if limit > budget else f"{budget:.3%}"
-    text = (
-        f"{chosen.name} is the {what} acceptable policy: {chosen.speedup:.2f}x, divergence {mean:.3%} within {against}"
-    )
+    text = f"{chosen.name} is the {what} acceptable policy: {chosen.speedup:.2f}x, divergence {mean:.3%}"
+    text += f"; {caveat}" if caveat else f" within {budget:.3%}"
     if objective != "throughput":
         text += f", merit {merit:.2f}"
     if tied:

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from autoprec.cost import StepEstimate
+from autoprec.trial.losses import loss_units
 from autoprec.trial.protocol import TrialResult
 
-__all__ = ["Reference", "Scored", "curve_slope", "divergence", "effective_speedup", "score", "step_time"]
+__all__ = ["Reference", "Scored", "curve_slope", "divergence", "effective_speedup", "score", "signed_gap", "step_time"]
 
 
 def divergence(losses: Sequence[float], reference: Sequence[float], window: int | None = None) -> float:
@@ -31,8 +32,9 @@ def divergence(losses: Sequence[float], reference: Sequence[float], window: int 
             equal under any precision and would dilute the gap.
 
     Returns:
-        A fraction (0.0025 is 0.25 %); infinity when a scored loss of the trial is not finite, NaN never. Where the
-        reference's loss is zero the absolute gap is taken.
+        A fraction (0.0025 is 0.25 %) of the reference's loss, or of the unit that takes its place where it goes to
+        zero (:func:`autoprec.trial.losses.loss_units`); infinity when a scored loss of the trial is not finite, NaN
+        never.
     """
     count = min(len(losses), len(reference))
     if count == 0:
@@ -45,8 +47,21 @@ def divergence(losses: Sequence[float], reference: Sequence[float], window: int 
     usable = np.isfinite(b)
     if not usable.any():
         return math.inf
-    scale = np.where(b[usable] != 0, np.abs(b[usable]), 1.0)
-    return float(np.mean(np.abs(a[usable] - b[usable]) / scale))
+    unit = np.asarray(loss_units(reference)[count - scored : count])
+    return float(np.mean(np.abs(a[usable] - b[usable]) / unit[usable]))
+
+
+def signed_gap(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the mean relative gap over the last half with its sign: positive when the trial's loss is higher.
+
+    NaN where a scored loss is not finite or there are none.
+    """
+    count = min(len(losses), len(reference))
+    start = count // 2
+    a = np.asarray(losses[start:count], dtype=np.float64)
+    b = np.asarray(reference[start:count], dtype=np.float64)
+    gaps = (a - b) / np.asarray(loss_units(reference)[start:count])
+    return float(np.mean(gaps)) if count and np.isfinite(gaps).all() else math.nan
 
 
 def step_time(step_ms: Sequence[float], warmup: int = 0) -> float:

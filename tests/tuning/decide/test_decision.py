@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.tuning.decide.decision import Candidate, choose, confidence_bounds, gradient_limit, noise_limit
+from autoprec.tuning.decide.decision import Baseline, Candidate, choose, confidence_bounds, gradient_limit, noise_limit
 
 SCRIPT = Candidate("script as written", 1.0, (0.0,), 0.0, 100.0, reference=True)
 
@@ -33,12 +33,60 @@ def test_it_is_the_upper_bound_that_counts_not_the_mean() -> None:
     assert "95 % confidence" in found.rejected["scattered"]
 
 
-def test_within_the_noise_floor_nobody_can_tell() -> None:
-    noisy = candidate("noisy", 1.5, 0.004)
-    assert choose([SCRIPT, noisy]).verdict == "stay"
-    found = choose([SCRIPT, noisy], noise_floor=0.006)
+CHAOS = Baseline(0.02, (0.012, 0.035, 0.018, 0.015), (0.004, -0.02, 0.01, -0.005))
+
+
+def test_uniform_bf16_is_acceptable_where_training_is_chaotic_and_fp4_is_not() -> None:
+    bf16 = candidate("all bf16", 1.5, gaps=(0.05, 0.01, 0.03, 0.02), gradient_error=0.006)
+    fp4 = candidate("all nvfp4", 2.5, gaps=(0.06, 0.02, 0.03, 0.03), gradient_error=0.28)
+    found = choose([SCRIPT, bf16, fp4], baseline=CHAOS, max_gradient=gradient_limit(4.0))
+    assert found.index == 1
+    assert "gradient error 0.28 is beyond 0.1" in found.rejected["all nvfp4"]
+
+
+def test_beyond_the_budget_nothing_is_adopted_without_a_word() -> None:
+    """The floor is above the budget: before, everything below the floor was "within the noise floor"."""
+    found = choose([SCRIPT, candidate("fp8", 1.5, 0.0186, gradient_error=0.04)], baseline=CHAOS)
     assert found.verdict == "adopt"
-    assert "noise floor" in found.reason
+    assert "the loss cannot judge it" in found.caveat
+    assert "2.000%, beyond the budget of 0.250%" in found.caveat
+    assert "its gradient error of 0.04 is within 0.1" in found.caveat
+    assert "times those of such benign changes" in found.caveat
+    assert found.caveat in found.reason
+    assert "within 0.250%" not in found.reason
+    unknown = choose([SCRIPT, candidate("fp8", 1.5, 0.0186)], baseline=CHAOS)
+    assert unknown.verdict == "stay"
+    assert "gradient error is unknown" in unknown.rejected["fp8"]
+
+
+def test_gaps_far_above_those_of_benign_changes_are_rejected_where_the_budget_says_nothing() -> None:
+    far = candidate("far", 1.5, 0.4, gradient_error=0.04)
+    assert "times that of rounding the weights once" in choose([SCRIPT, far], baseline=CHAOS).rejected["far"]
+
+
+def test_a_loss_that_is_surely_higher_is_rejected_where_the_budget_says_nothing() -> None:
+    gaps = (0.05, 0.06, 0.055, 0.05)
+    worse = candidate("worse", 1.5, gaps=gaps, excess=gaps, gradient_error=0.04)
+    assert "higher than under benign changes" in choose([SCRIPT, worse], baseline=CHAOS).rejected["worse"]
+    either = candidate("either", 1.5, gaps=gaps, excess=(0.05, -0.06, 0.055, -0.05), gradient_error=0.04)
+    assert choose([SCRIPT, either], baseline=CHAOS).verdict == "adopt"
+
+
+def test_what_keeps_the_budget_in_spite_of_the_noise_needs_no_excuse() -> None:
+    close = candidate("close", 1.5, 0.0004, gradient_error=0.01)
+    found = choose([SCRIPT, close], baseline=CHAOS)
+    assert (found.verdict, found.caveat) == ("adopt", "")
+
+
+def test_a_window_in_which_nothing_is_learnt_proves_nothing() -> None:
+    flat = Baseline(0.0, learnt=False)
+    still = candidate("still", 1.5, 0.0, gradient_error=0.01)
+    found = choose([SCRIPT, still], baseline=flat)
+    assert found.verdict == "adopt"
+    assert "the loss proves nothing" in found.reason
+    fp4 = candidate("fp4", 2.5, 0.0, gradient_error=0.3)
+    assert choose([SCRIPT, fp4], baseline=flat, max_gradient=gradient_limit(4.0)).verdict == "stay"
+    assert choose([SCRIPT, fp4], max_gradient=gradient_limit(4.0)).verdict == "adopt"  # a loss that learns is a witness
 
 
 def test_the_gradient_error_limit_guards_the_long_run() -> None:
@@ -49,6 +97,9 @@ def test_the_gradient_error_limit_guards_the_long_run() -> None:
     assert gradient_limit(0.5) == pytest.approx(0.06)
     assert gradient_limit(None) is None
     assert gradient_limit(math.nan) is None
+    assert gradient_limit(4.0) == pytest.approx(0.48)
+    assert gradient_limit(4.0, blind=True) == gradient_limit(None, blind=True) == 0.1
+    assert gradient_limit(0.5, blind=True) == pytest.approx(0.06)
 
 
 def test_memory_limit_and_objectives() -> None:

@@ -72,3 +72,37 @@ def test_the_group_that_moves_the_objectives_most_leads() -> None:
     assert sum(i.error_share for i in found_importance) == pytest.approx(1.0)
     idle = next(i for i in found_importance if "amax_history_len" in i.name)
     assert idle.time_share < 0.05
+
+
+def searched(found: Synthetic, seed: int, matters: str = "", factor: float = 1.0) -> list[TrialRecord]:
+    """Random trials, each gap off by a lognormal factor; one parameter's last value may multiply it as well."""
+    rng = np.random.default_rng(seed)
+    records = []
+    for k in range(18):
+        params = {
+            name: d.choices[int(rng.integers(len(d.choices)))] for name, d in found.problem.distributions().items()
+        }
+        step, gap = found.step(params)
+        gap *= float(np.exp(0.4 * rng.normal()))
+        if matters and params[matters] == found.problem.parameters[matters][-1]:
+            gap *= factor
+        metrics = {"step_time_ms": step, "divergence": gap}
+        records.append(TrialRecord(k, "search", f"trial {k}", params, {}, "ok", metrics=metrics))
+    return records
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_noise_is_not_called_importance(seed: int) -> None:
+    """A history length that cannot matter was told to explain most of the divergence."""
+    found = synthetic(space="te-delayed")
+    told = importance(found.problem, found.prior.time_ms, table_of(found), searched(found, seed))
+    parameters = {i.name: i for i in told if not i.name.startswith("layer:")}
+    assert parameters
+    assert all(i.error_share == 0.0 and i.time_share == 0.0 for i in parameters.values())
+
+
+def test_a_parameter_that_matters_is_found() -> None:
+    found = synthetic(space="te-delayed")
+    name = next(n for n in found.problem.parameters if "margin" in n or "amax" in n)
+    told = importance(found.problem, found.prior.time_ms, table_of(found), searched(found, 0, name, 30.0))
+    assert max(told, key=lambda i: i.error_share).name == name

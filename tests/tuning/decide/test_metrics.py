@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from autoprec.cost import StepEstimate
 from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.decide.metrics import Reference, curve_slope, divergence, effective_speedup, score, step_time
+from autoprec.tuning.decide.metrics import (
+    Reference,
+    curve_slope,
+    divergence,
+    effective_speedup,
+    score,
+    signed_gap,
+    step_time,
+)
 
 
 def test_divergence_is_the_mean_absolute_relative_gap_of_the_last_half() -> None:
@@ -140,3 +148,21 @@ def test_a_layer_the_step_never_called_says_nothing_against_a_policy() -> None:
     row = {"name": "experts.7", "requested": {"fprop": "fp8"}, "executed": {}, "ok": False, "reason": "never called"}
     scored = score(result(audit={"layers": [row], "operators": {}}), REFERENCE, estimate=None, gradient_error=0.0)
     assert scored.status == "ok"
+
+
+def test_a_loss_near_zero_is_not_divided_by() -> None:
+    """1e-6 against 3e-6 is a gap of 200 % that nobody will see: the unit stays a tenth of the initial loss."""
+    reference = [1.0, 0.3, 0.05, 1e-3, 1e-5, 1e-6, 1e-6, 1e-6]
+    other = [1.0, 0.3, 0.05, 1e-3, 3e-5, 3e-6, 3e-6, 3e-6]
+    assert divergence(other, reference) < 1e-3
+    stuck = [1.0, 0.3, 0.05, 0.02, 0.02, 0.02, 0.02, 0.02]
+    assert divergence(stuck, reference) > 0.1
+
+
+def test_a_signed_gap_tells_worse_from_different() -> None:
+    reference = [2.0, 2.0, 2.0, 2.0]
+    assert signed_gap([2.0, 2.0, 2.2, 1.8], reference) == pytest.approx(0.0)
+    assert signed_gap([2.0, 2.0, 2.2, 2.2], reference) == pytest.approx(0.1)
+    assert signed_gap([2.0, 2.0, 1.8, 1.8], reference) == pytest.approx(-0.1)
+    assert math.isnan(signed_gap([2.0, math.nan], reference))
+    assert math.isnan(signed_gap([], reference))

@@ -14,6 +14,7 @@ from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, raw_loss
 from autoprec.trial.inside.observe.measure import StepClock
 from autoprec.trial.inside.observe.memory import SavedBytes, memory_of
+from autoprec.trial.losses import loss_units
 
 __all__ = ["Loop", "annealed", "early_stop", "gradient_norm"]
 
@@ -30,12 +31,13 @@ def annealed(step: int, total: int) -> float:
 
 
 def early_stop(losses: Sequence[float], reference: Sequence[float], limit: float, total: int) -> bool:
-    """True when the mean absolute relative gap over the last quarter of the steps seen exceeds ``limit``."""
+    """True when the mean absolute gap (in units of the loss) over the last quarter of the steps exceeds ``limit``."""
     seen = min(len(losses), len(reference))
     if seen < max(4, total // 4):
         return False
     window = range(seen - max(seen // 4, 2), seen)
-    gaps = [abs(losses[i] - reference[i]) / max(abs(reference[i]), 1e-12) for i in window]
+    units = loss_units(reference)
+    gaps = [abs(losses[i] - reference[i]) / units[i] for i in window]
     return sum(gaps) / len(gaps) > limit
 
 

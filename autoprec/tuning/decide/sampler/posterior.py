@@ -227,6 +227,10 @@ class DivergenceModel:
         """Return the most likely law."""
         return self._unpack(self._common())
 
+    def parameter_sd(self) -> Vector:
+        """Return ``[K]``: how uncertain each parameter feature's effect on ln(divergence**2) is (posterior)."""
+        return _posterior_sd(self._sd, self._jacobian, self._solve)[2 : 2 + self._features]
+
     def draw(self, rng: np.random.Generator, spread: float = 1.0) -> DivergenceLaw:
         """Return a law drawn from the posterior (Matheron's rule), ``spread`` times as far from the mean."""
         prior = rng.normal(size=len(self._sd)) * self._sd
@@ -237,6 +241,15 @@ class DivergenceModel:
         else:
             prior[0] = 0.0
         return self._unpack(self._common() + spread * prior)
+
+
+def _posterior_sd(prior: Vector, rows: npt.NDArray[np.float64], solve: npt.NDArray[np.float64]) -> Vector:
+    """Return ``[P]`` posterior standard deviations from prior ones, observation rows ``[N, P]`` and ``gram**-1``."""
+    if not len(rows):
+        return prior
+    scaled = rows * prior**2
+    known = np.einsum("np,nm,mp->p", scaled, solve, scaled)
+    return np.asarray(np.sqrt(np.maximum(prior**2 - known, 0.0)))
 
 
 class LinearModel:
@@ -320,6 +333,11 @@ class LinearModel:
     def mean(self) -> tuple[FloatTable, float, Vector]:
         """Return the most likely (table ``[G, C]``, base, parameter effects ``[K]``)."""
         return self._table(self._mean)
+
+    def parameter_sd(self) -> Vector:
+        """Return ``[K]``: how uncertain each parameter feature's effect is (posterior), in the table's unit."""
+        first = 2 + self._difference.shape[1]
+        return _posterior_sd(self._sd, self._x, self._solve)[first : first + len(self._prior)]
 
     def draw(self, rng: np.random.Generator, spread: float = 1.0) -> tuple[FloatTable, float, Vector]:
         """Return (table, base, parameter effects) drawn from the posterior."""

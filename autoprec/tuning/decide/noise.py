@@ -1,0 +1,174 @@
+"""What a short loss curve can tell about a policy, and what is asked instead where it can tell nothing.
+
+Rounding every weight once to bfloat16 is the smallest change of precision there is, and harmless. In a calm script it
+moves the loss by some thousandths of a percent: a gap of the size of the budget is then the policy's doing. Where
+training is chaotic (tiny batches, high learning rates, line searches, policy gradients) the same rounding grows within
+some steps into a gap of percents, and so does any other change. There a gap of 2 % says nothing against a policy and
+one of 0.5 % nothing for it. A loss that does not move at all (the first steps of a learning-rate warm-up) is the
+opposite case with the same consequence: every policy has a gap of zero, and it proves nothing.
+
+The loss is called *blind* in both cases, and three questions are asked instead:
+
+1. How wrong is the gradient? It is compared on the same weights and the same batch, so chaos does not enter.
+2. Are the gaps larger than those of benign changes, beyond what 16-bit arithmetic in every step explains?
+3. Is the loss worse? Chaotic gaps have either sign; a policy that hurts has them on one side.
+
+Only the first can speak for a policy; the other two can only speak against it, and with few seeds they do so for gross
+harm. That is why the limit of the first is stricter than elsewhere, and why the answer says how it was found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = [
+    "BENIGN_RUNS",
+    "BLIND_GRADIENT_ERROR",
+    "blindness",
+    "compare_excess",
+    "compare_gaps",
+    "has_learnt",
+    "is_worse_than_benign",
+    "needs_more_benign_runs",
+    "screening_limit",
+    "student95",
+]
+
+Vector = npt.NDArray[np.float64]
+
+#: One-sided 95 % quantiles of Student's t by degrees of freedom.
+_T95 = (
+    6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753,
+    1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697,
+)  # fmt: skip
+#: Benign perturbations of the reference that are run where one of them may lie above the budget.
+BENIGN_RUNS = 4
+#: Share of the budget from which on one benign gap may be below the budget by luck only: their logarithms spread by
+#: about 0.5, and the mean of a few lies within a factor of four of each of them.
+_NEARLY = 0.25
+#: Largest relative gradient error where the loss is blind. An error of 0.1, orthogonal to the gradient, turns the step
+#: by 6 degrees and costs half a percent of its progress; bf16 is near 0.005, FP8 near 0.05, FP4 above 0.2.
+BLIND_GRADIENT_ERROR = 0.1
+#: A policy in 16 bits rounds in every step, the benign perturbation once; over short windows its gaps are up to this
+#: many times as large where the gaps have not yet grown to their full size.
+_EVERY_STEP = 4.0
+#: What the gap of one trial may be above the mean of several: two standard deviations of a lognormal spread of 0.4.
+_ONE_TRIAL = 2.0
+#: Standard deviation of ln(gap) known beforehand where training is chaotic, and the degrees of freedom it counts for.
+_PRIOR_SD, _PRIOR_DF = 0.5, 4
+#: The loss of the reference has learnt when its last third lies apart from its first third by this share of it, and by
+#: so many standard errors; fewer steps than this say nothing about it.
+_LEAST_FALL, _SURE, _FEWEST_STEPS = 0.01, 2.0, 6
+#: Gaps below this are float32 rounding of the loss.
+_TINY = 1e-7
+
+
+def student95(freedom: int) -> float:
+    """Return the one-sided 95 % quantile of Student's t (that of 30 degrees of freedom beyond 30)."""
+    return _T95[min(max(freedom, 1), len(_T95)) - 1]
+
+
+def needs_more_benign_runs(gaps: Sequence[float], budget: float) -> bool:
+    """Say whether another benign perturbation should be run: one gap near the budget does not tell the floor."""
+    return len(gaps) < BENIGN_RUNS and max(gaps, default=0.0) > _NEARLY * budget
+
+
+def has_learnt(losses: Sequence[float]) -> bool:
+    """Say whether a reference's loss moved over its steps, beyond the noise between batches.
+
+    Args:
+        losses: one per step, from the first step on. True where there are too few of them to tell.
+    """
+    values = np.asarray(losses, dtype=np.float64)
+    values = values[np.isfinite(values)]
+    if len(values) < _FEWEST_STEPS:
+        return True
+    third = len(values) // 3
+    first, last = values[:third], values[-third:]
+    moved = abs(float(first.mean() - last.mean()))
+    error = math.sqrt((float(first.var(ddof=1)) + float(last.var(ddof=1))) / third)
+    return moved > _LEAST_FALL * float(np.abs(values).mean()) and moved > _SURE * error
+
+
+def blindness(budget: float, floor: float, learnt: bool) -> str:
+    """Return why the loss cannot judge a policy, as the beginning of a sentence; empty when it can.
+
+    Args:
+        budget: of the divergence, a fraction.
+        floor: mean divergence of the benign perturbations, a fraction.
+        learnt: see :func:`has_learnt`.
+    """
+    if floor > budget:
+        return (
+            f"the loss cannot judge it, because rounding the weights once to bf16 already moves it by {floor:.3%}, "
+            f"beyond the budget of {budget:.3%}"
+        )
+    if not learnt:
+        return (
+            "the loss proves nothing, because the script's own does not fall over the steps that were compared "
+            "(a learning-rate warm-up, or too few steps: raise --steps)"
+        )
+    return ""
+
+
+def screening_limit(budget: float, floor: float) -> float:
+    """Return the divergence up to which one short trial stays a candidate: the budget, or what noise explains.
+
+    Where the floor is within the budget, a gap beyond the budget counts against a policy. Where it is above, only a gap
+    that neither rounding in every step nor the spread of single trials explains does; what decides is asked later.
+    """
+    return budget if floor <= budget else _EVERY_STEP * _ONE_TRIAL * floor
+
+
+def compare_gaps(gaps: Sequence[float], benign: Sequence[float]) -> tuple[float, float]:
+    """Return (ratio, lower 95 % bound of the ratio) of a policy's gaps to those of benign perturbations.
+
+    Both are lognormal with one spread, known beforehand to about 0.5 and pooled from both.
+
+    Args:
+        gaps: divergences of the policy, one per paired seed, finite; at least one.
+        benign: divergences of the perturbed reference; at least one.
+    """
+    ours, theirs = _logs(gaps), _logs(benign)
+    freedom = _PRIOR_DF + len(ours) + len(theirs) - 2
+    squares = _PRIOR_DF * _PRIOR_SD**2 + _squares(ours) + _squares(theirs)
+    error = math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
+    ratio = float(ours.mean() - theirs.mean())
+    return math.exp(ratio), math.exp(ratio - student95(freedom) * error)
+
+
+def is_worse_than_benign(gaps: Sequence[float], benign: Sequence[float]) -> bool:
+    """Say whether a policy's gaps are surely larger than rounding in every step explains."""
+    return compare_gaps(gaps, benign)[1] > _EVERY_STEP
+
+
+def compare_excess(excess: Sequence[float], benign: Sequence[float]) -> tuple[float, float]:
+    """Return (mean, lower 95 % bound of the mean) of a policy's excess loss over that of benign perturbations.
+
+    Args:
+        excess: signed relative gaps of the policy (positive: its loss is higher), one per paired seed.
+        benign: the same of the perturbed reference; may be empty (then it counts as zero on average).
+
+    Returns:
+        Fractions; the bound is minus infinity where fewer than three values cannot tell the spread.
+    """
+    ours, theirs = np.asarray(excess, dtype=np.float64), np.asarray(benign, dtype=np.float64)
+    mean = float(ours.mean()) - (float(theirs.mean()) if len(theirs) else 0.0)
+    freedom = len(ours) - 1 + max(len(theirs) - 1, 0)
+    if freedom < 2:
+        return mean, -math.inf
+    variance = (_squares(ours) + (_squares(theirs) if len(theirs) else 0.0)) / freedom
+    error = math.sqrt(variance * (1 / len(ours) + (1 / len(theirs) if len(theirs) else 0.0)))
+    return mean, mean - student95(freedom) * error
+
+
+def _logs(gaps: Sequence[float]) -> Vector:
+    return np.asarray(np.log(np.maximum(np.asarray(gaps, dtype=np.float64), _TINY)))
+
+
+def _squares(values: Vector) -> float:
+    return float(((values - values.mean()) ** 2).sum())

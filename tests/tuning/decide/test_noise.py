@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoprec.tuning.decide.noise import (
+    BENIGN_RUNS,
+    blindness,
+    compare_excess,
+    compare_gaps,
+    has_learnt,
+    is_worse_than_benign,
+    needs_more_benign_runs,
+    screening_limit,
+    student95,
+)
+
+GAPS = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8)
+BUDGET = 0.0025
+
+
+def lognormal(rng: np.random.Generator, level: float, sd: float = 0.5, count: int = 4) -> list[float]:
+    return (level * np.exp(sd * rng.normal(size=count))).tolist()
+
+
+# --- gaps against those of benign changes
+def test_what_is_no_worse_than_benign_is_hardly_ever_called_worse() -> None:
+    rng = np.random.default_rng(0)
+    for level, most in ((1.0, 0.001), (4.0, 0.07)):  # the second is as far as rounding in every step may go
+        called = [is_worse_than_benign(lognormal(rng, 0.02 * level), lognormal(rng, 0.02)) for _ in range(1000)]
+        assert np.mean(called) <= most
+
+
+def test_what_is_far_worse_than_benign_is_found_out() -> None:
+    rng = np.random.default_rng(1)
+    for seeds, level in ((4, 16.0), (8, 10.0)):
+        called = [
+            is_worse_than_benign(lognormal(rng, 0.02 * level, count=seeds), lognormal(rng, 0.02, count=seeds))
+            for _ in range(500)
+        ]
+        assert np.mean(called) > 0.9
+
+
+@given(GAPS, GAPS, st.floats(0.1, 10))
+def test_the_ratio_has_no_unit_and_grows_with_the_gaps(gaps: list[float], benign: list[float], factor: float) -> None:
+    ratio, lower = compare_gaps(gaps, benign)
+    assert lower < ratio
+    scaled = compare_gaps([factor * g for g in gaps], [factor * b for b in benign])
+    assert scaled == (pytest.approx(ratio, rel=1e-6), pytest.approx(lower, rel=1e-6))
+    larger = compare_gaps([2 * g for g in gaps], benign)
+    assert larger == (pytest.approx(2 * ratio, rel=1e-6), pytest.approx(2 * lower, rel=1e-6))
+
+
+def test_more_seeds_say_more() -> None:
+    few, many = compare_gaps([0.02] * 2, [0.01] * 2), compare_gaps([0.02] * 8, [0.01] * 8)
+    assert few[0] == pytest.approx(many[0])
+    assert few[1] < many[1]
+
+
+# --- direction
+def test_gaps_of_either_sign_are_not_an_excess() -> None:
+    rng = np.random.default_rng(2)
+    called = [
+        compare_excess((0.02 * rng.normal(size=4)).tolist(), (0.02 * rng.normal(size=4)).tolist())[1] > BUDGET
+        for _ in range(1000)
+    ]
+    assert np.mean(called) <= 0.06
+
+
+def test_gaps_of_one_sign_are() -> None:
+    rng = np.random.default_rng(3)
+    called = [
+        compare_excess((0.1 + 0.02 * rng.normal(size=4)).tolist(), (0.02 * rng.normal(size=4)).tolist())[1] > BUDGET
+        for _ in range(200)
+    ]
+    assert np.mean(called) > 0.95
+
+
+def test_too_few_values_bound_nothing() -> None:
+    assert compare_excess([0.5], []) == (0.5, -math.inf)
+    assert compare_excess([0.5, 0.5], []) == (0.5, -math.inf)
+    assert compare_excess([0.5, 0.5], [0.1]) == (pytest.approx(0.4), -math.inf)
+
+
+# --- whether the loss can judge at all
+@pytest.mark.parametrize("seed", range(5))
+def test_a_falling_loss_learns_and_a_flat_one_does_not(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    batch = rng.normal(size=30)
+    warmup = 7.62 + 0.03 * batch  # the learning rate is next to zero
+    assert not has_learnt(warmup)
+    assert has_learnt(warmup * np.linspace(1.0, 0.8, 30))
+    assert not has_learnt(7.62 - 1e-3 * np.arange(30) / 30)  # it falls, without noise, by next to nothing
+    assert not has_learnt(1.0 + 1.0 * batch)  # whatever it learns is lost between the batches
+
+
+def test_a_handful_of_steps_is_given_the_benefit_of_the_doubt() -> None:
+    assert has_learnt([1.0] * 5)
+    assert has_learnt([math.nan] * 20)
+
+
+def test_the_loss_is_blind_above_the_budget_or_when_it_stands_still() -> None:
+    assert blindness(BUDGET, 0.001, learnt=True) == ""
+    assert "1.700%, beyond the budget of 0.250%" in blindness(BUDGET, 0.017, learnt=True)
+    assert "does not fall" in blindness(BUDGET, 0.0, learnt=False)
+    assert "raise --steps" in blindness(BUDGET, 0.0, learnt=False)
+
+
+@given(st.floats(1e-5, 0.5), st.floats(0, 0.5))
+def test_screening_is_the_budget_or_what_noise_explains(budget: float, floor: float) -> None:
+    limit = screening_limit(budget, floor)
+    assert limit >= budget
+    assert limit == budget if floor <= budget else limit > 4 * floor
+
+
+def test_one_benign_gap_is_enough_when_it_is_far_below_the_budget() -> None:
+    assert needs_more_benign_runs([], BUDGET) is False
+    assert not needs_more_benign_runs([0.0001], BUDGET)
+    assert needs_more_benign_runs([0.001], BUDGET)
+    assert needs_more_benign_runs([0.0001, 0.001], BUDGET)
+    assert not needs_more_benign_runs([0.1] * BENIGN_RUNS, BUDGET)
+
+
+def test_quantiles_fall_towards_the_normal_one() -> None:
+    values = [student95(k) for k in range(1, 60)]
+    assert values == sorted(values, reverse=True)
+    assert values[0] == 6.314
+    assert values[-1] == pytest.approx(1.697)
