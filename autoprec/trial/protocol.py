@@ -36,7 +36,7 @@ class TrialSpec:
             ``sensitivity`` (``warmup`` steps, then answer ``probes``), ``run`` (to the script's own end).
         policy: a policy document, or None for the script as written.
         perturb: ``bf16`` rounds every weight once to bfloat16 before the first step (the benign perturbation of the
-            noise floor).
+            noise floor); ``bf16:1``, ``bf16:2``, ... up or down at random, by that seed.
         seed: reseed at the first training forward by ``seed + rank``; None leaves the random state as the script
             left it (forked trials share it by construction).
         anneal: multiply the learning rate by a cosine to 10 % over the trial (finalists: chaos shrinks).

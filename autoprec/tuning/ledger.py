@@ -67,12 +67,12 @@ class Ledger:
         return self.table.noise if self.table is not None else None
 
     def gradient_limit(self) -> float | None:
-        """Return the largest acceptable relative gradient error; None where the gradient noise is unknown."""
-        return self.limits.gradient(self.gradient_noise)
+        """Return the largest acceptable relative gradient error, None for no limit."""
+        return self.limits.gradient(self.gradient_noise, self.reference.baseline)
 
     def exceeded(self, record: TrialRecord) -> tuple[str, ...]:
         """Name the limits that a measured trial breaks."""
-        return self.limits.exceeded(record.metrics, self.gradient_noise)
+        return self.limits.exceeded(record.metrics, self.gradient_limit())
 
     def acceptable(self, record: TrialRecord) -> bool:
         """Say whether a trial was measured, and is within every limit."""

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoprec.tuning.decide.decision import gradient_limit
+from autoprec.tuning.decide.noise import Baseline, blindness, screening_limit
 
 __all__ = ["Limits", "rank"]
 
@@ -24,16 +25,20 @@ class Limits:
     gradient_error: float
     memory: int | None = None
 
-    def gradient(self, noise: float | None) -> float | None:
-        """Return the largest acceptable relative gradient error; None where the gradient noise is unknown."""
-        return gradient_limit(noise, self.gradient_error)
+    def gradient(self, noise: float | None, baseline: Baseline) -> float | None:
+        """Return the largest acceptable relative gradient error, None for no limit.
 
-    def exceeded(self, metrics: Mapping[str, float], noise: float | None) -> tuple[str, ...]:
-        """Name the limits that a measured trial breaks; a gap below the noise floor is never held against it."""
-        largest = self.gradient(noise)
+        Args:
+            noise: mini-batch gradient noise, relative to the gradient's norm; None where it is unknown.
+            baseline: what the loss of the script can tell: where it is blind the limit is stricter.
+        """
+        return gradient_limit(noise, self.gradient_error, blind=bool(blindness(self.divergence, baseline)))
+
+    def exceeded(self, metrics: Mapping[str, float], max_gradient: float | None) -> tuple[str, ...]:
+        """Name the limits that a measured trial breaks; a gap that noise explains is not held against it."""
         broken = {
-            "divergence": metrics["divergence"] > max(self.divergence, metrics["noise_floor"]),
-            "gradient error": largest is not None and metrics["gradient_error"] > largest,
+            "divergence": metrics["divergence"] > screening_limit(self.divergence, metrics["noise_floor"]),
+            "gradient error": max_gradient is not None and metrics["gradient_error"] > max_gradient,
             "memory": self.memory is not None and metrics["memory_bytes"] > self.memory,
         }
         return tuple(name for name, is_broken in broken.items() if is_broken)

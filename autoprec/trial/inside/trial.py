@@ -38,11 +38,26 @@ from autoprec.trial.protocol import TrialResult, TrialSpec
 __all__ = ["Trial", "is_out_of_memory", "round_weights"]
 
 
-def round_weights(found: Found) -> None:
-    """Round every trained weight once to bfloat16: the smallest change of precision there is."""
+def round_weights(found: Found, perturb: str = "bf16") -> None:
+    """Round every trained weight once to bfloat16: the smallest change of precision there is.
+
+    ``bf16`` rounds to nearest, ``bf16:K`` up or down at random by the seed K (stochastic rounding), without touching
+    the script's own random streams. Weights that are bfloat16 already stay as they are.
+    """
+    _, _, seed = perturb.partition(":")
+    generator = torch.Generator().manual_seed(int(seed)) if seed else None
     with torch.no_grad():
         for parameter in found.parameters:
-            parameter.copy_(parameter.to(torch.bfloat16).to(parameter.dtype))
+            value = parameter if generator is None else _dithered(parameter, generator)
+            parameter.copy_(value.to(torch.bfloat16).to(parameter.dtype))
+
+
+def _dithered(parameter: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Return a float32 copy whose bits below bfloat16 were carried up at random, in proportion to their value."""
+    value = parameter.detach().to(torch.float32).contiguous()
+    dither = torch.randint(0, 1 << 16, value.shape, generator=generator, dtype=torch.int32).to(value.device)
+    rounded = ((value.view(torch.int32) + dither) & -(1 << 16)).view(torch.float32)
+    return torch.where(torch.isfinite(rounded), rounded, value)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -92,8 +107,8 @@ class Trial:
             run_eagerly()
         if spec.seed is not None:
             reseed(spec.seed + _rank())
-        if spec.perturb == "bf16":
-            round_weights(self.found)
+        if spec.perturb:
+            round_weights(self.found, spec.perturb)
         try:
             self._policy = apply_document(spec.policy, self.found, spec.backend)
         except AutoPrecError as error:

@@ -32,6 +32,7 @@ import numpy.typing as npt
 
 from autoprec.tuning.decide.noise import (
     BLIND_GRADIENT_ERROR,
+    Baseline,
     blindness,
     compare_excess,
     compare_gaps,
@@ -39,7 +40,7 @@ from autoprec.tuning.decide.noise import (
     student95,
 )
 
-__all__ = ["Baseline", "Candidate", "Decision", "choose", "confidence_bounds", "gradient_limit", "noise_limit"]
+__all__ = ["Candidate", "Decision", "choose", "confidence_bounds", "gradient_limit", "noise_limit"]
 
 Vector = npt.NDArray[np.float64]
 #: Divergences below this share of the limit are as good as nothing.
@@ -97,23 +98,6 @@ class Decision:
     rejected: dict[str, str] = field(default_factory=dict)
     tied: tuple[str, ...] = ()
     caveat: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Baseline:
-    """What is known of the script itself, beside which candidates are judged.
-
-    Attributes:
-        floor: mean divergence of the benign perturbations, a fraction.
-        benign: their divergences; the floor alone when empty.
-        benign_excess: their signed relative loss gaps.
-        learnt: whether the script's own loss moved over the steps that are compared.
-    """
-
-    floor: float = 0.0
-    benign: tuple[float, ...] = ()
-    benign_excess: tuple[float, ...] = ()
-    learnt: bool = True
 
 
 def gradient_limit(noise: float | None, max_gradient_error: float = 0.12, *, blind: bool = False) -> float | None:
@@ -192,7 +176,7 @@ class _Rules:
     @property
     def blind(self) -> str:
         """Why the loss cannot judge, empty when it can."""
-        return blindness(self.budget, self.baseline.floor, self.baseline.learnt)
+        return blindness(self.budget, self.baseline)
 
     def rejection(self, c: Candidate, bound: tuple[float, float]) -> str:
         """Return why a candidate is not acceptable; empty when it is."""

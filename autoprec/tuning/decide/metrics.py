@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ import numpy as np
 from autoprec.cost import StepEstimate
 from autoprec.trial.losses import loss_units
 from autoprec.trial.protocol import TrialResult
+from autoprec.tuning.decide.noise import Baseline
 
 __all__ = ["Reference", "Scored", "curve_slope", "divergence", "effective_speedup", "score", "signed_gap", "step_time"]
 
@@ -135,12 +136,17 @@ class Reference:
     memory_bytes: int
     samples: int
     warmup: int
-    noise_floor: float = 0.0
+    baseline: Baseline = field(default_factory=Baseline)
     deterministic: bool = True
 
-    def with_noise(self, floor: float, deterministic: bool) -> Reference:
-        """Return a copy that knows its noise floor."""
-        return replace(self, noise_floor=floor, deterministic=deterministic)
+    @property
+    def noise_floor(self) -> float:
+        """Mean divergence of the benign perturbations, a fraction."""
+        return self.baseline.floor
+
+    def with_noise(self, baseline: Baseline, deterministic: bool) -> Reference:
+        """Return a copy that knows how far apart its curve and those of benign perturbations lie."""
+        return replace(self, baseline=baseline, deterministic=deterministic)
 
 
 @dataclass(frozen=True, slots=True)

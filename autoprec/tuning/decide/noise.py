@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ import numpy.typing as npt
 __all__ = [
     "BENIGN_RUNS",
     "BLIND_GRADIENT_ERROR",
+    "Baseline",
     "blindness",
     "compare_excess",
     "compare_gaps",
@@ -67,6 +69,23 @@ _LEAST_FALL, _SURE, _FEWEST_STEPS = 0.01, 2.0, 6
 _TINY = 1e-7
 
 
+@dataclass(frozen=True, slots=True)
+class Baseline:
+    """What is known of the script itself, beside which candidates are judged.
+
+    Attributes:
+        floor: mean divergence of the benign perturbations, a fraction.
+        benign: their divergences; the floor alone when empty.
+        benign_excess: their signed relative loss gaps.
+        learnt: whether the script's own loss moved over the steps that are compared.
+    """
+
+    floor: float = 0.0
+    benign: tuple[float, ...] = ()
+    benign_excess: tuple[float, ...] = ()
+    learnt: bool = True
+
+
 def student95(freedom: int) -> float:
     """Return the one-sided 95 % quantile of Student's t (that of 30 degrees of freedom beyond 30)."""
     return _T95[min(max(freedom, 1), len(_T95)) - 1]
@@ -94,20 +113,19 @@ def has_learnt(losses: Sequence[float]) -> bool:
     return moved > _LEAST_FALL * float(np.abs(values).mean()) and moved > _SURE * error
 
 
-def blindness(budget: float, floor: float, learnt: bool) -> str:
+def blindness(budget: float, baseline: Baseline) -> str:
     """Return why the loss cannot judge a policy, as the beginning of a sentence; empty when it can.
 
     Args:
         budget: of the divergence, a fraction.
-        floor: mean divergence of the benign perturbations, a fraction.
-        learnt: see :func:`has_learnt`.
+        baseline: what is known of the script itself.
     """
-    if floor > budget:
+    if baseline.floor > budget:
         return (
-            f"the loss cannot judge it, because rounding the weights once to bf16 already moves it by {floor:.3%}, "
-            f"beyond the budget of {budget:.3%}"
+            "the loss cannot judge it, because rounding the weights once to bf16 already moves it by "
+            f"{baseline.floor:.3%}, beyond the budget of {budget:.3%}"
         )
-    if not learnt:
+    if not baseline.learnt:
         return (
             "the loss proves nothing, because the script's own does not fall over the steps that were compared "
             "(a learning-rate warm-up, or too few steps: raise --steps)"

@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from functools import partial
 
+from autoprec.tuning.decide.noise import screening_limit
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.prior import divergence_model, observation
 from autoprec.tuning.decide.table import SensitivityTable
@@ -88,7 +89,7 @@ def shortlist(
 
     A record fits a share when neither its own measurement exceeds the budget nor its smoothed divergence the share.
     """
-    limit = max(max_divergence, noise_floor)
+    limit = screening_limit(max_divergence, noise_floor)
     usable = [r for r in records if r.ok and math.isfinite(r.metrics["divergence"])]
     smoothed = dict(
         zip((r.number for r in usable), smoothed_divergence(problem, table, usable, noise_floor), strict=True)
@@ -125,7 +126,7 @@ def faster_ones(
         table: its sensitivity table.
         records: every trial that was measured to its end.
         means: number -> mean divergence over the paired seeds, of those that were finalists already.
-        limit: the divergence budget, or the noise floor above it.
+        limit: the divergence budget, or what noise explains (:func:`~autoprec.tuning.decide.noise.screening_limit`).
         noise_floor: divergence of the benign perturbation.
         ahead_of_ms: step time that they have to beat.
     """

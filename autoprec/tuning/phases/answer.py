@@ -32,7 +32,10 @@ KEPT_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the search decided: ``adopt`` a record's policy, or ``stay``; ``chosen`` holds the finalist statistics."""
+    """What the search decided: ``adopt`` a record's policy, or ``stay``.
+
+    ``chosen`` holds the finalist statistics; ``caveat`` says how the policy was judged where the loss could not do it.
+    """
 
     verdict: str
     reason: str
@@ -40,6 +43,7 @@ class Answer:
     seeds: int
     chosen: Candidate | None = None
     interval: float = 0.0
+    caveat: str = ""
 
 
 def _plain(value: float) -> float:
@@ -84,6 +88,7 @@ def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
         "source": setup.source,
         "verdict": answer.verdict,
         "reason": answer.reason,
+        **({"caveat": answer.caveat} if answer.caveat else {}),
         "reference": setup.options.reference,
         "seeds": answer.seeds,
         "steps": setup.options.steps,

@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from autoprec.errors import AutoPrecError
 from autoprec.tuning.decide.decision import Candidate, choose
-from autoprec.tuning.decide.metrics import Reference
+from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
+from autoprec.tuning.decide.noise import Baseline, screening_limit
 from autoprec.tuning.decide.shortlist import faster_ones, shortlist, smoothed_divergence
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
@@ -100,7 +101,7 @@ def pick_safer(
     floor = ledger.reference.noise_floor
     believed = smoothed_divergence(setup.problem, table, rest, floor)
     worst = {r.number: max(b, r.metrics["divergence"]) for r, b in zip(rest, believed, strict=True)}
-    limit = share * max(setup.limits.divergence, floor)
+    limit = share * screening_limit(setup.limits.divergence, floor)
     safe = sorted((r for r in rest if worst[r.number] <= limit), key=ledger.rank)[:2]
     safest = min(rest, key=lambda record: worst[record.number])
     return list({record.number: record for record in (*safe, safest)}.values())
@@ -130,6 +131,7 @@ class _Final:
         self.rejected: dict[str, str] = {}
         self._errors: dict[str, float] = {}
         self._references: dict[int, Reference] = {}
+        self._benign: dict[int, tuple[float, float]] = {}
 
     def run(self) -> Answer:
         """Measure round after round, and return the answer over everything measured."""
@@ -178,7 +180,7 @@ class _Final:
 
         FP8 runs differ a lot from seed to seed (most at 0.02 %, some at 0.3 %): four of them bound a mean poorly.
         """
-        limit = UNCERTAIN_SHARE * max(self._setup.limits.divergence, self._ledger.reference.noise_floor)
+        limit = UNCERTAIN_SHARE * screening_limit(self._setup.limits.divergence, self._ledger.reference.noise_floor)
         out = []
         for record in finalists:
             runs = self.rows[record.number]
@@ -204,7 +206,7 @@ class _Final:
             self._table,
             [r for r in self._ledger.store.learned() if not setup.problem.is_script(r.params)],
             means,
-            limit=max(setup.limits.divergence, floor),
+            limit=screening_limit(setup.limits.divergence, floor),
             noise_floor=floor,
             ahead_of_ms=ahead,
         )
@@ -247,9 +249,27 @@ class _Final:
             if not result.ok:
                 raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
             own = self._ledger.reference
-            reference = reference_of(self._setup, result).with_noise(own.noise_floor, own.deterministic)
+            reference = reference_of(self._setup, result).with_noise(own.baseline, own.deterministic)
             self._references[seed] = reference
+            if own.noise_floor > self._setup.limits.divergence:
+                self._perturb(seed, reference)
         return self._references[seed]
+
+    def _perturb(self, seed: int, reference: Reference) -> None:
+        """Run the benign perturbation under a paired seed: what the gaps of finalists are compared with."""
+        spec = self._runner.spec(self._setup.reference_policy(), anneal=True, perturb="bf16")
+        result = self._runner.run(spec, seed)
+        if result.ok:
+            gap = divergence(result.losses, reference.losses)
+            self._benign[seed] = (gap, signed_gap(result.losses, reference.losses))
+
+    def _baseline(self) -> Baseline:
+        """Return what candidates are compared with: benign gaps under the same seeds where they were measured."""
+        known = self._ledger.reference.baseline
+        if not self._benign:
+            return known
+        gaps, excess = zip(*self._benign.values(), strict=True)
+        return replace(known, benign=gaps, benign_excess=excess)
 
     def _under_seed(
         self, seed: int, reference: Reference, finalists: Sequence[TrialRecord]
@@ -283,6 +303,7 @@ class _Final:
             speedup=statistics.median(speeds) if speeds else 0.0,
             # a failed seed is an infinite divergence: such a candidate is never accepted
             divergences=tuple(run.metrics["divergence"] if run.ok else math.inf for run in runs),
+            excess=tuple(signed_gap(run.losses, run.reference_losses) for run in runs if run.ok),
             gradient_error=self._errors.get(str(record.number), record.metrics["gradient_error"]),
             memory_bytes=record.metrics["memory_bytes"],
             preset=record.kind == "preset",
@@ -302,7 +323,7 @@ class _Final:
         decision = choose(
             candidates,
             max_divergence=setup.limits.divergence,
-            noise_floor=reference.noise_floor,
+            baseline=self._baseline(),
             max_gradient=self._ledger.gradient_limit(),
             max_memory=setup.limits.memory,
             objective=setup.options.objective,
@@ -321,6 +342,7 @@ class _Final:
             seeds=len(chosen.divergences),
             chosen=chosen,
             interval=decision.interval,
+            caveat=decision.caveat,
         )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.decide.metrics import Reference, divergence, step_time
+from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap, step_time
+from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
 from autoprec.tuning.paired import PairedRunner
@@ -17,10 +19,11 @@ __all__ = ["measure_reference", "reference_of"]
 
 
 def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Reference:
-    """Run the reference twice and once benignly perturbed; it becomes seed 0's reference.
+    """Run the reference twice and at least once benignly perturbed; it becomes seed 0's reference.
 
     The second run tells whether the script is deterministic; the perturbation (every weight rounded once to
-    bfloat16) tells how large a loss gap means nothing.
+    bfloat16) tells how large a loss gap means nothing. Where that comes near the budget, more perturbations (rounded up
+    or down at random) tell it better.
 
     Raises:
         ScriptError: the reference itself fails in the script's own code.
@@ -30,26 +33,41 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     first = _run(setup, runner)
     ledger.timings["reference_run_s"] = time.monotonic() - began
     second = _run(setup, runner)
-    noisy = _run(setup, runner, perturb="bf16")
+    noisy = [_run(setup, runner, perturb="bf16")]
+    gaps = [divergence(noisy[0].losses, first.losses)]
+    while needs_more_benign_runs(gaps, setup.limits.divergence):
+        noisy.append(_run(setup, runner, perturb=f"bf16:{len(noisy)}"))
+        gaps.append(divergence(noisy[-1].losses, first.losses))
     deterministic = first.losses == second.losses
     own = 0.0 if deterministic else divergence(second.losses, first.losses)
-    floor = max(own, divergence(noisy.losses, first.losses))
+    baseline = Baseline(
+        floor=max(own, statistics.fmean(gaps)),
+        benign=tuple(gaps),
+        benign_excess=tuple(signed_gap(result.losses, first.losses) for result in noisy),
+        learnt=has_learnt(first.losses),
+    )
     if not deterministic:
         ledger.note(
             f"the script is not deterministic: two identical runs differ by {own:.3%}; that is part of the noise floor"
         )
-    reference = reference_of(setup, first, second).with_noise(floor, deterministic)
+    reference = reference_of(setup, first, second).with_noise(baseline, deterministic)
     ledger.references[0] = reference
     name = "script as written" if setup.options.reference == "script" else setup.options.reference
-    for kind, label, result in (("reference", name, first), ("noise", "weights rounded once to bf16", noisy)):
+    labels = [("noise", f"weights rounded once to bf16{f', {k} more' if k else ''}", r) for k, r in enumerate(noisy)]
+    for kind, label, result in (("reference", name, first), *labels):
         if ledger.find(kind, label, 0) is None:
             record = _record(setup, reference, result, ledger.store.next_number(), kind, label)
             ledger.store.add(record)
             ledger.listener.trial(record, 0, setup.options.trials, None, 0.0)
-    if floor > setup.limits.divergence:
+    if baseline.floor > setup.limits.divergence:
         ledger.note(
-            f"the noise floor ({floor:.3%}) is above the divergence budget ({setup.limits.divergence:.3%}): "
-            "a gap below the floor cannot be told from chance; more --steps lower it"
+            f"the noise floor ({baseline.floor:.3%}) is above the divergence budget ({setup.limits.divergence:.3%}): "
+            "policies are judged by their gradient error and by the gaps of benign changes instead"
+        )
+    elif not baseline.learnt:
+        ledger.note(
+            "the script's own loss does not fall over the steps that are compared: it says nothing about a policy, "
+            "which is judged by its gradient error; more --steps may tell"
         )
     return reference
 

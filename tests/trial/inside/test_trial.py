@@ -67,3 +67,30 @@ def test_apply_document() -> None:
     assert not torch.equal(model(x), plain)
     policy.remove(model)
     assert torch.equal(model(x), plain)
+
+
+def test_a_seeded_perturbation_rounds_up_or_down_at_random_and_leaves_the_streams_alone() -> None:
+    model = torch.nn.Linear(64, 64)
+    before = model.weight.detach().clone()
+    nearest, state = before.to(torch.bfloat16).float(), torch.get_rng_state()
+    rounded = {}
+    for perturb in ("bf16", "bf16:1", "bf16:2", "bf16:1"):
+        with torch.no_grad():
+            model.weight.copy_(before)
+        round_weights(Found([model], [], list(model.parameters())), perturb)
+        after = model.weight.detach().clone()
+        assert torch.equal(after, after.to(torch.bfloat16).float())
+        assert ((after - before).abs() <= before.abs() * 2**-7).all()  # a neighbour in bfloat16, on either side
+        assert torch.equal(rounded.setdefault(perturb, after), after)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(rounded["bf16"], nearest)
+    assert not torch.equal(rounded["bf16:1"], rounded["bf16:2"])
+    assert abs(float((rounded["bf16:1"] - before).mean())) < 2e-5  # without bias: 64 x 64 errors of some 1e-4
+
+
+def test_a_trial_that_is_off_near_zero_is_not_ended_early() -> None:
+    from autoprec.trial.inside.observe.loop import early_stop
+
+    reference = [1.0, 0.3, 0.05, *[1e-6] * 13]
+    assert not early_stop([1.0, 0.3, 0.05, *[3e-6] * 13], reference, 0.05, 16)
+    assert early_stop([1.0, 0.3, 0.05, *[0.05] * 13], reference, 0.05, 16)

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.tuning.decide.decision import Baseline, Candidate, choose, confidence_bounds, gradient_limit, noise_limit
+from autoprec.tuning.decide.decision import Candidate, choose, confidence_bounds, gradient_limit, noise_limit
+from autoprec.tuning.decide.noise import Baseline
 
 SCRIPT = Candidate("script as written", 1.0, (0.0,), 0.0, 100.0, reference=True)
 

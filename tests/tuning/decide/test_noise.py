@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from autoprec.tuning.decide.noise import (
     BENIGN_RUNS,
+    Baseline,
     blindness,
     compare_excess,
     compare_gaps,
@@ -104,10 +105,10 @@ def test_a_handful_of_steps_is_given_the_benefit_of_the_doubt() -> None:
 
 
 def test_the_loss_is_blind_above_the_budget_or_when_it_stands_still() -> None:
-    assert blindness(BUDGET, 0.001, learnt=True) == ""
-    assert "1.700%, beyond the budget of 0.250%" in blindness(BUDGET, 0.017, learnt=True)
-    assert "does not fall" in blindness(BUDGET, 0.0, learnt=False)
-    assert "raise --steps" in blindness(BUDGET, 0.0, learnt=False)
+    assert blindness(BUDGET, Baseline(0.001)) == ""
+    assert "1.700%, beyond the budget of 0.250%" in blindness(BUDGET, Baseline(0.017))
+    assert "does not fall" in blindness(BUDGET, Baseline(learnt=False))
+    assert "raise --steps" in blindness(BUDGET, Baseline(learnt=False))
 
 
 @given(st.floats(1e-5, 0.5), st.floats(0, 0.5))

@@ -19,6 +19,7 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from autoprec.tuning.decide.noise import screening_limit
 from autoprec.tuning.decide.problem import FloatTable, IntVector, Problem
 from autoprec.tuning.decide.sampler.base import PointSampler
 from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, DivergenceModel, LinearModel, Observation
@@ -184,8 +185,7 @@ class PrecisionSampler(PointSampler):
     ) -> list[Candidate]:
         """Return the points that are cheapest within the divergence budget, one per parameter option, best first."""
         table, effects = cost
-        # within the noise floor nobody can tell: the decision accepts what lies there
-        target = max(self.max_divergence, self.noise_floor)
+        target = screening_limit(self.max_divergence, self.noise_floor)
         found = []
         for parameters in self._parameter_options(study, number, effects, rng):
             z, base2 = self._vector(parameters), self.prior.parameter_error2(parameters)
