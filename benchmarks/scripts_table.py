@@ -1,0 +1,217 @@
+"""The page of ``benchmarks/scripts.py``: what each script's record says, judged by fixed rules.
+
+A script *works* when inspect, search, check and run all ended as they should. It is *told* when AutoPrec stops with a
+message that says what to do and blames nothing on a script that runs well alone. Everything else is a *fault*.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import subprocess
+from collections import Counter
+from datetime import date
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+COMMANDS = ("inspect", "search", "check", "run")
+BLAME = ("not an AutoPrec failure", "run it without AutoPrec first")
+Record = dict[str, Any]
+
+
+def deterministic(record: Record) -> bool | None:
+    """Whether two bare runs under the same seeds saw the same loss bits; None when no backward was recorded."""
+    first, second = (record["steps"].get(step, {}).get("losses") for step in ("bare", "again"))
+    if not first or not second:
+        return None
+    return bool([run[: len(other)] for run, other in zip(first, second, strict=False)] == second)
+
+
+def called_random(record: Record) -> bool:
+    search = record["steps"].get("search", {})
+    said = json.dumps(search.get("answer", {})) + search.get("err", "")
+    return "script is not deterministic" in said
+
+
+def plain(name: str) -> str:
+    """A path without the numbers that time stamps and process ids put into it."""
+    return re.sub(r"\d+", "#", name)
+
+
+def touched(record: Record, step: str) -> list[str]:
+    """Files of the user that a command changed; for ``run``, beyond what the bare script writes."""
+    changed = record["steps"].get(step, {}).get("changed", [])
+    if step != "run":
+        return changed
+    own = {plain(name) for name in record["steps"]["bare"]["changed"]}
+    return [name for name in changed if name[0] != "+" and plain(name) not in own]
+
+
+def faults(record: Record, step: str) -> list[str]:
+    done = record["steps"].get(step)
+    if done is None:
+        return []
+    bare = record["steps"]["bare"]
+    found = []
+    err = done["err"]
+    stopped = step == "run" and done["code"] == bare["code"] == "time"
+    if "defect of AutoPrec" in err:
+        found.append(f"{step}: a defect of AutoPrec")
+    elif step == "run" and done["code"] != bare["code"] and not (done["code"] == "time" and record.get("endless")):
+        found.append(f"run: ended with {done['code']}, bare with {bare['code']}")
+    elif done["code"] == "time" and not stopped and step != "run":
+        found.append(f"{step}: not finished in time")
+    elif step == "check" and done["code"] == 1:
+        found.append("check: executed is not what was asked")
+    if bare["code"] in (0, "time") and any(words in err for words in BLAME):
+        found.append(f"{step}: blamed on the script")
+    if touched(record, step):
+        found.append(f"{step}: files changed: {', '.join(touched(record, step)[:3])}")
+    if step == "search":
+        failed = (done["answer"].get("trials") or {}).get("failed", 0)
+        if failed or "no trial could be measured" in err:
+            found.append(f"search: {failed or 'all'} trials failed")
+        if deterministic(record) and called_random(record):
+            found.append("search: called not deterministic")
+    return found
+
+
+def message(done: dict[str, Any]) -> str:
+    """The first line of an error, as the command printed it."""
+    lines = [line for line in done["err"].splitlines() if line.startswith("error")]
+    return lines[-1].removeprefix("error: ") if lines else ""
+
+
+def outcome(record: Record) -> str:
+    if record["skipped"]:
+        return "skipped"
+    steps = record["steps"]
+    if "run" not in steps:
+        return "script fails" if "bare" in steps and "inspect" not in steps else "unfinished"
+    if any(faults(record, step) for step in COMMANDS):
+        return "fault"
+    if any(steps[step]["code"] != 0 and message(steps[step]) for step in ("inspect", "search", "check")):
+        return "told"
+    return "works"
+
+
+def cell(record: Record, step: str) -> str:
+    done = record["steps"].get(step)
+    if done is None:
+        return ""
+    answer = done.get("answer", {})
+    if step == "inspect" and answer:
+        return f"{answer['layers']} layers, {answer['share']:.0%}"
+    if step == "search" and answer:
+        return f"{answer['verdict']}" + (f" {answer['speedup']:.2f}x" if answer.get("speedup") else "")
+    return {0: "ok", "time": "stopped"}.get(done["code"], f"exit {done['code']}")
+
+
+def unseen(record: Record) -> str:
+    """What AutoPrec said that it does not see or tune, and what went wrong, shortly."""
+    steps = record["steps"]
+    said = [fault for step in COMMANDS for fault in faults(record, step)]
+    said += [f"{step}: {message(steps[step])}" for step in COMMANDS if step in steps and message(steps[step])]
+    answer = steps.get("inspect", {}).get("answer", {})
+    reasons = Counter(line.split(": ", 1)[-1] for line in answer.get("not_tunable", ()))
+    said += [f"{count} not tunable: {reason}" for reason, count in reasons.most_common(2)]
+    said += answer.get("notes", ())[:3]
+    return "; ".join(dict.fromkeys(said)).replace("|", "/").replace("\n", " ")[:420]
+
+
+def bare_cell(record: Record) -> str:
+    bare = record["steps"]["bare"]
+    ended = {0: f"{bare['seconds']:.0f} s", "time": "endless"}.get(bare["code"], f"exit {bare['code']}")
+    same = {True: ", same bits", False: ", not deterministic", None: ""}[deterministic(record)]
+    return f"{ended}{same}"
+
+
+def machine() -> str:
+    model = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    flags = Path("/proc/cpuinfo").read_text()
+    bf16 = "with" if "avx512_bf16" in flags or "amx_bf16" in flags else "without"
+    name = model[0].split(":", 1)[1].strip() if model else platform.machine()
+    names = ("torch", "torchvision", "transformers", "accelerate", "lightning", "timm", "peft", "trl", "gymnasium")
+    versions = []
+    for package in names:
+        try:
+            versions.append(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            continue
+    return f"{name} ({bf16} bf16 instructions), Python {platform.python_version()}, {', '.join(versions)}"
+
+
+def summary(records: list[Record], third: set[str]) -> list[str]:
+    kinds = Counter(outcome(record) for record in records)
+    tried = [record for record in records if outcome(record) in ("works", "told", "fault")]
+    count = max(1, len(tried))
+    good = kinds["works"] + kinds["told"]
+    wrong = [record["name"] for record in tried if deterministic(record) and called_random(record)]
+    changed = [record["name"] for record in tried if any(touched(record, step) for step in COMMANDS)]
+    outside = sum(record["name"] in third for record in tried)
+    rows = [
+        ("scripts tried, of them from other people's repositories", f"{len(tried)}, {outside}"),
+        ("from inspect to run without a fault of AutoPrec", f"{good} of {len(tried)} ({good / count:.0%})"),
+        ("of these, stopped with a message that says what to do", str(kinds["told"])),
+        ("deterministic alone, called not deterministic", f"{len(wrong)} {', '.join(wrong)}".strip()),
+        ("scripts of which a command changed a file", f"{len(changed)} {', '.join(changed)}".strip()),
+        ("skipped here, or failing without AutoPrec", str(kinds["skipped"] + kinds["script fails"])),
+    ]
+    return ["| what | figure |", "|---|---|", *(f"| {what} | {figure} |" for what, figure in rows)]
+
+
+HEAD = """# Compatibility
+
+Training scripts that nobody wrote for AutoPrec, and loops that frameworks rarely meet, run as they are. Printed by
+`python benchmarks/scripts.py`; `benchmarks/scripts.yaml` names repositories, arguments and data. The scripts are not in
+this repository: clone those you want to try. Their data are tiny and generated, so losses and verdicts mean nothing
+here; only that every command ends as it should.
+
+**bare** is the script alone; where a search says that it is not deterministic, it is run alone again with the same
+seeds and the loss bits are compared. **inspect** gives the layers found and the share of FLOPs that is tunable,
+**search** the verdict of three trials for a modelled H100, **check** whether each layer executed what was asked,
+**run** whether the script ends under the policy as it does alone; where nothing was adopted, these two are given
+uniform bf16.
+All files of the user are hashed before and after each command. The search is
+`{search}`.
+
+{when}, {commit}, {machine}.
+
+"""
+
+
+def page(scripts: list[Any], work: Path) -> str:
+    """Return the page of all records in ``work``."""
+    from scripts import ROOT, SEARCH
+
+    records, sources, third = [], {}, set()
+    for script in scripts:
+        path = work / f"{script.name}.json"
+        if path.exists():
+            records.append(json.loads(path.read_text(encoding="utf-8")) | {"endless": script.endless})
+            where = f"{script.repository}/{script.cwd}/{script.path}".replace("/./", "/")
+            sources[script.name] = where if script.repository else f"ours: odd_loops/{script.path}"
+            if script.repository:
+                third.add(script.name)
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
+    when = f"{date.today().isoformat()}"
+    given = {"search": f"search {SEARCH}", "when": when, "commit": f"commit {commit.strip()}"}
+    lines = [HEAD.format(**given, machine=machine()), *summary(records, third), ""]
+    columns = ("script", "source", "outcome", "bare", *COMMANDS, "not seen, and why")
+    lines += ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    left = []
+    for record in records:
+        kind = outcome(record)
+        if kind in ("skipped", "script fails", "unfinished"):
+            last = record["steps"].get("bare", {}).get("err", "").strip().splitlines()[-1:]
+            why = record["skipped"] or f"{kind}: {''.join(last)}".replace("|", "/")
+            left.append(f"| {record['name']} | {sources[record['name']]} | {why} |")
+            continue
+        cells = [cell(record, step) for step in COMMANDS]
+        row = (record["name"], sources[record["name"]], kind, bare_cell(record), *cells, unseen(record))
+        lines.append("| " + " | ".join(row) + " |")
+    if left:
+        lines += ["", "## Not tried here", "", "| script | source | why |", "|---|---|---|", *left]
+    return "\n".join(lines) + "\n"
