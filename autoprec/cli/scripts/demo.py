@@ -17,8 +17,9 @@ import click
 __all__ = ["demo", "example"]
 
 POLICY = "demo-policy.yaml"
-#: 16 times as wide (6144), 4 times as deep (12 blocks), 32 times the tokens (16,384 per step): a small LLM per GPU.
-REHEARSAL: dict[str, Any] = {"target": "h100", "cost_scale": "width=16,depth=4,tokens=32"}
+#: 8 times as wide (3072), 4 times as deep (12 blocks), 32 times the tokens (16,384 per step): 1.4 B parameters, which
+#: with their gradients, optimizer state and activations fit on one such GPU.
+REHEARSAL: dict[str, Any] = {"target": "h100", "cost_scale": "width=8,depth=4,tokens=32"}
 #: Enough trials to see presets, a recipe in single layers and the sampler at work, in three minutes on two cores.
 SHORT: dict[str, Any] = {"trials": 10, "steps": 8, "warmup": 2, "finalists": 2, "seeds": 2}
 
