@@ -80,6 +80,7 @@ class Launcher:
         self._folder = private_folder()
         self._connection: socket.socket | None = None
         self._children: dict[int, ZygoteProcess] = {}
+        self._folders = 0
         self.address = str(self._folder / "zygote")
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(self.address)
@@ -109,6 +110,22 @@ class Launcher:
         self._replace(None)
         sweep(self.mark)
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    @property
+    def folder(self) -> Path:
+        """The private directory in which every process of the command may write."""
+        return self._folder
+
+    def new_folder(self) -> Path:
+        """Make the private directory of one more runner.
+
+        All lie in one: what a process may write is settled when it starts, and those it forks may belong to others.
+        """
+        with self._lock:
+            self._folders += 1
+            path = self._folder / f"runner-{self._folders}"
+        path.mkdir()
+        return path
 
     def new_mark(self) -> str:
         """Return the mark of one more runner."""

@@ -28,7 +28,7 @@ from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
 from autoprec.trial.messages import receive_messages, send_message
-from autoprec.trial.processes import private_folder, start_ticks
+from autoprec.trial.processes import start_ticks
 from autoprec.trial.progress import Deadline, steps_file
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
@@ -144,7 +144,7 @@ class TrialRunner(Runner):
 
     def _start_host(self) -> HostInfo:
         if self._private is None:
-            self._private = private_folder()
+            self._private = self._launcher.new_folder()
         address = self._private / f"control-{self._restarts}"
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
             listener.bind(str(address))
@@ -194,6 +194,7 @@ class TrialRunner(Runner):
             "mark": self._mark,
             "launcher_mark": self._launcher.mark,
             "private": str(self._private),
+            "folder": str(self._launcher.folder),
             "run_dir": str(self.run_dir.absolute()),
             "cwd": str(self.command.cwd.absolute()),
             "script": self.command.target if self.command.kind == "script" else "",

@@ -25,8 +25,9 @@ from autoprec.errors import AutoPrecError
 from autoprec.trial.environment import MARK_VARIABLE
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.fork_server import serve_forks, settle
+from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.entropy import repeat_entropy
-from autoprec.trial.inside.isolate.isolation import isolate
+from autoprec.trial.inside.isolate.isolation import add_layer, isolate
 from autoprec.trial.inside.isolate.loaders import load_in_process
 from autoprec.trial.inside.isolate.seeding import clock_seeds, offset_seeds
 from autoprec.trial.inside.observe.discovery import Found, any_shared, discover, loss_parameters
@@ -100,9 +101,7 @@ class Agent:
         self._forked, self._pid = True, os.getpid()
         self._started = float(config["started"])
         self._overlay.allow(str(config["private"]), str(config["run_dir"]))
-        layer = Path(config["private"]) / f"overlay-{os.getpid()}"
-        layer.mkdir()
-        self._overlay.push(str(layer))
+        add_layer(self._overlay, Path(config["private"]) / f"overlay-{os.getpid()}")
         self._seed()
         self._prepare()
 
@@ -201,6 +200,7 @@ class Agent:
         )
         if self._loading is not None:
             self._loading.charge = self.trial.credit
+        savers.charge.to = self.trial.credit
         self.trial.begin(module, args, kwargs)
 
     def _may_fork(self, found: Found) -> bool:
@@ -234,9 +234,7 @@ class Agent:
             control.close()
             os._exit(0)
         request = serve_forks(control, str(self.config["mark"]))
-        layer = Path(self.config["private"]) / f"overlay-{request.id}"
-        layer.mkdir()
-        self._overlay.push(str(layer))
+        add_layer(self._overlay, Path(self.config["private"]) / f"overlay-{request.id}")
         spec = TrialSpec.from_json(request.spec)
         if spec.threads > 1:
             torch.set_num_threads(spec.threads)  # safe: this process has never run a parallel region

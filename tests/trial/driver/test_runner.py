@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "session": ("session.py",),
     "registered": ("registered.py",),
     "writer": ("writer.py",),
+    "reloads": ("reloads.py",),
     "unseen": ("unseen.py",),
     "hf_trainer": ("hf_trainer.py",),
     "accelerated": ("accelerated.py",),

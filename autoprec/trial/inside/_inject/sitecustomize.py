@@ -1,4 +1,4 @@
-"""Found first on PYTHONPATH by every Python process of a trial: loads the hooks the moment torch is imported.
+"""Found first on PYTHONPATH by every Python process of a trial: isolates it, and loads the hooks when torch comes.
 
 Nothing but the standard library is used here and nothing happens without the environment variable. A sitecustomize
 of the user's or of the system is run first, as it would have been.
@@ -64,6 +64,24 @@ def _find_autoprec() -> None:
         sys.path.append(os.path.dirname(os.path.dirname(os.path.dirname(here))))
 
 
+def _isolate() -> None:
+    """Before the script's first line: nothing of the user's is changed, and nothing random differs between trials."""
+    import json
+
+    try:
+        with open(os.environ["AUTOPREC_TRIAL"]) as stream:
+            config = json.load(stream)
+    except OSError:  # the trial is over, this process only has not been ended yet
+        return
+    if config["mode"] == "run":
+        return
+    from autoprec.trial.inside.isolate.entropy import repeat_entropy
+    from autoprec.trial.inside.isolate.isolation import isolate
+
+    isolate(config)
+    repeat_entropy(int(config.get("seed_offset", 0)))
+
+
 def _install() -> None:
     from autoprec.trial.inside import agent
 
@@ -73,4 +91,5 @@ def _install() -> None:
 _chain()
 if os.environ.get("AUTOPREC_TRIAL"):
     _find_autoprec()
+    _isolate()
     sys.meta_path.insert(0, _TorchFinder())

@@ -1,118 +1,102 @@
-"""Keep a trial from writing anything of the user's: savers do nothing, and other files go to a private place."""
+"""Keep a trial from changing anything of the user's, from the first line of the script on.
+
+Three nets, each for what the one before lets through: an overlay under Python's own calls, wrapped savers for libraries
+that open files in C, and the kernel's Landlock for shells and everything else. Standard library only: it starts with
+the interpreter, before the script and before torch.
+"""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-import torch
+from autoprec.trial.inside.isolate import landlock, overlay_calls, savers
+from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes
 
-from autoprec.trial.inside.isolate.overlay import Overlay
+__all__ = ["add_layer", "enforced", "isolate"]
 
-__all__ = ["SAVERS", "isolate", "suppressed"]
-
-#: ``module, attribute path``: what writes a checkpoint, a model or an upload, and is not allowed to in a trial.
-SAVERS: tuple[tuple[str, str], ...] = (
-    ("torch", "save"),
-    ("torch.jit", "save"),
-    ("torch.distributed.checkpoint", "save"),
-    ("torch.distributed.checkpoint", "async_save"),
-    ("safetensors.torch", "save_file"),
-    ("safetensors.torch", "save_model"),
-    ("safetensors.numpy", "save_file"),
-    ("transformers.modeling_utils", "PreTrainedModel.save_pretrained"),
-    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase.save_pretrained"),
-    ("transformers.configuration_utils", "PretrainedConfig.save_pretrained"),
-    ("transformers.utils.hub", "PushToHubMixin.push_to_hub"),
-    ("transformers.trainer", "Trainer._save_checkpoint"),
-    ("transformers.trainer", "Trainer.save_model"),
-    ("accelerate.accelerator", "Accelerator.save_state"),
-    ("accelerate.accelerator", "Accelerator.save_model"),
-    ("accelerate.accelerator", "Accelerator.save"),
-    ("lightning.pytorch.trainer.trainer", "Trainer.save_checkpoint"),
-    ("pytorch_lightning.trainer.trainer", "Trainer.save_checkpoint"),
-    ("lightning.fabric.fabric", "Fabric.save"),
-    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.add_event"),
-    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.flush"),
-    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.close"),
-    ("tensorboardX.event_file_writer", "EventFileWriter.add_event"),
-    ("tensorboardX.event_file_writer", "EventFileWriter.flush"),
-    ("tensorboardX.event_file_writer", "EventFileWriter.close"),
-    ("huggingface_hub", "upload_folder"),
-    ("huggingface_hub", "upload_file"),
-    ("huggingface_hub", "create_repo"),
-)
-
-#: How often a saver was called and did nothing, in this process.
-suppressed: dict[str, int] = {}
-
-
-def _nothing(label: str) -> Callable[..., None]:
-    def saver(*_args: Any, **_kwargs: Any) -> None:
-        suppressed[label] = suppressed.get(label, 0) + 1
-
-    saver.__name__ = label.rpartition(".")[2]
-    return saver
-
-
-def _silence(module: Any, path: str, label: str) -> None:
-    *owners, name = path.split(".")
-    owner = module
-    for part in owners:
-        owner = getattr(owner, part, None)
-    if owner is not None and hasattr(owner, name):
-        setattr(owner, name, _nothing(label))
-
-
-class _SaverFinder:
-    """Silences the savers of a module right after it has been imported."""
-
-    def __init__(self, wanted: dict[str, list[str]]) -> None:
-        self._wanted, self._busy = wanted, False
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
-        if name not in self._wanted or self._busy:
-            return None
-        self._busy = True
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._busy = False
-        if spec is None or spec.loader is None:
-            return None
-        execute = spec.loader.exec_module
-
-        def exec_module(module: Any) -> None:
-            execute(module)
-            for attribute in self._wanted.get(name, ()):
-                _silence(module, attribute, f"{name}.{attribute}")
-
-        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+#: The layers of this process, top first, for the processes that it starts: they must see what it wrote.
+_LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
+_state: dict[str, Any] = {"overlay": None, "enforced": False}
 
 
 def isolate(config: dict[str, Any]) -> Overlay:
-    """Silence every saver of :data:`SAVERS`, now or when it is imported, and put an overlay under all other files.
+    """Put up the nets for this process, once, and return the overlay.
 
-    ``config`` names our ``private`` directory, the ``run_dir`` of the logs, the script's ``cwd`` and its path.
+    ``config`` names our ``private`` directory and the launcher's ``folder`` around it, the ``run_dir`` of the logs, the
+    script's ``cwd`` and its path.
     """
-    wanted: dict[str, list[str]] = {}
-    for module_name, path in SAVERS:
-        module = torch if module_name == "torch" else sys.modules.get(module_name)
-        if module is not None:
-            _silence(module, path, f"{module_name}.{path}")
-        else:
-            wanted.setdefault(module_name, []).append(path)
-    sys.meta_path.insert(0, _SaverFinder(wanted))
+    if _state["overlay"] is not None:
+        return _state["overlay"]  # type: ignore[no-any-return]
     cwd = str(config["cwd"])
     guarded = [cwd]
     if config.get("script"):
         guarded.append(os.path.dirname(os.path.abspath(os.path.join(cwd, str(config["script"])))))
+    folder = str(config.get("folder") or config["private"])
+    ours = [folder, str(config["private"]), str(config["run_dir"])]
     layer = os.path.join(str(config["private"]), f"overlay-{os.getpid()}")
+    below = [path for path in os.environ.get(_LAYERS_VARIABLE, "").split(os.pathsep) if path and os.path.isdir(path)]
+    if below:
+        layer, *below = below
     os.makedirs(layer, exist_ok=True)
-    overlay = Overlay(layer, guarded, [str(config["private"]), str(config["run_dir"])])
-    overlay.install()
+    crowded, beside = _split(free_prefixes(()), guarded)
+    if any(tempfile.gettempdir() == path for path in crowded):
+        _own_temporary_directory(folder)
+    overlay = Overlay(layer, [*crowded, *guarded], [*beside, *ours], below)
+    _state["overlay"] = overlay
+    os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
+    writable = [*(free_prefixes(()) - set(crowded)), *beside, *ours]
+    _state["enforced"] = sys.platform == "linux" and landlock.restrict_writes(writable)
+    savers.install(overlay)
+    overlay_calls.install(overlay)
     return overlay
+
+
+def enforced() -> bool:
+    """True when the kernel refuses what goes past the overlay."""
+    return bool(_state["enforced"])
+
+
+def add_layer(overlay: Overlay, folder: Path) -> None:
+    """From now on this process writes into a layer of its own (a fork must not write into its parent's)."""
+    folder.mkdir()
+    overlay.push(str(folder))
+    os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
+
+
+def _own_temporary_directory(folder: str) -> None:
+    """The user works inside the temporary directory: trials get one of their own, with the compilers' caches in it."""
+    own = os.path.join(folder, "tmp")
+    os.makedirs(own, exist_ok=True)
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
+    tempfile.tempdir = os.environ["TMPDIR"] = own
+
+
+def _split(free: Iterable[str], guarded: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the free directories that hold a guarded one, and what lies beside the guarded ones in them.
+
+    A user may work in ``/tmp/project``: then ``/tmp`` is guarded too, and each other entry that is in it now is free.
+    """
+    crowded: list[str] = []
+    beside: list[str] = []
+    chains = [os.path.abspath(path) for path in guarded]
+    todo = sorted(path for path in free if any(chain.startswith(path + os.sep) for chain in chains))
+    while todo:
+        path = todo.pop()
+        crowded.append(path)
+        try:
+            entries = [os.path.join(path, name) for name in os.listdir(path)]
+        except OSError:
+            continue
+        for entry in entries:
+            if entry in chains:
+                continue
+            if any(chain.startswith(entry + os.sep) for chain in chains):
+                todo.append(entry)
+            else:
+                beside.append(entry)
+    return crowded, beside

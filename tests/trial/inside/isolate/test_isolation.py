@@ -1,38 +1,62 @@
-"""Savers that do nothing."""
+"""The three nets together, in a process of its own: no file of the user's is changed, whoever writes."""
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
-from .test_overlay import in_fork
+import pytest
+
+from autoprec.trial.environment import trial_environment
+from autoprec.trial.inside.isolate.isolation import _split
+from autoprec.trial.inside.isolate.landlock import available
+
+from .test_overlay import snapshot
+
+SCRIPT = """
+import os, pathlib, subprocess, sys
+pathlib.Path("early.txt").write_text("before torch")
+assert pathlib.Path("early.txt").exists()
+child = "import pathlib; assert pathlib.Path('early.txt').read_text(); pathlib.Path('child.txt').write_text('x')"
+subprocess.run([sys.executable, "-c", child], check=True)
+assert pathlib.Path("child.txt").read_text() == "x"
+os.system("echo changed > precious.txt; rm -rf data; mkdir -p made")
+import tempfile
+with tempfile.NamedTemporaryFile() as stream:
+    stream.write(b"x")
+print("reached the end")
+"""
 
 
-def test_savers_are_silenced_now_and_when_imported(tmp_path: Path) -> None:
-    user = tmp_path / "user"
-    user.mkdir()
-    package = tmp_path / "package"
-    (package / "safetensors").mkdir(parents=True)
-    (package / "safetensors" / "__init__.py").write_text("")
-    (package / "safetensors" / "torch.py").write_text("def save_file(x, p):\n    open(p, 'w').write('x')\n")
+@pytest.mark.parametrize("inside_tmp", [True, False])
+def test_a_script_and_its_children_change_nothing(inside_tmp: bool, tmp_path: Path) -> None:
+    user, private = tmp_path / "user", tmp_path / "private"
+    (user / "data").mkdir(parents=True)
+    (user / "data" / "a.txt").write_text("a")
+    (user / "precious.txt").write_text("precious")
+    (user / "train.py").write_text(SCRIPT)
+    private.mkdir()
+    (tmp_path / "tmp").mkdir()
+    before = snapshot(user)
+    config = private / "trial.json"
+    settings = {"mode": "trial", "cwd": str(user), "script": "train.py", "private": str(private)}
+    config.write_text(json.dumps(settings | {"run_dir": str(tmp_path / "run")}))
+    env = trial_environment(config, "m", private)
+    env["TMPDIR"] = str(tmp_path if inside_tmp else tmp_path / "tmp")
+    done = subprocess.run([sys.executable, "train.py"], cwd=user, env=env, capture_output=True, text=True, check=False)
+    assert "reached the end" in done.stdout, done.stderr
+    if not available():
+        pytest.skip("this kernel has no Landlock: a shell is not held back")
+    assert snapshot(user) == before
 
-    def work() -> None:
-        import torch
 
-        from autoprec.trial.inside.isolate import isolation
-
-        for name in [n for n in sys.modules if n.startswith("safetensors")]:
-            del sys.modules[name]
-        os.chdir(user)
-        sys.path.insert(0, str(package))
-        config = {"cwd": str(user), "script": "train.py", "private": str(tmp_path / "ours"), "run_dir": str(tmp_path)}
-        isolation.isolate(config)
-        torch.save({}, "model.pt")
-        import safetensors.torch
-
-        safetensors.torch.save_file({}, "model.safetensors")
-        assert isolation.suppressed == {"torch.save": 1, "safetensors.torch.save_file": 1}
-
-    assert in_fork(work)
-    assert list(user.iterdir()) == []
+def test_what_lies_beside_a_guarded_directory_is_free(tmp_path: Path) -> None:
+    for name in ("other", "work/user", "work/data"):
+        (tmp_path / name).mkdir(parents=True)
+    crowded, beside = _split([str(tmp_path), "/dev"], [str(tmp_path / "work" / "user")])
+    assert set(crowded) == {str(tmp_path), str(tmp_path / "work")}
+    assert set(beside) == {str(tmp_path / "other"), str(tmp_path / "work" / "data")}
+    assert _split(["/dev"], [os.sep + "home"]) == ([], [])

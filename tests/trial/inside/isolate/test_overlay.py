@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.trial.inside.isolate.overlay import Overlay
+from autoprec.trial.inside.isolate.overlay_calls import install
 
 
 def in_fork(work: Callable[[], None]) -> bool:
@@ -48,7 +49,7 @@ def test_everything_python_can_do_to_files(user: Path, tmp_path: Path) -> None:
     def work() -> None:
         os.chdir(user)
         overlay = Overlay(str(tmp_path / "layer"), [str(user)], [])
-        overlay.install()
+        install(overlay)
         with open("log.txt", "a") as stream:
             stream.write("two\n")
         assert Path("log.txt").read_text() == "one\ntwo\n"
@@ -100,3 +101,27 @@ def test_caches_devices_and_our_own_directories_are_free(user: Path, tmp_path: P
     assert overlay.guarded(user / ".." / "user" / "x") == str(user / "x")
     overlay.allow(str(user / "logs"))
     assert overlay.guarded(user / "logs" / "x") is None
+
+
+def test_a_removal_masks_every_layer_below_it(user: Path, tmp_path: Path) -> None:
+    before = snapshot(user)
+
+    def work() -> None:
+        overlay = Overlay(str(tmp_path / "layer"), [str(user)], [])
+        data, log = str(user / "data"), str(user / "log.txt")
+        overlay.hide(data + "/a.txt")
+        Path(overlay.writable(data + "/b.txt", keep=False)).write_text("b")
+        assert set(overlay.listed(data)) == {"b.txt"}
+        overlay.push(str(tmp_path / "second"))
+        assert overlay.shown(data + "/b.txt") == str(tmp_path / "layer") + data + "/b.txt"
+        overlay.hide(data + "/b.txt")  # lies in the layer below, which must not change
+        assert overlay.shown(data + "/b.txt") is None
+        overlay.hide(data)
+        os.makedirs(overlay.layers[0] + data)
+        assert overlay.listed(data) == {}  # a new directory, not the old one uncovered
+        assert overlay.shown(log) == log
+        assert overlay.logical(overlay.layers[1] + log) == log
+
+    assert in_fork(work)
+    assert snapshot(user) == before
+    assert (tmp_path / "layer").joinpath(*(user / "data" / "b.txt").parts[1:]).read_text() == "b"

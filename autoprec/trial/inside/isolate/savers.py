@@ -1,0 +1,201 @@
+"""Libraries that open files by themselves: given the trial's own path, or, for uploads, nothing to do.
+
+``torch.save``, safetensors, sqlite3 and the like hand a path to C, C++ or Rust, where the overlay does not reach. Each
+is wrapped, now or right after its module is imported, so that the path it gets is the one in the trial's layer: what
+was saved can be loaded again in the same trial. Uploads and event files of loggers do nothing. Nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import os
+import pickle
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from autoprec.trial.inside.isolate.overlay import Overlay
+
+__all__ = ["PATHS", "SILENT", "charge", "install", "remarks", "suppressed"]
+
+#: What a trial does not do at all: uploads, and the event files of loggers.
+SILENT: tuple[tuple[str, str], ...] = (
+    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.add_event"),
+    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.flush"),
+    ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.close"),
+    ("tensorboardX.event_file_writer", "EventFileWriter.add_event"),
+    ("tensorboardX.event_file_writer", "EventFileWriter.flush"),
+    ("tensorboardX.event_file_writer", "EventFileWriter.close"),
+    ("transformers.utils.hub", "PushToHubMixin.push_to_hub"),
+    ("huggingface_hub", "upload_folder"),
+    ("huggingface_hub", "upload_file"),
+    ("huggingface_hub", "create_repo"),
+)
+#: ``module, attribute, position of the path, its keyword, mode``. Modes: ``r`` reads, ``w`` writes, ``a`` changes what
+#: is there, ``d`` is a directory to write into.
+PATHS: tuple[tuple[str, str, int, str, str], ...] = (
+    ("torch", "save", 1, "f", "w"),
+    ("torch", "load", 0, "f", "r"),
+    ("torch", "from_file", 0, "filename", "a"),
+    ("torch.jit", "save", 1, "f", "w"),
+    ("torch.jit", "load", 0, "f", "r"),
+    ("safetensors", "safe_open", 0, "filename", "r"),
+    ("safetensors.torch", "save_file", 1, "filename", "w"),
+    ("safetensors.torch", "load_file", 0, "filename", "r"),
+    ("safetensors.numpy", "save_file", 1, "filename", "w"),
+    ("transformers.tokenization_utils_base", "PreTrainedTokenizerBase.save_pretrained", 1, "save_directory", "d"),
+    ("sqlite3.dbapi2", "connect", 0, "database", "a"),
+    ("sqlite3", "connect", 0, "database", "a"),
+    ("h5py._hl.files", "File.__init__", 1, "name", "a"),
+    ("pyarrow.parquet", "write_table", 1, "where", "w"),
+    ("pyarrow.parquet", "read_table", 0, "source", "r"),
+    ("soundfile", "write", 0, "file", "w"),
+    ("soundfile", "read", 0, "file", "r"),
+    ("cv2", "imwrite", 0, "filename", "w"),
+    ("cv2", "imread", 0, "filename", "r"),
+)
+#: A trial may save this much; a checkpoint at every step would fill the disk, and nobody loads all of them again.
+MAX_SAVED_BYTES = 8 << 30
+MIN_FREE_BYTES = 2 << 30
+
+#: How often something was asked for and not done, by name, in this process.
+suppressed: dict[str, int] = {}
+_saved = {"bytes": 0}
+
+
+class _Charge:
+    """Who is told the CPU seconds that saving took: it is not part of a training step."""
+
+    to: Callable[[float], None] = staticmethod(lambda _seconds: None)
+
+
+charge = _Charge()
+
+
+def remarks() -> str:
+    """Say what this trial did not do that the script asked for; empty when nothing was left out."""
+    return ", ".join(f"{name} ({count} times)" for name, count in sorted(suppressed.items()))
+
+
+def _count(label: str) -> None:
+    suppressed[label] = suppressed.get(label, 0) + 1
+
+
+def _nothing(original: Any, label: str) -> Callable[..., None]:
+    @functools.wraps(original)
+    def silent(*_args: Any, **_kwargs: Any) -> None:
+        _count(label)
+
+    return silent
+
+
+def _with_path(original: Any, label: str, overlay: Overlay, at: int, keyword: str, mode: str) -> Callable[..., Any]:
+    """Wrap a function so that the path among its arguments is where the overlay has it."""
+
+    @functools.wraps(original)
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        given = args[at] if len(args) > at else kwargs.get(keyword)
+        absolute = overlay.guarded(given) if isinstance(given, (str, bytes, os.PathLike)) else None
+        if absolute is None or given in (":memory:", ""):
+            return original(*args, **kwargs)
+        uri = str(kwargs.get("uri", "")) == "True" and str(given).startswith("file:")
+        place = given if uri else _place(overlay, absolute, mode)
+        if len(args) > at:
+            args = (*args[:at], place, *args[at + 1 :])
+        else:
+            kwargs[keyword] = place
+        if mode != "w":
+            return original(*args, **kwargs)
+        return _save(original, label, str(place), args, kwargs)
+
+    return redirected
+
+
+def _place(overlay: Overlay, absolute: str, mode: str) -> str:
+    if mode == "r":
+        return overlay.seen(absolute)
+    if mode == "d":
+        os.makedirs(absolute, exist_ok=True)
+        place = overlay.layers[0] + absolute
+        if not os.path.isdir(place):
+            os.makedirs(place)
+        return place
+    return overlay.writable(absolute, keep=mode == "a")
+
+
+def _save(original: Any, label: str, place: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    free = shutil.disk_usage(os.path.dirname(place)).free
+    if _saved["bytes"] > MAX_SAVED_BYTES or free < MIN_FREE_BYTES:
+        return _count(label)
+    began = time.process_time()
+    try:
+        return original(*args, **kwargs)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        # A layer under a policy has a class made for it, which cannot be pickled by name: that is our doing.
+        if label != "torch.save":
+            raise
+        with contextlib.suppress(OSError):
+            os.remove(place)
+        return _count(label)
+    finally:
+        charge.to(time.process_time() - began)
+        with contextlib.suppress(OSError):
+            _saved["bytes"] += os.path.getsize(place)
+
+
+def _wrap(module: Any, path: str, make: Callable[[Any], Any]) -> None:
+    *owners, name = path.split(".")
+    owner = module
+    for part in owners:
+        owner = getattr(owner, part, None)
+    original = getattr(owner, name, None)
+    if callable(original):
+        with contextlib.suppress(TypeError):  # a type of an extension module cannot be changed
+            setattr(owner, name, make(original))
+
+
+class _Finder:
+    """Wraps what a module has right after it has been imported."""
+
+    def __init__(self, wanted: dict[str, list[tuple[str, Callable[[Any], Any]]]]) -> None:
+        self._wanted, self._busy = wanted, set[str]()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:  # noqa: ARG002
+        if name not in self._wanted or name in self._busy:
+            return None
+        self._busy.add(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._busy.discard(name)
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            execute(module)
+            for attribute, make in self._wanted.get(name, ()):
+                _wrap(module, attribute, make)
+
+        spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def install(overlay: Overlay) -> None:
+    """Wrap every function of :data:`SILENT` and :data:`PATHS`, now or when its module is imported."""
+    wanted: dict[str, list[tuple[str, Callable[[Any], Any]]]] = {}
+    for module, attribute in SILENT:
+        silence = functools.partial(_nothing, label=f"{module}.{attribute}")
+        wanted.setdefault(module, []).append((attribute, silence))
+    for module, attribute, at, keyword, mode in PATHS:
+        label = f"{module}.{attribute}"
+        redirect = functools.partial(_with_path, label=label, overlay=overlay, at=at, keyword=keyword, mode=mode)
+        wanted.setdefault(module, []).append((attribute, redirect))
+    for module in [name for name in wanted if name in sys.modules]:
+        for attribute, make in wanted.pop(module):
+            _wrap(sys.modules[module], attribute, make)
+    sys.meta_path.insert(0, _Finder(wanted))
