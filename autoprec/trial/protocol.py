@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["FAILURES", "HostInfo", "Probe", "TrialResult", "TrialSpec"]
+__all__ = ["FAILURES", "SMALL_MODEL", "HostInfo", "Probe", "TrialResult", "TrialSpec"]
 
 #: Every way a trial can end other than ``ok`` and ``pruned``.
 FAILURES = (
@@ -17,6 +17,10 @@ FAILURES = (
     "mismatch",  # the policy does not fit the model, or was not executed
     "unsupported",  # a backend refused
 )
+
+
+#: Up to this many parameters a model may be a throw-away (a warm-up fit, a probe), and its steps cost next to nothing.
+SMALL_MODEL = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +37,7 @@ class TrialSpec:
 
     Attributes:
         kind: ``train`` (measure ``steps`` after ``warmup``), ``record`` (operator graph of one step, then end),
+            ``try`` (up to ``steps`` steps or a second: does it train, and does it go on with this model?),
             ``sensitivity`` (``warmup`` steps, then answer ``probes``), ``run`` (to the script's own end).
         policy: a policy document, or None for the script as written.
         perturb: ``bf16`` rounds every weight once to bfloat16 before the first step (the benign perturbation of the

@@ -23,20 +23,23 @@ from typing import Any
 from autoprec.errors import NoSpaceError, NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.base import Runner
-from autoprec.trial.driver.classify import classify, describe_exit, exit_code, is_own_fault, last_lines
+from autoprec.trial.driver.classify import classify, describe_exit, exit_code, last_lines
+from autoprec.trial.driver.failures import first_step_failed, nothing_trained, script_failed
 from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
 from autoprec.trial.messages import receive_messages, send_message
 from autoprec.trial.processes import start_ticks
 from autoprec.trial.progress import Deadline, steps_file
-from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
+from autoprec.trial.protocol import SMALL_MODEL, HostInfo, TrialResult, TrialSpec
 
 __all__ = ["TrialRunner"]
 
 #: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
 _RETRIES = 2
 _MAX_LOST = 3
+#: How many models a script may train for a few steps each before the one that it is about.
+_MAX_PASSED_OVER = 5
 #: What a host is given to end a trial that hangs (s), before it is taken to hang itself.
 _HOST_GRACE_S = 30.0
 
@@ -85,9 +88,10 @@ class TrialRunner(Runner):
         self._lock = threading.RLock()
         self._waiting: dict[int, Future[dict[str, Any]]] = {}
         self._next = 0
-        self._restarts = self._lost = 0
+        self._starts = self._lost = 0
         self._running: set[ProcessTree] = set()
         self._closed = self._left = False
+        self._passed_over: list[str] = []  # models that were trained for a few steps before the real one
 
     def __enter__(self) -> TrialRunner:
         return self
@@ -116,36 +120,58 @@ class TrialRunner(Runner):
         with self._lock:
             if self._info is not None:
                 return self._info
-            self._info = self._start_host()
+            self._info = self._first_steps(self._start_host())
             if self._info.launch == "fork":
-                self._try_one_step()
-            elif self.command.single and self._launcher.ready and self._info.world_size == 1:
+                return self._info
+            if self.command.single and self._launcher.ready and self._info.world_size == 1:
                 self._info = replace(self._info, launch="zygote")
             return self._info
 
-    def _try_one_step(self) -> None:
-        """Find out at once, in one fork, whether the script ever takes a step; it costs as long as one step."""
-        try:
-            result = self._run_fork(TrialSpec(steps=1, warmup=0, timeout_s=self._setup_timeout))
-        except _HostLostError:
-            result = TrialResult("crashed", "the host process was killed")
-        if result.status in ("ok", "diverged"):
-            return
-        self._info = None
+    def _first_steps(self, info: HostInfo) -> HostInfo:
+        """Find out at once whether the script takes steps, and whether its first model is the one it goes on training.
+
+        In a fork this costs as long as the first step, at most a second more. A small model that falls silent while
+        another is trained (a notebook's warm-up fit) is passed over, and the next one is looked at.
+        """
+        for _ in range(_MAX_PASSED_OVER):
+            result = self._try_steps(info)
+            passed_over = result.payload.get("passed_over")
+            if passed_over:
+                self._passed_over.append(str(passed_over))
+                self._end_host()
+                info = self._start_host()
+                continue
+            if result.status in ("ok", "diverged") or result.losses:
+                return info
+            self._info = None
+            self._end_host()
+            raise first_step_failed(self.command, result)
+        return info
+
+    def _try_steps(self, info: HostInfo) -> TrialResult:
+        spec = TrialSpec(kind="try", steps=30, warmup=0, timeout_s=self._setup_timeout)
+        self._info = info
+        if info.launch == "fork":
+            try:
+                return self._run_fork(spec)
+            except _HostLostError:
+                return TrialResult("crashed", "the host process was killed")
+        if info.world_size > 1 or int(info.model.get("parameters", 0)) > SMALL_MODEL:
+            return TrialResult("ok")  # another start of the whole script is too much for a mere suspicion
+        result = self._run_process(spec)
+        return result if result.payload.get("passed_over") else TrialResult("ok")
+
+    def _end_host(self) -> None:
         if self._host is not None:
             self._host.end()
-        fix = "run it without AutoPrec first"
-        if result.status == "too_short":
-            fix = (
-                "AutoPrec needs a script that trains: loss.backward() and a step; for other loops see autoprec.Session"
-            )
-        tail = f"\n{result.tail}" if result.tail else ""
-        raise ScriptError(f"its first training step failed: {result.reason}{tail}", where=self.command.label, fix=fix)
+        with self._lock:
+            self._control = None
 
     def _start_host(self) -> HostInfo:
         if self._private is None:
             self._private = self._launcher.new_folder()
-        address = self._private / f"control-{self._restarts}"
+        self._starts += 1
+        address = self._private / f"control-{self._starts}"
         with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
             listener.bind(str(address))
             listener.listen(16)
@@ -168,8 +194,12 @@ class TrialRunner(Runner):
             control.close()
             self._host.wait(10.0)
             self._host.end()
-            raise self._nothing_trained(message["seen"], self._host)
+            code = self._host.poll()
+            if code:
+                raise script_failed(self.command, code, self._host.tail)
+            raise nothing_trained(self.command, message["seen"], self._host.tail)
         info = HostInfo.from_json(message["info"])
+        info = replace(info, notes=(*info.notes, *self._passed_over))
         if not info.layers:
             control.close()
             self._host.end()
@@ -199,6 +229,7 @@ class TrialRunner(Runner):
             "cwd": str(self.command.cwd.absolute()),
             "script": self.command.target if self.command.kind == "script" else "",
             "seed_offset": self._seed_offset,
+            "pass_over": len(self._passed_over),
             "started": time.monotonic(),
             "driver": [os.getpid(), start_ticks(os.getpid())],
         }
@@ -230,7 +261,7 @@ class TrialRunner(Runner):
             code = host.poll()
             if code is not None:
                 host.settle()
-                raise self._script_failed(code, host.tail)
+                raise script_failed(self.command, code, host.tail)
             if self._closed:
                 raise ScriptError("this runner was closed", where=self.command.label)
             if deadline.passed():
@@ -239,41 +270,6 @@ class TrialRunner(Runner):
                     where=self.command.label,
                     fix="give the script less to prepare, or a longer set-up time",
                 )
-
-    def _script_failed(self, code: int, tail: str) -> ScriptError:
-        if code == 0:
-            return ScriptError(
-                "the script ended without a training step that AutoPrec could see"
-                + (f"\n{last_lines(tail)}" if tail.strip() else ""),
-                where=self.command.label,
-                fix="does it train a torch model in this Python environment? Loops that hooks cannot see can use "
-                "autoprec.Session",
-            )
-        if is_own_fault(tail):
-            return ScriptError(
-                "AutoPrec's own code failed inside the script's process; this is not the script's fault\n"
-                + last_lines(tail),
-                where=self.command.label,
-                fix="please report it with the output above and `autoprec doctor`",
-            )
-        return ScriptError(
-            f"the script {describe_exit(code)} before its first training step (not an AutoPrec failure)\n"
-            + last_lines(tail),
-            where=self.command.label,
-            fix="run it without AutoPrec first; the output above is its own",
-        )
-
-    def _nothing_trained(self, seen: dict[str, Any], host: ProcessTree) -> ScriptError:
-        code = host.poll()
-        if code:
-            return self._script_failed(code, host.tail)
-        if not seen["backwards"]:
-            what = "the script ended and never called backward()"
-            fix = "AutoPrec needs a script that trains: loss.backward() and a step; for torch.autograd.grad use Session"
-        else:
-            what = "the script called backward() but no model in training mode was found"
-            fix = "is the model in train() mode? Loops that hooks cannot see can use autoprec.register(model)"
-        return ScriptError(what, where=self.command.label, fix=fix)
 
     # ---------------------------------------------------------------- trials
     def run(self, spec: TrialSpec) -> TrialResult:
@@ -375,7 +371,6 @@ class TrialRunner(Runner):
                 where=self.command.label,
                 fix=f"its last output is in {self._log}; is there enough memory for two copies of the script?",
             )
-        self._restarts += 1
         if self._host is not None:
             self._host.end()
         self._info = None

@@ -44,6 +44,8 @@ _agent: Agent | None = None
 _LOADER_NOTE = (
     "DataLoader workers are replaced by loading in the process, so that trials can be forked; that time is not counted"
 )
+#: After so many forwards in training mode without a backward, or steps of tensors that no module owns, none will come.
+_MOST_FORWARDS, _MOST_UNOWNED = 5000, 50
 _STREAM_NOTE = "; an IterableDataset that shards by worker gives its data in another order"
 
 
@@ -77,6 +79,9 @@ class Agent:
         self._overlay: Any = None
         self._registered: Found | None = None
         self._forked = False
+        #: Parameters of models that are trained for a few steps before the real one; held, so that no id comes back.
+        self._passed_over: dict[int, torch.Tensor] = {}
+        self._unowned = self._passed = 0
 
     def install(self) -> None:
         """Patch torch and start waiting."""
@@ -120,20 +125,45 @@ class Agent:
     # ---------------------------------------------------------------- the first training forward
     def _on_training_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forwards += 1
+        if self._forwards == _MOST_FORWARDS and not self.hooks.backwards:
+            self._give_up("no_backward")
         if self._registered is not None:
             mine = {id(p) for p in self._registered.root.parameters()}
             if any(id(p) in mine for p in module.parameters()):
                 self._stop(self._registered, module, args, kwargs)
             return
-        optimizers = self.hooks.optimizers
+        optimizers = self.optimizers()
         if not optimizers:
             return  # perhaps there never is one: the first backward tells (see _Backwards)
         owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         if not any(id(p) in owned for p in module.parameters()):
             return  # a loss module or a frozen tower
         found = discover(optimizers)
-        if found is not None:
+        if found is not None and not self._pass_over(found):
             self._stop(found, module, args, kwargs)
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The living optimizers, without those of models that were passed over."""
+        known = self._passed_over
+        return [
+            o
+            for o in self.hooks.optimizers
+            if not known or not all(id(p) in known for group in o.param_groups for p in group["params"])
+        ]
+
+    def _pass_over(self, found: Found) -> bool:
+        """Ignore this model from now on, if the driver has seen that the script soon goes on with another."""
+        if int(self.config.get("pass_over", 0)) <= self._passed:
+            return False
+        self._passed += 1
+        self._passed_over |= {id(p): p for p in found.parameters}
+        return True
+
+    def _give_up(self, why: str) -> None:
+        """Tell the driver now that no step will be seen; the script may go on for hours."""
+        if self.mode == "host" and not self._reached:
+            self._report_end(why)
+            os._exit(0)
 
     # ---------------------------------------------------------------- what a Session tells
     def register(self, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -152,25 +182,47 @@ class Agent:
         """A step was taken and no training forward seen (``model.forward(x)``, a functional call): stop after it."""
         if self._reached or not self.hooks.backwards or self._registered is not None:
             return
-        found = discover(self.hooks.optimizers)
-        if found is not None:
+        optimizers = self.optimizers()
+        if not optimizers:
+            return
+        found = discover(optimizers)
+        if found is None:
+            self._count_unowned()
+        elif not self._pass_over(found):
             found.notes.append("the model's forward is not called through the module: the first step finds the model")
             self.hooks.unseen = found.root
             self._stop(found, found.root, (), {})
 
     def without_optimizer(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """A backward ran and there is no optimizer: the next training forward is the place to stop."""
-        leaves = loss_parameters(tensors)
+        leaves = [leaf for leaf in loss_parameters(tensors) if id(leaf) not in self._passed_over]
+        if not leaves:
+            return
         found = discover((), loss_leaves=leaves)
+        if found is None and self.hooks.functional is not None:
+            root = self.hooks.functional
+            weights: list[torch.Tensor] = [p for p in root.parameters() if p.requires_grad]
+            found = Found([root], [], weights, ["called through functional_call: each backward counts as one step"])
         if found is None:
+            self._count_unowned()
             return
         mine = {id(p) for p in found.root.parameters()}
 
         def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if any(id(p) in mine for p in module.parameters()):
+            # functional_call exchanges the parameters for the time of the call
+            if module is found.root or any(id(p) in mine for p in module.parameters()):
                 self._stop(found, module, args, kwargs)
 
         self.hooks.watch(on_call)
+
+    def transformed(self) -> None:
+        """The model is differentiated by a transform of torch.func."""
+        self._give_up("functional")
+
+    def _count_unowned(self) -> None:
+        self._unowned += 1
+        if self._unowned >= _MOST_UNOWNED:
+            self._give_up("no_module")
 
     def _stop(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.hooks.unwatch()
@@ -258,10 +310,11 @@ class Agent:
         ):
             self._report_end()
 
-    def _report_end(self) -> None:
+    def _report_end(self, why: str = "") -> None:
         with contextlib.suppress(OSError):
             control = self._connect()
             seen = {
+                "why": why,
                 "training_forwards": self._forwards,
                 "backwards": self.hooks.backwards,
                 "optimizers": [type(o).__name__ for o in self.hooks.optimizers],
@@ -277,11 +330,14 @@ class _Backwards(Events):
         self._agent = agent
 
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        if not self._agent.hooks.optimizers:
+        if not self._agent.optimizers():
             self._agent.without_optimizer(tensors)
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
         self._agent.without_forward()
+
+    def transformed(self) -> None:
+        self._agent.transformed()
 
 
 def fork_obstacle(found: Found) -> str:

@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from autoprec.applying.compiling import keep_random_streams, run_eagerly
 from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
 from autoprec.support.files import canonical_json
 from autoprec.trial.inside.applying import apply_document, state_document, watch_state
+from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.seeding import reseed
 from autoprec.trial.inside.observe.conditions import (
     Conditions,
@@ -33,7 +35,7 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop, early_stop
 from autoprec.trial.inside.observe.measure import clock_for, limit_memory
 from autoprec.trial.progress import Beat, steps_file
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import SMALL_MODEL, TrialResult, TrialSpec
 
 __all__ = ["Trial", "is_out_of_memory", "round_weights"]
 
@@ -85,7 +87,7 @@ class Trial:
         self._may_fork = may_fork
         self.spec, self.found, self.hooks = spec, found, hooks
         self._path, self._asked, self._writer = result, asked, writer
-        self._start = self._begun = time.monotonic()
+        self._start = self._begun = self._first_step = time.monotonic()
         self._policy: Any = None
         self._batch = (0, 0)
         self._device = next(iter(found.parameters)).device
@@ -123,10 +125,11 @@ class Trial:
             total=first,
             clock=clock_for(self._device),
             then=self._enough,
-            check=self._check if spec.kind == "train" else None,
+            check={"train": self._check, "try": self._tried}.get(spec.kind),
             anneal=spec.anneal,
             patience=30 if spec.kind == "sensitivity" else 0,
             beat=self._beat,
+            silent=self._moved_on,
             count_memory=self._device.type == "cpu" and spec.kind == "train",
         )
         if self._device.type == "cuda":
@@ -163,8 +166,33 @@ class Trial:
         if spec.record_graph and loop.steps == loop.total - 1:
             self._at_next_forward(lambda module, _args, _kwargs: self._record(module))
 
+    def _tried(self, loop: Loop) -> None:
+        """After the first step of a ``try``: go on for a second, in case the script is soon done with this model."""
+        now = time.monotonic()
+        if loop.steps == 1:
+            self._first_step = now
+            patience = 60.0 if self._is_small() else 1.0
+            timer = threading.Timer(patience, self.finish, ("ok",))  # it may take no further step for minutes
+            timer.daemon = True
+            timer.start()
+        elif now - self._first_step > 1.0:
+            self.finish("ok")
+
+    def _is_small(self) -> bool:
+        return sum(p.numel() for p in self.found.root.parameters()) <= SMALL_MODEL
+
+    def _moved_on(self, other: torch.optim.Optimizer) -> None:
+        """Another model is trained now, and this one no more: whoever started us must look at that one."""
+        loop, name = self.loop, type(self.found.root).__name__
+        steps = loop.steps if loop is not None else 0
+        if self.spec.kind == "try" and not self._is_small():
+            self.finish("ok")
+        why = f"{name} was trained for {steps} steps only, then another model ({type(other).__name__}): that one counts"
+        self._payload["passed_over"] = why
+        self.finish("too_short", why)
+
     def _enough(self, loop: Loop) -> None:  # noqa: ARG002
-        if self.spec.kind == "train":
+        if self.spec.kind in ("train", "try"):
             self.finish("ok")
         self.hooks.events = Events()
         self._at_next_forward(self._at_forward)
@@ -173,7 +201,8 @@ class Trial:
         owned = {id(p) for p in self.found.root.parameters()}
 
         def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if any(id(p) in owned for p in module.parameters()):
+            # functional_call exchanges the parameters for the time of the call
+            if module is self.found.root or any(id(p) in owned for p in module.parameters()):
                 self.hooks.unwatch()
                 action(module, args, kwargs)
 
@@ -227,6 +256,8 @@ class Trial:
         last = traceback.extract_tb(trace)[-1:] if trace is not None else []
         where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
         reason = f"{kind.__name__}: {str(error).splitlines()[0] if str(error) else ''}{where}"
+        if savers.suppressed:
+            reason += f"; AutoPrec left out {savers.remarks()}, which may be the cause"
         status = "oom" if is_out_of_memory(error) else status_of(error)
         self.finish(status, reason[:500])
 
@@ -244,6 +275,8 @@ class Trial:
         reason = f"the script ended after {seen} of {wanted} steps"
         if not self.hooks.backwards:
             reason += "; no backward() was ever called"
+        if savers.suppressed:
+            reason += f"; AutoPrec left out {savers.remarks()}"
         self.finish("too_short", reason)
 
     def finish(self, status: str, reason: str = "") -> NoReturn:

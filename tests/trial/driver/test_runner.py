@@ -33,6 +33,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "iterable": ("loader.py", "--iterable"),
     "session": ("session.py",),
     "registered": ("registered.py",),
+    "autograd_grad": ("autograd_grad.py",),
+    "functional": ("functional.py",),
+    "throwaway": ("throwaway.py",),
     "writer": ("writer.py",),
     "reloads": ("reloads.py",),
     "unseen": ("unseen.py",),
@@ -225,6 +228,7 @@ def test_several_ranks(tokens: tuple[str, ...], host: Any) -> None:
     ("body", "message"),
     [
         ("import torch\nraise ValueError('broken')", "broken"),
+        ("import os, torch\nos.system('mkdir /nobody')\nraise SystemExit(3)", "exit code 3"),
         ("print('nothing to see')", "without a training step"),
         (
             "import torch\nm = torch.nn.Linear(2, 2)\no = torch.optim.SGD(m.parameters())\nm(torch.ones(1, 2))",
@@ -266,6 +270,31 @@ def test_every_trial_starts_from_the_same_state(script: str, launch: str, host: 
     if script == "shared.py":
         assert info.launch in ("process", "zygote")
         assert any("shared memory" in note for note in info.notes)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "says", "fix"),
+    [
+        (("functional.py", "--transform"), "torch.func.grad", "torch.autograd.grad"),
+        (("tensors_only.py",), "no torch.nn.Module", "put the weights into a Module"),
+    ],
+)
+def test_a_loop_that_cannot_be_followed_is_told_soon(tokens: tuple[str, ...], says: str, fix: str, host: Any) -> None:
+    """Both scripts would go on for hours."""
+    with host(*tokens, setup_timeout_s=60) as runner, pytest.raises(ScriptError, match=says) as caught:
+        runner.start()
+    assert fix in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("launch", ["auto", "process"])
+def test_a_throw_away_model_is_passed_over_and_named(launch: str, host: Any) -> None:
+    with host("throwaway.py", launch=launch) as runner:
+        info = runner.start()
+        result = runner.run(TrialSpec(steps=8, warmup=0))
+    assert info.model["class"] == "Net"
+    assert any("Linear was trained for 3 steps only" in note for note in info.notes)
+    assert result.status == "ok", result.reason + result.tail
+    assert len(result.losses) == 8
 
 
 def test_too_short(host: Any) -> None:

@@ -56,7 +56,9 @@ class Found:
     def root_parameters(self) -> list[torch.Tensor]:
         """The trained parameters of the primary model."""
         mine = {id(p) for p in self.root.parameters()}
-        return [p for p in self.parameters if id(p) in mine]
+        own = [p for p in self.parameters if id(p) in mine]
+        # Inside functional_call other tensors stand for the parameters.
+        return own or (self.parameters if len(self.roots) == 1 else [])
 
     @property
     def backward_only(self) -> bool:

@@ -1,6 +1,7 @@
 """The few global points where a training loop can be watched without the script knowing.
 
-Patched: ``Optimizer.__init__`` and the global optimizer step hooks, ``torch.autograd.backward``, ``GradScaler.scale``
+Patched: ``Optimizer.__init__`` and the global optimizer step hooks, ``torch.autograd.backward`` and ``grad`` (where it
+differentiates by parameters), ``functional_call``, ``GradScaler.scale``
 and ``step``, ``clip_grad_norm_``, and, only until the first training forward, ``nn.Module.__call__``. Nothing is a
 module hook, so Dynamo sees an ordinary model.
 """
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from autoprec.trial.inside.observe.functional import FunctionalLoop
 
 __all__ = ["Events", "Hooks", "raw_loss"]
 
@@ -46,6 +49,9 @@ class Events:
     def skipped_step(self, optimizer: Optimizer) -> None:
         """A GradScaler found non-finite gradients and did not step the optimizer."""
 
+    def transformed(self) -> None:
+        """Gradients are taken with a transform of ``torch.func``, which nothing here can follow."""
+
     def clipped(self, parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
         """Gradients were clipped; ``norm`` is their norm before."""
 
@@ -71,6 +77,8 @@ class Hooks:
         self.backwards = 0
         #: The model whose forwards cannot be seen (``model.forward(x)``): every optimizer step announces the next.
         self.unseen: nn.Module | None = None
+        #: The model that the script calls through ``functional_call``.
+        self.functional: nn.Module | None = None
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -82,6 +90,8 @@ class Hooks:
         """Patch everything except ``nn.Module.__call__``."""
         self._patch_optimizers()
         self._patch_backward()
+        self._functional = FunctionalLoop(self)
+        self._functional.install()
         self._patch_scaler()
         self._patch_clip()
 
@@ -91,7 +101,7 @@ class Hooks:
         while self._undo:
             self._undo.pop()()
 
-    def _replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
         replacement = make(original)
         with contextlib.suppress(AttributeError):
@@ -108,7 +118,7 @@ class Hooks:
 
             return __init__
 
-        self._replace(Optimizer, "__init__", make_init)
+        self.replace(Optimizer, "__init__", make_init)
         before = register_optimizer_step_pre_hook(self._before_step)
         after = register_optimizer_step_post_hook(self._after_step)
         self._undo += [before.remove, after.remove]
@@ -147,13 +157,8 @@ class Hooks:
                 if self._depth:  # reentrant checkpointing calls backward inside backward
                     return original(tensors, *args, **kwargs)
                 roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
-                self.backwards += 1
-                self.events.before_backward(roots)
-                self._depth += 1
-                try:
+                with self.inside_backward(roots):
                     out = original(tensors, *args, **kwargs)
-                finally:
-                    self._depth -= 1
                 if self._in_method:
                     self._finished = roots
                 else:
@@ -162,8 +167,8 @@ class Hooks:
 
             return backward
 
-        self._replace(torch.autograd, "backward", make)
-        self._replace(torch.Tensor, "backward", self._make_method)
+        self.replace(torch.autograd, "backward", make)
+        self.replace(torch.Tensor, "backward", self._make_method)
 
     def _make_method(self, original: Any) -> Any:
         """Tell the end of ``tensor.backward()`` outside of it: torch function modes are not on their stack inside."""
@@ -181,6 +186,22 @@ class Hooks:
             return out
 
         return backward
+
+    @contextlib.contextmanager
+    def inside_backward(self, roots: tuple[torch.Tensor, ...]) -> Iterator[None]:
+        """Tell that a backward from ``roots`` runs, which may itself call backward."""
+        self.backwards += 1
+        self.events.before_backward(roots)
+        self._depth += 1
+        try:
+            yield
+        finally:
+            self._depth -= 1
+
+    @property
+    def busy(self) -> bool:
+        """True inside a backward."""
+        return self._depth > 0
 
     # ---------------------------------------------------------------- GradScaler and clipping
     def _patch_scaler(self) -> None:
@@ -203,8 +224,8 @@ class Hooks:
 
             return step
 
-        self._replace(torch.amp.GradScaler, "scale", make_scale)
-        self._replace(torch.amp.GradScaler, "step", make_step)
+        self.replace(torch.amp.GradScaler, "scale", make_scale)
+        self.replace(torch.amp.GradScaler, "step", make_step)
 
     def _patch_clip(self) -> None:
         def make(original: Any) -> Any:
@@ -218,7 +239,7 @@ class Hooks:
 
             return clip_grad_norm_
 
-        self._replace(nn.utils, "clip_grad_norm_", make)
+        self.replace(nn.utils, "clip_grad_norm_", make)
         nn.utils.clip_grad.clip_grad_norm_ = nn.utils.clip_grad_norm_
 
     # ---------------------------------------------------------------- the first training forward
@@ -266,13 +287,3 @@ def _tell_dynamo(call: Any) -> None:
         module = sys.modules.get(name)
         if module is not None and hasattr(module, "unpatched_nn_module_call"):
             module.__dict__["unpatched_nn_module_call"] = call
-
-
-@contextlib.contextmanager
-def exchanged(hooks: Hooks, events: Events) -> Iterator[None]:
-    """Let ``events`` watch for a while."""
-    before, hooks.events = hooks.events, events
-    try:
-        yield
-    finally:
-        hooks.events = before

@@ -64,6 +64,7 @@ class Loop(Events):
         anneal: multiply the learning rates by a cosine over ``total``.
         count_memory: count the bytes saved for backward in the first step.
         beat: called when a step is done, to tell whoever watches for hangs.
+        silent: called with the optimizer that steps on while the primary one has fallen silent.
         patience: go on for up to this many steps beyond ``total`` while a GradScaler skips steps.
     """
 
@@ -78,11 +79,13 @@ class Loop(Events):
         anneal: bool = False,
         count_memory: bool = False,
         beat: Callable[[], None] = lambda: None,
+        silent: Callable[[Optimizer], None] = lambda _other: None,
         patience: int = 0,
     ) -> None:
         self.found, self.total, self.clock = found, total, clock
         self._then, self._check, self._anneal, self._patience = then, check, anneal, patience
-        self._beat = beat
+        self._beat, self._silent = beat, silent
+        self._foreign_steps = 0
         self._primary = found.optimizers[0] if found.optimizers else None
         self._other_steps = 0
         self._losses: list[torch.Tensor] = []
@@ -171,12 +174,17 @@ class Loop(Events):
             group["lr"] = rate
         self._rates.clear()
         if self._is_primary(optimizer):
-            self._other_steps = 0
+            self._other_steps = self._foreign_steps = 0
             self._commit([p for group in optimizer.param_groups for p in group["params"]])
         elif self._owns_root(optimizer):
             self._other_steps += 1
-            if self._other_steps > 2 and self.steps == 0:  # the one we took for primary is never stepped
+            # The one we took for primary is never stepped, or another was made for the same model later.
+            if self._other_steps > 2 and (self.steps == 0 or all(o is not optimizer for o in self.found.optimizers)):
                 self._primary = optimizer
+        elif all(o is not optimizer for o in self.found.optimizers):
+            self._foreign_steps += 1
+            if self._foreign_steps > 2:
+                self._silent(optimizer)
 
     def skipped_step(self, optimizer: Optimizer) -> None:
         if self._is_primary(optimizer):

@@ -1,0 +1,84 @@
+"""Why a script could not be tried, as an error for a person: what was seen, and what to change.
+
+Nothing is blamed on the script that was not verified. That it ends with an error under hooks does not prove that it
+ends with one alone, so the message shows the script's own output, says what AutoPrec kept it from doing, and gives the
+command that tells the two apart.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping
+from typing import Any
+
+from autoprec.errors import ScriptError
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.classify import describe_exit, is_own_fault, last_lines
+from autoprec.trial.protocol import TrialResult
+
+__all__ = ["first_step_failed", "nothing_trained", "script_failed"]
+
+_SESSION = (
+    "name the model and its steps: session = autoprec.Session(model, optimizer), and session.step(loss) in place of "
+    "backward, step and zero_grad (or session.observe(loss) after your own update)"
+)
+_BARE = "does `{command}` run to its first step? If it does, please report this with the output above"
+#: What the hooks can tell about a loop, and what to do about it.
+_ADVICE = {
+    "functional": (
+        "its gradients come from torch.func.grad, whose transforms no layer hook can follow",
+        "take them with torch.autograd.grad(loss, params.values()) on the same functional_call: that is followed",
+    ),
+    "no_module": (
+        "what it trains are tensors that belong to no torch.nn.Module",
+        "a policy decides about layers: put the weights into a Module, and call it",
+    ),
+    "no_backward": (
+        "it calls models in training mode, but never backward() or torch.autograd.grad",
+        _SESSION,
+    ),
+    "no_training_mode": (
+        "it calls backward(), but no model in training mode was called",
+        "call model.train() before the loop, or name the model: autoprec.register(model, optimizer)",
+    ),
+}
+
+
+def script_failed(command: ScriptCommand, code: int, tail: str) -> ScriptError:
+    """Return the error of a script that ended before its first training step."""
+    shown = last_lines(tail)
+    if code == 0:
+        what = "the script ended without a training step that AutoPrec could see" + (f"\n{shown}" if shown else "")
+        fix = f"does it train a torch model in this Python environment? If so, {_SESSION}"
+        return ScriptError(what, where=command.label, fix=fix)
+    if is_own_fault(tail):
+        what = f"AutoPrec's own code failed inside the script's process; this is not the script's fault\n{shown}"
+        fix = "please report it with the output above and `autoprec doctor`"
+        return ScriptError(what, where=command.label, fix=fix)
+    what = f"the script {describe_exit(code)} before its first training step\n{shown}{_held_back(tail)}"
+    return ScriptError(what, where=command.label, fix=_BARE.format(command=shlex.join(command.argv())))
+
+
+def _held_back(tail: str) -> str:
+    """Say where AutoPrec itself may be the cause of what the output shows."""
+    if "Permission denied" in tail or "Read-only file system" in tail:
+        return "\nA trial may not change your files: another program, or a library in C, tried to (AutoPrec's doing)."
+    return ""
+
+
+def nothing_trained(command: ScriptCommand, seen: Mapping[str, Any], tail: str) -> ScriptError:
+    """Return the error of a script that used torch but took no step that hooks could follow."""
+    kind = str(seen.get("why") or ("no_backward" if not seen.get("backwards") else "no_training_mode"))
+    what, fix = _ADVICE.get(kind, _ADVICE["no_backward"])
+    counted = f"{seen.get('training_forwards', 0)} calls in training mode, {seen.get('backwards', 0)} backward passes"
+    shown = f"\n{last_lines(tail)}" if tail.strip() else ""
+    return ScriptError(f"no training step was seen: {what} ({counted}){shown}", where=command.label, fix=fix)
+
+
+def first_step_failed(command: ScriptCommand, result: TrialResult) -> ScriptError:
+    """Return the error of a script whose first step, tried in a fork, did not come to its end."""
+    fix = _BARE.format(command=shlex.join(command.argv()))
+    if result.status == "too_short":
+        fix = f"AutoPrec needs a script that trains: loss.backward() and a step. For another loop, {_SESSION}"
+    tail = f"\n{result.tail}{_held_back(result.tail)}" if result.tail else ""
+    return ScriptError(f"its first training step failed: {result.reason}{tail}", where=command.label, fix=fix)

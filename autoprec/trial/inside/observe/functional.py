@@ -1,0 +1,86 @@
+"""Loops that take gradients as values: ``torch.autograd.grad`` by parameters, and ``functional_call`` on a dict.
+
+Both are steps like any other: a loss, gradients, an update by hand. Gradients that are returned instead of stored are
+lent to the parameters' ``grad`` for as long as whoever watches looks at them. The transforms of ``torch.func``
+(``grad``, ``vmap``) differentiate inside a level of their own, where layers with a backward of their own cannot run:
+that is reported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from autoprec.trial.inside.observe.hooks import Hooks
+
+__all__ = ["FunctionalLoop"]
+
+
+class FunctionalLoop:
+    """Patches the functional ways to a gradient for one :class:`~autoprec.trial.inside.observe.hooks.Hooks`."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        self._hooks = hooks
+        #: Parameters of the functional model, by the id of the tensor that stands for each.
+        self._stand_ins: dict[int, tuple[torch.Tensor, nn.Parameter]] = {}
+
+    def install(self) -> None:
+        """Patch ``torch.autograd.grad`` and ``functional_call``."""
+        self._hooks.replace(torch.autograd, "grad", self._make_grad)
+        self._hooks.replace(torch.func, "functional_call", self._make_functional_call)
+
+    def _make_grad(self, original: Any) -> Any:
+        def grad(outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            leaves = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
+            # A graph is created for second derivatives (a gradient penalty, MAML): no update follows from that.
+            higher = args[2] if len(args) > 2 else kwargs.get("create_graph", False)
+            if self._hooks.busy or higher or not leaves or not all(self._is_trained(leaf) for leaf in leaves):
+                return original(outputs, inputs, *args, **kwargs)
+            roots = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
+            with self._hooks.inside_backward(roots):
+                found = original(outputs, leaves, *args, **kwargs)
+            with self._lent(leaves, found):
+                self._hooks.events.after_backward(roots)
+            return found
+
+        return grad
+
+    def _is_trained(self, leaf: torch.Tensor) -> bool:
+        return isinstance(leaf, nn.Parameter) or id(leaf) in self._stand_ins
+
+    @contextlib.contextmanager
+    def _lent(self, leaves: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        lent = []
+        for leaf, gradient in zip(leaves, found, strict=True):
+            owner = self._stand_ins.get(id(leaf), (leaf, leaf))[1]
+            if owner.grad is None and gradient is not None:
+                owner.grad = gradient.detach()
+                lent.append(owner)
+        try:
+            yield
+        finally:
+            for owner in lent:
+                owner.grad = None
+
+    def _make_functional_call(self, original: Any) -> Any:
+        def functional_call(module: nn.Module, parameters: Any, *args: Any, **kwargs: Any) -> Any:
+            if module.training and torch.is_grad_enabled():
+                if torch._C._functorch.maybe_current_level() is not None:
+                    self._hooks.events.transformed()
+                self._hooks.functional = module
+                given = [parameters] if isinstance(parameters, Mapping) else list(parameters)
+                owners = dict(module.named_parameters())
+                self._stand_ins = {
+                    id(tensor): (tensor, owners[name])
+                    for mapping in given
+                    for name, tensor in mapping.items()
+                    if name in owners and isinstance(tensor, torch.Tensor)
+                }
+            return original(module, parameters, *args, **kwargs)
+
+        return functional_call

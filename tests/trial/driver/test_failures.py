@@ -1,0 +1,51 @@
+"""What a person is told when a script cannot be tried: nothing that was not verified."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.failures import first_step_failed, nothing_trained, script_failed
+from autoprec.trial.protocol import TrialResult
+
+COMMAND = ScriptCommand("script", "train.py", ("--lr", "1"), Path("/"))
+
+
+def test_a_failing_script_is_shown_and_not_blamed() -> None:
+    error = script_failed(COMMAND, 1, "Traceback\nValueError: broken")
+    assert "exit code 1" in error.what
+    assert "broken" in error.what
+    assert "train.py --lr 1" in str(error.fix)
+    for verdict in ("not an AutoPrec failure", "run it without AutoPrec", "its own"):
+        assert verdict not in str(error)
+
+
+def test_what_we_held_back_is_said() -> None:
+    assert "AutoPrec's doing" in script_failed(COMMAND, 1, "mkdir: Permission denied").what
+    assert "AutoPrec's doing" in first_step_failed(COMMAND, TrialResult("crashed", "x", "Permission denied")).what
+
+
+def test_our_own_fault_is_ours() -> None:
+    ours = Path(__file__).resolve().parents[3] / "autoprec" / "trial" / "inside" / "agent.py"
+    error = script_failed(COMMAND, 1, f'Traceback\n  File "{ours}", line 3, in x\nKeyError: 1')
+    assert "not the script's fault" in error.what
+
+
+@pytest.mark.parametrize(
+    ("seen", "says"),
+    [
+        ({"why": "functional", "backwards": 0}, "torch.func.grad"),
+        ({"why": "no_module", "backwards": 50}, "no torch.nn.Module"),
+        ({"backwards": 0, "training_forwards": 7}, "7 calls in training mode"),
+        ({"backwards": 4}, "no model in training mode"),
+    ],
+)
+def test_what_was_seen_of_a_loop_is_named(seen: dict[str, object], says: str) -> None:
+    assert says in nothing_trained(COMMAND, seen, "").what
+
+
+def test_a_script_that_takes_no_step_gets_the_lines_that_fit() -> None:
+    for error in (script_failed(COMMAND, 0, ""), first_step_failed(COMMAND, TrialResult("too_short", "0 of 1"))):
+        assert "autoprec.Session(model, optimizer)" in str(error.fix)
