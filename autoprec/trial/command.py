@@ -12,6 +12,14 @@ from autoprec.errors import UsageError, nearest
 
 __all__ = ["ScriptCommand"]
 
+#: Programs and modules that start the processes in which the script runs.
+_STARTERS = frozenset(
+    (
+        *("torchrun", "accelerate", "deepspeed", "horovodrun", "mpirun", "mpiexec", "srun", "composer", "fabric"),
+        *("torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"),
+        *("deepspeed.launcher.runner", "colossalai"),
+    )
+)
 _PYTHONS = ("python", "python3", "python3.11", "python3.12", "python3.13", "python3.14")
 
 
@@ -75,8 +83,16 @@ class ScriptCommand:
 
     @property
     def single(self) -> bool:
-        """True when one Python process is started (it may still start others itself)."""
-        return self.kind != "launcher"
+        """True when one Python process is started (it may still start others itself), which can leave a zygote behind.
+
+        That is a script, a module, or a console script (a file that Python runs, such as ``litgpt``); not ``torchrun``
+        and its like, whose children run the script.
+        """
+        if self.kind == "script":
+            return True
+        if self.kind == "module":
+            return self.target not in _STARTERS
+        return Path(self.target).name not in _STARTERS and _is_python_file(Path(self.target))
 
     def argv(self) -> list[str]:
         """The command line that starts it with this Python."""
@@ -85,6 +101,18 @@ class ScriptCommand:
         if self.kind == "module":
             return [sys.executable, "-m", self.target, *self.args]
         return [self.target, *self.args]
+
+
+def _is_python_file(path: Path) -> bool:
+    """Say whether the first lines hand the file to Python (pip writes ``#!/bin/sh`` first where the path is long)."""
+    try:
+        with path.open("rb") as stream:
+            head = stream.read(512).splitlines()[:2]
+    except OSError:
+        return False
+    if not head or not head[0].startswith(b"#!"):
+        return False
+    return b"python" in head[0] or (head[1:] != [] and head[1].startswith(b"'''exec'") and b"python" in head[1])
 
 
 def _find_program(name: str) -> str | None:

@@ -58,3 +58,26 @@ def test_what_cannot_be_understood(tokens: list[str], says: str, folder: Path) -
         ScriptCommand.parse(tokens, cwd=folder)
     assert says in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "single"),
+    [
+        ("litgpt", "#!/opt/venv/bin/python3\nimport litgpt\n", True),
+        ("long", "#!/bin/sh\n'''exec' /a/very/long/path/bin/python3 \"$0\" \"$@\"\n", True),
+        ("torchrun", "#!/opt/venv/bin/python3\n", False),
+        ("run.sh", "#!/bin/bash\npython3 train.py\npython3 test.py\n", False),
+        ("binary", "\x7fELF", False),
+    ],
+)
+def test_a_console_script_is_one_process_and_a_launcher_is_not(
+    name: str, text: str, single: bool, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert ScriptCommand("launcher", str(tmp_path / name), (), tmp_path).single is single
+
+
+def test_a_module_is_one_process_unless_it_launches() -> None:
+    assert ScriptCommand("module", "package.train", (), Path.cwd()).single
+    assert not ScriptCommand("module", "torch.distributed.run", (), Path.cwd()).single
+    assert not ScriptCommand("launcher", "/no/such/program", (), Path.cwd()).single

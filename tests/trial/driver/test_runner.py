@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -110,7 +111,6 @@ def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: P
     """A real interpreter: injection, the process mode, the zygote mode and a second seed."""
     (tmp_path / "user").mkdir()
     import subprocess
-    import sys
 
     from tests.trial.conftest import SCRIPTS
 
@@ -133,6 +133,27 @@ def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: P
     assert other.ok
     assert other.losses != forked.losses
     assert forked.start_s < 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["module", "console"])
+def test_imports_are_done_once_for_modules_and_console_scripts(kind: str, tmp_path: Path) -> None:
+    """The second process is forked from the zygote that the first left behind."""
+    from tests.trial.conftest import SCRIPTS
+
+    user = tmp_path / "user"
+    user.mkdir()
+    program = user / "train-net"
+    program.write_text(f"#!{sys.executable}\n" + (SCRIPTS / "plain.py").read_text())
+    program.chmod(0o700)
+    (user / "my_train.py").write_text((SCRIPTS / "plain.py").read_text())
+    words = ["-m", "my_train"] if kind == "module" else ["--", str(program)]
+    command = ScriptCommand.parse(words, cwd=user)
+    with TrialRunner(command, run_dir=tmp_path / "run", launch="zygote") as runner:
+        assert runner.start().launch == "zygote"
+        first, second = (runner.run(TrialSpec(steps=3, warmup=0)) for _ in range(2))
+    assert first.ok, first.reason + first.tail
+    assert first.losses == second.losses
 
 
 @pytest.mark.slow
@@ -323,7 +344,6 @@ def test_closing_while_a_trial_runs_ends_it(tmp_path: Path, host: Any) -> None:
 
 def test_driver_side_needs_no_torch() -> None:
     import subprocess
-    import sys
 
     code = "import sys, autoprec.trial.driver.runner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False, cwd=Path(__file__).parents[3]).returncode == 0
