@@ -7,7 +7,10 @@ the interpreter, before the script and before torch.
 
 from __future__ import annotations
 
+import contextlib
+import getpass
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -43,9 +46,12 @@ def isolate(config: dict[str, Any]) -> Overlay:
     if below:
         layer, *below = below
     os.makedirs(layer, exist_ok=True)
+    temporary = tempfile.gettempdir()
+    inside = any(os.path.abspath(path).startswith(temporary + os.sep) for path in guarded)
+    cache = _compiler_cache() if inside else ""
     crowded, beside = _split(free_prefixes(()), guarded)
-    if any(tempfile.gettempdir() == path for path in crowded):
-        _own_temporary_directory(folder)
+    if inside:
+        _own_temporary_directory(folder, cache)
     overlay = Overlay(layer, [*crowded, *guarded], [*beside, *ours], below)
     _state["overlay"] = overlay
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
@@ -68,11 +74,24 @@ def add_layer(overlay: Overlay, folder: Path) -> None:
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
 
 
-def _own_temporary_directory(folder: str) -> None:
-    """The user works inside the temporary directory: trials get one of their own, with the compilers' caches in it."""
+def _compiler_cache() -> str:
+    """Return the directory in which torch.compile keeps what it has compiled by default; empty where there is none."""
+    try:
+        name = "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())
+        path = os.path.join(tempfile.gettempdir(), name)
+        os.makedirs(path, exist_ok=True)
+    except (OSError, KeyError):
+        return ""
+    return path
+
+
+def _own_temporary_directory(folder: str, cache: str) -> None:
+    """The user works inside the temporary directory: trials get one of their own, and share the compiler's cache."""
     own = os.path.join(folder, "tmp")
     os.makedirs(own, exist_ok=True)
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(folder, "inductor"))
+    if cache:
+        with contextlib.suppress(FileExistsError):
+            os.symlink(cache, os.path.join(own, os.path.basename(cache)))
     tempfile.tempdir = os.environ["TMPDIR"] = own
 
 

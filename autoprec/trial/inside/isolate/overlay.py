@@ -123,6 +123,15 @@ class Overlay:
                 return place
         return absolute if places[-1] == absolute else None
 
+    def untouched(self, absolute: str) -> bool:
+        """True for a directory that this trial has changed nothing in, however many files it has."""
+        if any(mask == absolute or mask.startswith(absolute + "/") for mask in self._masks):
+            return False
+        for place in self.places(absolute):
+            if place != absolute and os.path.lexists(place):
+                return False
+        return self.shown(absolute) == absolute
+
     def seen(self, absolute: str) -> str:
         """Return :meth:`shown`; raises FileNotFoundError for what was removed."""
         shown = self.shown(absolute)

@@ -178,15 +178,17 @@ class _Calls:
 
     def listdir(self, path: Any = ".") -> list[Any]:
         absolute = self._overlay.guarded(path)
-        if absolute is None or not os.path.isdir(path):
+        if absolute is None or self._overlay.untouched(absolute) or not os.path.isdir(path):
             return list(self._real["listdir"](self._free(path) if absolute is None else self._overlay.seen(absolute)))
         names = list(self._overlay.listed(absolute))
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
     def scandir(self, path: Any = ".") -> Any:
         absolute = self._overlay.guarded(path)
-        if absolute is None or isinstance(path, bytes) or not os.path.isdir(path):
-            return self._real["scandir"](self._free(path) if absolute is None else self._overlay.seen(absolute))
+        if absolute is None or self._overlay.untouched(absolute):
+            return self._real["scandir"](self._free(path))
+        if isinstance(path, bytes) or not os.path.isdir(path):
+            return self._real["scandir"](self._overlay.seen(absolute))
         found = self._overlay.listed(absolute).items()
         return _Entries([_Entry(name, os.path.join(os.fspath(path), name), place) for name, place in found])
 
