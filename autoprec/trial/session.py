@@ -55,6 +55,9 @@ class Session:
     ) -> None:
         self.model, self.optimizer = model, optimizer
         register(model, optimizer)
+        agent = _agent()
+        if agent is not None and optimizer is None:
+            agent.hooks.told = True
         if policy is not None and _agent() is None:
             from autoprec.applying.policy import load
 

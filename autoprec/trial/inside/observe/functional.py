@@ -39,7 +39,13 @@ class FunctionalLoop:
             leaves = (inputs,) if isinstance(inputs, torch.Tensor) else tuple(inputs)
             # A graph is created for second derivatives (a gradient penalty, MAML): no update follows from that.
             higher = args[2] if len(args) > 2 else kwargs.get("create_graph", False)
-            if self._hooks.busy or higher or not leaves or not all(self._is_trained(leaf) for leaf in leaves):
+            if (
+                self._hooks.told
+                or self._hooks.busy
+                or higher
+                or not leaves
+                or not all(self._is_trained(leaf) for leaf in leaves)
+            ):
                 return original(outputs, inputs, *args, **kwargs)
             roots = (outputs,) if isinstance(outputs, torch.Tensor) else tuple(outputs)
             with self._hooks.inside_backward(roots):

@@ -77,6 +77,8 @@ class Hooks:
         self.backwards = 0
         #: The model whose forwards cannot be seen (``model.forward(x)``): every optimizer step announces the next.
         self.unseen: nn.Module | None = None
+        #: The script tells its steps itself (``Session.observe``): gradients taken as values are not steps as well.
+        self.told = False
         #: The model that the script calls through ``functional_call``.
         self.functional: nn.Module | None = None
 
