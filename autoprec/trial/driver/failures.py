@@ -34,11 +34,11 @@ _ADVICE = {
         "a policy decides about layers: put the weights into a Module, and call it",
     ),
     "no_backward": (
-        "it calls models in training mode, but never backward() or torch.autograd.grad",
+        "the script never called backward() or torch.autograd.grad",
         _SESSION,
     ),
     "no_training_mode": (
-        "it calls backward(), but no model in training mode was called",
+        "the script called backward(), but no model in training mode",
         "call model.train() before the loop, or name the model: autoprec.register(model, optimizer)",
     ),
 }
