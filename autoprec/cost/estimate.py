@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
-__all__ = ["StepEstimate"]
+from autoprec.cost.kernels import LayerCost
+from autoprec.cost.scale import GemmWork
+from autoprec.graph.report import GraphReport, Layer
+from autoprec.policy.schema import LayerPlan
+from autoprec.precision.hardware import Target
+from autoprec.precision.recipes import Recipe
+
+__all__ = ["Estimator", "StepEstimate"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,3 +37,17 @@ class StepEstimate:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
         return asdict(self)
+
+
+class Estimator(Protocol):
+    """What a verdict asks of a cost model."""
+
+    report: GraphReport
+    target: Target
+
+    @property
+    def label(self) -> str: ...
+    def works(self, name: str) -> tuple[GemmWork, ...]: ...
+    def can_run(self, layer: Layer | str, recipe: Recipe | None) -> tuple[bool, str]: ...
+    def layer_cost(self, name: str, plan: LayerPlan, activations: str = "keep") -> LayerCost: ...
+    def estimate(self, plans: Mapping[str, LayerPlan], *, activations: str = "keep") -> StepEstimate: ...

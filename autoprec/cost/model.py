@@ -43,6 +43,13 @@ def _readers_of_one_input(layers: Sequence[Layer]) -> dict[str, float]:
     return {name: float(counts[key]) for name, key in keys.items()}
 
 
+def _dtype_as_written(layer: Layer, target: Target) -> str:
+    """Return the family a layer runs in untouched: on NVIDIA GPUs cuDNN convolves fp32 in TF32 by default."""
+    dtype = short_dtype(layer.dtype)
+    tf32 = layer.kind == "conv" and dtype == "fp32" and target.vendor == "nvidia" and target.peak("tf32")
+    return "tf32" if tf32 else dtype
+
+
 class CostModel:
     """Time and memory of one recorded step on a target, under any plan.
 
@@ -93,7 +100,7 @@ class CostModel:
             layer.name: layer_works(layer, self.scale) for layer in report.layers
         }
         self._input_reuse = _readers_of_one_input(report.layers)
-        self._script = {layer.name: short_dtype(layer.dtype) for layer in report.layers}
+        self._script = {layer.name: _dtype_as_written(layer, target) for layer in report.layers}
         self._rest_operators = rest_operators(report)
         self.parameters = scaled_parameters(report, self.scale)
         self._part = 1.0
@@ -219,7 +226,7 @@ class CostModel:
         return self.layer_cost(name, plan, activations).seconds * 1e3
 
     def rest(self, activations: str = "keep", attention: str = "keep") -> RestCost:
-        """Return the time of everything that is no layer's GEMM."""
+        """Return the time of everything that is not a layer's GEMM."""
         found = self._rests.get((activations, attention))
         if found is None:
             found = self._rests[(activations, attention)] = self._rest(activations, attention)
@@ -362,7 +369,7 @@ class CostModel:
         for work in self._works.get(layer.name, ()):
             for what, size in (("in_features", work.inp), ("out_features", work.out), ("tokens", work.tokens)):
                 if size % multiple:
-                    return False, f"{what} {size} is no multiple of {multiple}, which {family} needs"
+                    return False, f"{what} {size} is not a multiple of {multiple}, which {family} needs"
         return True, device.reason
 
     def verdict(
@@ -372,6 +379,9 @@ class CostModel:
         activations: str | None = None,
         baseline: str | None = None,
         threshold: float = 0.03,
+        script: str = "SCRIPT",
     ) -> Verdict:
         """Say what could be gained at most, where, and whether a search is worth it: :func:`.verdict.judge`."""
-        return judge(self, plans_by_choice, activations=activations, baseline=baseline, threshold=threshold)
+        return judge(
+            self, plans_by_choice, activations=activations, baseline=baseline, threshold=threshold, script=script
+        )

@@ -193,7 +193,7 @@ def check_layout(target: Target, gpus: Sequence[int], tensor_parallel: int) -> N
     for count in gpus:
         if count < tensor_parallel or count % tensor_parallel:
             raise UsageError(
-                f"{count} GPUs are no whole number of replicas of {tensor_parallel}",
+                f"{count} GPUs are not a whole number of replicas of {tensor_parallel}",
                 fix=f"use multiples of {tensor_parallel}, the tensor-parallel size",
             )
 

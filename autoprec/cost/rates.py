@@ -75,7 +75,7 @@ class Rates:
         """Return these rates with what a calibration measured put over them.
 
         Raises:
-            FileError: an unknown name, a value that is no positive number, or a share above 1.
+            FileError: an unknown name, a value that is not a positive number, or a share above 1.
         """
         _known("rates", document, (*_PER_FAMILY, *_PLAIN))
         values: dict[str, Any] = {}

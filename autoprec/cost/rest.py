@@ -43,7 +43,7 @@ def category(cls: str) -> str:
 
 
 def rest_operators(report: GraphReport) -> list[Operator]:
-    """Return the operators that are no GEMM of a layer and touch memory."""
+    """Return the operators that are not a GEMM of a layer and touch memory."""
     weights = {layer.weight for layer in report.layers}
     names = {layer.name for layer in report.layers}
     out = []

@@ -39,7 +39,7 @@ class CostScale:
         """Read ``width=16,depth=4,tokens=32`` (any subset, any order).
 
         Raises:
-            UsageError: an unknown key, a key twice, or a value that is no positive number.
+            UsageError: an unknown key, a key twice, or a value that is not a positive number.
         """
         known = [field.name for field in fields(cls)]
         found: dict[str, float] = {}

@@ -119,7 +119,7 @@ def load_config(path: Path | str) -> DecoderConfig:
     hidden, heads = size("hidden_size", "n_embd"), size("num_attention_heads", "n_head")
     gated = "intermediate_size" in document and document.get("model_type", "llama") not in _PLAIN_MLP
     family = str(document.get("model_type", "" if gated else "gpt2"))
-    # gemma2 and gemma3_text are gemma, but gpt_neox is no gpt_neo
+    # gemma2 and gemma3_text are gemma, but gpt_neox is not gpt_neo
     tied = family in _TIED or family.startswith(("gemma", "cohere"))
     return DecoderConfig(
         hidden=hidden,

@@ -1,39 +1,30 @@
-"""The verdict before any trial: the most that could be gained, where the time goes, and who is below break-even."""
+"""The verdict before any trial: the most that could be gained, where the time goes, and who is below break-even.
+
+The bound takes, layer by layer, the fastest choice that the device runs, and ignores what it does to the loss: no
+policy can be faster. It is told against two runs, the script as written and the best 16-bit run (bf16 autocast, or the
+script where it is 16-bit already), since beating fp32 says little about a GPU on which everybody trains in bf16. It
+needs one recorded step and no reference run.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-from autoprec.cost.estimate import StepEstimate
-from autoprec.cost.scale import GemmWork
-from autoprec.graph.report import GraphReport, Layer
+from autoprec.cost.estimate import Estimator, StepEstimate
+from autoprec.cost.reasons import Rival, blocked_reason, layer_reason, model_reason
 from autoprec.policy.schema import LayerPlan
-from autoprec.precision.hardware import Target
-from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP
+from autoprec.support.units import memory_text
 
-__all__ = ["Estimator", "Verdict", "judge"]
+__all__ = ["Verdict", "judge"]
 
 _KEEP_PLAN = LayerPlan()
+_BF16 = LayerPlan.uniform(BUILTIN_RECIPES["bf16"])
 
-#: Choices whose modelled times differ by less are the same precision under two names.
-SAME_PRECISION = 0.01
-
-
-class Estimator(Protocol):
-    """What a verdict asks of a cost model."""
-
-    report: GraphReport
-    target: Target
-
-    @property
-    def label(self) -> str: ...
-    def works(self, name: str) -> tuple[GemmWork, ...]: ...
-    def can_run(self, layer: Layer | str, recipe: Recipe | None) -> tuple[bool, str]: ...
-    def layer_time_ms(self, name: str, plan: LayerPlan, activations: str = "keep") -> float: ...
-    def estimate(self, plans: Mapping[str, LayerPlan], *, activations: str = "keep") -> StepEstimate: ...
+Choices = Mapping[str, Mapping[str, LayerPlan]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +38,9 @@ class Verdict:
         baseline: the choice it is compared with, and ``activations`` the autocast dtype it is judged under.
         best_uniform: the fastest single choice and its speed-up.
         reason: one sentence for a person.
+        bound_over_script: the bound over the script as written, whatever the baseline.
+        bound_over_16bit: the bound over the best 16-bit run: bf16 autocast, or the script where it is 16-bit.
+        memory_bytes, device_bytes: modelled peak of the baseline's step (0: not known), and what one device has.
         shares: share of the baseline's step by category; ``tunable`` is what the layers' GEMMs take.
         rows: one per tunable layer: shapes, time per choice, best choice, gain, why (not), and what blocks quantising.
     """
@@ -61,12 +55,21 @@ class Verdict:
     reason: str
     label: str
     step_ms: float
+    bound_over_script: float = 1.0
+    bound_over_16bit: float = 1.0
+    memory_bytes: int = 0
+    device_bytes: int = 0
     shares: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
 
+    @property
+    def fits(self) -> bool:
+        """Whether one device holds the baseline's step (True where its memory is not known)."""
+        return self.memory_bytes <= self.device_bytes
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return asdict(self)
+        return asdict(self) | {"fits": self.fits}
 
 
 def _allowed(model: Estimator, name: str, plan: LayerPlan) -> tuple[bool, str]:
@@ -79,40 +82,36 @@ def _allowed(model: Estimator, name: str, plan: LayerPlan) -> tuple[bool, str]:
     return True, why
 
 
-def _row(
-    model: Estimator, name: str, baseline: str, choices: Mapping[str, Mapping[str, LayerPlan]], activations: str
-) -> tuple[dict[str, Any], str]:
-    layer = model.report.layer(name)
+def _row(model: Estimator, name: str, baseline: str, choices: Choices, activations: str) -> tuple[dict[str, Any], str]:
+    layer, cpu = model.report.layer(name), model.target.is_cpu
+    plain = choices.get(baseline, {}).get(name, _KEEP_PLAN)
+    standing = model.layer_cost(name, plain if _allowed(model, name, plain)[0] else _KEEP_PLAN, activations)
     times: dict[str, float] = {}
     refused: dict[str, str] = {}
+    rivals: list[Rival] = []
     for choice, plans in choices.items():
         plan = plans.get(name, _KEEP_PLAN)
-        ok, reason = _allowed(model, name, plan)
-        if ok:
-            time = model.layer_time_ms(name, plan, activations)
-            if math.isfinite(time):
-                times[choice] = time
-            else:
-                refused[choice] = f"{model.target.title} has no peak for it in the table"
-        else:
-            refused[choice] = reason
-    base = times.get(baseline, model.layer_time_ms(name, _KEEP_PLAN, activations))
+        ok, why = _allowed(model, name, plan)
+        cost = model.layer_cost(name, plan, activations) if ok else None
+        if cost is None or not math.isfinite(cost.seconds):
+            refused[choice] = f"{model.target.title} has no peak for it in the table" if ok else why
+            continue
+        times[choice] = cost.seconds * 1e3
+        if choice not in (baseline, KEEP) and plan != plain:  # a choice not offered here names the baseline's plan
+            quantised = any(recipe is not None and recipe.scaled for recipe in map(plan.recipe, GEMMS))
+            rivals.append(Rival(choice, cost, quantised))
+    base = standing.seconds * 1e3
     best = min(times, key=lambda choice: times[choice], default=baseline)
     if times.get(best, base) >= base * 0.999:
         best = baseline
     gain = base - times.get(best, base)
-    # a choice that this layer is not offered names the baseline's plan for it
-    plain = choices.get(baseline, {}).get(name, _KEEP_PLAN)
-    rivals = {c: choices[c].get(name, _KEEP_PLAN) for c in times if c not in (baseline, KEEP)}
-    rivals = {choice: plan for choice, plan in rivals.items() if plan != plain}
-    quantised = {choice: times[choice] for choice, plan in rivals.items() if _is_quantised(plan)}
-    blocked = "" if quantised or model.target.is_cpu else _blocked(model, name, refused)
+    blocked = "" if cpu or any(rival.quantised for rival in rivals) else blocked_reason(model, name, refused)
     if gain > 0:
         reason = f"{best} saves {gain / base:.0%} of this layer"
     elif blocked:
         reason = f"stays in {baseline}: {blocked}"
     else:
-        reason = _no_gain(base, quantised, {choice: times[choice] for choice in rivals})
+        reason = layer_reason(standing, rivals, cpu=cpu)
     works = model.works(name)
     row = {
         "name": name,
@@ -131,41 +130,12 @@ def _row(
     return row, best
 
 
-def _is_quantised(plan: LayerPlan) -> bool:
-    return any(recipe is not None and recipe.scaled for recipe in map(plan.recipe, GEMMS))
-
-
-def _blocked(model: Estimator, name: str, refused: Mapping[str, str]) -> str:
-    """Return why a layer has no quantised choice: the device, its sizes, or the space (which drops what cannot run)."""
-    if refused:
-        return next(iter(refused.values()))
-    ok, reason = model.can_run(name, BUILTIN_RECIPES["fp8_tensorwise"])
-    return "the search space offers it no quantised choice" if ok else reason
-
-
-def _no_gain(base: float, quantised: Mapping[str, float], rivals: Mapping[str, float]) -> str:
-    """Return why no choice gains, by the one that comes nearest."""
-    nearest = min(quantised, key=lambda choice: quantised[choice], default="")
-    if nearest:
-        takes = f"{nearest} takes {quantised[nearest] / base:.2f}x"
-        return f"below break-even: {takes}, casts and launches cost more than the faster multiplication saves"
-    nearest = min(rivals, key=lambda choice: rivals[choice], default="")
-    if not nearest or abs(rivals[nearest] / base - 1.0) < SAME_PRECISION:
-        return "runs in the precision that the choices would give already"
-    return f"no choice is faster: {nearest} takes {rivals[nearest] / base:.2f}x"
-
-
 def _speedup(base: StepEstimate, other: StepEstimate) -> float:
     return base.time_ms / other.time_ms if other.time_ms else 1.0
 
 
 def _best_uniform(
-    model: Estimator,
-    choices: Mapping[str, Mapping[str, LayerPlan]],
-    names: list[str],
-    baseline: str,
-    base: StepEstimate,
-    activations: str,
+    model: Estimator, choices: Choices, names: list[str], baseline: str, base: StepEstimate, activations: str
 ) -> tuple[str, float]:
     """Return the fastest single choice and its speed-up; layers that cannot run it take the baseline."""
     best = (baseline, 1.0)
@@ -181,13 +151,21 @@ def _best_uniform(
     return best
 
 
+def _sixteen_bit_ms(model: Estimator, names: list[str], script_ms: float) -> float:
+    """Return the step of the best 16-bit run: bf16 autocast, or the script where all its layers are 16-bit."""
+    autocast = model.estimate(dict.fromkeys(names, _BF16), activations="bf16").time_ms
+    already = all(model.report.layer(name).dtype in ("bf16", "fp16") for name in names)
+    return min(autocast, script_ms) if already else autocast
+
+
 def judge(
     model: Estimator,
-    plans_by_choice: Mapping[str, Mapping[str, LayerPlan]],
+    plans_by_choice: Choices,
     *,
     activations: str | None = None,
     baseline: str | None = None,
     threshold: float = 0.03,
+    script: str = "SCRIPT",
 ) -> Verdict:
     """Judge before any trial.
 
@@ -197,7 +175,8 @@ def judge(
         activations: autocast dtype under which choices are compared; default bf16 on a GPU (which is what a policy
             has to beat there), keep on the CPU.
         baseline: the choice to beat; default ``bf16`` on a GPU where it is among the choices, else keep.
-        threshold: a bound below 1 + threshold means stay.
+        threshold: a bound below 1 + threshold means stay; on a GPU only where the script is in 16 bits already.
+        script: the script's command line, for the command that a reason proposes.
     """
     cpu = model.target.is_cpu
     cast = activations or ("keep" if cpu else "bf16")
@@ -214,12 +193,16 @@ def judge(
     bound = model.estimate(assignment, activations=cast)
     uniform = _best_uniform(model, choices, names, first, base, cast)
     speedup = max(_speedup(base, bound), uniform[1])
+    fastest_ms = base.time_ms / speedup
+    script_ms = model.estimate({}, activations="keep").time_ms
+    # a device without a peak for the script's dtype cannot run it as written: then only the baseline is compared
+    over_script = script_ms / fastest_ms if fastest_ms and math.isfinite(script_ms) else speedup
     total = sum(base.breakdown.values()) or 1.0
     shares = {key: value / total for key, value in base.breakdown.items()}
     shares["tunable"] = sum(row["baseline_ms"] for row in rows) / total
     spread = (base.high_ms - base.low_ms) / (2 * base.time_ms) if base.time_ms else 0.0
     gain = speedup - 1.0
-    kind, reason = _decide(model, rows, first, speedup, uniform, shares, threshold)
+    kind, reason = _decide(model, rows, first, speedup, over_script, uniform, shares, threshold, script)
     return Verdict(
         kind=kind,
         bound_speedup=speedup,
@@ -228,25 +211,27 @@ def judge(
         baseline=first,
         activations=cast,
         best_uniform=uniform,
-        reason=reason,
+        reason=reason + _too_large(model, base, first),
         label=model.label,
         step_ms=base.time_ms,
+        bound_over_script=over_script,
+        bound_over_16bit=_sixteen_bit_ms(model, names, script_ms) / fastest_ms if fastest_ms else 1.0,
+        memory_bytes=base.memory_bytes,
+        device_bytes=model.target.memory_bytes,
         shares=shares,
         rows=sorted(rows, key=lambda row: -row["baseline_ms"]),
     )
 
 
-def _why_too_little(rows: list[dict[str, Any]], mixed: str, shares: Mapping[str, float]) -> str:
-    """Return why all choices together gain next to nothing."""
-    where = f"GEMMs take {shares['tunable']:.0%} of the step, launches {shares.get('launch', 0.0):.0%}"
-    if all(row["gain_ms"] > 0 for row in rows):
-        return f"every layer that may change gains, by {max(row['gain'] for row in rows):.0%} at most, but {where}"
-    times = [time / row["baseline_ms"] for row in rows if row["baseline_ms"] for time in row["times_ms"].values()]
-    if times and all(abs(ratio - 1.0) < SAME_PRECISION for ratio in times):
-        return f"the script already runs its GEMMs in the precision that the choices would give; {where}"
-    asked = [row for row in rows if not row.get("blocked")] or rows  # what has no quantised choice pays for no cast
-    m, k, n = max((shape for row in asked for shape in row["shapes"]), key=math.prod, default=(0, 0, 0))
-    return f"{mixed}: the GEMMs (the largest: M {m:.0f}, K {k:.0f}, N {n:.0f}) are too small to pay for casts; {where}"
+def _too_large(model: Estimator, base: StepEstimate, baseline: str) -> str:
+    """Return what to add to a reason when one device cannot hold the step that was judged."""
+    if base.memory_bytes <= model.target.memory_bytes:
+        return ""
+    needs, has = memory_text(base.memory_bytes), memory_text(model.target.memory_bytes)
+    return (
+        f". It does not fit: the step needs {needs} (modelled, as {baseline}) and one {model.target.title} has {has}; "
+        "shard, checkpoint, or cut the batch"
+    )
 
 
 def _decide(
@@ -254,29 +239,40 @@ def _decide(
     rows: list[dict[str, Any]],
     baseline: str,
     speedup: float,
+    over_script: float,
     uniform: tuple[str, float],
     shares: Mapping[str, float],
     threshold: float,
+    script: str,
 ) -> tuple[str, str]:
-    where = model.target.title
-    losing = [row for row in rows if row["gain_ms"] <= 0]
-    blocked = [row for row in losing if row["blocked"]]
-    mixed = f"{len(losing) - len(blocked)} of {len(rows)} layers are below break-even"
-    mixed += f", {len(blocked)} without a quantised choice" if blocked else ""
+    where, cpu = model.target.title, model.target.is_cpu
     if not rows:
         return "stay", "the model has no tunable layer"
     if speedup < 1.0 + threshold:
         if all(row["blocked"] for row in rows):
             cause = str(max(rows, key=lambda row: row["baseline_ms"])["blocked"])
         else:
-            cause = _why_too_little(rows, mixed, shares)
-        return "stay", f"at most {speedup:.2f}x over {baseline} on {where}: {cause}"
+            cause = model_reason(rows, baseline, shares, cpu=cpu, script=script)
+        if baseline != KEEP and over_script >= 1.0 + threshold:
+            return "adopt", (
+                f"{baseline} is up to {over_script:.2f}x over the script as written on {where}, and no other choice "
+                f"gains more than {speedup:.2f}x over it: {cause}"
+            )
+        return "stay", f"at most {speedup:.2f}x over {_run(baseline)} on {where}: {cause}"
+    losing = [row for row in rows if row["gain_ms"] <= 0]
     if not losing and uniform[1] >= 1.0 + (speedup - 1.0) * 0.98:
         return "adopt", (
-            f"{uniform[0]} wherever it is offered reaches the bound of {speedup:.2f}x over {baseline} on {where}; "
-            "a search can only make it safer, not faster"
+            f"{uniform[0]} wherever it is offered reaches the bound of {speedup:.2f}x over {_run(baseline)} on "
+            f"{where}; a search can only make it safer, not faster"
         )
+    blocked = sum(bool(row["blocked"]) for row in losing)
+    mixed = f"{len(losing) - blocked} of {len(rows)} layers are below break-even"
+    mixed += f", {blocked} without a quantised choice" if blocked else ""
     return "search", (
-        f"up to {speedup:.2f}x over {baseline} on {where}; the best single choice is {uniform[0]} with "
+        f"up to {speedup:.2f}x over {_run(baseline)} on {where}; the best single choice is {uniform[0]} with "
         f"{uniform[1]:.2f}x; {mixed}"
     )
+
+
+def _run(baseline: str) -> str:
+    return "the script as written" if baseline == KEEP else baseline

@@ -120,7 +120,7 @@ class Trace:
         return self.calls[index] if index >= 0 else None
 
     def argument(self, call: Call, position: int) -> int | None:
-        """Return the value index of a tensor argument, None when that argument is no tensor."""
+        """Return the value index of a tensor argument, None when that argument is not a tensor."""
         if position >= len(call.args):
             return None
         argument = call.args[position]

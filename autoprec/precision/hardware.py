@@ -25,6 +25,7 @@ __all__ = [
     "Target",
     "alignment",
     "by_device_name",
+    "cpu_has_bf16",
     "load_targets",
     "named",
     "recipe_family",
@@ -292,6 +293,20 @@ def load_targets(path: Path | str) -> dict[str, Target]:
     return target_from_dict(read_document(path), where=str(path))
 
 
+def cpu_has_bf16(cpuinfo: Path | str = "/proc/cpuinfo") -> bool | None:
+    """Say whether this CPU multiplies bf16 in hardware, by its feature flags; None where they cannot be read.
+
+    AVX512-BF16, AMX-BF16 (x86) and FEAT_BF16 (ARM) do. Elsewhere a library widens every bf16 operand to fp32 first,
+    which is several times slower than fp32 itself.
+    """
+    try:
+        lines = Path(cpuinfo).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    flags = next((line.partition(":")[2].split() for line in lines if re.match(r"(flags|Features)\s*:", line)), None)
+    return None if flags is None else not {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}.isdisjoint(flags)
+
+
 def _cpu() -> Target:
     """Return this machine as a target; its rates are measured, not looked up (:mod:`autoprec.cost.calibrate.cpu`)."""
     import os
@@ -377,7 +392,7 @@ def target(name: str) -> Target:
 def by_device_name(device: str) -> Target | None:
     """Return the packaged target of a device name as CUDA or ROCm prints it, or None; the longest match wins.
 
-    Whole words are compared (an ``RTX A1000`` is no ``A100``), and a laptop's GPU is never the desktop's.
+    Whole words are compared (an ``RTX A1000`` is not an ``A100``), and a laptop's GPU is never the desktop's.
     """
     words = set(re.findall(r"[A-Za-z0-9]+", device))
     if "Laptop" in words:

@@ -119,7 +119,7 @@ class _Builder:
         try:
             return getattr(self._numbers, f"construct_yaml_{name}")(node)
         except (KeyError, IndexError, OverflowError) as error:  # e.g. !!bool maybe
-            raise _refuse(f"'{event.value}' is no {name}", event) from error
+            raise _refuse(f"'{event.value}' is not a valid {name}", event) from error
 
 
 def parse_yaml(text: str) -> Any:
@@ -128,7 +128,7 @@ def parse_yaml(text: str) -> Any:
     Time and memory are bounded by the text's length; nothing in it can name code.
 
     Raises:
-        yaml.YAMLError: malformed, more than one document, an alias, a tag that is no plain data, a key that is no
+        yaml.YAMLError: malformed, more than one document, an alias, a tag that is not plain data, a key that is not
             text or appears twice, nested deeper than ``MAX_DEPTH``, or more than ``MAX_VALUES`` values.
         ValueError: a number that is none.
     """

@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from autoprec.cost import CostModel, CostScale
+from autoprec.cost import CostModel, CostScale, reasons
+from autoprec.cost.calibrate.cpu import FALLBACK
 from autoprec.cost.transformer import PRESETS, decoder_report
-from autoprec.cost.verdict import _why_too_little
 from autoprec.graph.report import GraphReport
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import TARGETS
@@ -74,7 +75,9 @@ def test_a_layer_of_odd_size_is_not_called_too_small(uniform: Uniform) -> None:
         plans["lm_head"] = choices["bf16"]["lm_head"]
     found = CostModel(report, TARGETS["h200"]).verdict(choices)
     rows = {row["name"]: row for row in found.rows}
-    assert rows["lm_head"]["reason"] == "stays in bf16: out_features 50257 is no multiple of 16, which fp8_tensor needs"
+    assert (
+        rows["lm_head"]["reason"] == "stays in bf16: out_features 50257 is not a multiple of 16, which fp8_tensor needs"
+    )
     assert "0 of 73 layers are below break-even, 1 without a quantised choice" in found.reason
     offered = CostModel(decoder_report(PRESETS["llama3-8b"], batch=1, seq=64), TARGETS["h200"])
     bare = offered.verdict(uniform(offered.report, ["bf16"]))
@@ -100,11 +103,7 @@ def test_without_bf16_among_the_choices_the_script_is_the_baseline(large: GraphR
 def test_on_the_cpu_the_script_is_the_baseline_and_fp8_never_pays(
     tiny: GraphReport, uniform: Uniform, cpu_rates: None
 ) -> None:
-    fp32 = replace(
-        tiny,
-        layers=tuple(replace(layer, dtype="fp32") for layer in tiny.layers),
-        operators=tuple(replace(op, dtypes=("fp32",), bytes=2 * op.bytes) for op in tiny.operators),
-    )
+    fp32 = in_fp32(tiny)
     found = CostModel(fp32, TARGETS["cpu"]).verdict(uniform(fp32))
     assert found.baseline == "keep"
     assert found.kind in ("adopt", "search")
@@ -139,17 +138,71 @@ def test_mixed_gemms_are_judged_too(large: GraphReport) -> None:
     assert CostModel(large, TARGETS["h100"]).verdict(choices).bound_speedup > 1.0
 
 
-def test_the_reason_to_stay_is_the_true_one(tiny: GraphReport, uniform: Uniform) -> None:
-    """Too few GEMMs, or nothing to change, is not "too small"."""
-    shares = {"tunable": 0.17, "launch": 0.0}
+def in_fp32(report: GraphReport) -> GraphReport:
+    return replace(
+        report,
+        layers=tuple(replace(layer, dtype="fp32") for layer in report.layers),
+        operators=tuple(replace(op, dtypes=("fp32",), bytes=2 * op.bytes) for op in report.operators),
+    )
 
-    def row(gain: float, **times: float) -> dict[str, Any]:
-        return {"gain_ms": gain, "gain": gain, "baseline_ms": 1.0, "times_ms": times, "shapes": [[64, 32, 16]]}
 
-    assert "gains, by 4% at most, but GEMMs take 17%" in _why_too_little([row(0.04, keep=1.0, bf16=0.96)], "", shares)
-    assert "already runs its GEMMs" in _why_too_little([row(0.0, keep=1.0, bf16=1.0)], "", shares)
-    vocabulary = row(0.0, keep=1.0, fp8=1.5) | {"shapes": [[64, 32, 50257]], "blocked": "no multiple of 16"}
-    assert "N 16)" in _why_too_little([row(0.0, keep=1.0, fp8=1.5), vocabulary], "", shares)
-    slow = _why_too_little([row(0.0, keep=1.0, fp8=1.5)], "1 of 1 layers are below break-even", shares)
-    assert "M 64, K 32, N 16" in slow
-    assert "too small" in slow
+def test_a_script_in_fp32_is_told_what_bf16_gives_it(large: GraphReport, uniform: Uniform) -> None:
+    """Against bf16 there is nothing to gain on a GPU without FP8; against the script as written there is."""
+    model = CostModel(in_fp32(large), TARGETS["a100"])
+    found = model.verdict(uniform(large))
+    assert found.kind == "adopt"
+    assert found.best_uniform == ("bf16", 1.0)
+    assert found.bound_over_16bit == pytest.approx(found.bound_speedup) == pytest.approx(1.0)
+    script = model.estimate({}, activations="keep").time_ms
+    assert found.bound_over_script == pytest.approx(script / found.step_ms)
+    assert found.bound_over_script > 5
+    assert "over the script as written" in found.reason
+    assert "compute capability 8.0 multiplies no FP8" in found.reason
+
+
+def test_both_bounds_are_told_apart(large: GraphReport, uniform: Uniform) -> None:
+    wide = CostModel(in_fp32(large), TARGETS["h100"]).verdict(uniform(large))
+    assert wide.bound_over_16bit == pytest.approx(wide.bound_speedup)
+    assert wide.bound_over_script > 2 * wide.bound_over_16bit > 2
+    narrow = CostModel(large, TARGETS["h100"]).verdict(uniform(large))  # in bf16 already
+    assert narrow.bound_over_16bit <= narrow.bound_over_script * 1.0001
+    assert narrow.bound_over_script < 2
+    document = narrow.to_json()
+    assert {"bound_over_script", "bound_over_16bit", "memory_bytes", "device_bytes", "fits"} <= set(document)
+
+
+def test_a_step_that_one_device_cannot_hold_is_remarked(uniform: Uniform) -> None:
+    report = decoder_report(PRESETS["llama3-70b"], batch=1, seq=4096)
+    found = CostModel(report, TARGETS["h100"]).verdict(uniform(report))
+    assert not found.fits
+    assert re.search(r"It does not fit: the step needs [\d,.]+ GiB .* and one .*H100.* has 74.5 GiB", found.reason)
+    small = decoder_report(PRESETS["gpt2"], batch=1, seq=1024)
+    fitting = CostModel(small, TARGETS["h100"]).verdict(uniform(small))
+    assert fitting.fits
+    assert "does not fit" not in fitting.reason
+
+
+SLOW_BF16 = {
+    "gemm": {
+        "fp32": {role: [1e-11, 2e-11, 1e-5] for role in ("fprop", "dgrad", "wgrad")},
+        "bf16": {role: [4e-11, 2e-11, 1e-5] for role in ("fprop", "dgrad", "wgrad")},
+    }
+}
+
+
+@pytest.mark.parametrize(("flags", "says"), [("avx512f", "has no bf16 instructions"), ("avx512_bf16", "on this CPU")])
+def test_a_cpu_on_which_bf16_is_slower_says_so(
+    tiny: GraphReport, uniform: Uniform, monkeypatch: pytest.MonkeyPatch, flags: str, says: str
+) -> None:
+    monkeypatch.setattr(reasons, "cpu_has_bf16", lambda: flags == "avx512_bf16")
+    wide = in_fp32(tiny)
+    model = CostModel(wide, TARGETS["cpu"], cpu={**FALLBACK, **SLOW_BF16})
+    found = model.verdict(uniform(wide, ["bf16"]), script="train.py --width 64")
+    assert found.kind == "stay"
+    assert says in found.reason
+    assert re.search(r"bf16 GEMMs are [34]\.\d times slower than fp32", found.reason)
+    assert "autoprec search --target h100 train.py --width 64" in found.reason
+    assert "too small" not in found.reason
+    emulated = model.verdict(uniform(wide))
+    assert "too small" not in emulated.reason
+    assert all("casts" not in row["reason"] for row in emulated.rows)

@@ -11,6 +11,7 @@ from autoprec.precision.hardware import (
     TARGETS,
     alignment,
     by_device_name,
+    cpu_has_bf16,
     load_targets,
     recipe_family,
     target,
@@ -224,3 +225,27 @@ def test_a_missing_peak_refuses_the_recipe() -> None:
     bare = target_from_dict(document)["bare"]
     assert not bare.can_run(BUILTIN_RECIPES["fp8_rowwise"]).ok
     assert not bare.can_run(Recipe(format="fp32")).ok
+
+
+@pytest.mark.parametrize(
+    ("text", "has"),
+    [
+        ("model name : Zen 3\nflags\t\t: fpu avx2 fma\n", False),
+        ("flags\t\t: fpu avx512f avx512_vnni\n", False),
+        ("flags\t\t: fpu avx512f avx512_bf16\n", True),
+        ("flags\t\t: amx_bf16 amx_tile\n", True),
+        ("Features\t: fp asimd bf16 i8mm\n", True),
+        ("Features\t: fp asimd\n", False),
+        ("processor : 0\n", None),
+    ],
+)
+def test_bf16_instructions_are_read_off_the_flags(tmp_path: Path, text: str, has: bool | None) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text(text)
+    assert cpu_has_bf16(path) is has
+    assert cpu_has_bf16(tmp_path / "missing") is None
+
+
+def test_a_no_is_false() -> None:
+    assert not TARGETS["a100"].can_run(BUILTIN_RECIPES["fp8_rowwise"])
+    assert TARGETS["h100"].can_run(BUILTIN_RECIPES["fp8_rowwise"])

@@ -62,7 +62,7 @@ def test_dates_stay_text() -> None:
         ("a: [" + "a," * MAX_VALUES + "]", "more than"),
         ("9" * 200, "64 bits"),
         ("1" + ":1" * 200, "64 bits"),
-        ("!!bool maybe", "is no bool"),
+        ("!!bool maybe", "is not a valid bool"),
         ("a: \x00", "NUL"),
         ("a: \ud800", "Unicode"),
         ("a: [1", "expected"),

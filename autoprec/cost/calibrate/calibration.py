@@ -264,7 +264,7 @@ def load_calibration(path: Path | str) -> dict[str, Any]:
         if key not in document:
             raise FileError(f"'{key}' is missing", where=str(path), fix=fix)
     if not isinstance(document["rates"], dict):
-        raise FileError("'rates' is no mapping", where=str(path), fix=fix)
+        raise FileError("'rates' is not a mapping", where=str(path), fix=fix)
     try:  # every rate is looked at before a script is started for them
         _ANY.merged(document["rates"], "")
     except FileError as error:

@@ -230,7 +230,7 @@ class CpuCost:
     def rest_cost(
         self, operators: Iterable[Operator], scale: CostScale, *, activations: str, attention: str
     ) -> RestCost:
-        """Return the time of what is no layer's GEMM, in the dtype it runs in under the policy."""
+        """Return the time of what is not a layer's GEMM, in the dtype it runs in under the policy."""
         seconds = dict.fromkeys(OTHER, 0.0)
         count = 0.0
         for operator in operators:

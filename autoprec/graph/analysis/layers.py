@@ -196,7 +196,7 @@ def _hidden(record: LayerRecord) -> str:
         call = product.call
         if product.role == "fprop":
             if call.function == "einsum":
-                return "an einsum that is no plain matrix product: follows activations"
+                return "an einsum that is not a plain matrix product: follows activations"
             if call.name not in _SEEN_BY_FUNCTIONS:
                 return f"multiplied by {call.name}: no replacement, follows activations"
             if record.module != owner and not record.module.startswith(f"{owner}." if owner else ""):

@@ -170,7 +170,7 @@ def _link_backward(trace: Trace, links: Links, call: Call, candidates: list[Prod
             links.products.append(Product(call, gemm, name, "dgrad", call, links.modules[call.index]))
         else:
             links.classes[call.index] = "attention"
-            if call.index not in links.forward_of:  # else: the derivative of an operator that is no product itself
+            if call.index not in links.forward_of:  # else: the derivative of an operator that is not a product itself
                 links.unmatched.append(call)
         return
     role = ("dgrad" if forward.weight in operands else "wgrad") if forward.weight else "agrad"

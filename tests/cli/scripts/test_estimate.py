@@ -160,7 +160,11 @@ def test_a_calibration_of_another_device_is_refused(graph: str, tmp_path: Path, 
         (
             ["--target", "h100", "--config", "llama3-8b", "--threshold", "nan"],
             UsageError,
+<<<<<<< HEAD
             "nan is not a gain",
+=======
+            "--threshold nan is not a gain",
+>>>>>>> 4d9b7bf (Verdict: bounds over the script and over the best 16-bit run; every reason to stay names its true cause; a step that does not fit says so)
         ),
         (["--target", "h100", "--seq", "128", "train.py"], UsageError, "--seq has no effect without --config"),
         (["--target", "cpu", "--gpus", "8", "train.py"], UsageError, "no links"),  # before the script is started

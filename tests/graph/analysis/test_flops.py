@@ -42,7 +42,7 @@ def test_products(function, shapes, expected):
         0,
         expected,
         2 * expected,
-    )  # outer products of vectors are no GEMM
+    )  # outer products of vectors are not a GEMM
 
 
 def test_fused_attention_is_two_products_forward_and_five_backward():
