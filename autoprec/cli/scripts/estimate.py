@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record_step, tunable
 from autoprec.cli.script import script_command
 from autoprec.errors import UsageError
+from autoprec.support.redact import redact_arguments
+from autoprec.support.units import memory_text
 
 __all__ = ["estimate"]
 
@@ -47,12 +50,16 @@ def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
         f"{name} {value:.0%}" for name, value in verdict.shares.items() if value >= 0.005 and name != "tunable"
     )
     low, high = _ms(estimate.low_ms), _ms(estimate.high_ms)
+    written = verdict.baseline == "keep"
+    baseline = "the script as written" if written else verdict.baseline
+    over_script = f", {verdict.bound_over_script:.2f}x over the script as written" if not written else ""
     return [
         f"verdict   {verdict.kind}",
         f"why       {verdict.reason}",
-        f"bound     {verdict.bound_speedup:.2f}x (between {verdict.low:.2f}x and {verdict.high:.2f}x), {verdict.label}",
+        f"bound     {verdict.bound_speedup:.2f}x over {baseline} (between {verdict.low:.2f}x and "
+        f"{verdict.high:.2f}x){over_script}; {verdict.label}",
         f"choices   {choices}",
-        f"step      {_ms(estimate.time_ms)} ms ({low} to {high}) as {verdict.baseline}",
+        f"step      {_ms(estimate.time_ms)} ms ({low} to {high}) as {baseline}",
         f"shares    {share}; layers that may change: {verdict.shares['tunable']:.0%}",
     ]
 
@@ -102,12 +109,12 @@ def _memory_line(memory: dict[str, Any], verdict: Any) -> str:
     saved = base["saved"] + base["weight_casts"]
     parts = [("weights", base["parameters"]), ("gradients", base["gradients"])]
     parts += [("optimizer", base["optimizer"]), ("saved for backward", saved)]
-    listed = ", ".join(f"{name} {size / 1e9:.3g}" for name, size in parts)
-    other = f"; {best['total'] / 1e9:.3g} GB with {verdict.best_uniform[0]}" if best else ""
-    line = f"memory    {base['total'] / 1e9:,.4g} GB as {verdict.baseline} ({listed}){other}; "
+    listed = ", ".join(f"{name} {memory_text(size)}" for name, size in parts)
+    other = f"; {memory_text(best['total'])} with {verdict.best_uniform[0]}" if best else ""
+    line = f"memory    {memory_text(base['total'])} as {verdict.baseline} ({listed}){other}; "
     if memory["fits"]:
-        return f"{line}one device has {device / 1e9:.4g} GB"
-    return f"{line}MORE than the {device / 1e9:.4g} GB of one device: shard, checkpoint, or cut the batch"
+        return f"{line}one device has {memory_text(device)}"
+    return f"{line}MORE than the {memory_text(device)} of one device: shard, checkpoint, or cut the batch"
 
 
 def _counts(text: str) -> list[int]:
@@ -149,12 +156,12 @@ def _plain(value: Any) -> Any:
 
 def _sweep_lines(points: list[Any], what: str) -> list[str]:
     """Return the table of a sweep; a batch that one device cannot hold says so."""
-    lines = ["", f"{what:>24}     step ms  bound    memory  best single choice"]
+    lines = ["", f"{what:>24}     step ms  bound       memory  best single choice"]
     for p in points:
-        held = f"{p.memory_bytes / 1e9:,.0f} GB" if p.memory_bytes else "-"
+        held = memory_text(p.memory_bytes) if p.memory_bytes else "-"
         over = "" if p.fits else "  (more than one device has)"
         best = f"{p.best_uniform} {p.best_uniform_speedup:.2f}x"
-        lines.append(f"{p.tokens:>24,}  {_ms(p.step_ms):>10}  {p.bound_speedup:4.2f}x  {held:>8}  {best}{over}")
+        lines.append(f"{p.tokens:>24,}  {_ms(p.step_ms):>10}  {p.bound_speedup:4.2f}x  {held:>11}  {best}{over}")
     return lines
 
 
@@ -197,7 +204,7 @@ def _more_lines(more: dict[str, Any], best: str) -> list[str]:
         lines += [
             f"{p.gpus:>6,}  {p.tensor_parallel:>2}  {p.data_parallel:>4}  {_ms(p.baseline_ms):>11}  "
             f"{_ms(p.policy_ms):>10}  {p.speedup:>7.2f}x  {p.exposed:>7.0%}  "
-            f"{'yes' if p.fits else 'no'} ({p.state_bytes / 1e9:,.0f} GB)"
+            f"{'yes' if p.fits else 'no'} ({memory_text(p.state_bytes)})"
             for p in more["scale_out"]
         ]
     return lines
@@ -286,7 +293,7 @@ def estimate(
     chosen = given or default_space(found)
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
-    verdict = model.verdict(plans, threshold=threshold)
+    verdict = model.verdict(plans, threshold=threshold, script=shlex.join(redact_arguments(script)) or "SCRIPT")
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
     more = _more(
         model,

@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autoprec.support.units import memory_text
 from autoprec.tuning.decide.noise import (
     BLIND_GRADIENT_ERROR,
     Baseline,
@@ -194,7 +195,7 @@ class _Rules:
         if limit is not None and c.gradient_error is not None and c.gradient_error > limit:
             return f"gradient error {c.gradient_error:.3g} is beyond {limit:.3g}"
         if self.max_memory is not None and c.memory_bytes > self.max_memory:
-            return f"memory {c.memory_bytes / 1e9:.2f} GB is beyond {self.max_memory / 1e9:.2f} GB"
+            return f"memory {memory_text(c.memory_bytes)} is beyond {memory_text(self.max_memory)}"
         return ""
 
     def gradient_limit(self) -> float | None:
