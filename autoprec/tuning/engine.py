@@ -10,6 +10,7 @@ durable, and leaves a policy behind however it ends.
 from __future__ import annotations
 
 import os
+import shlex
 import threading
 import time
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from autoprec.errors import AutoPrecError, NothingAcceptableError, SearchInterru
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, save_policy
 from autoprec.support.files import file_lock, keep_earlier, write_json
+from autoprec.support.redact import redact_arguments
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialSpec
 from autoprec.tuning.checks import check_early
@@ -232,7 +234,8 @@ class Search:
 
     def _verdict(self, setup: Setup, ledger: Ledger) -> Verdict:
         problem = setup.problem
-        verdict = setup.cost.verdict({name: problem.plans(problem.params_of(name)) for name in problem.choice_names})
+        plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
+        verdict = setup.cost.verdict(plans, script=shlex.join(redact_arguments(self.options.command)))
         ledger.timings["verdict_s"] = ledger.elapsed()
         if verdict.kind != "stay":
             # beside real timings the model's sentence would claim too much: it bounds the GEMMs, not attention or casts

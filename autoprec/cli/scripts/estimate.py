@@ -44,15 +44,18 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
+def _baseline(verdict: Any) -> str:
+    return "the script as written" if verdict.baseline == "keep" else str(verdict.baseline)
+
+
 def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
     """Return what a person reads on stdout."""
     share = ", ".join(
         f"{name} {value:.0%}" for name, value in verdict.shares.items() if value >= 0.005 and name != "tunable"
     )
     low, high = _ms(estimate.low_ms), _ms(estimate.high_ms)
-    written = verdict.baseline == "keep"
-    baseline = "the script as written" if written else verdict.baseline
-    over_script = f", {verdict.bound_over_script:.2f}x over the script as written" if not written else ""
+    baseline = _baseline(verdict)
+    over_script = f", {verdict.bound_over_script:.2f}x over the script as written" if verdict.baseline != "keep" else ""
     return [
         f"verdict   {verdict.kind}",
         f"why       {verdict.reason}",
@@ -111,7 +114,7 @@ def _memory_line(memory: dict[str, Any], verdict: Any) -> str:
     parts += [("optimizer", base["optimizer"]), ("saved for backward", saved)]
     listed = ", ".join(f"{name} {memory_text(size)}" for name, size in parts)
     other = f"; {memory_text(best['total'])} with {verdict.best_uniform[0]}" if best else ""
-    line = f"memory    {memory_text(base['total'])} as {verdict.baseline} ({listed}){other}; "
+    line = f"memory    {memory_text(base['total'])} as {_baseline(verdict)} ({listed}){other}; "
     if memory["fits"]:
         return f"{line}one device has {memory_text(device)}"
     return f"{line}MORE than the {memory_text(device)} of one device: shard, checkpoint, or cut the batch"
@@ -187,7 +190,7 @@ def _more_lines(more: dict[str, Any], best: str) -> list[str]:
     if "compiled" in more:
         other = more["compiled"]
         lines.append(
-            f"compiled  the step takes {_ms(other.step_ms)} ms as {other.baseline}; the bound there is "
+            f"compiled  the step takes {_ms(other.step_ms)} ms as {_baseline(other)}; the bound there is "
             f"{other.bound_speedup:.2f}x, verdict {other.kind}: a policy may say `execution: compile`"
         )
     for key, what in (("batch_sweep", "tokens per step"), ("sequence_sweep", "tokens, longer sequences")):
