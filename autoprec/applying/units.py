@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autoprec.applying.swap import swapped_base
 
-__all__ = ["Unit", "clean_name", "kind_of", "tunable_layers", "tunable_units", "unwrap"]
+__all__ = ["Unit", "clean_name", "kind_of", "tunable_layers", "tunable_units", "unwrap", "why_not_a_weight"]
 
 _TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
@@ -101,13 +101,20 @@ def _raw_weights(module: nn.Module) -> Iterator[str]:
     if swapped_base(module).__module__.startswith("torch.nn."):
         return
     for name, parameter in module._parameters.items():
-        if parameter is None or parameter.ndim not in (2, 3) or not parameter.is_floating_point():
-            continue
-        if isinstance(parameter, nn.UninitializedParameter) or min(parameter.shape[-2:]) < _SMALLEST:
-            continue
-        if (parameter.ndim == 3 and parameter.shape[0] == 1) or _NO_WEIGHT.search(name):
-            continue
-        yield name
+        if parameter is not None and not why_not_a_weight(name, parameter):
+            yield name
+
+
+def why_not_a_weight(name: str, parameter: Tensor) -> str:
+    """Return why a raw parameter is not offered as a GEMM weight, by its name and shape; empty when it is."""
+    if isinstance(parameter, nn.UninitializedParameter) or not parameter.is_floating_point():
+        return "not a floating-point weight yet"
+    if parameter.ndim not in (2, 3) or (parameter.ndim == 3 and parameter.shape[0] == 1):
+        return f"a raw weight of {parameter.ndim} dimensions is not a plain matrix"
+    if min(parameter.shape[-2:]) < _SMALLEST:
+        sides = " x ".join(str(size) for size in parameter.shape[-2:])
+        return f"a raw weight of {sides} is too narrow: no low-precision GEMM runs with a side below {_SMALLEST}"
+    return "its name is that of a table or a gain, not of a GEMM weight" if _NO_WEIGHT.search(name) else ""
 
 
 def tunable_units(model: nn.Module) -> dict[str, Unit]:

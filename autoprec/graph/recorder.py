@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -44,6 +45,24 @@ _sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: i
 def _is_wrapper(cls: type) -> bool:
     """Say whether a tensor class (nested, DTensor, quantised) consists of plain tensors that its operators work on."""
     return hasattr(cls, "__tensor_flatten__") and cls is not FakeTensor
+
+
+def _filled(tensor: torch.Tensor) -> float:
+    """Return the share of a tensor's entries that is stored: below 1 for a sparse one, whose products count as many."""
+    if tensor.layout is torch.strided or not tensor.numel():
+        return 1.0
+    try:
+        return min(1.0, tensor.values().numel() / tensor.numel()) if _compressed(tensor) else _coo_share(tensor)
+    except RuntimeError:  # a layout of a library that stores its entries elsewhere
+        return 1.0
+
+
+def _compressed(tensor: torch.Tensor) -> bool:
+    return tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def _coo_share(tensor: torch.Tensor) -> float:
+    return min(1.0, tensor._values().numel() / tensor.numel())
 
 
 class _Functions(TorchFunctionMode):
@@ -267,12 +286,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _new_value(self, tensor: torch.Tensor, origin: str, name: str = "", producer: int = -1, slot: int = 0) -> int:
         shape = tuple(int(size) for size in tensor.shape)
-        count = tensor.element_size()
-        for size in shape:
-            count *= size
-        storage = self._storages.address(tensor)
+        filled = _filled(tensor)
+        count = int(tensor.element_size() * prod(shape) * filled)
+        storage, dtype = self._storages.address(tensor), dtype_name(tensor.dtype)
         self.trace.values.append(
-            Value(shape, dtype_name(tensor.dtype), count, origin, name, producer, slot, tensor.requires_grad, storage)
+            Value(shape, dtype, count, origin, name, producer, slot, tensor.requires_grad, storage, filled)
         )
         return len(self.trace.values) - 1
 

@@ -54,13 +54,32 @@ def remainders(report: GraphReport) -> tuple[Remainder, ...]:
         if not layer.tunable:
             flops, names = found.setdefault(layer.reason, (0, []))
             found[layer.reason] = (flops + layer.total_flops, [*names, layer.name])
-    layered = sum(layer.total_flops for layer in report.layers)
-    rest = report.total_flops - layered
-    if rest > 0:
-        modules = dict.fromkeys(o.module for o in report.operators if o.cls == "attention" and o.flops)
-        found["products of two activations (attention): follow activations"] = (rest, list(modules))
+    left = report.total_flops - sum(layer.total_flops for layer in report.layers)
+    for reason, (flops, names) in _products_of_activations(report).items():
+        taken = min(flops, left)
+        if taken > 0:
+            found[reason], left = (taken, names), left - taken
+    if left > 0:
+        found["other operators with FLOPs: follow activations"] = (left, [])
     rows = [Remainder(reason, flops, tuple(names)) for reason, (flops, names) in found.items()]
     return tuple(sorted(rows, key=lambda row: -row.flops))
+
+
+def _products_of_activations(report: GraphReport) -> dict[str, tuple[int, list[str]]]:
+    """Return FLOPs and modules of the products without a weight, by what they are; not every one is attention."""
+    rows = [o for o in report.operators if o.cls == "attention" and o.flops]
+    attends = {o.module for o in rows if "attention" in o.op or o.pattern in ("scores", "values")}
+    out: dict[str, tuple[int, list[str]]] = {}
+    for o in rows:
+        if o.module in attends:
+            reason = "attention's products of two activations: follow activations"
+        elif o.module in ("<hooks>", "<accumulate>"):
+            reason = "backward products whose forward operator was not found"
+        else:
+            reason = "products of two activations outside attention: follow activations"
+        flops, names = out.setdefault(reason, (0, []))
+        out[reason] = (flops + o.flops, names if o.module in names else [*names, o.module])
+    return out
 
 
 def coverage_line(report: GraphReport) -> str:

@@ -42,7 +42,8 @@ class Value:
     """One tensor of the step at one moment (writing into a tensor makes a new value).
 
     ``origin`` is op, parameter, buffer or input; ``name`` the parameter's or buffer's; ``producer`` the index of the
-    call that made it, -1 for one that came from outside; ``storage`` tells memory apart that views share.
+    call that made it, -1 for one that came from outside; ``storage`` tells memory apart that views share; ``filled``
+    is the share of entries that a sparse tensor stores.
     """
 
     shape: tuple[int, ...]
@@ -54,6 +55,7 @@ class Value:
     slot: int = 0
     grad: bool = False
     storage: int = 0
+    filled: float = 1.0
 
 
 @dataclass(slots=True)

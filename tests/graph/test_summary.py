@@ -51,3 +51,27 @@ def test_alignment_is_the_largest_multiple_of_all_three_gemms():
     assert alignment(linear(64, 64, 24)) == 8
     assert alignment(linear(64, 64, 30)) == 1  # tokens are the K of wgrad
     assert alignment(linear(64, 64, 64, 30)) == 1  # every batch seen counts
+
+
+class Bilinear(nn.Module):
+    """A product of two activations that is not attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.a(x) @ self.b(x).t()
+
+
+def test_not_every_product_of_activations_is_called_attention():
+    model = Bilinear()
+    report = record_step(model, lambda: model(torch.randn(16, 8)).sum().backward())
+    (rest,) = [row for row in remainders(report) if not row.names or row.names == ("",)]
+    assert rest.reason == "products of two activations outside attention: follow activations"
+    assert "attention's" not in coverage_line(report)
+    decoder = Decoder(fused=False)
+    found = record_step(decoder, lambda: decoder_step(decoder))
+    (attention,) = remainders(found)
+    assert attention.reason.startswith("attention's products")
+    assert attention.names == ("blocks.0.attn", "blocks.1.attn")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +57,8 @@ def _print_tables(report: GraphReport) -> None:
 
 def _recorded(script: tuple[str, ...], timeout_s: float) -> GraphReport:
     with Phases() as phases:
-        return record_step(script, phases, timeout_s=timeout_s)[0]
+        report, host = record_step(script, phases, timeout_s=timeout_s)
+    return replace(report, notes=tuple(dict.fromkeys((*host.notes, *report.notes))))
 
 
 @script_command("inspect", required=False)

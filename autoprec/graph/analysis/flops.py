@@ -7,7 +7,7 @@ its two products; fused attention backward is five (scores again, dV, dP, dQ, dK
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 from autoprec.graph.trace import Call, Trace
@@ -23,7 +23,10 @@ _CONV = ("convolution", "_convolution", "convolution_overrideable")
 
 @dataclass(frozen=True, slots=True)
 class Gemm:
-    """One matrix product: ``batch`` times ``[m, k] x [k, n]``; ``a`` and ``b`` are the operands' value indices."""
+    """One matrix product: ``batch`` times ``[m, k] x [k, n]``; ``a`` and ``b`` are the operands' value indices.
+
+    ``filled`` is the share of a sparse operand's entries that is stored: no other is multiplied.
+    """
 
     m: int
     k: int
@@ -31,11 +34,12 @@ class Gemm:
     batch: int
     a: int
     b: int
+    filled: float = 1.0
 
     @property
     def flops(self) -> int:
         """Operations of the call."""
-        return 2 * self.m * self.k * self.n * self.batch
+        return round(2 * self.m * self.k * self.n * self.batch * self.filled)
 
 
 def _shape(trace: Trace, value: int | None) -> Shape:
@@ -73,9 +77,17 @@ def _grouped(a: int, b: int, x: Shape, y: Shape) -> Gemm | None:
 
 def gemm_of(trace: Trace, call: Call) -> Gemm | None:
     """Return the matrix product a call runs, None when it is none (or a convolution, see :func:`conv_gemm`)."""
+    found = _dense_gemm(trace, call)
+    if found is None:
+        return None
+    filled = trace.values[found.a].filled * trace.values[found.b].filled
+    return found if filled == 1.0 else replace(found, filled=filled)
+
+
+def _dense_gemm(trace: Trace, call: Call) -> Gemm | None:
     name = call.name
-    first = {"addmm": 1, "baddbmm": 1, "addmv": 1, "addbmm": 1}.get(name, 0)
-    if name in ("mm", "bmm", "matmul", "mv", "addmm", "baddbmm", "addmv", "_int_mm", "_scaled_mm"):
+    first = {"addmm": 1, "baddbmm": 1, "addmv": 1, "addbmm": 1, "_sparse_addmm": 1}.get(name, 0)
+    if name in ("mm", "bmm", "matmul", "mv", "addmm", "baddbmm", "addmv", "_sparse_addmm", "_int_mm", "_scaled_mm"):
         found = _operands(trace, call, first)
         return None if found is None else _matmul(*found)
     if name == "addbmm":

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from autoprec.applying.units import why_not_a_weight
 from autoprec.graph.analysis.flops import RECURRENT, Gemm, call_flops
 from autoprec.graph.analysis.linking import Links, Product
 from autoprec.graph.analysis.modules import ModelNames
@@ -180,12 +181,15 @@ def _gemm_calls(products: list[Product]) -> tuple[GemmCall, ...]:
 _SEEN_BY_FUNCTIONS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
 
 
-def _outside(record: LayerRecord) -> str:
+def _outside(record: LayerRecord, names: ModelNames) -> str:
     """Return why no policy reaches a weight that no layer module runs."""
     if record.kind == "attention_projection":
         return "its weight is used inside nn.MultiheadAttention, not through a layer of its own"
     if record.kind == "rnn":
         return "a recurrent kernel runs all gates at once: bf16 comes through activations"
+    parameter, attribute = names.parameters.get(record.weight), record.weight.rpartition(".")[2]
+    if record.weight == record.name and parameter is not None and (why := why_not_a_weight(attribute, parameter)):
+        return f"{why}: follows activations"
     return "its weight is used outside a linear or convolution module: follows activations"
 
 
@@ -209,12 +213,22 @@ def _hidden(record: LayerRecord) -> str:
 _BUILTIN_NODE = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Linear|Matmul|Checkpoint\w*)Backward\d*$")
 
 
-def _verdict(record: LayerRecord, applicable: dict[str, str], calls_of: dict[str, int]) -> tuple[bool, str]:
+def _used_by(record: LayerRecord) -> str:
+    """Return why a layer whose own forward did not run cannot be decided: who multiplies by its weight, and how."""
+    forward = next((p for p in record.products if p.role == "fprop"), None)
+    how = f" ({forward.call.name})" if forward is not None else ""
+    who = record.module or "the root module"
+    return f"its module's forward is not called: {who} multiplies by its weight{how}, which follows activations"
+
+
+def _verdict(
+    record: LayerRecord, names: ModelNames, applicable: dict[str, str], calls_of: dict[str, int]
+) -> tuple[bool, str]:
     kind = applicable.get(record.name, "")
     if "never_called" in record.flags:
         return False, "never called in the recorded step"
     if not kind:
-        return False, _outside(record)
+        return False, _outside(record, names)
     if "router" in record.flags:
         return False, "chooses the experts (feeds a top-k): kept as the script wrote it"
     frozen = "; frozen, so it has no wgrad" if "frozen" in record.flags else ""
@@ -224,7 +238,7 @@ def _verdict(record: LayerRecord, applicable: dict[str, str], calls_of: dict[str
     if kind == "attention":
         return True, f"projection of nn.MultiheadAttention{frozen}"
     if record.module != record.name or not calls_of.get(record.name):
-        return False, "its module's forward is not called; the weight is used from elsewhere"
+        return False, _used_by(record)
     if kind == "conv":
         return True, "convolution: bf16 or fp16; no training library runs it in FP8"
     return True, f"matrix product with a weight of its own{frozen}"
@@ -244,7 +258,7 @@ def build_layers(
         flops = dict(record.flops)
         for gemm in gemms:
             flops[gemm.role] = flops.get(gemm.role, 0) + gemm.flops
-        tunable, reason = _verdict(record, applicable, trace.calls_of)
+        tunable, reason = _verdict(record, names, applicable, trace.calls_of)
         group = group_of.get(record.name, record.name)
         called = [m for m in groups.get(group, ()) if "never_called" not in records[m].flags]
         if "never_called" in record.flags and called and record.name in applicable:

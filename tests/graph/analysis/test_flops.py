@@ -54,3 +54,23 @@ def test_fused_attention_is_two_products_forward_and_five_backward():
 
 def test_elementwise_operators_count_nothing():
     assert flops(lambda x: (x * 2).exp(), tensor(8, 8)) == 0
+
+
+@pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC) tensor support is in beta")
+@pytest.mark.parametrize("layout", ["coo", "csr", "addmm"])
+def test_a_sparse_product_multiplies_what_is_stored(layout):
+    dense = torch.zeros(64, 64)
+    dense[torch.arange(64), torch.arange(64)] = 1.0
+    adjacency = dense.to_sparse_csr() if layout == "csr" else dense.to_sparse()
+    model = nn.Linear(16, 8, bias=False)
+    x = torch.randn(64, 16)
+
+    def step():
+        h = model(x)
+        (torch.sparse.mm(adjacency, h) if layout == "addmm" else adjacency @ h).sum().backward()
+
+    report = record_step(model, step)
+    rows = [o for o in report.operators if o.flops and not o.weight]
+    assert [o.phase for o in rows] == ["forward", "backward"]
+    assert {o.flops for o in rows} == {2 * 64 * 8}  # one stored entry per row, not 64
+    assert report.layer("").total_flops == 2 * (2 * 64 * 16 * 8)

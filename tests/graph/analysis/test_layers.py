@@ -155,3 +155,42 @@ def test_autocast_and_weight_norm_do_not_hide_the_weight():
     report = record_step(model, step)
     assert all(layer.dtype == "bf16" for layer in report.layers)
     assert {layer.roles() for layer in report.layers} == {("fprop", "wgrad"), ("fprop", "dgrad", "wgrad")}
+
+
+class Raw(nn.Module):
+    """Raw weights as graph networks hold them: a narrow one, a table, and one that a policy reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.W = nn.Parameter(torch.randn(16, 7))
+        self.wide = nn.Parameter(torch.randn(16, 16))
+        self.pos_table = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x):
+        return x @ self.pos_table @ self.wide @ self.W
+
+
+def test_a_raw_weight_that_is_not_offered_says_why():
+    model = Raw()
+    report = record_step(model, lambda: model(torch.randn(4, 16)).sum().backward())
+    assert report.layer("wide").tunable
+    assert "16 x 7 is too narrow: no low-precision GEMM runs with a side below 8" in report.layer("W").reason
+    assert "a table or a gain" in report.layer("pos_table").reason
+
+
+class Borrowed(nn.Module):
+    """Multiplies by the weight of a layer that is never called, as Mamba does by that of ``dt_proj``."""
+
+    def __init__(self):
+        super().__init__()
+        self.dt_proj = nn.Linear(8, 16)
+
+    def forward(self, x):
+        return self.dt_proj.weight @ x.transpose(1, 2)
+
+
+def test_a_borrowed_weight_names_who_multiplies_by_it():
+    model = nn.Sequential(Borrowed())
+    report = record_step(model, lambda: model(torch.randn(2, 5, 8)).sum().backward())
+    layer = report.layer("0.dt_proj")
+    assert layer.reason.startswith("its module's forward is not called: 0 multiplies by its weight")
