@@ -51,18 +51,11 @@ def _filled(tensor: torch.Tensor) -> float:
     """Return the share of a tensor's entries that is stored: below 1 for a sparse one, whose products count as many."""
     if tensor.layout is torch.strided or not tensor.numel():
         return 1.0
-    try:
-        return min(1.0, tensor.values().numel() / tensor.numel()) if _compressed(tensor) else _coo_share(tensor)
+    try:  # compressed rows, columns or blocks hold `values`, coordinates their own until they are coalesced
+        stored = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
     except RuntimeError:  # a layout of a library that stores its entries elsewhere
         return 1.0
-
-
-def _compressed(tensor: torch.Tensor) -> bool:
-    return tensor.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
-
-
-def _coo_share(tensor: torch.Tensor) -> float:
-    return min(1.0, tensor._values().numel() / tensor.numel())
+    return min(1.0, stored.numel() / tensor.numel())
 
 
 class _Functions(TorchFunctionMode):
