@@ -110,7 +110,7 @@ class Setup:
             UsageError: the target does not fit the device the script trains on, or a bad cost scale.
             SpaceError: the search space is not valid.
         """
-        target, here = resolve_target(options.target, host.device, options.cost_scale)
+        target, here = resolve_target(options.target, host.device)
         space = load_space(options.space) if options.space else default_space(target)
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
         measured = here and scale is None

@@ -31,12 +31,3 @@ def test_what_cannot_be_resolved_says_what_to_do() -> None:
         resolve_target("auto", "Some Future Device")
     with pytest.raises(UsageError, match="trains on"):
         resolve_target("cpu", "NVIDIA H200")
-
-
-def test_a_scaled_step_of_this_cpu_is_modelled_only_when_asked_for() -> None:
-    with pytest.raises(UsageError, match="the modelled device is this CPU") as found:
-        resolve_target("auto", "cpu", "width=16")
-    assert "--target h100" in found.value.fix
-    assert resolve_target("cpu", "cpu", "width=16")[0].is_cpu
-    assert resolve_target("h100", "cpu", "width=16")[0].name == "h100"
-    assert resolve_target("auto", "NVIDIA H100 80GB HBM3", "width=16")[0].name == "h100"
