@@ -40,7 +40,7 @@ ENDLESS = 25.0
 SEARCH = "--target h100 --force --trials 3 --steps 4 --warmup 1 --seeds 2 --finalists 1 --no-mlflow --json"
 #: Written by AutoPrec, or by Python itself, on purpose.
 OURS = ("autoprec-runs", "__pycache__")
-UNIFORM_BF16 = "schema: autoprec.policy/1\nrules:\n- match: '*'\n  recipe: bf16\n"
+UNIFORM_BF16 = "schema: autoprec.policy/1\nrecipes: {bf16: {format: bf16}}\ndefault: bf16\n"
 
 
 @dataclass(frozen=True)
@@ -274,6 +274,8 @@ def main() -> None:
     wanted = set(filter(None, args.only.split(",")))
     again = set(STEPS if args.again == "all" else filter(None, args.again.split(",")))
     chosen = [script for script in manifest() if not wanted or script.name in wanted]
+    order = args.only.split(",")
+    chosen.sort(key=lambda script: order.index(script.name) if wanted else 0)
     unknown = wanted - {script.name for script in chosen}
     if unknown:
         raise SystemExit(f"not in scripts.yaml: {', '.join(sorted(unknown))}")

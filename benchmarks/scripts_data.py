@@ -164,3 +164,12 @@ def causal_lm(tree: Path, folder: str, kind: str = "llama") -> None:
     config = AutoConfig.for_model(kind, **sizes, **more, pad_token_id=0, bos_token_id=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tree / folder)
     tokenizer(tree, folder)
+
+
+def unet(tree: Path, folder: str) -> None:
+    """The configuration of a tiny diffusers UNet."""
+    sizes = {"sample_size": 16, "block_out_channels": [16, 32], "layers_per_block": 1, "norm_num_groups": 8}
+    blocks = {"down_block_types": ["DownBlock2D", "AttnDownBlock2D"], "up_block_types": ["AttnUpBlock2D", "UpBlock2D"]}
+    (tree / folder).mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"_class_name": "UNet2DModel"} | sizes | blocks)
+    (tree / folder / "config.json").write_text(text, encoding="utf-8")

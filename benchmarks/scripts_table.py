@@ -80,8 +80,8 @@ def faults(record: Record, step: str) -> list[str]:
 
 def message(done: dict[str, Any]) -> str:
     """The first line of an error, as the command printed it."""
-    lines = [line for line in done["err"].splitlines() if line.startswith("error")]
-    return lines[-1].removeprefix("error: ") if lines else ""
+    lines = [line for line in done["err"].splitlines() if line.startswith("autoprec: error: ")]
+    return lines[-1].removeprefix("autoprec: error: ") if lines else ""
 
 
 def outcome(record: Record) -> str:
