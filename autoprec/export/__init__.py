@@ -12,7 +12,7 @@ from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.export.base import Export, Exporter, Loss, Request
 from autoprec.policy import Policy
 
-__all__ = ["EXPORTERS", "Export", "Exporter", "Loss", "Request", "export", "exporter"]
+__all__ = ["EXPORTERS", "Export", "Exporter", "Loss", "Request", "exact_target", "export", "exporter"]
 
 #: target -> (module, class); imported when named
 EXPORTERS: dict[str, tuple[str, str]] = {
@@ -41,6 +41,17 @@ def exporter(name: str) -> Exporter:
     module, cls = EXPORTERS[name]
     found: Exporter = getattr(importlib.import_module(f"autoprec.export.stacks.{module}"), cls)()
     return found
+
+
+def exact_target(policy: Policy) -> str:
+    """Return the first of the stacks that most people use which can express a policy without any loss.
+
+    ``python`` is the last resort: a module with no other dependency than PyTorch, which needs no stack at all.
+    """
+    for name in ("torchao", "transformer-engine", "accelerate"):
+        if not exporter(name).export(Request(policy)).losses:
+            return name
+    return "python"
 
 
 def export(

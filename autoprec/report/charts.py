@@ -5,16 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoprec.report.summary import Curve, Point, Summary
+from autoprec.report.summary import Curve, Summary
 from autoprec.report.svg import Axis, Chart
+from autoprec.report.text import time_text
 
 __all__ = ["gap_chart", "loss_chart", "pareto_chart"]
 
-_KINDS = {"preset": "presets", "search": "found by the search", "finalist": "finalists, re-measured"}
+_KINDS = {"preset": "presets", "search": "found by the search", "finalist": "re-measured on several paired seeds"}
+#: Presets drawn as curves, each in a colour of its own (``p0`` ... in the style sheet).
+_COLOURS = 6
 
 
 def pareto_chart(summary: Summary) -> Chart | None:
-    """Step time against divergence, one dot per trial, the front joined; None when nothing was measured."""
+    """Step time against divergence, one dot per policy, the front joined; None where only the script was run.
+
+    The axis is that of the policies and of the 16-bit run that they are compared with: a script in FP32 may take ten
+    times as long, and would press all dots into one corner.
+    """
     points = summary.points
     if not points:
         return None
@@ -23,34 +30,39 @@ def pareto_chart(summary: Summary) -> Chart | None:
     log = bool(positive) and max(positive) > 30 * min(positive)
     limits = [100 * v for v in (summary.limit, summary.noise_floor) if v]
     shown = [limit for limit in limits if limit < 3 * max(gaps, default=0)]
+    times = [point.step_time_ms for point in points]
     reference = next((row.step_time_ms for row in summary.rows if row.role == "reference"), None)
-    times = [point.step_time_ms for point in points] + ([reference] if reference else [])
+    spread = max(max(times) - min(times), 0.05 * max(times))
+    near = reference is not None and min(times) - spread < reference < max(times) + spread
     chart = Chart(
-        Axis.over(times, "step time, ms (left is faster)"),
+        Axis.over([*times, reference] if near and reference else times, "step time, ms (left is faster)"),
         Axis.over([*gaps, *shown], "divergence, % (down is better)", zero=not log, log=log),
-        "step time against divergence of every trial",
+        "step time against divergence of every policy",
     )
     for value, css, label in ((summary.limit, "limit", "budget"), (summary.noise_floor, "floor", "noise floor")):
         if value and 100 * value <= chart.y.high:
             chart.rule(y=100 * value, css=css, label=label)
+    if summary.baseline is not None and summary.baseline.step_time_ms is not None:
+        chart.rule(x=summary.baseline.step_time_ms, css="base", label=f"16-bit: {summary.baseline.name}")
+    if near and reference:
+        chart.rule(x=reference, css="floor", label="the script as written")
     front = sorted((p for p in points if p.front), key=lambda p: p.step_time_ms)
     chart.line([p.step_time_ms for p in front], [100 * p.divergence for p in front], "front")
     for point in sorted(points, key=lambda p: p.best):
         hint = f"{point.name}: {point.step_time_ms:.3g} ms, {100 * point.divergence:.3g} %"
         css = "dot best" if point.best else f"dot {point.kind}"
         chart.point(point.step_time_ms, 100 * point.divergence, css, hint, size=7 if point.best else 4.5)
-    _label_points(chart, points)
+    for point in sorted(points, key=lambda p: (not p.best, not p.front, p.kind != "preset")):
+        css = "label best" if point.best else "label"
+        chart.label(point.step_time_ms, 100 * point.divergence, point.name, css)
     for kind, label in _KINDS.items():
         if any(point.kind == kind for point in points):
             chart.legend(f"dot {kind}", label)
-    chart.legend("dot best", "the policy" if summary.verdict == "adopt" else "fastest candidate")
+    if any(point.best for point in points):
+        chart.legend("dot best", "the policy" if summary.verdict == "adopt" else "fastest candidate")
+    if reference is not None and not near:
+        chart.legend("none", f"the script as written takes {time_text(reference)}, beyond the axis")
     return chart
-
-
-def _label_points(chart: Chart, points: Sequence[Point]) -> None:
-    for point in points:
-        if point.best:
-            chart.text_at(point.step_time_ms, 100 * point.divergence, point.name)
 
 
 def _steps(curves: Sequence[Curve]) -> int:
@@ -58,7 +70,9 @@ def _steps(curves: Sequence[Curve]) -> int:
 
 
 def loss_chart(summary: Summary) -> Chart | None:
-    """Loss per step of the reference, the policy and the presets."""
+    """Loss per step of the reference, the policy and the presets; None where only the script was run."""
+    if all(curve.kind == "reference" for curve in summary.curves):
+        return None
     finite = [loss for curve in summary.curves for loss in curve.losses if math.isfinite(loss)]
     if not finite:
         return None
@@ -72,7 +86,7 @@ def loss_chart(summary: Summary) -> Chart | None:
         high = [reference.losses[i] * (1 + summary.noise[i][1]) for i in range(steps)]
         chart.band(range(steps), low, high, "band")
         chart.legend("band", "noise band")
-    _draw_curves(chart, summary.curves, summary.curves)
+    _draw_curves(chart, summary.curves)
     return chart
 
 
@@ -95,7 +109,7 @@ def gap_chart(summary: Summary) -> Chart | None:
         chart.band(steps, [100 * a for a, _ in summary.noise], [100 * b for _, b in summary.noise], "band")
         chart.legend("band", "what a rounding of the initial weights alone does")
     chart.rule(y=0.0, css="zero", label="")
-    _draw_curves(chart, gaps, gaps)
+    _draw_curves(chart, gaps)
     return chart
 
 
@@ -103,9 +117,16 @@ def _gap(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, ..
     return tuple(100 * (a - b) / abs(b) if b else float("nan") for a, b in zip(losses, reference, strict=False))
 
 
-def _draw_curves(chart: Chart, curves: Sequence[Curve], named: Sequence[Curve]) -> None:
-    for curve in sorted(curves, key=lambda c: ("preset", "reference", "best").index(c.kind)):
-        chart.line(range(len(curve.losses)), curve.losses, f"curve {curve.kind}", curve.name)
-    for kind, label in (("reference", "reference"), ("best", "the policy"), ("preset", "presets")):
-        if any(curve.kind == kind for curve in named):
-            chart.legend(f"curve {kind}", label)
+def _draw_curves(chart: Chart, curves: Sequence[Curve]) -> None:
+    """Draw the presets below, the policy on top; each curve is named in the legend."""
+    presets = [curve for curve in curves if curve.kind == "preset"]
+    for index, curve in enumerate(presets):
+        css = f"curve preset p{index % _COLOURS}"
+        chart.line(range(len(curve.losses)), curve.losses, css, curve.name)
+    for kind, named in (("reference", "the script as written"), ("best", "the policy")):
+        for curve in curves:
+            if curve.kind == kind:
+                chart.line(range(len(curve.losses)), curve.losses, f"curve {kind}", curve.name)
+                chart.legend(f"curve {kind}", named if kind == "reference" else f"{named}: {curve.name}")
+    for index, curve in enumerate(presets):
+        chart.legend(f"curve preset p{index % _COLOURS}", curve.name)

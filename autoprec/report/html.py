@@ -7,12 +7,14 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from autoprec.export import exact_target
+from autoprec.policy import policy_from_dict
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
-from autoprec.report.layers import layer_map, layer_rows
+from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS, LIGHT
-from autoprec.report.summary import Summary, metrics_row, summarise
-from autoprec.report.text import bytes_text, duration, percent, ratio, row_cells, time_text
+from autoprec.report.summary import Summary, important, metrics_row, summarise
+from autoprec.report.text import bytes_text, duration, headings, percent, ratio, row_cells, time_text
 from autoprec.support.files import write_atomic
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
@@ -23,22 +25,35 @@ if TYPE_CHECKING:
 __all__ = ["html_report", "write_charts", "write_html"]
 
 _GLOSSARY = (
-    ("speed", "steps per second against the script as written, on the target named above"),
+    ("over 16-bit", "steps per second against the fastest 16-bit run that was measured, which is what most people run "
+     "today: bf16 autocast, or the script itself where it trains in 16 bits"),
+    ("speed, over the script", "steps per second against the script as written, on the target named above"),
     ("divergence", "mean relative distance of the loss curve from the reference's, over the second half of a trial "
      "that started from the same weights and saw the same data"),
     ("noise floor", "the divergence that rounding the initial weights once produces: two runs that close are the same"),
-    ("gradient error", "relative distance of the policy's gradient from the reference's on the same weights and batch"),
+    ("gradient error", "distance of the policy's gradient from the reference's on the same weights and batch, in "
+     "percent of the reference's norm"),
     ("fprop, dgrad, wgrad", "the three matrix products of a linear layer: forward, gradient of its input, gradient of "
      "its weight"),
     ("modelled", "computed by the cost model for a GPU that was not there; everything else was measured"),
 )  # fmt: skip
 
 
-def _table(headings: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
-    head = "".join(f"<th>{escape(h)}</th>" for h in headings)
-    body = "".join(
-        f'<tr class="{css}">' + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>" for css, cells in rows
-    )
+#: Longer cells wrap; figures and names never do.
+_SENTENCE = 40
+_WHY = (
+    "What each kind of layer saves and the gradient error it adds, as the trials left the models, and how much each "
+    "decision moves time and divergence beyond the noise of a single trial."
+)
+
+
+def _cell(text: str) -> str:
+    return f'<td class="text">{escape(text)}</td>' if len(text) > _SENTENCE else f"<td>{escape(text)}</td>"
+
+
+def _table(titles: Sequence[str], rows: Sequence[tuple[str, Sequence[str]]]) -> str:
+    head = "".join(f"<th>{escape(h)}</th>" for h in titles)
+    body = "".join(f'<tr class="{css}">' + "".join(_cell(cell) for cell in cells) + "</tr>" for css, cells in rows)
     return f'<div class="wide"><table><tr>{head}</tr>{body}</table></div>'
 
 
@@ -58,7 +73,11 @@ def _tiles(summary: Summary) -> str:
     reference = next((row for row in summary.rows if row.role == "reference"), None)
     if best is None:
         return ""
-    tiles = [("speed", ratio(best.speedup), f"{time_text(best.step_time_ms)} per step")]
+    if summary.baseline is not None and best.speedup_over_16bit is not None:
+        over = f"{time_text(best.step_time_ms)} per step; {ratio(best.speedup)} over the script as written"
+        tiles = [(f"over {summary.baseline.name}", ratio(best.speedup_over_16bit), over)]
+    else:
+        tiles = [("speed", ratio(best.speedup), f"{time_text(best.step_time_ms)} per step")]
     if best.memory_bytes is not None:
         before = f"of {bytes_text(reference.memory_bytes)}" if reference and reference.memory_bytes else ""
         tiles.append(("memory", bytes_text(best.memory_bytes), before))
@@ -70,7 +89,7 @@ def _tiles(summary: Summary) -> str:
 
 def _cost(summary: Summary) -> str:
     cost = summary.payback
-    text = f"The search took {duration(cost.seconds)} for {cost.trials} trials."
+    text = f"The search took {duration(cost.seconds)} for {cost.trials} trials, {cost.runs} runs in all."
     if cost.saved_share is not None:
         text += f" The policy saves {percent(cost.saved_share)} of the time of a training run."
         if cost.break_even_s is not None:
@@ -80,13 +99,15 @@ def _cost(summary: Summary) -> str:
     return f"<p>{escape(text)}</p>"
 
 
-def _usage(result: SearchResult) -> str:
+def _usage(result: SearchResult, records: Sequence[TrialRecord]) -> str:
     if not result.policy or result.verdict != "adopt":
         return ""
     policy, script = escape(result.policy), escape(result.script or "train.py")
+    document = best_policy(result, records)
+    target = exact_target(policy_from_dict(document)) if document else "python"
     return (
         f"<pre>autoprec run --policy {policy} {script}\nautoprec check --policy {policy} {script}\n"
-        f"autoprec export {policy} --to torchao</pre><p>or, in the training code, after the model is built:</p>"
+        f"autoprec export {policy} --to {target}</pre><p>or, in the training code, after the model is built:</p>"
         f"<pre>import autoprec\nautoprec.load(&quot;{policy}&quot;).apply(model)</pre>"
     )
 
@@ -96,56 +117,64 @@ def _trials(records: Sequence[TrialRecord]) -> str:
     for record in records:
         row = metrics_row(record.metrics, record.kind, name=record.name)
         status = record.status if not record.reason else f"{record.status}: {record.reason}"
-        seed = str(record.seed) if record.seed else ""
-        rows.append((record.kind, (str(record.number), record.kind, *row_cells(row), seed, status)))
-    headings = ("#", "kind", "name", "speed", "step", "memory", "divergence", "gradient error", "seed", "ended")
-    return f"<details><summary>{len(rows)} trials</summary>{_table(headings, rows)}</details>" if rows else ""
+        rows.append((record.kind, (str(record.number), record.kind, *row_cells(row), str(record.seed or ""), status)))
+    titles = ("#", "kind", "name", *headings(over_16bit=False)[1:], "seed", "ended")
+    summary = f"{len(rows)} runs: references, trials, and the finalists once per paired seed"
+    return f"<details><summary>{summary}</summary>{_table(titles, rows)}</details>" if rows else ""
 
 
 def _reasons(result: SearchResult) -> str:
-    layers, decisions = result.explanation.get("layers", ()), result.explanation.get("importance", ())
+    layers = result.explanation.get("layers", ())
     why = [("", (str(row["layers"]), str(row["text"]))) for row in layers]
-    shares = [("", (str(d["name"]), f"{d['time_share']:.0%}", f"{d['error_share']:.0%}")) for d in decisions]
+    shares = [("", (name, f"{time:.0%}", f"{gap:.0%}")) for name, time, gap in important(result)]
     out = _table(("layers", "why"), why) if why else ""
     return out + (_table(("decision", "of what moves time", "of what moves divergence"), shares) if shares else "")
+
+
+def _words(summary: Summary) -> str:
+    """Return the glossary, with the limits that this search used."""
+    terms = dict(_GLOSSARY)
+    if summary.gradient_limit is not None:
+        terms["gradient error"] += f"; the limit of this search is {percent(summary.gradient_limit)}"
+    return "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in terms.items())
 
 
 def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport | None = None) -> str:
     """Return the page's text."""
     summary = summarise(result, records)
-    headings = ("", "speed", "step", "memory", "divergence", "gradient error", "figures")
-    comparison = [(row.role, (*row_cells(row), row.note or row.source)) for row in summary.rows]
+    over = summary.baseline is not None
+    comparison = [(row.role, (*row_cells(row, over_16bit=over), row.note or row.source)) for row in summary.rows]
     layers = layer_rows(result, records, graph) if graph is not None else ()
     facts = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
     facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
     facts += [f"times and memory {summary.source}"] if summary.source else []
     notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
     failed = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in summary.failures[:50])
-    terms = "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in _GLOSSARY)
     word = "Adopt" if summary.verdict == "adopt" else "Stay as you are"
     body = [
         f'<header class="{escape(summary.verdict)}"><h1>{escape(summary.title)}</h1>'
         f'<p class="verdict"><strong>{word}.</strong> {escape(summary.reason)}</p>'
         f'<p class="facts">{escape(" · ".join(filter(None, facts)))}</p>{_tiles(summary)}</header>',
-        _section("Compared with what you could do by hand", "", _table(headings, comparison)),
-        _section("Every trial", "Each dot is one paired run; the line joins those that nothing beats on both axes.",
-                 _figure(pareto_chart(summary))),
+        _section("Compared with what you could do by hand", "",
+                 _table((*headings(over_16bit=over), "figures"), comparison)),
+        _section("Every policy tried", "Each dot is one policy, the mean over its paired runs; the line joins those "
+                 "that no other beats on both axes.", _figure(pareto_chart(summary))),
         _section("The loss curve", "The reference and the runs under a policy start from the same weights and see the "
                  "same data.", _figure(loss_chart(summary))),
         _section("Distance from the reference", "Inside the band a difference means nothing.",
                  _figure(gap_chart(summary))),
         _section("Layer by layer", "The model with the precision of each of its matrix products.",
                  layer_map(layers, summary.assignment)),
-        _section("Why", "What each kind of layer saves and the gradient error it adds, as the trials left the models, "
-                 "and how much each decision moves time and divergence.", _reasons(result)),
+        _section("Why", _WHY if summary.verdict == "adopt" else "What keeps each kind of layer as it is.",
+                 _reasons(result)),
         _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision; "
                  "red is where training suffers.", heat_map(result.sensitivity)),
         _section("What it cost", "", _cost(summary)),
-        _section("Use it", "", _usage(result)),
+        _section("Use it", "", _usage(result, records)),
         _section("Notes", "", f"<ul>{notes}</ul>" if notes else ""),
         _section("Trials that failed", "", f"<ul>{failed}</ul>" if failed else ""),
         _section("All trials", "", _trials(records)),
-        _section("Words", "", f"<dl>{terms}</dl>"),
+        _section("Words", "", f"<dl>{_words(summary)}</dl>"),
     ]  # fmt: skip
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

@@ -12,7 +12,7 @@ from autoprec.policy import policy_from_dict, resolve
 from autoprec.precision.recipes import GEMMS, Recipe
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["LayerCell", "layer_map", "layer_rows"]
+__all__ = ["LayerCell", "best_policy", "layer_map", "layer_rows"]
 
 _WORDS = {"fprop": "forward", "dgrad": "backward to the input", "wgrad": "backward to the weight"}
 
@@ -31,7 +31,8 @@ def _label(recipe: Recipe | None) -> tuple[str, str]:
     return ("keep", "as written") if recipe is None else (recipe.format, recipe.describe())
 
 
-def _best_policy(result: SearchResult, records: Sequence[TrialRecord]) -> dict[str, object]:
+def best_policy(result: SearchResult, records: Sequence[TrialRecord]) -> dict[str, object]:
+    """Return the document of the winning policy, as its trial ran it; empty when no record has it."""
     name = result.best.get("name")
     found = [r for r in records if r.policy and ("best" in r.tags or r.name == name)]
     return dict(found[0].policy) if found else {}
@@ -39,7 +40,7 @@ def _best_policy(result: SearchResult, records: Sequence[TrialRecord]) -> dict[s
 
 def layer_rows(result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport) -> tuple[LayerCell, ...]:
     """Resolve the best policy over the recorded layers; empty when there is no policy to draw."""
-    document = _best_policy(result, records)
+    document = best_policy(result, records)
     if not document:
         return ()
     layers = graph.tunable
@@ -67,20 +68,24 @@ def layer_map(rows: Sequence[LayerCell], assignment: Mapping[str, str]) -> str:
         cells = "".join(
             f"<tr><td><code>{escape(k)}</code></td><td>{escape(v)}</td></tr>" for k, v in assignment.items()
         )
-        return f"<table><tr><th>layers</th><th>precision</th></tr>{cells}</table>"
+        return f'<div class="wide"><table><tr><th>layers</th><th>precision</th></tr>{cells}</table></div>'
     widest = max(row.share for row in rows) or 1.0
     heads = "".join(f'<th title="{_WORDS[gemm]}">{gemm}</th>' for gemm in GEMMS)
-    lines = [f'<table class="map"><tr><th>layer</th>{heads}<th>share of GEMM work</th></tr>']
+    lines = [f'<div class="wide"><table class="map"><tr><th>layer</th>{heads}<th>share of GEMM work</th></tr>']
     for row in rows:
-        boxes = []
-        for gemm in GEMMS:
-            style, words = row.gemms.get(gemm, ("none", "does not run"))
-            boxes.append(
-                f'<td class="f f-{style}" title="{escape(words)}">{escape(words if style != "none" else "")}</td>'
-            )
         bar = f'<div class="bar" style="width:{100 * row.share / widest:.0f}%"></div>'
         lines.append(
-            f"<tr><td><code>{escape(row.name)}</code></td>{''.join(boxes)}"
+            f"<tr><td><code>{escape(row.name)}</code></td>{_boxes(row)}"
             f'<td class="share">{bar}<span>{100 * row.share:.1f} %</span></td></tr>'
         )
-    return "".join(lines) + "</table>"
+    return "".join(lines) + "</table></div>"
+
+
+def _boxes(row: LayerCell) -> str:
+    """Return the cells of the three GEMMs; one wide cell where all three run the same."""
+    ran = [row.gemms.get(gemm, ("none", "")) for gemm in GEMMS]
+    cells = [(ran[0], len(GEMMS))] if len(set(ran)) == 1 else [(each, 1) for each in ran]
+    return "".join(
+        f'<td class="f f-{style}" colspan="{span}" title="{escape(words or "does not run")}">{escape(words)}</td>'
+        for (style, words), span in cells
+    )

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from autoprec.report.summary import Summary, metrics_row, summarise
-from autoprec.report.terminal import HEADINGS
-from autoprec.report.text import duration, percent, row_cells
+from autoprec.report.summary import Summary, important, metrics_row, summarise
+from autoprec.report.text import duration, headings, percent, row_cells
 from autoprec.support.files import write_atomic
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
@@ -25,7 +24,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _cost(summary: Summary) -> list[str]:
     cost = summary.payback
-    lines = [f"The search took {duration(cost.seconds)} and {cost.trials} trials."]
+    lines = [f"The search took {duration(cost.seconds)}, {cost.trials} trials, {cost.runs} runs in all."]
     if cost.saved_share is not None:
         lines[0] += f" The policy saves {percent(cost.saved_share)} of a training run's time"
         lines[0] += (
@@ -36,12 +35,12 @@ def _cost(summary: Summary) -> list[str]:
 
 def _reasons(result: SearchResult) -> list[str]:
     """Return why each kind of layer got its precision, and what mattered."""
-    layers, decisions = result.explanation.get("layers", ()), result.explanation.get("importance", ())
+    layers, decisions = result.explanation.get("layers", ()), important(result)
     lines = ["", "## Why", ""] if layers or decisions else []
     if layers:
         lines += _table(("layers", "why"), [(f"`{row['layers']}`", str(row["text"])) for row in layers])
     if decisions:
-        shares = [(f"`{d['name']}`", f"{d['time_share']:.0%}", f"{d['error_share']:.0%}") for d in decisions]
+        shares = [(f"`{name}`", f"{time:.0%}", f"{gap:.0%}") for name, time, gap in decisions]
         lines += ["", *_table(("decision", "of what moves time", "of what moves divergence"), shares)]
     return lines
 
@@ -55,14 +54,15 @@ def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
     facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
     facts += [f"times {summary.source}"] if summary.source else []
     lines += ["; ".join(facts).capitalize() + ".", ""]
-    lines += _table(("what", *HEADINGS[1:]), [row_cells(row) for row in summary.rows])
+    over = summary.baseline is not None
+    lines += _table(("what", *headings(over_16bit=over)[1:]), [row_cells(row, over_16bit=over) for row in summary.rows])
     if summary.assignment:
         lines += ["", "## Layer by layer", ""]
         lines += _table(("layers", "precision"), [(f"`{k}`", v) for k, v in summary.assignment.items()])
     lines += _reasons(result)
     if result.front:
         rows = [(str(row.get("name", "?")), *row_cells(metrics_row(row, "front"))[1:]) for row in result.front]
-        lines += ["", "## The front", "", *_table(("what", *HEADINGS[1:]), rows)]
+        lines += ["", "## The front", "", *_table(("what", *headings(over_16bit=False)[1:]), rows)]
     lines += ["", "## Cost", "", *_cost(summary)]
     if summary.failures:
         lines += ["", "## Trials that failed", "", *[f"- {name}: {reason}" for name, reason in summary.failures[:20]]]

@@ -19,26 +19,32 @@ header.stay .verdict strong{color:var(--pre)}.facts{color:var(--soft)}
 .tiles{display:flex;gap:12px;flex-wrap:wrap;margin-top:12px}.tiles div{flex:1;min-width:170px;padding:10px 14px;
 border:1px solid var(--line);border-radius:8px}.tiles b{display:block;font-size:24px}.tiles span{color:var(--soft)}
 .tiles small{display:block;color:var(--soft)}
-.wide{overflow-x:auto}table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
+.wide{overflow-x:auto;max-width:100%}p,li,dd,pre{overflow-wrap:anywhere}table{border-collapse:collapse;width:100%;font-size:14px;font-variant-numeric:tabular-nums}
 th,td{text-align:left;padding:5px 10px 5px 0;border-bottom:1px solid var(--line);vertical-align:top}
-th{color:var(--soft);font-weight:600;white-space:nowrap}td{white-space:nowrap}td:first-child,td:last-child{white-space:normal}
+th{color:var(--soft);font-weight:600;white-space:nowrap}td{white-space:nowrap}td:first-child{white-space:normal;min-width:9em}
+td.text{white-space:normal;min-width:16em}.map td:first-child{white-space:nowrap}
 tr.best td{color:var(--accent);font-weight:600}tr.reference td{font-weight:600}
-figure{margin:0}svg{width:100%;height:auto;display:block}
-svg text{fill:var(--soft);font-size:12px}svg text.label{fill:var(--accent);font-weight:600}
+figure{margin:0;overflow-x:auto}svg{width:100%;min-width:560px;height:auto;display:block}
+svg text{fill:var(--soft);font-size:12px}svg text.label{font-size:11px}
+svg text.label.best{fill:var(--accent);font-weight:600}svg text.note{font-size:11px}
 svg text.axis{font-size:12.5px}
 .grid{stroke:var(--line)}.zero{stroke:var(--soft)}.limit{stroke:var(--bad);stroke-dasharray:6 4}
+.base{stroke:var(--ref);stroke-dasharray:8 3}
 .floor{stroke:var(--soft);stroke-dasharray:2 4}.front{fill:none;stroke:var(--accent);stroke-width:1.5;opacity:.7}
 .curve{fill:none;stroke-width:1.6}.curve.reference{stroke:var(--ref);stroke-width:5;opacity:.35}
 .curve.best{stroke:var(--accent);stroke-width:2}
-.curve.preset{stroke:var(--pre);opacity:.75}.band{fill:var(--band);opacity:.35}
+.p0{--c:#c2883a}.p1{--c:#5b7bd5}.p2{--c:#b4432f}.p3{--c:#8a5fb8}.p4{--c:#2f9bb4}.p5{--c:#8f9a3c}
+.curve.preset{stroke:var(--c)}.band{fill:var(--band);opacity:.35}
 .dot{stroke:var(--card)}.dot.preset{fill:var(--pre)}.dot.search{fill:var(--find)}.dot.finalist{fill:var(--bad)}
 .dot.best{fill:var(--accent)}
-figcaption{color:var(--soft);font-size:13px}.key{margin-right:16px;white-space:nowrap}
+figcaption{color:var(--soft);font-size:13px}.key{margin-right:16px;display:inline-block}
 .key i{display:inline-block;width:16px;height:4px;margin-right:6px;vertical-align:middle;border-radius:2px}
-.key i.dot{width:10px;height:10px;border-radius:50%}.key i.dot.preset,.key i.curve.preset{background:var(--pre)}
+.key i.dot{width:10px;height:10px;border-radius:50%}.key i.dot.preset{background:var(--pre)}
+.key i.curve.preset{background:var(--c)}.key i.none{display:none}
 .key i.dot.search{background:var(--find)}.key i.dot.finalist{background:var(--bad)}
 .key i.best{background:var(--accent)}.key i.curve.reference{background:var(--ref)}
 .key i.band{background:var(--band);height:10px}
+@media(max-width:600px){body{padding:8px 8px 40px}section,header{padding:12px 12px}.verdict{font-size:18px}}
 pre{background:var(--bg);border:1px solid var(--line);border-radius:8px;padding:10px 12px;overflow-x:auto;
 font-size:13px}
 code{font-size:13px}dt{font-weight:600}dd{margin:0 0 8px;color:var(--soft)}summary{cursor:pointer}
@@ -46,7 +52,7 @@ code{font-size:13px}dt{font-weight:600}dd{margin:0 0 8px;color:var(--soft)}summa
 .f-keep,.f-fp32,.f-tf32{background:#cfd4dc}
 .f-bf16{background:#9cc7e8}.f-fp16{background:#b9b2ea}.f-fp8{background:#f3c26b}
 .f-mxfp8{background:#f0a35e}.f-nvfp4{background:#e87f5f}.f-int8{background:#c9b37e}
-.share{position:relative;min-width:140px}
+.map td{vertical-align:middle}.share{position:relative;min-width:140px;overflow:hidden}
 .share .bar{position:absolute;inset:4px auto 4px 0;background:var(--band);opacity:.35}
 .share span{position:relative;padding-left:6px}
 .heat td.h{color:#111;text-align:right;padding:3px 8px}
@@ -54,10 +60,11 @@ code{font-size:13px}dt{font-weight:600}dd{margin:0 0 8px;color:var(--soft)}summa
 
 #: The charts' part of it with the light colours written out: image viewers know neither variables nor the page.
 LIGHT = """
-svg{font-family:sans-serif}text{fill:#62656c;font-size:12px}text.label{fill:#0b7a5c;font-weight:600}
+svg{font-family:sans-serif}text{fill:#62656c;font-size:12px}text.label{font-size:11px}
+text.label.best{fill:#0b7a5c;font-weight:600}text.note{font-size:11px}.base{stroke:#4b5563;stroke-dasharray:8 3}
 .grid{stroke:#e3e3df}.zero{stroke:#62656c}.limit{stroke:#b4432f;stroke-dasharray:6 4}
 .floor{stroke:#62656c;stroke-dasharray:2 4}.front{fill:none;stroke:#0b7a5c;stroke-width:1.5}
 .curve{fill:none;stroke-width:1.6}.curve.reference{stroke:#4b5563}.curve.best{stroke:#0b7a5c;stroke-width:2.2}
-.curve.preset{stroke:#c2883a}.band{fill:#9aa3b2;opacity:.35}.dot.preset{fill:#c2883a}.dot.search{fill:#5b7bd5}
+.curve.preset{stroke:#c2883a}.curve.p1{stroke:#5b7bd5}.curve.p2{stroke:#b4432f}.curve.p3{stroke:#8a5fb8}.curve.p4{stroke:#2f9bb4}.curve.p5{stroke:#8f9a3c}.band{fill:#9aa3b2;opacity:.35}.dot.preset{fill:#c2883a}.dot.search{fill:#5b7bd5}
 .dot.finalist{fill:#b4432f}.dot.best{fill:#0b7a5c}
 """

@@ -1,24 +1,49 @@
-"""A search's outcome arranged for reading: rows, points, curves, cost and payback; pure data, no layout."""
+"""A search's outcome arranged for reading: rows, points, curves, cost and payback; pure data, no layout.
+
+Two things are decided here, once for the terminal, the page, Markdown and MLflow. *What a gain is told against*: people
+run bf16 autocast today, so the headline on a GPU is the gain over the best 16-bit run that was measured; the gain over
+the script as written comes second. *Which figure a policy gets*: one that was re-measured on several paired seeds has
+the mean over them wherever it is shown, so that it never appears with two divergences.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["Curve", "Payback", "Point", "Row", "Summary", "metrics_row", "number", "summarise"]
+__all__ = [
+    "Curve",
+    "Payback",
+    "Point",
+    "Row",
+    "Summary",
+    "important",
+    "metrics_row",
+    "number",
+    "remeasured",
+    "summarise",
+]
+
+#: Formats of 16 bits; a policy that uses no other is one of the runs people have today.
+_SIXTEEN_BITS = frozenset({"bf16", "fp16"})
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the comparison: the policy, the reference, or a preset. Missing figures are None."""
+    """One line of the comparison: the policy, the reference, or a preset. Missing figures are None.
+
+    ``speedup`` is over the script as written, ``speedup_over_16bit`` over the best 16-bit run, where there is one;
+    ``runs`` counts the paired runs behind ``divergence``.
+    """
 
     name: str
     role: str
     speedup: float | None = None
+    speedup_over_16bit: float | None = None
     step_time_ms: float | None = None
     throughput: float | None = None
     memory_bytes: float | None = None
@@ -27,11 +52,12 @@ class Row:
     gradient_error: float | None = None
     source: str = ""
     note: str = ""
+    runs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One trial in the plane of step time (ms) and divergence (a fraction)."""
+    """One policy in the plane of step time (ms) and divergence (a fraction, the mean over its paired seeds)."""
 
     name: str
     kind: str
@@ -61,13 +87,18 @@ class Payback:
 
     seconds: float
     trials: int
+    runs: int
     saved_share: float | None
     break_even_s: float | None
 
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Everything a report shows."""
+    """Everything a report shows.
+
+    ``baseline`` is the best 16-bit run (None on a CPU, and where none was measured); ``gradient_limit`` the largest
+    acceptable gradient error as a fraction of the gradient, like every gradient error here.
+    """
 
     title: str
     verdict: str
@@ -78,6 +109,8 @@ class Summary:
     noise: tuple[tuple[float, float], ...]
     noise_floor: float | None
     limit: float | None
+    baseline: Row | None
+    gradient_limit: float | None
     assignment: dict[str, str]
     sensitivity: tuple[dict[str, Any], ...]
     payback: Payback
@@ -90,6 +123,45 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         return None
     return float(value)
+
+
+def remeasured(records: Iterable[TrialRecord]) -> dict[str, tuple[float, int]]:
+    """Return the mean divergence of every policy with finalist runs, and over how many paired seeds."""
+    gaps: dict[str, list[float]] = {}
+    for record in records:
+        gap = number(record.metrics.get("divergence"))
+        if record.kind == "finalist" and record.ok and gap is not None:
+            gaps.setdefault(record.name, []).append(gap)
+    return {name: (sum(values) / len(values), len(values)) for name, values in gaps.items()}
+
+
+def _is_16bit(record: TrialRecord) -> bool:
+    """Say whether a policy is what people run today: 16-bit formats or none, and 16-bit somewhere."""
+    recipes = record.policy.get("recipes") or {}
+    used = {str(record.policy.get("default", "keep"))}
+    for rule in record.policy.get("layers") or ():
+        used |= {str(rule.get("recipe")), *map(str, (rule.get("gemms") or {}).values())}
+    formats = {str((recipes.get(name) or {}).get("format")) for name in used - {"keep"}}
+    lowered = {str(record.policy.get("activations", "keep"))} - {"keep"}
+    return bool(formats | lowered) and formats | lowered <= _SIXTEEN_BITS
+
+
+def _baseline(result: SearchResult, records: Sequence[TrialRecord]) -> str:
+    """Return the name of the fastest 16-bit preset measured; empty on a CPU, and where there is none."""
+    times = {
+        record.name: time
+        for record in records
+        if record.kind == "preset" and record.ok and _is_16bit(record)
+        if (time := number(record.metrics.get("step_time_ms"))) is not None
+    }
+    return "" if result.target == "cpu" else min(times, key=lambda name: times[name], default="")
+
+
+#: What a metric mapping and a row have in common.
+_FIGURES = (
+    *("speedup", "speedup_over_16bit", "step_time_ms", "throughput"),
+    *("memory_bytes", "divergence", "interval", "gradient_error"),
+)
 
 
 def _by_name(records: Iterable[TrialRecord]) -> dict[str, TrialRecord]:
@@ -111,26 +183,37 @@ def metrics_row(
     """Return a metric mapping of a result as a row; ``records`` (by name) tell measured from modelled."""
     label = str(name or metrics.get("name") or role)
     record = (records or {}).get(str(metrics.get("name", "")))
-    keys = ("speedup", "step_time_ms", "throughput", "memory_bytes", "divergence", "interval", "gradient_error")
     note = str(metrics.get("reason") or ("" if metrics.get("status", "ok") == "ok" else metrics["status"]))
-    return Row(
-        label, role, **{key: number(metrics.get(key)) for key in keys}, source=_source(metrics, record), note=note
-    )
+    figures: dict[str, Any] = {key: number(metrics.get(key)) for key in _FIGURES}
+    return Row(label, role, **figures, source=_source(metrics, record), note=note)
 
 
 def _points(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Point, ...]:
-    """Return a point per trial, and one for the policy: its mean over the finalist seeds."""
-    front = {str(row.get("name")) for row in result.front}
-    out = []
+    """Return one point per policy; a policy that was re-measured lies at its mean, the winner where the result says."""
+    best, final = str(result.best.get("name")), remeasured(records)
+    found: dict[str, tuple[str, float, float]] = {}
     for record in records:
         time, gap = number(record.metrics.get("step_time_ms")), number(record.metrics.get("divergence"))
         if record.ok and record.kind not in ("noise", "reference") and time is not None and gap is not None:
-            on_front = record.kind != "finalist" and ("pareto" in record.tags or record.name in front)
-            out.append(Point(record.name, record.kind, time, gap, on_front, False))
+            kind = "finalist" if record.name in final else record.kind
+            found[record.name] = (kind, time, final.get(record.name, (gap, 1))[0])
     time, gap = number(result.best.get("step_time_ms")), number(result.best.get("divergence"))
-    if time is not None and gap is not None and out:
-        out.append(Point(str(result.best.get("name", "the policy")), "best", time, gap, False, True))
-    return tuple(out)
+    if time is not None and gap is not None and found and best != str(result.reference.get("name")):
+        found[best] = ("best", time, gap)
+    return tuple(
+        Point(name, kind, t, g, on_front, kind == "best")
+        for (name, (kind, t, g)), on_front in zip(found.items(), _front([v[1:] for v in found.values()]), strict=True)
+    )
+
+
+def _front(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Say of each (time, divergence) whether no other is better in one and no worse in the other."""
+    out, lowest, fastest = [False] * len(points), math.inf, math.inf
+    for index in sorted(range(len(points)), key=lambda i: points[i]):
+        time, gap = points[index]
+        if gap < lowest or (gap == lowest and time == fastest):
+            out[index], lowest, fastest = True, gap, time
+    return out
 
 
 def _curves(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Curve, ...]:
@@ -140,7 +223,8 @@ def _curves(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Curve
     if reference is not None:
         out.append(Curve("reference", "reference", reference.losses))
     best_name = str(result.best.get("name", ""))
-    best = [r for r in records if r.ok and r.losses and ("best" in r.tags or r.name == best_name)]
+    named = [r for r in records if r.ok and r.losses and r.kind not in ("reference", "noise")]
+    best = [r for r in named if "best" in r.tags or r.name == best_name]
     best.sort(key=lambda r: (r.kind != "search", r.seed))
     for record in best[:1]:
         if reference is None and record.reference_losses:
@@ -173,13 +257,39 @@ def _assignment(result: SearchResult, records: Sequence[TrialRecord]) -> dict[st
     return {}
 
 
-def _payback(result: SearchResult) -> Payback:
+def _payback(result: SearchResult, runs: int) -> Payback:
     speedup = number(result.best.get("effective_speedup")) or number(result.best.get("speedup"))
     saved = 1 - 1 / speedup if result.verdict == "adopt" and speedup and speedup > 1 else None
     here = "modelled" not in _source(result.best, None)
     total = sum(value for value in result.trials.values() if isinstance(value, int))
     break_even = result.seconds / saved if saved and here else None
-    return Payback(result.seconds, total, saved, break_even)
+    return Payback(result.seconds, total, runs, saved, break_even)
+
+
+def _told_against(rows: Sequence[Row], baseline: str, final: Mapping[str, tuple[float, int]]) -> list[Row]:
+    """Give every row its gain over the 16-bit run ``baseline``, and presets the mean of their finalist runs."""
+    base = next((row.step_time_ms for row in rows if row.role == "preset" and row.name == baseline), None)
+    out = []
+    for row in rows:
+        if row.role == "preset" and row.name in final:
+            gap, runs = final[row.name]
+            row = replace(row, divergence=gap, runs=runs)
+        if base and row.step_time_ms and row.speedup_over_16bit is None:
+            row = replace(row, speedup_over_16bit=base / row.step_time_ms)
+        out.append(row)
+    return out
+
+
+def important(result: SearchResult) -> list[tuple[str, float, float]]:
+    """Return (decision, share of what moves time, share of what moves divergence) of decisions that moved either.
+
+    A share of less than one percent says nothing that noise would not.
+    """
+    found = [
+        (str(d["name"]), float(d["time_share"]), float(d["error_share"]))
+        for d in result.explanation.get("importance", ())
+    ]
+    return [row for row in found if max(row[1:]) >= 0.01]
 
 
 def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
@@ -192,8 +302,11 @@ def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
     rows = [metrics_row(result.best, "best", named, label)] if best is not None and candidate else []
     rows.append(metrics_row(result.reference, "reference", named, "reference: the script as written"))
     rows += [metrics_row(preset, "preset", named) for preset in result.presets]
+    baseline = _baseline(result, records)
+    rows = _told_against(rows, baseline, remeasured(records))
     floors = [number(source.get("noise_floor")) for source in (result.best, result.reference, result.budget)]
     limit = next((v for k in ("max_divergence", "divergence") if (v := number(result.budget.get(k))) is not None), None)
+    share, noise = number(result.budget.get("max_gradient_error")), number(result.budget.get("gradient_noise"))
     failed = [r for r in records if r.status not in ("ok", "pruned", "duplicate")]
     return Summary(
         title=result.study or "study",
@@ -205,9 +318,11 @@ def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
         noise=_noise_band(records),
         noise_floor=next((floor for floor in floors if floor is not None), None),
         limit=limit,
+        baseline=next((row for row in rows if baseline and row.role == "preset" and row.name == baseline), None),
+        gradient_limit=share * noise if share is not None and noise is not None else None,
         assignment=_assignment(result, records),
         sensitivity=result.sensitivity,
-        payback=_payback(result),
+        payback=_payback(result, len(records)),
         failures=tuple((r.name, f"{r.status}: {r.reason}" if r.reason else r.status) for r in failed),
         source=next((row.source for row in rows if row.source), ""),
     )

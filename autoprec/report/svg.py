@@ -9,6 +9,9 @@ from html import escape
 
 __all__ = ["Axis", "Chart", "nice_ticks"]
 
+#: Characters of a point's name that are written into a chart; the tooltip has all of them.
+_LONGEST_LABEL = 32
+
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
     """Return about ``count`` round numbers from ``low`` to ``high``, both of which they may undershoot.
@@ -27,7 +30,7 @@ def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def _short(value: float) -> str:
-    return f"{value:.4g}" if abs(value) < 1e5 else f"{value:.2g}"
+    return f"{value:,.0f}" if 1e3 <= abs(value) < 1e6 else f"{value:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,7 @@ class Chart:
     bottom: int = 46
     _parts: list[str] = field(default_factory=list)
     _legend: list[tuple[str, str]] = field(default_factory=list)
+    _taken: list[tuple[float, float, float, float]] = field(default_factory=list)
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Return the pixel of a data point, clipped to the plot."""
@@ -111,22 +115,53 @@ class Chart:
     def point(self, x: float, y: float, css: str, hint: str, *, size: float = 4.5) -> None:
         """Draw a dot whose tooltip is ``hint``."""
         px, py = self.at(x, y)
+        self._taken.append((px - size, py - size, px + size, py + size))
         self._parts.append(
             f'<circle class="{css}" cx="{px}" cy="{py}" r="{size}"><title>{escape(hint)}</title></circle>'
         )
 
-    def rule(self, *, y: float, css: str, label: str) -> None:
-        """Draw a horizontal line across the plot with a label at its right end."""
-        (x1, py), (x2, _) = self.at(self.x.low, y), self.at(self.x.high, y)
-        self._parts.append(f'<line class="{css}" x1="{x1}" y1="{py}" x2="{x2}" y2="{py}"/>')
-        self._parts.append(f'<text class="note" x="{x2 - 4}" y="{py - 5}" text-anchor="end">{escape(label)}</text>')
+    def rule(self, *, css: str, label: str, x: float | None = None, y: float | None = None) -> None:
+        """Draw a line across the plot at a value of one axis, with its label at the end."""
+        (x1, y1) = self.at(self.x.low if x is None else x, self.y.low if y is None else y)
+        (x2, y2) = self.at(self.x.high if x is None else x, self.y.high if y is None else y)
+        self._parts.append(f'<line class="{css}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>')
+        place = (x2 - 4, y2 - 5, "end") if x is None else self._beside(x2, y2 + 10, label, 4)
+        while x is not None and self._covers(self._box(*place, label)):
+            place = (place[0], place[1] + 6, place[2])
+        self._taken.append(self._box(*place, label))
+        where = f'x="{place[0]}" y="{place[1]}" text-anchor="{place[2]}"'
+        self._parts.append(f'<text class="note" {where}>{escape(label)}</text>')
 
-    def text_at(self, x: float, y: float, label: str) -> None:
-        """Write beside a data point, on the side where there is room."""
+    def _covers(self, box: tuple[float, float, float, float]) -> bool:
+        left, top, right, bottom = box
+        return any(a < right and left < c and b < bottom and top < d for a, b, c, d in self._taken)
+
+    @staticmethod
+    def _box(x: float, y: float, anchor: str, label: str) -> tuple[float, float, float, float]:
+        """Return (left, top, right, bottom) of a line of 12 px text, by an average character width."""
+        width = 6.6 * len(label)
+        left = x - width if anchor == "end" else x
+        return left, y - 11, left + width, y + 3
+
+    def _beside(self, px: float, py: float, label: str, distance: float) -> tuple[float, float, str]:
+        """Return where text goes beside a pixel: to the right, or to the left where it would leave the plot."""
+        right = px + distance + 6.6 * len(label) <= self.width - 14
+        return (px + distance, py, "start") if right else (px - distance, py, "end")
+
+    def label(self, x: float, y: float, text: str, css: str = "label") -> bool:
+        """Write a name beside a data point where it covers no other; return False when there is no room for it."""
         px, py = self.at(x, y)
-        side = ("end", -8) if px > self.width * 0.7 else ("start", 8)
-        place = f'x="{px + side[1]}" y="{max(py - 8, 22)}" text-anchor="{side[0]}"'
-        self._parts.append(f'<text class="label" {place}>{escape(label)}</text>')
+        text = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
+        for distance, lift in ((9, 4), (9, -8), (9, 16), (-9, 4), (-9, -8), (-9, 16)):
+            place = (px + distance, py + lift, "start" if distance > 0 else "end")
+            left, top, right, bottom = box = self._box(*place, text)
+            inside = left >= self.left and right <= self.width - 6 and top >= 2 and bottom <= self.height - self.bottom
+            if inside and not self._covers(box):
+                self._taken.append(box)
+                where = f'x="{place[0]:.1f}" y="{place[1]:.1f}" text-anchor="{place[2]}"'
+                self._parts.append(f'<text class="{css}" {where}>{escape(text)}</text>')
+                return True
+        return False
 
     def legend(self, css: str, label: str) -> None:
         """Add an entry to the legend below the chart."""

@@ -6,15 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autoprec.report.summary import summarise
-from autoprec.report.text import percent, row_cells
+from autoprec.report.text import headings, percent, row_cells
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 __all__ = ["terminal_table"]
-
-HEADINGS = ("", "speed", "step", "memory", "divergence", "gradient error")
 
 
 def terminal_table(result: SearchResult, records: Sequence[TrialRecord]) -> Table:
@@ -28,12 +26,13 @@ def terminal_table(result: SearchResult, records: Sequence[TrialRecord]) -> Tabl
     table = Table(
         title=f"{summary.title} on {result.target or 'this machine'}", caption="; ".join(notes), title_justify="left"
     )
-    for index, heading in enumerate(HEADINGS):
+    over = summary.baseline is not None
+    for index, heading in enumerate(headings(over_16bit=over)):
         table.add_column(
             heading, justify="left" if index == 0 else "right", overflow="fold" if index == 0 else "ellipsis"
         )
     for row in summary.rows:
-        cells = list(row_cells(row))
+        cells = list(row_cells(row, over_16bit=over))
         if row.note:
             cells[0] += f" ({row.note})"
         style = (

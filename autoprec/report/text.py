@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoprec.report.summary import Row
 
-__all__ = ["bytes_text", "duration", "percent", "ratio", "row_cells", "time_text"]
+__all__ = ["bytes_text", "duration", "headings", "percent", "ratio", "row_cells", "time_text"]
 
 _MISSING = "–"
 
@@ -15,7 +15,7 @@ def ratio(value: float | None) -> str:
 
 
 def percent(value: float | None, half_width: float | None = None) -> str:
-    """A fraction as a percentage, with the half width of its confidence interval where known."""
+    """A fraction as a percentage, three significant digits or fewer, with the half width of its confidence interval."""
     if value is None:
         return _MISSING
     digits = 3 if abs(value) < 0.01 else 2 if abs(value) < 0.1 else 1
@@ -24,14 +24,16 @@ def percent(value: float | None, half_width: float | None = None) -> str:
 
 
 def bytes_text(value: float | None) -> str:
-    """Bytes in the unit that gives one to four digits."""
+    """Memory, always in GiB (2**30 bytes), so that two figures compare at a glance; below 0.1 GiB in MiB.
+
+    >>> bytes_text(38_370_000_000), bytes_text(40_000_000)
+    ('35.7 GiB', '38.1 MiB')
+    """
     if value is None:
         return _MISSING
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(value) < 1024:
-            return f"{value:.0f} {unit}" if unit in ("B", "KiB") else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} TiB"
+    if abs(value) < 0.1 * 2**30:
+        return f"{value / 2**20:.1f} MiB"
+    return f"{value / 2**30:,.2f} GiB" if abs(value) < 10 * 2**30 else f"{value / 2**30:,.1f} GiB"
 
 
 def time_text(value: float | None) -> str:
@@ -50,13 +52,20 @@ def duration(seconds: float) -> str:
     return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
 
 
-def row_cells(row: Row) -> tuple[str, ...]:
-    """Return the cells of one comparison row: name, speed, step time, memory, divergence, gradient error."""
+def headings(*, over_16bit: bool) -> tuple[str, ...]:
+    """Return the headings of :func:`row_cells`."""
+    speed = ("over 16-bit", "over the script") if over_16bit else ("speed",)
+    return ("", *speed, "step", "memory", "divergence", "gradient error")
+
+
+def row_cells(row: Row, *, over_16bit: bool = False) -> tuple[str, ...]:
+    """Return the cells of one comparison row: name, speed-ups, step time, memory, divergence, gradient error."""
+    speed = (ratio(row.speedup_over_16bit), ratio(row.speedup)) if over_16bit else (ratio(row.speedup),)
     return (
         row.name,
-        ratio(row.speedup),
+        *speed,
         time_text(row.step_time_ms),
         bytes_text(row.memory_bytes),
         percent(row.divergence, row.interval),
-        _MISSING if row.gradient_error is None else f"{row.gradient_error:.3f}",
+        percent(row.gradient_error),
     )

@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shutil
+import subprocess
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
 
 from autoprec import report
+from autoprec.export import export
 from autoprec.graph.report import GemmCall, GraphReport, Layer
+from autoprec.policy import policy_from_dict
+from autoprec.report.charts import gap_chart, pareto_chart
 from autoprec.report.html import html_report
 from autoprec.report.markdown import markdown
 from autoprec.report.summary import summarise
+from autoprec.report.svg import Axis, Chart
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 from tests.tracking.conftest import make_records, make_result
 
@@ -103,7 +111,14 @@ def test_a_large_study_stays_under_three_megabytes(result: SearchResult, records
 
 def test_the_page_shows_every_section(result: SearchResult, records: list[TrialRecord], graph: GraphReport) -> None:
     text = html_report(result, records, graph)
-    for heading in ("Compared with", "Every trial", "The loss curve", "Distance from", "Layer by layer", "sensitive"):
+    for heading in (
+        "Compared with",
+        "Every policy tried",
+        "The loss curve",
+        "Distance from",
+        "Layer by layer",
+        "sensitive",
+    ):
         assert heading in text
     assert text.count("<svg") == 3
     assert "<code>h.0.mlp</code>" in text
@@ -179,3 +194,205 @@ def test_non_finite_figures_are_missing_not_printed(result: SearchResult, record
     records = [replace(r, losses=(nan, *r.losses[1:])) for r in records]
     for text in (html_report(broken, records), markdown(broken, records), _terminal(broken, records)):
         assert "nan" not in text.lower().replace("is nan", "")
+
+
+def rehearsal() -> tuple[SearchResult, list[TrialRecord]]:
+    """A search for a GPU as it really goes: a slow script in FP32, the 16-bit run ten times as fast, and finalists."""
+    bf16 = {"recipes": {"bf16": {"format": "bf16"}}, "default": "bf16", "activations": "bf16"}
+    fp8 = {"recipes": {"fp8": {"format": "fp8"}}, "default": "fp8", "activations": "bf16"}
+    rows = [
+        ("reference", "script as written", {}, 9544.0, 0.0, 0),
+        ("preset", "all bf16", bf16, 874.0, 9e-5, 0),
+        ("preset", "all fp8_rowwise", fp8, 668.0, 1.2e-3, 0),
+        ("preset", "all fp8_delayed", fp8, 572.0, 7e-4, 0),
+        ("finalist", "all fp8_rowwise", fp8, 668.0, 4e-4, 0),
+        ("finalist", "all fp8_rowwise", fp8, 668.0, 6e-4, 1),
+        ("finalist", "all bf16", bf16, 874.0, 1e-4, 1),
+    ]
+    records = []
+    for number, (kind, name, policy, time, gap, seed) in enumerate(rows):
+        metrics = {"step_time_ms": time, "divergence": gap, "speedup": 9544.0 / time, "gradient_error": 0.05}
+        document = {"schema": "autoprec.policy/1", **policy} if policy else {}
+        losses = tuple(4.0 - 0.1 * step + gap for step in range(10))
+        record = TrialRecord(number, kind, name, {}, document, "ok", metrics=metrics, losses=losses, seed=seed)
+        records.append(replace(record, sources=dict.fromkeys(metrics, "modelled")))
+
+    def row(number: int) -> dict[str, Any]:
+        return {**records[number].metrics, "name": records[number].name, "sources": dict(records[number].sources)}
+
+    base = make_result(make_records())
+    return replace(
+        base,
+        target="h100",
+        best={**row(2), "divergence": 5e-4, "interval": 1e-4},
+        reference=row(0),
+        presets=(row(1), row(2), row(3)),
+        front=(row(3), row(2)),
+        trials={"complete": 3, "failed": 0},
+        budget={"max_divergence": 0.0025, "max_gradient_error": 0.12, "gradient_noise": 0.5},
+    ), records
+
+
+def test_on_a_gpu_the_gain_over_the_16bit_run_comes_first() -> None:
+    result, records = rehearsal()
+    summary = summarise(result, records)
+    assert summary.baseline is not None
+    assert summary.baseline.name == "all bf16"
+    assert summary.rows[0].speedup_over_16bit == pytest.approx(874 / 668)
+    assert "over 16-bit" in _terminal(result, records, 160)
+    page = html_report(result, records)
+    assert re.search(r"<b>1.31x</b><span>over all bf16</span><small>668.0 ms per step; 14.29x over the script", page)
+    assert "| the policy | 1.31x | 14.29x |" in markdown(result, records)
+    assert summarise(replace(result, target="cpu"), records).baseline is None, "on a CPU people run what they wrote"
+
+
+def test_a_figure_of_the_result_is_preferred_to_our_own() -> None:
+    result, records = rehearsal()
+    told = replace(result, best={**result.best, "speedup_over_16bit": 1.25})
+    assert summarise(told, records).rows[0].speedup_over_16bit == 1.25
+
+
+def test_a_policy_has_one_divergence_wherever_it_is_shown() -> None:
+    result, records = rehearsal()
+    summary = summarise(result, records)
+    shown = {row.divergence for row in summary.rows if row.name in ("the policy", "all fp8_rowwise")}
+    shown |= {point.divergence for point in summary.points if point.name == "all fp8_rowwise"}
+    assert {round(value, 12) for value in shown if value is not None} == {5e-4}
+    assert [point.name for point in summary.points].count("all fp8_rowwise") == 1
+
+
+def test_the_front_is_that_of_the_points_shown() -> None:
+    result, records = rehearsal()
+    points = {point.name: point.front for point in summarise(result, records).points}
+    assert points == {"all bf16": True, "all fp8_rowwise": True, "all fp8_delayed": True}
+    worse = replace(records[3], metrics={**records[3].metrics, "step_time_ms": 700.0})
+    points = {p.name: p.front for p in summarise(result, [*records[:3], worse, *records[4:]]).points}
+    assert points["all fp8_delayed"] is False
+
+
+def test_the_pareto_axis_is_that_of_the_policies_with_the_16bit_run_as_a_line() -> None:
+    result, records = rehearsal()
+    chart = pareto_chart(summarise(result, records))
+    assert chart is not None
+    assert chart.x.high < 1000, "the script's 9544 ms would press every dot into a corner"
+    svg = chart.text()
+    places = [float(x) for x in re.findall(r'<circle class="dot[^"]*" cx="([\d.]+)"', svg)]
+    assert max(places) - min(places) > 0.6 * chart.width
+    line = re.search(r'<line class="base" x1="([\d.]+)" y1="[\d.]+" x2="([\d.]+)"', svg)
+    assert line is not None
+    assert float(line[1]) == float(line[2]) == chart.at(874.0, 0)[0]
+    assert "16-bit: all bf16" in svg
+    assert "the script as written takes 9544.0 ms, beyond the axis" in svg
+
+
+def test_labels_of_the_chart_do_not_cover_each_other() -> None:
+    chart = Chart(Axis(0, 10, "x"), Axis(0, 10, "y"), "t")
+    written = [chart.label(5 + 0.05 * n, 5 + 0.05 * n, f"a rather long name {n}") for n in range(20)]
+    assert written[0]
+    assert not all(written)
+    boxes = chart._taken
+    for index, (left, top, right, bottom) in enumerate(boxes):
+        for a, b, c, d in boxes[:index]:
+            assert not (a < right and left < c and b < bottom and top < d)
+
+
+def test_presets_are_told_apart_by_colour_and_name() -> None:
+    result, records = rehearsal()
+    chart = gap_chart(summarise(result, records))
+    assert chart is not None
+    legend = chart.text().partition("<figcaption>")[2]
+    names = re.findall(r'<i class="curve preset (p\d)"></i>([^<]+)<', legend)
+    assert len({colour for colour, _ in names}) == len(names) >= 2
+    assert {"all bf16", "all fp8_delayed"} <= {name for _, name in names}
+
+
+def test_trials_and_runs_are_counted_apart() -> None:
+    result, records = rehearsal()
+    page = html_report(result, records)
+    assert "for 3 trials, 7 runs in all" in page
+    assert "<summary>7 runs: references, trials, and the finalists" in page
+
+
+def test_gradient_error_is_defined_and_printed_one_way() -> None:
+    result, records = rehearsal()
+    page = html_report(result, records)
+    assert "<td>5.00 %</td>" in page
+    assert "the limit of this search is 6.00 %" in page, "0.12 of a gradient noise of 0.5"
+    assert "<td>0.050</td>" not in page
+
+
+def test_decisions_without_an_effect_are_not_called_important(result: SearchResult, records: list[TrialRecord]) -> None:
+    noise = {"name": "fp8.amax_history_len", "time_share": 0.0, "error_share": 0.001}
+    told = replace(result, explanation={"layers": (), "importance": [noise]})
+    assert "amax_history_len</td>" not in html_report(told, records)
+    assert "amax_history_len" not in markdown(told, records)
+
+
+def test_the_export_that_is_recommended_works(tmp_path: Path) -> None:
+    result, records = rehearsal()
+    for format_, scaling, target in (
+        ("fp8", {"granularity": "tensor", "scale": "current"}, "torchao"),
+        ("fp8", {"granularity": "tensor", "scale": "delayed"}, "transformer-engine"),
+        ("int8", None, "python"),
+    ):
+        recipe = {"format": format_} | ({"scaling": scaling} if scaling else {})
+        document = {
+            "schema": "autoprec.policy/1",
+            "recipes": {"r": recipe},
+            "default": "r",
+            "activations": "bf16",
+            "operators": dict.fromkeys(("softmax", "norm", "embedding", "loss", "output"), "keep"),
+        }
+        page = html_report(result, [replace(r, policy=document) if "rowwise" in r.name else r for r in records])
+        found = re.search(r"autoprec export policy.yaml --to (\S+?)<", page)
+        assert found is not None
+        assert found[1] == target
+        if target != "python":
+            assert export(policy_from_dict(document), found[1]).losses == ()
+
+
+def test_a_stay_plots_no_script_against_itself_and_says_why_each_layer_stays() -> None:
+    result, records = rehearsal()
+    why = [{"layers": "blocks.*.fc (3)", "choice": "keep", "text": "K 384 is too small to pay for casts"}]
+    stay = replace(
+        result, verdict="stay", best=dict(result.reference), presets=(), front=(), explanation={"layers": why}
+    )
+    page = html_report(stay, records[:1])
+    assert "<svg" not in page
+    assert "K 384 is too small to pay for casts" in page
+    assert "What keeps each kind of layer as it is" in page
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_overflows_its_card_in_a_browser(tmp_path: Path, graph: GraphReport, width: int) -> None:
+    """On a phone wide tables scroll inside their card; the page itself never scrolls sideways."""
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    result, records = rehearsal()
+    choices = [f"fp8_{name}" for name in ("rowwise", "tensorwise", "delayed", "block", "rowwise/wgrad=bf16")]
+    rows = tuple(
+        {"group": f"blocks.{n}.attn.qkv", "choice": c, "gradient_error": 0.02} for n in range(3) for c in choices
+    )
+    page = html_report(replace(result, sensitivity=rows), records, graph)
+    measure = (
+        "<script>onload=()=>{const wide=[...document.querySelectorAll('section,header')].filter(card=>"
+        "[...card.querySelectorAll('*')].some(e=>!e.closest('.wide,figure,pre')&&"
+        "e.getBoundingClientRect().right>card.getBoundingClientRect().right+1));"
+        "parent.document.title=JSON.stringify([wide.map(c=>c.innerText.slice(0,30)),"
+        "document.documentElement.scrollWidth])}</script>"
+    )
+    page = re.sub(r"<meta http-equiv[^>]*>", "", page).replace("</body>", f"{measure}</body>")
+    (tmp_path / "page.html").write_text(page, encoding="utf-8")
+    frame = f'<body style="margin:0"><iframe src="page.html" style="width:{width}px;height:900px;border:0"></iframe>'
+    (tmp_path / "frame.html").write_text(frame, encoding="utf-8")
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", "--allow-file-access-from-files"]
+    command += [f"--user-data-dir={tmp_path / 'profile'}", "--virtual-time-budget=3000", "--dump-dom"]
+    out = subprocess.run(
+        [*command, (tmp_path / "frame.html").as_uri()], capture_output=True, text=True, timeout=120, check=False
+    ).stdout
+    found = re.search(r"<title>(.*?)</title>", out)
+    assert found is not None, out
+    overflowing, scroll_width = json.loads(found[1])
+    assert overflowing == []
+    assert scroll_width <= width
