@@ -34,7 +34,7 @@ def _label(recipe: Recipe | None) -> tuple[str, str]:
 def best_policy(result: SearchResult, records: Sequence[TrialRecord]) -> dict[str, object]:
     """Return the document of the winning policy, as its trial ran it; empty when no record has it."""
     name = result.best.get("name")
-    found = [r for r in records if r.policy and ("best" in r.tags or r.name == name)]
+    found = [r for r in records if r.policy and r.name == name]
     return dict(found[0].policy) if found else {}
 
 

@@ -224,7 +224,7 @@ def _curves(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Curve
         out.append(Curve("reference", "reference", reference.losses))
     best_name = str(result.best.get("name", ""))
     named = [r for r in records if r.ok and r.losses and r.kind not in ("reference", "noise")]
-    best = [r for r in named if "best" in r.tags or r.name == best_name]
+    best = [r for r in named if r.name == best_name]
     best.sort(key=lambda r: (r.kind != "search", r.seed))
     for record in best[:1]:
         if reference is None and record.reference_losses:
@@ -252,7 +252,7 @@ def _noise_band(records: Sequence[TrialRecord]) -> tuple[tuple[float, float], ..
 def _assignment(result: SearchResult, records: Sequence[TrialRecord]) -> dict[str, str]:
     name = str(result.best.get("name", ""))
     for record in records:
-        if record.ok and ("best" in record.tags or record.name == name) and record.params:
+        if record.ok and record.name == name and record.params:
             return {key[6:]: str(value) for key, value in record.params.items() if key.startswith("layer:")}
     return {}
 

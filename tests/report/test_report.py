@@ -22,6 +22,7 @@ from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.policy import policy_from_dict
 from autoprec.report.charts import gap_chart, pareto_chart
 from autoprec.report.html import html_report
+from autoprec.report.layers import layer_rows
 from autoprec.report.markdown import markdown
 from autoprec.report.summary import summarise
 from autoprec.report.svg import Axis, Chart
@@ -361,6 +362,13 @@ def test_a_stay_plots_no_script_against_itself_and_says_why_each_layer_stays() -
     assert "<svg" not in page
     assert "K 384 is too small to pay for casts" in page
     assert "What keeps each kind of layer as it is" in page
+
+
+def test_the_best_of_a_search_that_was_resumed_is_not_the_layers_of_the_best_before(graph: GraphReport) -> None:
+    result, records = rehearsal()
+    earlier = replace(records[1], tags=("best",))
+    rows = layer_rows(result, [records[0], earlier, *records[2:]], graph)
+    assert {label for row in rows for label, _ in row.gemms.values()} == {"fp8"}
 
 
 @pytest.mark.parametrize("width", [390, 1280])
