@@ -81,7 +81,8 @@ class _Writer:
         elif kind == "trial":
             self.store.write_trial(TrialRecord.from_json(event["record"]), event.get("groups"))
         elif kind == "finished":
-            self.store.write_result(SearchResult.from_json(event["result"]), self._files(event))
+            result = SearchResult.from_json(event["result"])
+            self.store.write_result(result, self._files(event), float(event.get("time") or 0.0))
         elif kind == "artifacts":
             self.store.write_files(self._files(event))
         elif kind == "end":

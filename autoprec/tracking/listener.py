@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -66,24 +67,29 @@ class TrackingListener:
             self._study_dir = Path(study_dir)
             artifacts = [Path(result.policy)] if result.policy else []
             artifacts += write_charts(self._study_dir / "charts", result, self._records)
-            for record in self._marked(result):
+            for record in self._marked(self._tracker.recorded(), result):
                 self._tracker.trial(record, _groups(record))
             found = self._tracker.finished(result, artifacts)
             self._finished = True
             return replace(result, mlflow=found)
         return result
 
-    def _marked(self, result: SearchResult) -> list[TrialRecord]:
-        """Return the records whose tags are known only now: members of the front, and the best."""
+    @staticmethod
+    def _marked(recorded: Sequence[TrialRecord], result: SearchResult) -> list[TrialRecord]:
+        """Return the records whose marks are known only now: on the front, the best, or no longer either.
+
+        A resumed study may have another answer than before, and its best may be a trial of the session before.
+        """
         front = {row.get("name") for row in result.front}
-        own = [r for r in self._records if r.ok and r.kind in ("preset", "search")]
-        own = own or [r for r in self._records if r.ok and r.kind == "finalist"]
+        own = [r for r in recorded if r.ok and r.kind in ("preset", "search")]
+        own = own or [r for r in recorded if r.ok and r.kind == "finalist"]
         out = []
         for record in own:
-            new = {"pareto"} if record.name in front else set()
-            new |= {"best"} if record.name == result.best.get("name") else set()
-            if new - set(record.tags):
-                out.append(replace(record, tags=(*record.tags, *sorted(new - set(record.tags)))))
+            marks = {"pareto"} if record.name in front else set()
+            marks |= {"best"} if record.name == result.best.get("name") else set()
+            tags = (*(tag for tag in record.tags if tag not in ("pareto", "best")), *sorted(marks))
+            if set(tags) != set(record.tags):
+                out.append(replace(record, tags=tags))
         return out
 
     def close(self, timeout_s: float | None = None) -> None:

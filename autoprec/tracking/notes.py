@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autoprec.report.summary import Row, important, summarise
+from autoprec.report.text import headings, row_cells
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["parent_note", "parent_params", "trial_name"]
+__all__ = ["parent_note", "parent_params", "shown_metrics", "trial_name"]
 
 #: Reasons in a study's description; the report has them all.
 MOST_REASONS = 12
@@ -20,6 +24,28 @@ def trial_name(record: TrialRecord) -> str:
     name = record.name or record.kind
     plain = name if name.startswith("trial ") else f"{record.number:03d} {name}"
     return f"{plain}{seed}"[:250]
+
+
+def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of the trials table, in the units people read and rounded to what means something.
+
+    MLflow prints a metric with all its digits, so the table shows these copies: ``gain`` (over the best 16-bit run
+    where that is known, else over the script as written), ``step_ms``, ``divergence_pct``, ``memory_gib`` and
+    ``gradient_error_pct``. The metrics they are made of are logged beside them, unrounded.
+    """
+    parts = (
+        ("gain", "speedup_over_16bit" if "speedup_over_16bit" in metrics else "speedup", 1.0, 2),
+        ("step_ms", "step_time_ms", 1.0, 2),
+        ("divergence_pct", "divergence", 100.0, 3),
+        ("memory_gib", "memory_bytes", 2.0**-30, 2),
+        ("gradient_error_pct", "gradient_error", 100.0, 2),
+    )
+    out = {}
+    for name, source, factor, digits in parts:
+        value = metrics.get(source)
+        if isinstance(value, (int, float)) and math.isfinite(value):
+            out[name] = round(factor * value, digits)
+    return out
 
 
 def parent_params(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -36,41 +62,28 @@ def parent_params(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return out
 
 
-def _number(row: Mapping[str, Any], key: str, form: str, unit: str = "") -> str:
-    value = row.get(key)
-    return f"{value:{form}}{unit}" if isinstance(value, (int, float)) else "-"
-
-
-def _line(name: str, row: Mapping[str, Any]) -> str:
-    memory = row.get("memory_bytes")
-    cells = [
-        name.replace("|", "/"),
-        _number(row, "speedup", ".2f", "x"),
-        _number(row, "step_time_ms", ".2f"),
-        f"{memory / 2**20:,.0f}" if isinstance(memory, (int, float)) else "-",
-        _number(row, "divergence", ".3%"),
-        _number(row, "gradient_error", ".3f"),
-    ]
+def _line(name: str, row: Row, over: bool) -> str:
+    cells = row_cells(replace(row, name=name.replace("|", "/")), over_16bit=over)
     return "| " + " | ".join(cells) + " |"
 
 
-def _rows(result: SearchResult) -> Iterable[str]:
-    if result.verdict == "adopt":
-        yield _line("**the policy**", result.best)
-    elif result.best.get("name") != result.reference.get("name"):
-        yield _line("best measured", result.best)
-    yield _line("reference (the script as written)", result.reference)
-    for preset in result.presets:
-        yield _line(f"preset: {preset.get('name', '?')}", preset)
+def _table(result: SearchResult) -> Iterable[str]:
+    """Yield the Markdown table of the policy, the script and the presets, as the report shows them."""
+    summary = summarise(result, ())
+    over = any(row.speedup_over_16bit is not None for row in summary.rows)
+    names = ("what", *headings(over_16bit=over)[1:])
+    yield "| " + " | ".join(names) + " |"
+    yield "|---|" + "---:|" * (len(names) - 1)
+    for row in summary.rows:
+        title = {"best": f"**{row.name}**", "preset": f"preset: {row.name}"}.get(row.role, row.name)
+        yield _line(title, row, over)
 
 
 def parent_note(result: SearchResult) -> str:
     """Return the Markdown of the study's description: verdict, winner table, how to use the policy."""
     script = Path(result.script).name if result.script else "train.py"
     lines = [  # the table first: MLflow folds a description after its first few lines
-        "| what | speed | step ms | memory MiB | divergence | gradient error |",
-        "|---|---:|---:|---:|---:|---:|",
-        *_rows(result),
+        *_table(result),
         "",
         f"**{'Adopt' if result.verdict == 'adopt' else 'Stay'}**: {result.reason}",
         "",
@@ -82,11 +95,9 @@ def parent_note(result: SearchResult) -> str:
     if reasons:
         lines += ["", "| layers | why |", "|---|---|"]
         lines += [f"| `{row['layers']}` | {str(row['text']).replace('|', '/')} |" for row in reasons[:MOST_REASONS]]
-    decisions = result.explanation.get("importance", ())
+    decisions = important(result)
     if decisions:
-        shown = (
-            f"`{d['name']}` ({d['time_share']:.0%} of time, {d['error_share']:.0%} of divergence)" for d in decisions
-        )
+        shown = (f"`{name}` ({time:.0%} of time, {gap:.0%} of divergence)" for name, time, gap in decisions)
         lines += ["", "What mattered most: " + ", ".join(shown) + "."]
     if result.policy and result.verdict == "adopt":
         lines += ["", "Use it:", "```", f"autoprec run --policy {result.policy} {script}", "```"]

@@ -41,7 +41,7 @@ class Study:
 
 
 def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None = None) -> Study:
-    """Return the study last written under ``runs``, or the one named.
+    """Return the study last written under ``runs``, or the one named; one with trials before one that has none.
 
     Raises:
         FileError: there is none; the message lists those that exist.
@@ -52,6 +52,7 @@ def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None =
     if not chosen:
         known = f"studies here: {', '.join(names)}" if names else "name the autoprec-runs directory of a search"
         raise FileError("no tracked study" + (f" '{name}'" if name else "") + " here", where=str(runs), fix=known)
+    chosen.sort(key=_has_trials)  # stable: among equals the newest stays last
     spool = Spool.of(chosen[-1].parent.parent)
     opened = spool.target()
     recorded = opened.get("tracking_uri", "")
@@ -59,6 +60,14 @@ def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None =
     uri = uri or default_uri(runs.resolve())
     state: State = spool.load_state(uri)
     return Study(opened.get("study") or spool.directory.parent.name, spool.uid, uri, state.experiment_id)
+
+
+def _has_trials(path: Path) -> bool:
+    """Say whether a study tried anything: a "stay" from the cost model alone leaves nothing to look at."""
+    return any(
+        event["kind"] == "trial" and event["record"].get("kind") in ("preset", "search")
+        for event, _ in Spool.of(path.parent.parent).read()
+    )
 
 
 def free_port(wanted: int) -> int:

@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from autoprec.policy.document import dump_yaml
 from autoprec.support.redact import redact, redact_text
-from autoprec.tracking.notes import parent_note, parent_params, trial_name
+from autoprec.tracking.notes import parent_note, parent_params, shown_metrics, trial_name
 from autoprec.tracking.view import shared_view
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
@@ -91,7 +91,10 @@ class Store:
             )
             self.run_id = run.info.run_id
         self._share_view()
-        self._log(self.run_id, params=parent_params(redact(dict(info))), refuse_change=False)
+        settings = parent_params(redact(dict(info)))
+        # a resumed study may be given more trials, and MLflow never lets a parameter change
+        tags = {"autoprec.trials": settings.pop("trials")} if "trials" in settings else {}
+        self._log(self.run_id, params=settings, tags=tags, refuse_change=False)
         return self.run_id
 
     def _share_view(self) -> None:
@@ -153,12 +156,17 @@ class Store:
         if self.run_id:
             self.client.set_terminated(self.run_id, status=status)
 
-    def write_result(self, result: SearchResult, artifacts: Sequence[Path]) -> None:
-        """Log the outcome on the study's run: winner table, metrics of the best policy, and the files."""
+    def write_result(self, result: SearchResult, artifacts: Sequence[Path], finished: float = 0.0) -> None:
+        """Log the outcome on the study's run: winner table, metrics of the best policy, and the files.
+
+        ``finished`` (epoch seconds) stamps the metrics: of two values with one stamp MLflow shows the larger, so a
+        resumed study would show the step time of one answer beside the speed-up of another.
+        """
         from mlflow.entities import Metric
 
         numbers = {k: float(v) for k, v in result.best.items() if isinstance(v, (int, float)) and v is not True}
-        stamp = self._end_stamp()
+        numbers |= shown_metrics(numbers)
+        stamp = int(finished * 1000) or self._end_stamp()
         metrics = [Metric(safe_key(k), v, stamp, 0) for k, v in numbers.items() if math.isfinite(v)]
         metrics += [Metric(f"trials_{k}", float(v), stamp, 0) for k, v in result.trials.items()]
         tags = {
@@ -242,7 +250,7 @@ def _metrics(record: TrialRecord) -> list[Any]:
     stamp = int(record.started * 1000)
     out = [
         Metric(safe_key(name), float(value), stamp, 0)
-        for name, value in {**record.metrics, "seconds": record.seconds}.items()
+        for name, value in {**record.metrics, **shown_metrics(record.metrics), "seconds": record.seconds}.items()
         if isinstance(value, (int, float)) and math.isfinite(value)
     ]
     stride = max(1, math.ceil(max(len(record.losses), len(record.reference_losses)) / _MAX_POINTS))
@@ -258,6 +266,7 @@ def _metrics(record: TrialRecord) -> list[Any]:
 def _tags(record: TrialRecord, study: str) -> dict[str, str]:
     tags = {
         "autoprec.role": "trial",
+        "autoprec.row": "policy" if record.kind in ("reference", "preset", "search") else "run",
         "autoprec.study": study,
         "autoprec.kind": record.kind,
         "autoprec.name": record.name,

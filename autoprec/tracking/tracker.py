@@ -74,6 +74,15 @@ class Tracker:
         """What the store is known to hold by now."""
         return self._spool.load_state(self._uri)
 
+    def recorded(self) -> list[TrialRecord]:
+        """Return every trial of the study as last recorded, those of earlier sessions of a resumed study included."""
+        latest: dict[tuple[str, int, int], TrialRecord] = {}
+        for event, _ in self._spool.read():
+            if event["kind"] == "trial":
+                record = TrialRecord.from_json(event["record"])
+                latest[(record.kind, record.number, record.seed)] = record
+        return list(latest.values())
+
     def study_started(self, info: Mapping[str, Any]) -> None:
         """Record what the study was asked to do; secrets in arguments and settings are hidden."""
         self._spool.append("study", info=redact(dict(info)), time=time.time())
@@ -104,7 +113,7 @@ class Tracker:
         for record in records:
             self.trial(record)
         names = [self._spool.keep(path) for path in artifacts]
-        self._spool.append("finished", result=result.to_json(), artifacts=names)
+        self._spool.append("finished", result=result.to_json(), artifacts=names, time=time.time())
         self._start()
         self._wait(lambda state: bool(state.run_id), self._patience_s * (0.5 if self.remote else 0.75))
         return self.reference()

@@ -14,15 +14,15 @@ __all__ = ["COLUMNS", "share_key", "shared_view", "trials_url"]
 
 #: Columns of the trials table, in order.
 COLUMNS = (
-    "metrics.`speedup`",
-    "metrics.`step_time_ms`",
-    "metrics.`divergence`",
-    "metrics.`memory_bytes`",
-    "metrics.`gradient_error`",
+    "tags.`best`",
+    "tags.`pareto`",
+    "metrics.`gain`",
+    "metrics.`step_ms`",
+    "metrics.`divergence_pct`",
+    "metrics.`memory_gib`",
+    "metrics.`gradient_error_pct`",
     "tags.`autoprec.kind`",
     "tags.`autoprec.status`",
-    "tags.`pareto`",
-    "tags.`best`",
 )
 _PREFIX = "mlflow.sharedViewState."
 
@@ -34,13 +34,13 @@ def share_key(uid: str) -> str:
 
 def _filter(study: str) -> str:
     quote_mark = '"' if "'" in study else "'"
-    return f"tags.`autoprec.role` = 'trial' AND tags.`autoprec.study` = {quote_mark}{study}{quote_mark}"
+    return f"tags.`autoprec.row` = 'policy' AND tags.`autoprec.study` = {quote_mark}{study}{quote_mark}"
 
 
 def shared_view(uid: str, study: str) -> tuple[str, str]:
     """Return the experiment tag (name, value) that holds the view of one study's trials."""
     view: dict[str, Any] = {
-        "orderByKey": "metrics.`speedup`",
+        "orderByKey": "metrics.`gain`",
         "orderByAsc": False,
         "searchFilter": _filter(study),
         "startTime": "ALL",

@@ -53,6 +53,20 @@ def test_events_are_spooled_and_the_front_is_tagged_at_the_end(
 
 
 @pytest.mark.usefixtures("no_process")
+def test_after_a_resume_only_the_new_answer_is_the_best(
+    tmp_path: Path, records: list[TrialRecord], result: SearchResult
+) -> None:
+    for best in ("search 4", "search 5"):
+        listener = _started(tmp_path)
+        for record in records if best == "search 4" else ():
+            listener.trial(record, 1, 3, None, 0.0)
+        listener.attach(replace(result, best={**result.best, "name": best}), tmp_path / "demo")
+        listener.close(0)
+    latest = {e["record"]["number"]: e["record"] for e in _events(tmp_path / "demo") if e["kind"] == "trial"}
+    assert [r["name"] for r in latest.values() if "best" in r["tags"]] == ["search 5"]
+
+
+@pytest.mark.usefixtures("no_process")
 def test_a_search_that_did_not_finish_is_killed(tmp_path: Path) -> None:
     listener = _started(tmp_path)
     listener.close(0)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autoprec.tracking.notes import parent_note, parent_params, trial_name
+from autoprec.tracking.notes import parent_note, parent_params, shown_metrics, trial_name
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 
 def test_the_winner_table_comes_first(result: SearchResult) -> None:
     lines = parent_note(replace(result, script="/somewhere/train.py")).splitlines()
     assert lines[0].startswith("| what | speed |")
-    assert lines[2].startswith("| **the policy** | 2.50x | 4.00 |")
+    assert lines[2].startswith("| **the policy** | 2.50x | 4 ms |")
     assert "/somewhere" not in "\n".join(lines)
     assert "autoprec run --policy policy.yaml train.py" in lines
     assert "| `h.*.mlp (2)` | fp8: saves 3 ms / adds little |" in lines
@@ -20,9 +20,27 @@ def test_the_winner_table_comes_first(result: SearchResult) -> None:
 
 def test_a_study_without_figures_still_has_a_note(result: SearchResult) -> None:
     stay = replace(result, verdict="stay", best={}, reference={}, presets=(), policy="", script="")
-    assert "| reference (the script as written) | - | - | - | - | - |" in parent_note(stay)
-    assert "best measured" not in parent_note(stay)
-    assert "best measured" in parent_note(replace(stay, best={"name": "all bf16", "speedup": 0.9}))
+    assert "| reference: the script as written | – | – | – | – | – |" in parent_note(stay)
+    assert "fastest candidate" not in parent_note(stay)
+    assert "fastest candidate" in parent_note(replace(stay, best={"name": "all bf16", "step_time_ms": 9.0}))
+
+
+def test_the_table_of_trials_has_rounded_figures_in_the_units_people_read() -> None:
+    metrics = {
+        "speedup": 9.35892271,
+        "step_time_ms": 588.5064,
+        "divergence": 0.000248278,
+        "memory_bytes": 130748741061.0,
+    }
+    shown = {"gain": 9.36, "step_ms": 588.51, "divergence_pct": 0.025, "memory_gib": 121.77}
+    assert shown_metrics(metrics) == shown
+    assert shown_metrics({**metrics, "speedup_over_16bit": 1.4857})["gain"] == 1.49
+    assert shown_metrics({"speedup": float("nan"), "divergence": None}) == {}
+
+
+def test_memory_in_the_note_is_in_the_unit_of_the_report(result: SearchResult) -> None:
+    best = {**result.best, "memory_bytes": 38_370_000_000.0}
+    assert "| 35.7 GiB |" in parent_note(replace(result, best=best))
 
 
 def test_parameters_are_flat_text() -> None:

@@ -17,8 +17,20 @@ import pytest
 from autoprec.errors import AutoPrecError, FileError, MissingDependencyError
 from autoprec.tracking import Tracker
 from autoprec.tracking.server import free_port, newest_study, serve
+from tests.tracking.conftest import make_records
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_newest_study_with_trials_is_opened_rather_than_an_empty_stay(tmp_path: Path) -> None:
+    records = make_records()
+    for number, (name, own) in enumerate((("older", records), ("tried", records), ("stay", records[:2]))):
+        tracker = Tracker.open(tmp_path / name, study=name, tracking_uri="http://127.0.0.1:9")
+        for record in own:
+            tracker._spool.append("trial", record=record.to_json())
+        os.utime(tmp_path / name / "tracking" / "spool.jsonl", (1e9 + number, 1e9 + number))
+    assert newest_study(tmp_path).name == "tried"
+    assert newest_study(tmp_path, "stay").name == "stay"
 
 
 @pytest.mark.slow

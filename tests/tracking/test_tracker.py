@@ -8,6 +8,8 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ import pytest
 
 from autoprec.tracking import Tracker, sync
 from autoprec.tuning.study.records import SearchResult, TrialRecord
+from tests.tracking.conftest import make_records, make_result
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -46,6 +49,33 @@ def test_a_trial_has_its_policy_metrics_curves_and_tags(tracked: dict[str, Any])
     files = [artifact.path for artifact in tracked["client"].list_artifacts(run.info.run_id)]
     assert files == ["policy.yaml"]
     assert run.info.status == "FINISHED"
+
+
+def test_a_trial_has_a_row_of_its_own_and_its_paired_seeds_do_not(tracked: dict[str, Any]) -> None:
+    rows = _runs(tracked, "tags.`autoprec.row` = 'policy'")
+    assert sorted(run.data.tags["autoprec.kind"] for run in rows) == ["preset"] * 2 + ["reference"] + ["search"] * 3
+    (run,) = _runs(tracked, "tags.`autoprec.number` = '4'")
+    assert run.data.metrics["step_ms"] == 6.0
+    assert run.data.metrics["divergence_pct"] == 0.04
+
+
+def test_a_resumed_study_shows_one_answer_and_the_trials_it_was_given(tmp_path: Path) -> None:
+    records = make_records()
+    first = make_result(records)
+    second = replace(first, best={**first.best, "step_time_ms": 2.0, "speedup": 1.1, "name": "search 5"})
+    for trials, result in ((10, first), (20, second)):
+        with Tracker.open(tmp_path / "runs" / "again", study="again") as tracker:
+            tracker.study_started({"trials": trials})
+            tracker.finished(result)
+            state = tracker.close(120)
+    from mlflow.tracking import MlflowClient
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = MlflowClient(tracking_uri=state.tracking_uri).get_run(state.run_id)
+    assert run.data.metrics["step_time_ms"] == 2.0
+    assert run.data.metrics["speedup"] == 1.1, "not the larger 2.5 of the answer before"
+    assert run.data.tags["autoprec.trials"] == "20"
 
 
 def test_a_failed_trial_says_why(tracked: dict[str, Any]) -> None:

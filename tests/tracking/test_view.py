@@ -12,10 +12,12 @@ def test_the_view_is_filtered_sorted_and_shows_metrics() -> None:
     name, value = shared_view("0123456789abcdef", "demo")
     view = json.loads(value)
     assert name == f"mlflow.sharedViewState.{share_key('0123456789abcdef')}"
-    assert view["orderByKey"] == "metrics.`speedup`"
+    assert view["orderByKey"] == "metrics.`gain`"
     assert view["orderByAsc"] is False
     assert "tags.`autoprec.study` = 'demo'" in view["searchFilter"]
-    assert "metrics.`divergence`" in view["selectedColumns"]
+    assert "tags.`autoprec.row` = 'policy'" in view["searchFilter"], "one row per policy: its paired seeds are folded"
+    assert view["selectedColumns"][:4] == ["tags.`best`", "tags.`pareto`", "metrics.`gain`", "metrics.`step_ms`"]
+    assert "metrics.`divergence_pct`" in view["selectedColumns"]
     assert len(value) < 5000  # the longest experiment tag that MLflow takes
 
 

@@ -42,7 +42,7 @@ def test_rules_settings_evidence_and_guard_are_shown(policy_file: Path) -> None:
     assert "every other layer bf16 bf16 bf16 bf16" in text
     assert "speedup 1.91x" in text
     assert "divergence 0.0710%" in text
-    assert "memory_bytes 52 MB" in text
+    assert "memory_bytes 49.6 MiB" in text
     assert "loss_gap 0.01" in text
     assert "1 all bf16 2 script" in text
     assert "execution as the script wrote it" in text or "execution keep" in text
