@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from autoprec.numerics.plan import DTYPE_NAMES
+from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.policy import OperatorPolicy
 
 __all__ = ["FLOAT32_FUNCTIONS", "OperatorMode", "RootExecution"]
@@ -81,7 +82,8 @@ def _table() -> dict[Callable[..., Any], tuple[str, bool]]:
 FLOAT32_FUNCTIONS = _table()
 
 
-#: What multiplies: on a CPU, FP16 versions of these are 20 to 100 times slower than float32, so they are emulated.
+#: What multiplies. On a CPU the FP16 versions are 20 to 100 times slower than float32, and so may be the bfloat16 ones
+#: (3 to 40 times without bfloat16 units): then they are emulated.
 _PRODUCTS = frozenset(
     {
         *(F.linear, F.conv1d, F.conv2d, F.conv3d, F.scaled_dot_product_attention, F.bilinear),
@@ -127,7 +129,8 @@ class OperatorMode(TorchFunctionMode):
         }
         self.device, self.executed, self.autocast = device, executed, autocast
         self.attention = _DTYPES.get(operators.attention)
-        self.emulate_fp16 = False
+        self.slow: set[torch.dtype] = set()  # dtypes whose products are computed in float32
+        self.emulated: torch.dtype | None = None  # products under autocast in this dtype are computed in float32
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -138,21 +141,23 @@ class OperatorMode(TorchFunctionMode):
             return self._float32(func, entry[0], args, kwargs)
         if self.attention is not None and func is F.scaled_dot_product_attention:
             return self._attend(func, args, kwargs)
-        if self.emulate_fp16 and func in _PRODUCTS and torch.is_autocast_enabled(self.device):
-            return self._fp16(func, args, kwargs)
+        if self.emulated is not None and func in _PRODUCTS and torch.is_autocast_enabled(self.device):
+            return self._emulate(func, args, kwargs, self.emulated)
         return func(*args, **kwargs)
 
-    def _fp16(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """FP16 values, float32 arithmetic, FP16 result; layers under a plan switch autocast off and are left alone."""
+    def _emulate(
+        self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype
+    ) -> Any:
+        """Narrow values, float32 arithmetic, narrow result; layers under a plan have autocast off: not seen here."""
 
         def rounded(value: Any) -> Any:
             if isinstance(value, Tensor) and value.is_floating_point():
-                return value.to(torch.float16).to(torch.float32)
+                return cast_values(value, dtype)
             return type(value)(rounded(item) for item in value) if isinstance(value, (tuple, list)) else value
 
         with torch.autocast(self.device, enabled=False):
             out = func(*rounded(args), **{key: rounded(value) for key, value in kwargs.items()})
-        return out.to(torch.float16)
+        return out.to(dtype)
 
     def _float32(self, func: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._note(kind, "fp32")
@@ -183,8 +188,11 @@ class OperatorMode(TorchFunctionMode):
         def cast(value: Any) -> Any:
             return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-        with torch.autocast(self.device, enabled=False):
-            out = func(*[cast(a) for a in args], **{key: cast(value) for key, value in kwargs.items()})
+        if dtype in self.slow:
+            out = self._emulate(func, args, kwargs, dtype)
+        else:
+            with torch.autocast(self.device, enabled=False):
+                out = func(*[cast(a) for a in args], **{key: cast(value) for key, value in kwargs.items()})
         self._note("attention", DTYPE_NAMES[dtype])
         return out if self.autocast else out.to(original)
 
@@ -198,6 +206,7 @@ class RootExecution:
         operators: what runs in float32, and the dtype of attention.
         device: device type of the model (cpu, cuda).
         low_precision: the model holds bfloat16 or float16 parameters.
+        emulates_casts: bfloat16 products are emulated where a CPU has no units for them.
         context: what a backend needs around the whole forward, if anything.
         before: called before each forward, if anything.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
@@ -207,6 +216,7 @@ class RootExecution:
     operators: OperatorPolicy
     device: str = "cpu"
     low_precision: bool = False
+    emulates_casts: bool = False
     executed: dict[str, str] = field(default_factory=dict)
     called: bool = False
     traced: bool = False
@@ -215,10 +225,14 @@ class RootExecution:
     before: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
+        slow = {torch.float16} if self.device == "cpu" else set()
+        if self.emulates_casts and not fast_bf16_gemm(self.device):
+            slow.add(torch.bfloat16)
         # both from the start: one made during a traced call would make Dynamo compile that call twice
         for autocast in (False, True):
             mode = self.modes[autocast] = OperatorMode(self.operators, self.device, self.executed, autocast)
-            mode.emulate_fp16 = self.device == "cpu" and self.activations is torch.float16
+            mode.slow = slow
+            mode.emulated = self.activations if self.activations in slow else None
 
     def needed(self, device: str) -> bool:
         """Say whether anything of low precision can reach the operators at all."""

@@ -67,7 +67,8 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
         kind = device.split(":")[0]
         around = chosen.around_model()
-        root_execution = RootExecution(_ACTIVATIONS.get(policy.activations), policy.operators, kind, low)
+        activations = _ACTIVATIONS.get(policy.activations)
+        root_execution = RootExecution(activations, policy.operators, kind, low, chosen.emulates_casts)
         root_execution.context = around
         reduction = DelayedReduction(root, executions.values())
         root_execution.before = reduction if reduction.slots else None
@@ -121,13 +122,14 @@ class _Binder:
         if unit.kind == "conv":
             refusal = _conv_refusal(plan)
             if not refusal:
-                recipe = plan.fprop
-                return ConvExecution(plan, unit.module, "fp32" if recipe is None else recipe.format, backend="native")
+                kept = "fp32" if plan.fprop is None else plan.fprop.format
+                return ConvExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
         else:
             refusal = attention_refusal(unit.module) if isinstance(unit.module, nn.MultiheadAttention) else ""
             if not refusal and not any((r := plan.recipe(gemm)) is not None and r.scaled for gemm in GEMMS):
                 # plain casts are torch's own business, whichever library runs the 8-bit layers
-                return choose("auto", self.device).bind(plan, unit.module, name=name, seed=seed)
+                runner = self.backend if self.backend.name == "emulated" else choose("auto", self.device)
+                return runner.bind(plan, unit.module, name=name, seed=seed)
             if not refusal:
                 refusal = self._refusal(unit, plan)
                 if refusal and self.auto:

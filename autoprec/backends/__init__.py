@@ -60,9 +60,10 @@ def get(name: str) -> Backend:
 def choose(name: str, device: str) -> Backend:
     """Return the backend ``name``, or for ``auto`` the one that suits a device.
 
-    On a GPU that is ``native``. On a CPU it is ``emulated``, which runs plain casts natively and everything else
-    faster than the CPU kernels of ``torch._scaled_mm`` would.
+    On a GPU that is ``native``. On a CPU it is ``emulated``, which runs everything but plain casts faster than the CPU
+    kernels of ``torch._scaled_mm`` would; plain casts are this CPU's own, however slow, because ``auto`` is what is
+    timed. ``emulated`` by name emulates them as well where the CPU has no bfloat16 units.
     """
     if name != "auto":
         return get(name)
-    return get("native" if device.startswith("cuda") else "emulated")
+    return get("native") if device.startswith("cuda") else EmulatedBackend(casts=False)

@@ -21,6 +21,8 @@ class Backend(ABC):
     """Who runs a GEMM; what a backend does not need to say has a default."""
 
     name: str
+    #: bfloat16 is emulated in float32 where a CPU has no units for it: for trials whose time is modelled
+    emulates_casts: bool = False
 
     @abstractmethod
     def available(self, device: str) -> Capability:

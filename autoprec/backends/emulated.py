@@ -14,9 +14,16 @@ __all__ = ["EmulatedBackend"]
 
 
 class EmulatedBackend(Backend):
-    """Quantises and dequantises; the product is computed in bfloat16 or float32, exactly as far as the format is."""
+    """Quantises and dequantises; the product is computed in bfloat16 or float32, exactly as far as the format is.
+
+    Args:
+        casts: emulate bfloat16 too where a CPU has no units for it; what is timed on this machine leaves it off.
+    """
 
     name = "emulated"
+
+    def __init__(self, *, casts: bool = True) -> None:
+        self.emulates_casts = casts
 
     def available(self, device: str) -> Capability:
         """Always yes."""
@@ -28,6 +35,6 @@ class EmulatedBackend(Backend):
         return Capability(True, f"{recipe.describe()} is emulated: true numerics, no 8-bit speed")
 
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LinearExecution:
-        """Return an execution whose GEMMs are all emulated (plain casts run natively)."""
+        """Return an execution whose GEMMs are all emulated; plain casts run natively where the device is fast at it."""
         del module, name
-        return LinearExecution(plan, backend=self.name, state=QuantizerState(seed))
+        return LinearExecution(plan, backend=self.name, state=QuantizerState(seed), emulates_casts=self.emulates_casts)

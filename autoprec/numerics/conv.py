@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.numerics.execution import Execution, autocast_dtype
+from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 
 __all__ = ["CONV_FORMATS", "ConvExecution"]
 
@@ -22,10 +23,15 @@ CONV_FORMATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfl
 
 @dataclass(slots=True)
 class ConvExecution(Execution):
-    """Runs one convolution in one dtype: ``format``, a key of :data:`CONV_FORMATS`."""
+    """Runs one convolution in one dtype: ``format``, a key of :data:`CONV_FORMATS`.
+
+    FP16 convolutions on a CPU, and with ``emulates_casts`` bfloat16 ones on a CPU without bfloat16 units, are float32
+    convolutions of rounded values.
+    """
 
     module: nn.Module
     format: str
+    emulates_casts: bool = False
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
         """Return the convolution of ``input`` in the dtype the script would see."""
@@ -35,11 +41,13 @@ class ConvExecution(Execution):
         dtype = CONV_FORMATS[self.format]
         autocast = autocast_dtype(device)
         run: Any = self.module._conv_forward
-        if autocast is dtype and not (device == "cpu" and dtype is torch.float16):
+        emulated = device == "cpu" and dtype is torch.float16
+        emulated |= self.emulates_casts and dtype is torch.bfloat16 and not fast_bf16_gemm(device)
+        if autocast is dtype and not emulated:
             out = run(input, weight, bias)
         else:
             with torch.autocast(device, enabled=False):
-                out = self._cast(run, input, weight, bias, dtype, device)
+                out = self._cast(run, input, weight, bias, dtype, emulated)
             if autocast is None:
                 out = out.to(input.dtype)
             elif dtype is not torch.float32:
@@ -52,11 +60,10 @@ class ConvExecution(Execution):
         return out  # type: ignore[no-any-return]
 
     @staticmethod
-    def _cast(run: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, device: str) -> Tensor:
-        bias = None if bias is None else bias.to(dtype)
-        x, w = input.to(dtype), weight.to(dtype)
-        if device == "cpu" and dtype is torch.float16:
-            # FP16 convolutions are unusably slow on CPUs: FP16 values, float32 arithmetic, FP16 result
-            bias = None if bias is None else bias.float()
-            return run(x.float(), w.float(), bias).to(dtype)  # type: ignore[no-any-return]
-        return run(x, w, bias)  # type: ignore[no-any-return]
+    def _cast(
+        run: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, emulated: bool
+    ) -> Tensor:
+        if emulated:
+            bias = None if bias is None else cast_values(bias, dtype)
+            return run(cast_values(input, dtype), cast_values(weight, dtype), bias).to(dtype)  # type: ignore[no-any-return]
+        return run(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))  # type: ignore[no-any-return]

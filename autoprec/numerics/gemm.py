@@ -14,22 +14,9 @@ from torch import Tensor
 from autoprec.numerics.accumulation import limited_matmul
 from autoprec.numerics.operand import QuantizedOperand, Spec
 from autoprec.numerics.quantize import operand_values
+from autoprec.numerics.rounding import fast_bf16_gemm
 
-__all__ = ["contract", "emulated_multiply", "fast_bf16_gemm", "product_dtype"]
-
-
-#: asked once, outside of any graph that torch.compile may trace
-_FAST_ON_CPU = any(
-    getattr(torch.cpu, name, lambda: False)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-)
-
-
-def fast_bf16_gemm(device_type: str) -> bool:
-    """Say whether bfloat16 GEMMs are faster than float32 ones on a device; asked of the hardware, never timed.
-
-    A timed probe could answer differently in two processes and break the pairing of trials.
-    """
-    return device_type != "cpu" or _FAST_ON_CPU
+__all__ = ["contract", "emulated_multiply", "product_dtype"]
 
 
 def contract(a: Tensor, a_axis: int, b: Tensor, b_axis: int) -> Tensor:

@@ -85,19 +85,21 @@ def _reciprocal_e8m0(code: Tensor) -> Tensor:
     return torch.where(wide == 255, torch.nan, value)
 
 
-def _block(x: Tensor, dims: tuple[int, ...], spec: Spec) -> tuple[Tensor, Tensor]:
+def _block(x: Tensor, dims: tuple[int, ...], spec: Spec, values: bool) -> tuple[Tensor, Tensor]:
     scaling, limit = spec.scaling or Scaling(), FORMATS[spec.format].max
     amax = _group_amax(x, dims)
     scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.amax_epsilon)
-    return encode(x * scale, spec.format, bounded=True), inverse_of(scale, amax)
+    return encode(x * scale, spec.format, bounded=True, in_place=values), inverse_of(scale, amax)
 
 
-def _mx(x: Tensor, dims: tuple[int, ...], spec: Spec) -> tuple[Tensor, Tensor]:
+def _mx(x: Tensor, dims: tuple[int, ...], spec: Spec, values: bool) -> tuple[Tensor, Tensor]:
     code = encode_e8m0(_group_amax(x, dims), FORMATS[spec.format].max)
-    return encode(x * _reciprocal_e8m0(code), spec.format), code
+    return encode(x * _reciprocal_e8m0(code), spec.format, in_place=values), code
 
 
-def _nvfp4(x: Tensor, dims: tuple[int, ...], spec: Spec, state: QuantizerState) -> tuple[Tensor, Tensor, Tensor]:
+def _nvfp4(
+    x: Tensor, dims: tuple[int, ...], spec: Spec, state: QuantizerState, values: bool
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return E2M1 values (stored as E4M3), E4M3 group scales and the float32 tensor scale; see torchao's NVFP4."""
     group = _group_amax(x, dims)
     amax = group.amax() if group.numel() else group.new_zeros(())
@@ -109,7 +111,11 @@ def _nvfp4(x: Tensor, dims: tuple[int, ...], spec: Spec, state: QuantizerState) 
     scaled = x * ((1.0 / tensor) / scale.float())
     rounded = round_e2m1_stochastic(scaled, state.generator(x.device)) if spec.stochastic else round_e2m1(scaled)
     stored = torch.bfloat16 if stores_values(x.device) else torch.float8_e4m3fn
-    return rounded.to(stored), scale, torch.where(amax.isfinite(), tensor, torch.nan).reshape(1, 1)
+    return (
+        rounded if values else rounded.to(stored),
+        scale,
+        torch.where(amax.isfinite(), tensor, torch.nan).reshape(1, 1),
+    )
 
 
 def hadamard(x: Tensor) -> Tensor:
@@ -126,8 +132,8 @@ def hadamard(x: Tensor) -> Tensor:
     return torch.einsum("ij,gjc->gic", matrix, x.float().reshape(rows // 16, 16, columns)).reshape(rows, columns)
 
 
-def quantize_grouped(x: Tensor, spec: Spec, state: QuantizerState) -> QuantizedOperand:
-    """Quantise a 2-D tensor in groups; see the module's table."""
+def quantize_grouped(x: Tensor, spec: Spec, state: QuantizerState, values: bool = False) -> QuantizedOperand:
+    """Quantise a 2-D tensor in groups; see the module's table. ``values`` keeps them as float32 (``quantize``)."""
     rows, columns = x.shape
     x = x.float() if x.dtype is torch.float64 else x
     if spec.hadamard:
@@ -135,11 +141,11 @@ def quantize_grouped(x: Tensor, spec: Spec, state: QuantizerState) -> QuantizedO
     view, dims = _grouped(x, spec)
     tensor_scale: Tensor | None = None
     if spec.scheme == "block":
-        codes, scale = _block(view, dims, spec)
+        codes, scale = _block(view, dims, spec, values)
     elif spec.scheme == "mx":
-        codes, scale = _mx(view, dims, spec)
+        codes, scale = _mx(view, dims, spec, values)
     else:
-        codes, scale, tensor_scale = _nvfp4(view, dims, spec, state)
+        codes, scale, tensor_scale = _nvfp4(view, dims, spec, state, values)
     return QuantizedOperand(codes, tensor_scale, spec, rows, columns, scale)
 
 

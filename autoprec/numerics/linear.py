@@ -21,6 +21,7 @@ from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, native_dtype
 from autoprec.numerics.quantize import quantize
+from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.precision.recipes import Gemm
 
 __all__ = ["LinearExecution", "in_backward"]
@@ -37,6 +38,8 @@ class LinearExecution(Execution):
 
     Attributes:
         multiply: who multiplies, per GEMM; missing means emulated.
+        emulates_casts: a plan in bfloat16 runs as float32 GEMMs of bfloat16 values on a CPU without bfloat16 units,
+            where bfloat16 GEMMs take 3 to 40 times as long; for trials whose time is modelled.
         state: delayed scales and the private random stream.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
         native: dtype of a plan autograd runs by itself, by device type.
@@ -45,6 +48,7 @@ class LinearExecution(Execution):
 
     multiply: Mapping[Gemm, Multiply] = field(default_factory=dict)
     state: QuantizerState = field(default_factory=QuantizerState)
+    emulates_casts: bool = False
     traced: dict[str, str] | None = None
     native: dict[str, torch.dtype | None] = field(default_factory=dict)
     compiled: dict[tuple[str, torch.dtype], Steps] = field(default_factory=dict)
@@ -105,13 +109,14 @@ class LinearExecution(Execution):
     def _native(
         self, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, autocast: torch.dtype | None
     ) -> Tensor:
-        if autocast is dtype:
+        emulated = self.emulates_casts and dtype is torch.bfloat16 and not fast_bf16_gemm(input.device.type)
+        if autocast is dtype and not emulated:
             out = F.linear(input, weight, bias)
         elif autocast is None:
-            out = _cast_linear(input, weight, bias, dtype).to(input.dtype)
+            out = _cast_linear(input, weight, bias, dtype, emulated).to(input.dtype)
         else:
             with torch.autocast(input.device.type, enabled=False):
-                out = _cast_linear(input, weight, bias, dtype)
+                out = _cast_linear(input, weight, bias, dtype, emulated)
             out = out if dtype is torch.float32 else out.to(autocast)
         label = DTYPE_NAMES[dtype]
         if torch.compiler.is_compiling():
@@ -145,7 +150,12 @@ def _run_eagerly(*args: Any) -> Any:
     return _PlannedLinear.apply(*args)  # type: ignore[no-untyped-call]
 
 
-def _cast_linear(input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _cast_linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, emulated: bool = False
+) -> Tensor:
+    if emulated:
+        bias = None if bias is None else cast_values(bias, dtype)
+        return F.linear(cast_values(input, dtype), cast_values(weight, dtype), bias).to(dtype)
     return F.linear(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
 
 
@@ -167,8 +177,9 @@ class _PlannedLinear(torch.autograd.Function):
         recompute = in_backward()
         options: dict[str, Any] = {"state": layer.state, "update": update and not recompute, "recompute": recompute}
         x = input.reshape(-1, input.shape[-1])
-        a = quantize(x, steps.fprop.first, operand="input", **options)
-        b = quantize(weight, steps.fprop.second, operand="weight", **options)
+        values = steps.fprop.values
+        a = quantize(x, steps.fprop.first, operand="input", values=values, **options)
+        b = quantize(weight, steps.fprop.second, operand="weight", values=values, **options)
         out = steps.fprop.multiply(a, b, steps.fprop, out_dtype)
         _note(layer, "fprop", steps.fprop.label)
         if bias is not None:
@@ -194,17 +205,17 @@ class _PlannedLinear(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = d = None
         if w is not None:
             step = steps.dgrad
-            d = quantize(g, step.first, **options)
+            d = quantize(g, step.first, values=step.values, **options)
             if isinstance(w, Tensor):
-                w = quantize(w, step.second, operand="weight", state=layer.state, update=False)
+                w = quantize(w, step.second, operand="weight", state=layer.state, update=False, values=step.values)
             grad_input = step.multiply(d, w, step, x_dtype).reshape(shape)
             _note(layer, "dgrad", step.label)
         if x is not None:
             step = steps.wgrad
             if d is None or d.spec != step.first or step.first.stochastic:
-                d = quantize(g, step.first, **options)
+                d = quantize(g, step.first, values=step.values, **options)
             if isinstance(x, Tensor):
-                x = quantize(x, step.second, operand="input", state=layer.state, update=False)
+                x = quantize(x, step.second, operand="input", state=layer.state, update=False, values=step.values)
             grad_weight = step.multiply(d, x, step, w_dtype)
             _note(layer, "wgrad", step.label)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
@@ -232,7 +243,9 @@ def _save(ctx: Any, *parts: QuantizedOperand | Tensor | None) -> None:
     made: list[tuple[Spec, int, int] | None] = []
     for part in parts:
         if isinstance(part, QuantizedOperand):
-            tensors += [part.codes, part.scale, part.groups]
+            # rounded values kept in float32 are exact in bfloat16, at half the memory
+            wide = part.codes.dtype is torch.float32 and part.spec.scheme != "cast"
+            tensors += [part.codes.to(torch.bfloat16) if wide else part.codes, part.scale, part.groups]
             made.append((part.spec, part.rows, part.columns))
         else:
             tensors += [part, None, None]

@@ -51,6 +51,11 @@ class GemmStep:
     label: str
     multiply: Multiply
 
+    @property
+    def values(self) -> bool:
+        """True where operands are widened to float32 before they are multiplied, so that 8-bit codes save nothing."""
+        return self.product is torch.float32 and self.multiply is multiply_emulated
+
 
 #: Multiplies two quantised operands of a step into a tensor of a dtype.
 Multiply = Callable[[QuantizedOperand, QuantizedOperand, GemmStep, torch.dtype], Tensor]

@@ -63,7 +63,7 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def _tensor(
-    x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, recompute: bool
+    x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, recompute: bool, values: bool
 ) -> QuantizedOperand:
     scaling, limit = spec.scaling or Scaling(), FORMATS[spec.format].max
     amax = amax_of(x)
@@ -74,11 +74,11 @@ def _tensor(
         scale = state.delayed_scale(operand, spec, amax, update=update, recompute=recompute)
     else:
         scale = scale_of(amax, limit, power_of_2=scaling.power_of_2)
-    codes = encode(_scaled(x, scale), spec.format, bounded=not delayed)
+    codes = encode(_scaled(x, scale), spec.format, bounded=not delayed, in_place=values)
     return QuantizedOperand(codes, inverse_of(scale, amax).reshape(1, 1), spec, x.shape[0], x.shape[1])
 
 
-def _row(x: Tensor, spec: Spec) -> QuantizedOperand:
+def _row(x: Tensor, spec: Spec, values: bool) -> QuantizedOperand:
     scaling, limit = spec.scaling or Scaling(), FORMATS[spec.format].max
     amax = amax_of(x, spec.axis)
     scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.amax_epsilon)
@@ -87,7 +87,7 @@ def _row(x: Tensor, spec: Spec) -> QuantizedOperand:
         # NaN has no int8 code, and gets whatever the cast gives: the NaN inverse of its row carries it
         codes = scaled.round_().clamp_(-127, 127).to(torch.int8)
     else:
-        codes = encode(scaled, spec.format, bounded=True)
+        codes = encode(scaled, spec.format, bounded=True, in_place=values)
     return QuantizedOperand(codes, inverse_of(scale, amax), spec, x.shape[0], x.shape[1])
 
 
@@ -116,6 +116,7 @@ def quantize(
     state: QuantizerState | None = None,
     update: bool = True,
     recompute: bool = False,
+    values: bool = False,
 ) -> QuantizedOperand:
     """Quantise a 2-D tensor for one GEMM.
 
@@ -126,14 +127,16 @@ def quantize(
         state: delayed scales and random stream of the layer; a fresh one when None.
         update: let delayed scaling take this tensor's amax in.
         recompute: this call repeats an earlier forward (activation checkpointing).
+        values: on a CPU, keep rounded values as float32 instead of 8-bit codes: they are multiplied in float32 anyway.
 
     All-zero tensors stay zero. A NaN or infinity makes everything it shares a scale with NaN.
     """
     if spec.scheme == "cast":
         return _cast(x, spec)
     state = QuantizerState() if state is None else state
+    values = values and x.device.type == "cpu" and not torch.compiler.is_compiling()
     if spec.scheme == "tensor":
-        return _tensor(x, spec, state, operand, update, recompute)
+        return _tensor(x, spec, state, operand, update, recompute, values)
     if spec.scheme == "row":
-        return _row(x, spec)
-    return quantize_grouped(x, spec, state)
+        return _row(x, spec, values)
+    return quantize_grouped(x, spec, state, values)

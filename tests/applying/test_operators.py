@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.applying.operators import widen
 from autoprec.applying.policy import Policy
@@ -111,6 +112,30 @@ def test_fp16_activations_are_emulated_on_a_cpu() -> None:
     assert model.seen == {"layer": torch.float16, "result": torch.float16}
     assert out.dtype is torch.float32
     assert 0 < (out - exact).abs().max() < 5e-3
+    assert policy.audit(model).ok
+
+
+@pytest.mark.parametrize("backend", ["emulated", "auto"])
+def test_without_bf16_units_a_rehearsal_multiplies_in_float32_and_a_measurement_does_not(
+    backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("autoprec.applying.operators.fast_bf16_gemm", lambda device: False)
+    dtypes = set()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "mm" in func.__name__ or "attention" in func.__name__:
+                dtypes.update(a.dtype for a in args if isinstance(a, torch.Tensor) and a.is_floating_point())
+            return func(*args, **(kwargs or {}))
+
+    model = Probe(lambda h: F.scaled_dot_product_attention(*[(h @ h.t()).view(1, 1, 4, 4)] * 3))
+    policy = Policy(activations="bf16")
+    policy.apply(model, backend=backend)
+    with Products():
+        out = model(torch.randn(4, 8))
+        out.sum().backward()
+    assert dtypes == {torch.float32 if backend == "emulated" else torch.bfloat16}
+    assert model.seen == {"layer": torch.bfloat16, "result": torch.bfloat16}  # what the script sees is the same
     assert policy.audit(model).ok
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec.backends import choose
 from autoprec.backends.emulated import EmulatedBackend
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -29,3 +30,9 @@ def test_odd_sizes_run_and_are_close_to_float32(name: str) -> None:
 
 def test_it_runs_anywhere() -> None:
     assert all(EmulatedBackend().available(device) for device in ("cpu", "cuda:0", "mps"))
+
+
+def test_by_name_it_emulates_casts_and_as_the_choice_of_auto_it_does_not() -> None:
+    plan, module = LayerPlan.uniform(BUILTIN_RECIPES["bf16"]), nn.Linear(2, 2)
+    asked, chosen = (choose(name, "cpu").bind(plan, module, name="x", seed=0) for name in ("emulated", "auto"))
+    assert (asked.emulates_casts, chosen.emulates_casts) == (True, False)
