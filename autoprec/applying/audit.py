@@ -13,14 +13,14 @@ from autoprec.applying.swap import execution_of, root_of
 from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
-from autoprec.precision.recipes import GEMMS, KEEP
+from autoprec.precision.recipes import GEMMS, KEEP, by_recipe
 
-__all__ = ["AuditReport", "LayerAudit", "audit_model"]
+__all__ = ["AuditReport", "LayerAudit", "audit_model", "emulated_note"]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAudit:
-    """One layer: what was requested and what was executed, by GEMM, and why they differ or who ran them."""
+    """One layer: what was requested and executed, by GEMM, why they differ, who ran them, what did not run."""
 
     name: str
     requested: dict[str, str]
@@ -28,6 +28,7 @@ class LayerAudit:
     ok: bool
     reason: str
     backend: str = ""
+    silent: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Return the row ``autoprec check --json`` prints."""
@@ -41,7 +42,7 @@ class LayerAudit:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class AuditReport:
     """The audit of a model: its layers, and the operators beside them."""
 
@@ -54,20 +55,61 @@ class AuditReport:
         return all(layer.ok for layer in self.layers) and all(row["ok"] for row in self.operators.values())
 
     @property
+    def did_not_run(self) -> dict[str, list[str]]:
+        """GEMMs that were asked for and did not run in these steps, by layer.
+
+        An unused output, a frozen tail or an expert without tokens has no backward, or no forward: that is no
+        difference between what ran and what was asked of it.
+        """
+        return {row.name: list(row.silent) for row in self.layers if row.silent}
+
+    @property
     def mismatches(self) -> tuple[LayerAudit, ...]:
         """The layers that ran something else."""
         return tuple(layer for layer in self.layers if not layer.ok)
 
     def to_json(self) -> dict[str, Any]:
         """Return the document ``autoprec check --json`` prints."""
-        return {"ok": self.ok, "layers": [row.to_json() for row in self.layers], "operators": dict(self.operators)}
+        return {
+            "ok": self.ok,
+            "layers": [row.to_json() for row in self.layers],
+            "operators": dict(self.operators),
+            "did_not_run": self.did_not_run,
+        }
+
+    def __str__(self) -> str:
+        """Return a table, a line for each layer and each operator that the policy is about, and what it comes to."""
+        rows = [("layer or operator", "requested", "executed", "ok", "reason")]
+        for row in self.layers:
+            rows.append((row.name, by_recipe(row.requested), by_recipe(row.executed), _yes(row.ok), row.reason))
+        for name, found in self.operators.items():
+            if not found["ok"] or found["executed"] not in (KEEP, "-"):
+                rows.append((name, found["requested"], found["executed"], _yes(found["ok"]), found["reason"]))
+        widths = [max(len(row[column]) for row in rows) for column in range(4)]
+        lines = [
+            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
+            for row in rows
+        ]
+        wrong = len(self.mismatches) + sum(not row["ok"] for row in self.operators.values())
+        lines.append(f"{wrong} of them ran something else" if wrong else "everything that ran is what was asked for")
+        if self.did_not_run:
+            lines.append(f"did not run in these steps, wholly or in part: {', '.join(self.did_not_run)}")
+        return "\n".join(lines)
+
+    __repr__ = __str__
+
+
+def _yes(ok: bool) -> str:
+    return "yes" if ok else "NO"
 
 
 def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     """Compare a policy with what the model's last forward and backward ran.
 
-    A layer that was never called, or has seen no backward, is a mismatch and says so; unless it is one of several in a
-    ``ModuleList`` of which others were called, as experts are: that one was only not reached, and the row says so.
+    What ran is compared with what was asked of it. A GEMM that did not run, because no gradient reached its layer in
+    these steps, is listed apart and is not a mismatch. A layer that was never called is one, since its weight may be
+    multiplied where no policy reaches; unless it is one of several in a ``ModuleList`` of which others were called, as
+    experts are: that one was only not reached, and the row says so.
     Rules that match nothing are refused when a policy is applied, so they are not repeated here.
     """
     root = unwrap(model)
@@ -133,13 +175,13 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool = Fal
     if not found.called:
         if not_reached:
             why = "not called in this step, others of its list were (an expert that nothing was routed to?)"
-            return LayerAudit(name, requested, ran, True, why, found.backend)
+            return LayerAudit(name, requested, ran, True, why, found.backend, GEMMS)
         why = "never called"
         if unit.kind == "functional":
             why = "no F.linear, matmul or einsum by this weight was seen"
         return LayerAudit(name, requested, ran, False, why, found.backend)
     reasons = [found.note] if found.note else []
-    ok = True
+    ok, silent = True, []
     for gemm in GEMMS:
         if gemm in ran:
             if ran[gemm] != requested[gemm]:
@@ -151,18 +193,36 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool = Fal
             reasons.append("no wgrad: its weight is frozen")
         elif gemm == "dgrad" and not unit.weight.requires_grad:
             reasons.append("no dgrad seen")
-        else:
+        elif gemm == "fprop":
             ok = False
-            reasons.append(f"{gemm} has not run")
+            reasons.append("fprop has not run")
+        else:
+            silent.append(gemm)
+    if silent:
+        reasons.append(f"{' and '.join(silent)} did not run in these steps: no gradient reached this layer")
     if found.note and unit.weight.is_cuda:
         ok = False  # emulated where hardware was expected
-    if not reasons and isinstance(found, LinearExecution) and found.backend == "emulated" and _quantised(plan):
+    if not reasons and _is_emulated(found):
         reasons.append("emulated: true numerics, no 8-bit speed")
-    return LayerAudit(name, requested, ran, ok, "; ".join(reasons), found.backend)
+    return LayerAudit(name, requested, ran, ok, "; ".join(reasons), found.backend, tuple(silent))
 
 
-def _quantised(plan: LayerPlan) -> bool:
-    return any((recipe := plan.recipe(gemm)) is not None and recipe.scaled for gemm in GEMMS)
+def _is_emulated(found: Any) -> bool:
+    recipes = [found.plan.recipe(gemm) for gemm in GEMMS] if isinstance(found, LinearExecution) else []
+    return bool(recipes) and found.backend == "emulated" and any(r is not None and r.scaled for r in recipes)
+
+
+def emulated_note(model: nn.Module) -> str:
+    """Return one line about the layers of a model under a policy whose recipes are emulated here, or nothing."""
+    found = [one for unit in tunable_units(model).values() if _is_emulated(one := _execution(unit))]
+    if not found:
+        return ""
+    asked = [one.plan.recipe(gemm) for one in found for gemm in GEMMS]
+    recipes = dict.fromkeys(recipe.describe() for recipe in asked if recipe is not None and recipe.scaled)
+    return (
+        f"{len(found)} layers run {', '.join(recipes)} emulated on this device: "
+        "the numerics are true, the speed is not (slower than without the policy)"
+    )
 
 
 def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> dict[str, dict[str, Any]]:

@@ -2,9 +2,9 @@
 
 A torch-function mode, active only inside the forward of the module that holds such weights, recognises them when
 ``F.linear``, ``matmul``, ``@``, ``mm``, ``bmm``, ``addmm``, ``baddbmm`` or ``einsum`` multiplies by them, also through
-a view (``weight[expert]``, ``weight.t()``), and runs the product through the weight's execution. An einsum that
-is not a matrix product (an index summed or repeated in one operand alone) is left alone; the audit then says that the
-weight was never seen.
+a view (``weight[expert]``, ``weight.t()``) or a cast copy (``weight.to(x.dtype)``), and runs the product through the
+weight's execution. An einsum that is not a matrix product (an index summed or repeated in one operand alone) is left
+alone; the audit then says that the weight was never seen.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ __all__ = ["RawWeightExecutions", "WeightExecutions", "WeightMode"]
 
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
 _ADDMM = (torch.addmm, torch.baddbmm)
+#: What returns a weight in another dtype or layout of memory, its values otherwise the same.
+_COPIES = frozenset(
+    {Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.contiguous}
+)
 
 
 class WeightExecutions:
@@ -59,7 +63,8 @@ class WeightMode(TorchFunctionMode):
 
     def __init__(self, weights: dict[int, Any], training: bool) -> None:
         super().__init__()
-        self.weights, self.training = weights, training
+        self.weights, self.training = dict(weights), training
+        self.copies: list[Tensor] = []  # kept alive, so that no other tensor gets the id of one
 
     def _execution(self, weight: Any) -> Any:
         if not isinstance(weight, Tensor):
@@ -73,6 +78,8 @@ class WeightMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _COPIES:
+            return self._copied(args[0], func(*args, **kwargs))
         if func is F.linear:
             x, weight, bias = _linear_arguments(*args, **_renamed(kwargs))
             execution = self._execution(weight)
@@ -91,6 +98,14 @@ class WeightMode(TorchFunctionMode):
             if out is not None:
                 return out
         return func(*args, **kwargs)
+
+    def _copied(self, weight: Any, copy: Any) -> Any:
+        """Know a copy of a weight for that weight, as scripts make one that cast their weights themselves."""
+        execution = self._execution(weight)
+        if execution is not None and isinstance(copy, Tensor) and copy is not weight and copy.is_floating_point():
+            self.weights[id(copy)] = execution
+            self.copies.append(copy)
+        return copy
 
     def _einsum(self, equation: str, first: Any, second: Any) -> Tensor | None:
         """A product written as an equation; None when neither operand is one of ours, or it is not a matrix product."""

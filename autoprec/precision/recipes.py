@@ -31,6 +31,7 @@ __all__ = [
     "Operands",
     "Recipe",
     "Scaling",
+    "by_recipe",
 ]
 
 Gemm = Literal["fprop", "dgrad", "wgrad"]
@@ -195,3 +196,14 @@ BUILTIN_RECIPES: dict[str, Recipe] = {
     "nvfp4_plain": Recipe(format="nvfp4"),
     "int8": Recipe.model_validate({"format": "int8"}),
 }
+
+
+def by_recipe(values: dict[str, str]) -> str:
+    """Return recipes by GEMM, those that share one together: ``bf16``, or ``fp8 row (fprop, dgrad), bf16 (wgrad)``."""
+    gemms: dict[str, list[str]] = {}
+    for gemm in GEMMS:
+        if gemm in values:
+            gemms.setdefault(values[gemm], []).append(gemm)
+    if len(gemms) <= 1:
+        return next(iter(gemms), "-")
+    return ", ".join(f"{recipe} ({', '.join(names)})" for recipe, names in gemms.items())

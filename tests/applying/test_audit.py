@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.applying.audit import audit_model
+from autoprec.applying.audit import audit_model, emulated_note
 from autoprec.applying.policy import Policy, apply_policy
 from autoprec.applying.swap import execution_of
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -35,7 +35,7 @@ def test_applied_but_never_run(model: nn.Sequential) -> None:
     assert [r.reason for r in p.audit(model).mismatches] == ["never called"] * 2
     with torch.no_grad():
         model[0](torch.randn(4, 32))
-    assert "wgrad has not run" in p.audit(model).layers[0].reason
+    assert "dgrad and wgrad did not run in these steps" in p.audit(model).layers[0].reason
     run(model)
     assert p.audit(model).ok
 
@@ -129,3 +129,52 @@ def test_an_expert_that_was_not_reached_is_no_mismatch_but_an_unused_layer_is() 
     everything.apply(model)
     model(torch.randn(4, 32)).sum().backward()
     assert [row.name for row in everything.audit(model).mismatches] == ["unused"]
+
+
+class Tail(nn.Module):
+    """A head whose output is thrown away, and a block that nothing trains before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.unused_head = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.body(x)
+        self.unused_head(h)
+        return h
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_rowwise"])
+def test_a_layer_that_no_gradient_reached_is_listed_apart_and_is_no_mismatch(name: str) -> None:
+    model, p = Tail(), policy(name, match="*")
+    p.apply(model)
+    model(torch.randn(4, 32)).sum().backward()
+    report = p.audit(model)
+    assert report.ok
+    assert report.did_not_run == {"unused_head": ["dgrad", "wgrad"]}
+    assert report.to_json()["did_not_run"] == {"unused_head": ["dgrad", "wgrad"]}
+    execution_of(model.unused_head).ran["fprop"] = "fp32"
+    assert not p.audit(model).ok  # what did run must be what was asked
+
+
+def test_a_report_prints_as_a_table(model: nn.Sequential) -> None:
+    p = policy("fp8_rowwise")
+    p.apply(model)
+    run(model)
+    lines = str(p.audit(model)).splitlines()
+    assert lines[0].split() == ["layer", "or", "operator", "requested", "executed", "ok", "reason"]
+    assert lines[1].startswith("0 ")
+    assert " yes  " in lines[1]
+    assert lines[-1] == "everything that ran is what was asked for"
+    execution_of(model[1]).ran["wgrad"] = "bf16"
+    report = p.audit(model)
+    assert "(fprop, dgrad), bf16 (wgrad)" in str(report)
+    assert "1 of them ran something else" in repr(report)
+
+
+def test_emulation_is_told_in_one_line(model: nn.Sequential) -> None:
+    assert emulated_note(model) == ""
+    policy("bf16").apply(model)
+    assert emulated_note(model) == ""
+    policy("fp8_rowwise").apply(model)
+    assert emulated_note(model).startswith("2 layers run fp8 row")

@@ -139,3 +139,43 @@ def test_einsum_runs_under_the_policy(name: str) -> None:
     assert [row.name for row in report.layers] == ["heads", "out", "experts"]
     remove_policy(model)
     assert torch.equal(step(model, x)[1], before[1])
+
+
+class Cast(nn.Linear):
+    """As nanochat's linear layer: the weight is cast to what the input is in."""
+
+    def __init__(self, how) -> None:
+        super().__init__(32, 16, bias=False)
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.how(self.weight, x))
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_rowwise"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        lambda w, x: w.to(x.dtype),
+        lambda w, x: w.type_as(x),
+        lambda w, x: w.bfloat16(),
+        lambda w, x: w.bfloat16().contiguous(),
+        lambda w, x: w.t().to(x.dtype).t(),
+    ],
+)
+def test_a_weight_that_the_script_casts_is_still_that_weight(how, name: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Cast(how)), torch.randn(8, 32).bfloat16()
+    expected = model(x)
+    policy = Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES[name]}, "default": "r"})
+    policy.apply(model)
+    out = model(x)
+    out.float().square().sum().backward()
+    report = policy.audit(model)
+    assert report.ok, str(report)
+    assert set(report.layers[0].executed) >= {"fprop", "wgrad"}
+    assert model[0].weight.grad is not None
+    limit = 1e-2 if name == "bf16" else 8e-2
+    assert 0 <= (out - expected).float().norm() <= limit * expected.float().norm()
+    remove_policy(model)
+    assert torch.equal(model(x), expected)

@@ -21,6 +21,7 @@ from autoprec.errors import (
     ScriptError,
     UnsupportedError,
 )
+from autoprec.precision.recipes import by_recipe
 
 if TYPE_CHECKING:
     from autoprec.trial.protocol import TrialResult
@@ -97,20 +98,15 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
     return audit
 
 
-def _gemms(values: dict[str, str]) -> str:
-    """Return recipes by GEMM, those that share one together: ``bf16``, or ``fp8 row (fprop, dgrad), bf16 (wgrad)``."""
-    by_recipe: dict[str, list[str]] = {}
-    for gemm in ("fprop", "dgrad", "wgrad"):
-        if gemm in values:
-            by_recipe.setdefault(values[gemm], []).append(gemm)
-    if len(by_recipe) <= 1:
-        return next(iter(by_recipe), "-")
-    return ", ".join(f"{recipe} ({', '.join(gemms)})" for recipe, gemms in by_recipe.items())
-
-
 def _print_table(audit: dict[str, Any], everything: bool) -> None:
     rows = [
-        (row["name"], _gemms(row["requested"]), _gemms(row["executed"]), "yes" if row["ok"] else "NO", row["reason"])
+        (
+            row["name"],
+            by_recipe(row["requested"]),
+            by_recipe(row["executed"]),
+            "yes" if row["ok"] else "NO",
+            row["reason"],
+        )
         for row in audit["layers"]
     ]
     rows += [
@@ -149,6 +145,7 @@ def check(
             fix="the reason column says why; `autoprec doctor` lists what this machine can run",
         )
     if not as_json:
-        idle = sum(not row["executed"] for row in audit["layers"])
-        ran = f"every one of {len(audit['layers']) - idle} layers executed what was asked"
-        click.echo(f"{ran}; {idle} more were not called in these steps" if idle else ran)
+        silent = {row["name"] for row in audit["layers"] if not row["executed"]} | set(audit.get("did_not_run", ()))
+        click.echo(f"every one of {len(audit['layers']) - len(silent)} layers executed what was asked")
+        if silent:
+            click.echo(f"{len(silent)} more did not run in these steps, wholly or in part: {', '.join(sorted(silent))}")

@@ -265,6 +265,12 @@ class Agent:
         except AutoPrecError as error:
             sys.exit(f"autoprec: {error}")  # nobody may think that it trains under the policy
         self.hooks.remove()
+        if policy is not None and _rank() == 0:
+            from autoprec.applying.audit import emulated_note
+
+            note = emulated_note(found.root)
+            if note:
+                print(f"autoprec: {note}", file=sys.stderr, flush=True)
         audit = self.config.get("audit")
         if policy is not None and audit and _rank() == 0:
             atexit.register(lambda: Path(audit).write_text(json.dumps(policy.audit(found.root).to_json())))

@@ -162,10 +162,11 @@ class Scored:
 def audit_failure(audit: Mapping[str, Any] | None) -> str:
     """Return what a trial did not execute as asked; empty when it did, or was not audited.
 
-    A layer that this step never called (an expert without tokens) says nothing against the policy.
+    An expert without tokens is fine, and its row says so; a layer whose weight is multiplied where the policy does not
+    reach would fail `autoprec check` later, so it fails here.
     """
     rows = [] if audit is None else [*audit.get("layers", ()), *audit.get("operators", {}).values()]
-    wrong = [row for row in rows if not row["ok"] and row.get("executed")]
+    wrong = [row for row in rows if not row["ok"]]
     if not wrong:
         return ""
     first = wrong[0]

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cli.scripts.check import _gemms, _refusal
+from autoprec.cli.scripts.check import _refusal
 from autoprec.errors import NothingAcceptableError, PolicyMismatchError
+from autoprec.precision.recipes import by_recipe
 from autoprec.trial.protocol import TrialResult
 from tests.cli.helpers import autoprec
 
@@ -106,7 +107,7 @@ def test_a_refusal_has_one_fix(reason: str, tail: str, fix: str) -> None:
     ],
 )
 def test_gemms_that_share_a_recipe_are_printed_together(values: dict[str, str], text: str) -> None:
-    assert _gemms(values) == text
+    assert by_recipe(values) == text
 
 
 @pytest.mark.slow

@@ -37,6 +37,10 @@ def test_empty_policy_is_bit_identical_and_a_wrong_one_stops(tmp_path: Path) -> 
     assert bf16.returncode == 0
     assert bf16.stdout != plain.stdout
     assert json.loads((tmp_path / "audit.json").read_text())["ok"]
+    assert "emulated" not in bf16.stderr
+    eight = {**uniform("bf16"), "recipes": {"bf16": {"format": "fp8"}}}  # the same rule, another recipe behind its name
+    lines = run(eight, "", script, "--steps", "2").stderr.splitlines()
+    assert [line for line in lines if "emulated on this device" in line] == lines[:1]
     wrong = run(uniform("bf16", "no.such.layer"), "", script)
     assert wrong.returncode == 1
     assert "no.such.layer" in wrong.stderr

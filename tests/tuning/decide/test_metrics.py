@@ -144,10 +144,11 @@ def test_a_trial_that_did_not_execute_its_policy_is_a_failure() -> None:
     assert "blocks.0.fc" in scored.reason
 
 
-def test_a_layer_the_step_never_called_says_nothing_against_a_policy() -> None:
-    row = {"name": "experts.7", "requested": {"fprop": "fp8"}, "executed": {}, "ok": False, "reason": "never called"}
-    scored = score(result(audit={"layers": [row], "operators": {}}), REFERENCE, estimate=None, gradient_error=0.0)
-    assert scored.status == "ok"
+def test_an_expert_without_tokens_is_forgiven_and_a_weight_out_of_reach_is_not() -> None:
+    row = {"name": "experts.7", "requested": {"fprop": "fp8"}, "executed": {}, "ok": True, "reason": "not called"}
+    for ok, status in ((True, "ok"), (False, "mismatch")):
+        audit = {"layers": [{**row, "ok": ok}], "operators": {}}
+        assert score(result(audit=audit), REFERENCE, estimate=None, gradient_error=0.0).status == status
 
 
 def test_a_loss_near_zero_is_not_divided_by() -> None:
