@@ -10,14 +10,6 @@ Rules, in this order (DESIGN section 5, point 7):
    slower than the best acceptable preset is ever taken.
 3. Among the tied the smallest gradient error wins (safety is free there), then the smaller memory.
 4. It is adopted when it beats the script beyond the timing noise; otherwise the answer is "stay".
-
-How far up may the mean of a few seeds be? The divergence of one policy varies from seed to seed like a lognormal
-variable: its logarithm has a standard deviation of 0.3 to 0.5, about the same for all policies of one script at one
-level (benchmarks/search_quality.py). Four seeds say little about that spread, and four that happen to lie close
-together promise far too much when the bound is Student's t on each policy's own four. So the spread is taken from all
-finalists at the same level and from what is known beforehand, unless a policy's own is larger; the bound is Cox's for
-the mean of a lognormal variable (Zhou and Gao, Statistics in Medicine 16, 1997), with Student's t for the degrees of
-freedom of the pooled spread.
 """
 
 from __future__ import annotations
@@ -28,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from autoprec.support.units import memory_text
 from autoprec.tuning.decide.noise import (
@@ -37,22 +28,16 @@ from autoprec.tuning.decide.noise import (
     blindness,
     compare_excess,
     compare_gaps,
+    confidence_bounds,
     is_worse_than_benign,
-    student95,
 )
 
-__all__ = ["Candidate", "Decision", "choose", "confidence_bounds", "gradient_limit", "noise_limit"]
+__all__ = ["Candidate", "Decision", "choose", "gradient_limit", "noise_limit"]
 
-Vector = npt.NDArray[np.float64]
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
 #: A modelled gain below this is not a reason to change a script.
 _LEAST_GAIN = 0.001
-#: Standard deviation of ln(divergence) known beforehand, and how many degrees of freedom that counts for.
-_PRIOR_SD, _PRIOR_DF = 0.4, 4
-#: Degrees of freedom that others lend at most, the factor of level within which they are like this one, and the
-#: standard deviation from which on one of them has heavy tails of its own (it lends no more than this).
-_MOST_LENT, _LIKE, _WIDEST_LENT = 12, 3.0, 0.6
 
 
 @dataclass(frozen=True)
@@ -120,51 +105,6 @@ def noise_limit(noise_floor: Sequence[float] | float) -> float:
     return float(np.mean(finite)) if finite else 0.0
 
 
-def confidence_bounds(rows: Sequence[Sequence[float]], negligible: float = 1e-7) -> list[tuple[float, float]]:
-    """Return (mean, upper 95 % bound of the mean) of every row of divergences, one value per paired seed.
-
-    Args:
-        rows: divergences, fractions; a row that is empty or holds a value that is not finite has no bound (infinity).
-        negligible: divergences below this count as this much: their logarithms say nothing.
-    """
-    usable = [len(row) > 0 and bool(np.isfinite(row).all()) for row in rows]
-    logs = [
-        np.log(np.maximum(np.asarray(row, dtype=np.float64), negligible)) if good else np.zeros(0)
-        for row, good in zip(rows, usable, strict=True)
-    ]
-    out = []
-    for k, row in enumerate(rows):
-        if not usable[k]:
-            out.append((math.inf, math.inf))
-            continue
-        mean = float(np.mean(row))
-        others = [log for j, log in enumerate(logs) if j != k and _alike(log, logs[k])]
-        out.append((mean, max(mean, _cox(logs[k], *_lent(others)))))
-    return out
-
-
-def _alike(one: Vector, other: Vector) -> bool:
-    return len(one) > 1 and abs(float(one.mean() - other.mean())) <= math.log(_LIKE)
-
-
-def _lent(others: Sequence[Vector]) -> tuple[float, int]:
-    """Return (variance, degrees of freedom) that is known before a policy's own seeds."""
-    freedom = _PRIOR_DF + sum(len(log) - 1 for log in others)
-    squares = _PRIOR_DF * _PRIOR_SD**2
-    squares += sum((len(log) - 1) * min(float(log.var(ddof=1)), _WIDEST_LENT**2) for log in others)
-    return squares / freedom, min(_MOST_LENT, freedom)
-
-
-def _cox(logs: Vector, lent: float, freedom: int) -> float:
-    count = len(logs)
-    total = freedom + count - 1
-    squares = float(((logs - logs.mean()) ** 2).sum())
-    # a spread far above everybody's is not chance: FP8 may be harmless under most seeds and ten times as bad under one
-    variance = max((freedom * lent + squares) / total, squares / max(count - 1, 1))
-    error = math.sqrt(variance / count + variance**2 / (2 * (total + 2)))
-    return math.exp(float(logs.mean()) + variance / 2 + student95(total) * error)
-
-
 @dataclass(frozen=True, slots=True)
 class _Rules:
     """What a candidate has to keep to, and what its loss is compared with."""
@@ -184,7 +124,7 @@ class _Rules:
         mean, upper = bound
         if not math.isfinite(mean):
             return "it was not measured to the end in every seed"
-        chaotic = self.baseline.floor > self.budget
+        chaotic = self.baseline.reach > self.budget
         if upper > self.budget:
             why = self._against_benign(c) if chaotic else self._beyond_budget(mean, upper)
             if why:
@@ -224,7 +164,7 @@ class _Rules:
             return ""
         limit = self.gradient_limit()
         text = f"{self.blind}; its gradient error of {c.gradient_error:.3g} is within {limit:.3g}"
-        if self.baseline.floor > self.budget:
+        if self.baseline.reach > self.budget:
             ratio = compare_gaps(c.divergences, self.baseline.benign or (self.baseline.floor,))[0]
             text += f", and its gaps are {ratio:.1f} times those of such benign changes"
         return text

@@ -15,6 +15,14 @@ The loss is called *blind* in both cases, and three questions are asked instead:
 
 Only the first can speak for a policy; the other two can only speak against it, and with few seeds they do so for gross
 harm. That is why the limit of the first is stricter than elsewhere, and why the answer says how it was found.
+
+How far up may the mean of a few seeds be? The divergence of one policy varies from seed to seed like a lognormal
+variable: its logarithm has a standard deviation of 0.3 to 0.5, about the same for all policies of one script at one
+level (benchmarks/search_quality.py). Four seeds say little about that spread, and four that happen to lie close
+together promise far too much when the bound is Student's t on each policy's own four. So the spread is taken from all
+finalists at the same level and from what is known beforehand, unless a policy's own is larger; the bound is Cox's for
+the mean of a lognormal variable (Zhou and Gao, Statistics in Medicine 16, 1997), with Student's t for the degrees of
+freedom of the pooled spread.
 """
 
 from __future__ import annotations
@@ -33,6 +41,7 @@ __all__ = [
     "blindness",
     "compare_excess",
     "compare_gaps",
+    "confidence_bounds",
     "has_learnt",
     "is_worse_than_benign",
     "needs_more_benign_runs",
@@ -47,6 +56,11 @@ _T95 = (
     6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753,
     1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697,
 )  # fmt: skip
+#: Standard deviation of ln(divergence) over seeds known beforehand, and how many degrees of freedom that counts for.
+_SEED_SD, _SEED_DF = 0.4, 4
+#: Degrees of freedom that others lend at most, the factor of level within which they are like this one, and the
+#: standard deviation from which on one of them has heavy tails of its own (it lends no more than this).
+_MOST_LENT, _LIKE, _WIDEST_LENT = 12, 3.0, 0.6
 #: Benign perturbations of the reference that are run where one of them may lie above the budget.
 BENIGN_RUNS = 4
 #: Share of the budget from which on one benign gap may be below the budget by luck only: their logarithms spread by
@@ -85,10 +99,60 @@ class Baseline:
     benign_excess: tuple[float, ...] = ()
     learnt: bool = True
 
+    @property
+    def reach(self) -> float:
+        """How far the benign perturbation itself may be from the reference: upper 95 % bound of the floor."""
+        return max(self.floor, confidence_bounds([self.benign])[0][1] if self.benign else 0.0)
+
 
 def student95(freedom: int) -> float:
     """Return the one-sided 95 % quantile of Student's t (that of 30 degrees of freedom beyond 30)."""
     return _T95[min(max(freedom, 1), len(_T95)) - 1]
+
+
+def confidence_bounds(rows: Sequence[Sequence[float]], negligible: float = 1e-7) -> list[tuple[float, float]]:
+    """Return (mean, upper 95 % bound of the mean) of every row of divergences, one value per paired seed.
+
+    Args:
+        rows: divergences, fractions; a row that is empty or holds a value that is not finite has no bound (infinity).
+        negligible: divergences below this count as this much: their logarithms say nothing.
+    """
+    usable = [len(row) > 0 and bool(np.isfinite(row).all()) for row in rows]
+    logs = [
+        np.log(np.maximum(np.asarray(row, dtype=np.float64), negligible)) if good else np.zeros(0)
+        for row, good in zip(rows, usable, strict=True)
+    ]
+    out = []
+    for k, row in enumerate(rows):
+        if not usable[k]:
+            out.append((math.inf, math.inf))
+            continue
+        mean = float(np.mean(row))
+        others = [log for j, log in enumerate(logs) if j != k and _alike(log, logs[k])]
+        out.append((mean, max(mean, _cox(logs[k], *_lent(others)))))
+    return out
+
+
+def _alike(one: Vector, other: Vector) -> bool:
+    return len(one) > 1 and abs(float(one.mean() - other.mean())) <= math.log(_LIKE)
+
+
+def _lent(others: Sequence[Vector]) -> tuple[float, int]:
+    """Return (variance, degrees of freedom) that is known before a policy's own seeds."""
+    freedom = _SEED_DF + sum(len(log) - 1 for log in others)
+    squares = _SEED_DF * _SEED_SD**2
+    squares += sum((len(log) - 1) * min(float(log.var(ddof=1)), _WIDEST_LENT**2) for log in others)
+    return squares / freedom, min(_MOST_LENT, freedom)
+
+
+def _cox(logs: Vector, lent: float, freedom: int) -> float:
+    count = len(logs)
+    total = freedom + count - 1
+    squares = float(((logs - logs.mean()) ** 2).sum())
+    # a spread far above everybody's is not chance: FP8 may be harmless under most seeds and ten times as bad under one
+    variance = max((freedom * lent + squares) / total, squares / max(count - 1, 1))
+    error = math.sqrt(variance / count + variance**2 / (2 * (total + 2)))
+    return math.exp(float(logs.mean()) + variance / 2 + student95(total) * error)
 
 
 def needs_more_benign_runs(gaps: Sequence[float], budget: float) -> bool:
@@ -116,14 +180,19 @@ def has_learnt(losses: Sequence[float]) -> bool:
 def blindness(budget: float, baseline: Baseline) -> str:
     """Return why the loss cannot judge a policy, as the beginning of a sentence; empty when it can.
 
+    It cannot where the rule for policies would reject the benign perturbation itself.
+
     Args:
         budget: of the divergence, a fraction.
         baseline: what is known of the script itself.
     """
-    if baseline.floor > budget:
+    if baseline.reach > budget:
+        moved = f"{baseline.floor:.3%}"
+        if baseline.floor <= budget:
+            moved += f" (up to {baseline.reach:.3%} at 95 % confidence)"
         return (
-            "the loss cannot judge it, because rounding the weights once to bf16 already moves it by "
-            f"{baseline.floor:.3%}, beyond the budget of {budget:.3%}"
+            f"the loss cannot judge it, because rounding the weights once to bf16 already moves it by {moved}, beyond "
+            f"the budget of {budget:.3%}"
         )
     if not baseline.learnt:
         return (
@@ -136,10 +205,11 @@ def blindness(budget: float, baseline: Baseline) -> str:
 def screening_limit(budget: float, floor: float) -> float:
     """Return the divergence up to which one short trial stays a candidate: the budget, or what noise explains.
 
-    Where the floor is within the budget, a gap beyond the budget counts against a policy. Where it is above, only a gap
-    that neither rounding in every step nor the spread of single trials explains does; what decides is asked later.
+    Where the floor is far below the budget, a gap beyond the budget counts against a policy. Where it is near or above
+    it, only a gap that neither rounding in every step nor the spread of single trials explains does; what decides is
+    asked later.
     """
-    return budget if floor <= budget else _EVERY_STEP * _ONE_TRIAL * floor
+    return budget if floor <= _NEARLY * budget else max(budget, _EVERY_STEP * _ONE_TRIAL * floor)
 
 
 def compare_gaps(gaps: Sequence[float], benign: Sequence[float]) -> tuple[float, float]:

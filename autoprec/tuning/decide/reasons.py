@@ -24,6 +24,8 @@ __all__ = ["MOST_REASONS", "explanation", "told"]
 
 #: Rows that are kept of each list: a person reads no more.
 MOST_REASONS, MOST_DECISIONS = 40, 8
+#: Decisions below this share of both variances are not told: what noise explains has a share of zero.
+LEAST_SHARE = 0.005
 #: The models are fitted to so many trials at most, the first and the newest, as the sampler's are.
 MOST_RECORDS = 200
 
@@ -64,6 +66,7 @@ def explanation(
         "importance": [
             {"name": d.name, "time_share": round(d.time_share, 4), "error_share": round(d.error_share, 4)}
             for d in decisions[:MOST_DECISIONS]
+            if max(d.time_share, d.error_share) >= LEAST_SHARE
         ],
     }
 

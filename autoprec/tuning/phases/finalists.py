@@ -251,7 +251,7 @@ class _Final:
             own = self._ledger.reference
             reference = reference_of(self._setup, result).with_noise(own.baseline, own.deterministic)
             self._references[seed] = reference
-            if own.noise_floor > self._setup.limits.divergence:
+            if own.baseline.reach > self._setup.limits.divergence:
                 self._perturb(seed, reference)
         return self._references[seed]
 

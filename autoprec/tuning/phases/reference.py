@@ -8,7 +8,7 @@ import time
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap, step_time
-from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
+from autoprec.tuning.decide.noise import Baseline, blindness, has_learnt, needs_more_benign_runs
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
 from autoprec.tuning.paired import PairedRunner
@@ -59,16 +59,10 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
             record = _record(setup, reference, result, ledger.store.next_number(), kind, label)
             ledger.store.add(record)
             ledger.listener.trial(record, 0, setup.options.trials, None, 0.0)
-    if baseline.floor > setup.limits.divergence:
-        ledger.note(
-            f"the noise floor ({baseline.floor:.3%}) is above the divergence budget ({setup.limits.divergence:.3%}): "
-            "policies are judged by their gradient error and by the gaps of benign changes instead"
-        )
-    elif not baseline.learnt:
-        ledger.note(
-            "the script's own loss does not fall over the steps that are compared: it says nothing about a policy, "
-            "which is judged by its gradient error; more --steps may tell"
-        )
+    blind = blindness(setup.limits.divergence, baseline)
+    if blind:
+        benign = " and by the gaps of benign changes" if baseline.reach > setup.limits.divergence else ""
+        ledger.note(f"policies are judged by their gradient error{benign}: {blind.replace('judge it', 'judge them')}")
     return reference
 
 

@@ -5,7 +5,9 @@ import math
 import pytest
 
 from autoprec.tuning.decide.explain import LayerReason
-from autoprec.tuning.decide.reasons import merged, told
+from autoprec.tuning.decide.reasons import explanation, merged, told
+from autoprec.tuning.decide.table import SensitivityTable
+from tests.tuning.synthetic import synthetic
 
 
 def reason(group: str, choice: str, saved: float, error: float, share: float) -> LayerReason:
@@ -29,6 +31,17 @@ def test_equal_layers_of_all_blocks_are_told_once() -> None:
     assert first["error_share"] == pytest.approx(0.7)
     assert first["text"] == "mxfp8: because of h.1.mlp"  # the one that adds most
     assert rows[2]["gradient_error"] is None
+
+
+def test_only_decisions_that_matter_are_told() -> None:
+    found = synthetic(space="te-delayed")
+    table = SensitivityTable(
+        tuple(g.name for g in found.problem.groups), found.problem.choice_names, found.prior.error2, noise=0.5
+    )
+    params = found.problem.params_of(found.problem.baseline)
+    rows = explanation(found.problem, lambda *_: 1.0, table, [], params)["importance"]
+    assert rows
+    assert all(row["name"].startswith("layer:") for row in rows)  # of parameters nothing is known without a trial
 
 
 def test_what_is_told_is_one_sentence_each() -> None:
