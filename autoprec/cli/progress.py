@@ -6,7 +6,7 @@ from autoprec.cli.console import clock, duration
 from autoprec.cli.phases import Phases
 from autoprec.report.text import bytes_text
 from autoprec.tuning.events import SearchInfo
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord, headline
 
 __all__ = ["TerminalProgress", "describe"]
 
@@ -27,7 +27,7 @@ def describe(record: TrialRecord) -> str:
     if not record.ok:
         return f"{record.status}: {record.reason}"
     m = record.metrics
-    return f"{m['speedup']:.2f}x  divergence {m['divergence']:.3%}  {bytes_text(m['memory_bytes'])}"
+    return f"{headline(m)}  divergence {m['divergence']:.3%}  {bytes_text(m['memory_bytes'])}"
 
 
 class TerminalProgress:
@@ -67,7 +67,7 @@ class TerminalProgress:
             if self._verbosity > 0:
                 self._phases.say(f"{record.name}: {describe(record)}")
             return
-        leader = f"best {best.metrics['speedup']:.2f}x ({best.name})" if best else "best: the script as written"
+        leader = f"best {headline(best.metrics)} ({best.name})" if best else "best: the script as written"
         count = f"finalist run {done}/{total}" if record.kind == "finalist" else f"{done}/{total}"
         if not self._phases.live or self._verbosity > 0:
             self._phases.say(f"{count} {record.name}: {describe(record)}   [{leader}; {clock(seconds_left)} left]")

@@ -150,7 +150,7 @@ def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: Gra
     facts += [f"times and memory {summary.source}"] if summary.source else []
     notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
     failed = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in summary.failures[:50])
-    word = "Adopt" if summary.verdict == "adopt" else "Stay as you are"
+    word = {"adopt": "Adopt", "undecided": "Not decided yet"}.get(summary.verdict, "Stay as you are")
     body = [
         f'<header class="{escape(summary.verdict)}"><h1>{escape(summary.title)}</h1>'
         f'<p class="verdict"><strong>{word}.</strong> {escape(summary.reason)}</p>'

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import threading
 import time
 from contextlib import ExitStack
@@ -20,27 +21,28 @@ from typing import Any
 
 from autoprec.cost import Verdict
 from autoprec.cost.calibrate.cpu import cpu_rates
-from autoprec.errors import AutoPrecError, NothingAcceptableError, SearchInterruptedError, StudyError
+from autoprec.errors import AutoPrecError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.graph.report import GraphReport
-from autoprec.policy import Policy, save_policy
+from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.support.files import file_lock, keep_earlier, write_json
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import TrialSpec
 from autoprec.tuning.checks import check_early
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result
+from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result, settled
 from autoprec.tuning.phases.finalists import run_finals
 from autoprec.tuning.phases.front import save_front
+from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_trials
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.sixteen_bit import runs_in_sixteen_bit, sixteen_bit_space
 from autoprec.tuning.study.naming import free_name, is_numbered
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord, headline
 from autoprec.tuning.study.storage import sqlite_file
 from autoprec.tuning.study.study import StudyStore, default_storage
 from autoprec.tuning.target import calibration_of
@@ -97,6 +99,16 @@ class Search:
         """
         check_early(self.options)
         calibration_of(self.options)
+        is_new = not self.study_dir.exists()
+        try:
+            return self._locked()
+        except ScriptError:
+            if is_new and self.ledger is None:  # a mistake in its arguments leaves no study behind
+                shutil.rmtree(self.study_dir, ignore_errors=True)
+            raise
+
+    def _locked(self) -> SearchResult:
+        """Search while no other process may."""
         with ExitStack() as stack:
             stack.enter_context(file_lock(self.study_dir / "lock"))
             named = sqlite_file(self.options.storage)
@@ -125,11 +137,22 @@ class Search:
             self._calibration = calibration_of(self.options, pool.info(0).device)
         store = self._open_store()
         stack.callback(store.close)
-        host = pool.info(0)
+        try:
+            host = pool.info(0)
+        except ScriptError:
+            store.discard_empty()
+            raise
         self.listener.phase("graph")
-        graph = self.graph = self._record(pool)
+        graph = self.graph = record_step(pool, self.command.label)
+        write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         probe.join()
         setup = Setup.of(self.options, host, graph, self._calibration)
+        verdict = self._verdict(setup)
+        nothing = verdict.kind == "stay" and not self.options.force
+        if nothing and not setup.target.is_cpu and not runs_in_sixteen_bit(graph):
+            # nothing beats 16 bit, but the script is not there yet
+            setup, nothing = setup.restricted(sixteen_bit_space(setup.space)), False
+            self.listener.note(f"{verdict.reason}; the script is not in 16 bit yet, so what is tried is 16 bit alone")
         self._sign(setup, store)
         ledger = Ledger(store, self.listener, setup.limits, self.options.objective, self._started)
         self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
@@ -137,19 +160,20 @@ class Search:
         self.listener.started(self._info(setup, store))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
-        self.listener.phase("reference")
-        measure_reference(setup, runner, ledger)
-        self.listener.phase("verdict")
-        verdict = self._verdict(setup, ledger)
-        if verdict.kind == "stay" and not self.options.force:
+        self._remark_memory(setup, ledger)
+        self.listener.phase("verdict", verdict.reason)
+        ledger.timings["verdict_s"] = ledger.elapsed()
+        if nothing:
             answer = Answer(verdict="stay", reason=verdict.reason, record=None, seeds=0)
         else:
+            self.listener.phase("reference")
+            measure_reference(setup, runner, ledger)
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger)
             self.listener.phase("search")
             run_trials(setup, runner, ledger, table)
             self.listener.phase("finalists")
-            answer = run_finals(setup, runner, ledger, table)
+            answer = settled(run_finals(setup, runner, ledger, table), ledger)
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 
@@ -169,25 +193,6 @@ class Search:
         return StudyStore(
             url, self.options.study, objectives, resume=self.options.resume, begun=begun, tell=self.listener.note
         )
-
-    def _record(self, pool: HostPool) -> GraphReport:
-        result = pool.run(TrialSpec(kind="record", steps=1, timeout_s=600))
-        if not result.ok:
-            raise NothingAcceptableError(
-                f"the training step could not be recorded: {result.reason}",
-                where=self.command.label,
-                fix=f"the trial printed:\n{result.tail}" if result.tail else "run it with -v",
-            )
-        graph = GraphReport.from_json(result.payload["graph"])
-        write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
-        if not graph.tunable:
-            reasons = "; ".join(sorted({layer.reason for layer in graph.layers})[:3]) or "no linear or conv layer ran"
-            raise NothingAcceptableError(
-                f"this script has no trainable GEMM to tune: {reasons}",
-                where=self.command.label,
-                fix="`autoprec inspect` lists every operator and why it is not tunable",
-            )
-        return graph
 
     def _sign(self, setup: Setup, store: StudyStore) -> None:
         """Remember what the study was started with, or refuse to go on with another setup.
@@ -212,6 +217,15 @@ class Search:
         else:
             check_signature(stored, signature, where=f"study {self.options.study}")
 
+    def _remark_memory(self, setup: Setup, ledger: Ledger) -> None:
+        """Say so where the script as written would not fit into the target."""
+        needed, there = setup.steps.script().memory_bytes, setup.target.memory_bytes
+        if not setup.measured and needed > there:
+            ledger.note(
+                f"the script as written is modelled to need {needed / 2**30:.1f} GiB, more than the "
+                f"{there / 2**30:.1f} GiB of one {setup.target.title}: times are those of a device that could hold it"
+            )
+
     def _info(self, setup: Setup, store: StudyStore) -> SearchInfo:
         host, graph = setup.host, setup.graph
         for note in host.notes:
@@ -232,11 +246,10 @@ class Search:
             notes=(*host.notes, *graph.notes),
         )
 
-    def _verdict(self, setup: Setup, ledger: Ledger) -> Verdict:
+    def _verdict(self, setup: Setup) -> Verdict:
         problem = setup.problem
         plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
         verdict = setup.cost.verdict(plans, script=shlex.join(redact_arguments(self.options.command)))
-        ledger.timings["verdict_s"] = ledger.elapsed()
         if verdict.kind != "stay":
             # beside real timings the model's sentence would claim too much: it bounds the GEMMs, not attention or casts
             bound = f"GEMMs could gain up to {verdict.bound_speedup:.2f}x by the cost model; the trials decide"
@@ -246,24 +259,39 @@ class Search:
     def _finish(
         self, setup: Setup, ledger: Ledger, answer: Answer, bound_speedup: float, *, one_worker: bool
     ) -> SearchResult:
-        policy = emitted_policy(setup, ledger, answer)
-        self._emit(policy)
-        save_policy(policy, self.study_dir / "best.yaml")
+        path = ""
+        if answer.verdict != "undecided":
+            policy = emitted_policy(setup, ledger, answer)
+            path = self._emit(policy)
+            save_policy(policy, self.study_dir / "best.yaml")
         result = search_result(
-            setup, ledger, answer, bound_speedup=bound_speedup, policy_path=self.options.output, one_worker=one_worker
+            setup, ledger, answer, bound_speedup=bound_speedup, policy_path=path, one_worker=one_worker
         )
         save_front(setup, ledger, result)
         self.listener.finished(result)
         return result
 
-    def _emit(self, policy: Policy) -> None:
-        """Write the policy where it was asked for; what was there, and is not this study's, is kept beside it."""
+    def _emit(self, policy: Policy) -> str:
+        """Write the policy where it was asked for, and return that path.
+
+        What was there and is not this study's is kept beside it; a policy that changes nothing replaces only another
+        one that changes nothing, and goes into the study's folder else.
+        """
         output, own = Path(self.options.output), self.study_dir / "policy.yaml"
+        if policy.evidence.get("verdict") == "stay" and output.exists() and not _changes_nothing(output):
+            self.listener.note(f"{output} is left as it is: nothing better was found")
+            save_policy(policy, own)
+            return str(own)
+        if policy.evidence.get("verdict") == "stay":
+            save_policy(policy, output)
+            save_policy(policy, own)
+            return self.options.output
         kept = keep_earlier(output, own)
         if kept is not None:
             self.listener.note(f"there was a {output} already: it is now {kept}")
         save_policy(policy, output)
         save_policy(policy, own)
+        return self.options.output
 
     def _interrupted(self, stop: BaseException) -> SearchInterruptedError:
         code = 143 if isinstance(stop, SystemExit) and stop.code == 143 else 130
@@ -271,7 +299,7 @@ class Search:
         best = ledger.best() if ledger is not None else None
         if setup is not None and ledger is not None and best is not None:
             policy = emitted_policy(setup, ledger, Answer("adopt", "interrupted before the finalists", best, seeds=1))
-            kept = f"the best policy so far ({best.metrics['speedup']:.2f}x) is in {self.options.output}"
+            kept = f"the best policy so far ({headline(best.metrics)}) is in {self.options.output}"
             try:
                 self._emit(policy)
             except AutoPrecError as error:
@@ -279,3 +307,11 @@ class Search:
         return SearchInterruptedError(
             f"interrupted; {kept}", fix=f"continue with:\n    {self.options.resume_command()}", exit_code=code
         )
+
+
+def _changes_nothing(path: Path) -> bool:
+    """Say whether a file is what an earlier search wrote whose answer was to stay."""
+    try:
+        return load_policy(path).evidence.get("verdict") == "stay"
+    except AutoPrecError:
+        return False

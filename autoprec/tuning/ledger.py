@@ -5,6 +5,7 @@ Records are durable (they are written to the study before anybody else sees them
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import dataclass, field
 
@@ -31,6 +32,7 @@ class Ledger:
         table: gradient errors by group and choice; None until they were measured.
         timings: seconds by phase, and what else is counted.
         notes: what a person was told.
+        cut_short: what was left out for want of time; empty when the search came to its own end.
     """
 
     store: StudyStore
@@ -42,6 +44,7 @@ class Ledger:
     table: SensitivityTable | None = None
     timings: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    cut_short: list[str] = field(default_factory=list)
 
     def elapsed(self) -> float:
         """Return seconds since the search began."""
@@ -51,6 +54,16 @@ class Ledger:
         """Tell the listener, and keep the note for the report."""
         self.notes.append(text)
         self.listener.note(text)
+
+    def cut(self, text: str) -> None:
+        """Tell, and remember, that something was left out for want of time."""
+        self.cut_short.append(text)
+        self.note(text)
+
+    def seconds_per_run(self) -> float:
+        """Return what one short run takes: the median trial of this study, before the first one the reference."""
+        seconds = [record.seconds for record in self.store.learned() if record.ok]
+        return statistics.median(seconds) if seconds else self.timings.get("reference_run_s", 0.0)
 
     def add_seconds(self, name: str, seconds: float) -> None:
         """Add to a running total of :attr:`timings`."""

@@ -7,7 +7,7 @@ learns goes into the :mod:`~autoprec.tuning.ledger`; what it runs goes through :
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +127,13 @@ class Setup:
             problem=problem,
             steps=ModelledSteps(cost, problem, options.reference),
             limits=Limits(options.max_divergence, options.max_gradient_error, options.max_memory),
+        )
+
+    def restricted(self, space: SearchSpace) -> Setup:
+        """Return the same search in another space."""
+        problem = Problem.build(self.graph, space, self.cost.can_run)
+        return replace(
+            self, space=space, problem=problem, steps=ModelledSteps(self.cost, problem, self.steps.reference)
         )
 
     @property

@@ -7,15 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from autoprec.errors import NothingAcceptableError
+from autoprec.errors import AutoPrecError, NothingAcceptableError
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import divergence, step_time
-from autoprec.tuning.options import fewer_steps
+from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.options import SearchOptions, fewer_steps
+from autoprec.tuning.phases.record import record_step
+from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
 
-__all__ = ["Contender", "Verification", "contenders", "verify"]
+__all__ = ["Contender", "Verification", "contenders", "search_setup", "verify"]
 
 #: What is told apart from timing noise, as a factor of speed, and what counts as saving memory.
 FASTER, SMALLER = 1.05, 0.98
@@ -69,8 +72,32 @@ class Verification:
         return asdict(self) | {"rows": [row.to_json() for row in self.rows]}
 
 
-def contenders(policy: Policy) -> dict[str, dict[str, Any]]:
-    """Return the policy and the uniform presets people would run instead, by name; names are those of a search."""
+def search_setup(policy: Policy, pool: HostPool, label: str) -> Setup | None:
+    """Return what a search for the policy's target would be of; None where it has no quantised recipe to compare.
+
+    Raises:
+        NothingAcceptableError: the script's training step could not be recorded.
+    """
+    if not any(recipe.scaled for recipe in policy.recipes.values()):
+        return None
+    graph = record_step(pool, label)
+    options = SearchOptions(command=(label,), target=str(policy.evidence.get("target", "auto")))
+    try:
+        return Setup.of(options, pool.info(0), graph)
+    except AutoPrecError:  # a target that is described elsewhere, or another device than this one
+        return None
+
+
+def contenders(policy: Policy, setup: Setup | None = None) -> dict[str, dict[str, Any]]:
+    """Return the policy and the uniform presets people would run instead, by name.
+
+    A preset of a search's name is that search's policy: layers that the target cannot run under the recipe (a head of
+    8 outputs in FP8) keep the baseline.
+
+    Args:
+        policy: what is verified.
+        setup: of a search on this script for the policy's target; without it presets take every layer.
+    """
 
     def uniform(name: str, recipe: Recipe, activations: str) -> dict[str, Any]:
         return Policy.model_validate({"recipes": {name: recipe}, "default": name, "activations": activations}).to_dict()
@@ -79,8 +106,12 @@ def contenders(policy: Policy) -> dict[str, dict[str, Any]]:
     out = {"policy": policy.to_dict(), "bf16 autocast": uniform("bf16", bf16, "bf16")}
     if policy.activations == "keep":
         out["all bf16"] = uniform("bf16", bf16, "keep")
-    scaled = {name: recipe for name, recipe in policy.recipes.items() if recipe.scaled}
-    return out | {f"all {name}": uniform(name, recipe, policy.activations) for name, recipe in scaled.items()}
+    searched = {name: setup.problem.policy(params) for name, params in presets(setup.problem)} if setup else {}
+    for name, recipe in policy.recipes.items():
+        known = searched.get(f"all {name}")
+        if recipe.scaled:
+            out[f"all {name}"] = known.to_dict() if known else uniform(name, recipe, policy.activations)
+    return out
 
 
 def verify(

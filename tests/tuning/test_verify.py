@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
-from autoprec.policy import Policy
+from autoprec.policy import Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import TrialSpec
-from autoprec.tuning.verify import Contender, Verification, _judge, contenders, verify
+from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.verify import Contender, Verification, _judge, contenders, search_setup, verify
 from autoprec.tuning.workers.local import HostPool
-from tests.simulated import SimulatedRunner, SimulatedScript
+from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 
 def check(policy: Policy, tmp_path: Path, *, timed: bool = True, script: SimulatedScript | None = None) -> Verification:
@@ -65,3 +67,33 @@ def test_a_policy_does_not_lose_by_chance_to_a_preset_that_does_the_same() -> No
     policy = contender("policy", 1.4, 1.6, 1.5)
     assert _judge([policy, contender("bf16 autocast", 1.58, 1.62, 1.7)], 0.0025, 0.0, True, 100)[0]
     assert not _judge([policy, contender("bf16 autocast", 1.7, 1.8, 1.75)], 0.0025, 0.0, True, 100)[0]
+
+
+def test_a_preset_of_a_searchs_name_is_that_searchs_policy(tmp_path: Path) -> None:
+    """The head of 8 outputs cannot run in FP8: a search keeps it in bf16, and so does verify."""
+    graph = simulated_graph(2, width=128)
+    *rest, head = graph.layers
+    outputs = {"fprop": "n", "dgrad": "k", "wgrad": "m"}  # which of M, K, N is the number of outputs
+    small = tuple(replace(gemm, **{outputs[gemm.role]: 8}) for gemm in head.gemms)
+    graph = replace(graph, layers=(*rest, replace(head, gemms=small)))
+    simulated = SimulatedScript(graph=graph)
+    policy = Policy.model_validate(
+        {
+            "recipes": {"fp8_delayed": BUILTIN_RECIPES["fp8_delayed"]},
+            "default": "fp8_delayed",
+            "activations": "bf16",
+            "evidence": {"target": "h100"},
+        }
+    )
+    with HostPool(lambda seed, _folder: SimulatedRunner(simulated, seed), tmp_path) as pool:
+        setup = search_setup(policy, pool, "train.py")
+        assert setup is not None
+        plain = policy.model_copy(update={"recipes": {"bf16": BUILTIN_RECIPES["bf16"]}, "default": "bf16"})
+        assert search_setup(plain, pool, "train.py") is None
+    names = [layer.name for layer in graph.tunable]
+    searched = setup.problem.policy(dict(presets(setup.problem))["all fp8_delayed"])
+    verified = policy_from_dict(contenders(policy, setup)["all fp8_delayed"])
+    assert resolve(verified, names) == resolve(searched, names)
+    assert resolve(verified, names)["head"].fprop == BUILTIN_RECIPES["bf16"]
+    alone = policy_from_dict(contenders(policy)["all fp8_delayed"])
+    assert resolve(alone, names)["head"].fprop != BUILTIN_RECIPES["bf16"]

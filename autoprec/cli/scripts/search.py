@@ -11,7 +11,7 @@ import click
 from autoprec.cli import options
 from autoprec.cli.console import print_json
 from autoprec.cli.script import script_command
-from autoprec.errors import AutoPrecError
+from autoprec.errors import AutoPrecError, NothingAcceptableError
 
 if TYPE_CHECKING:
     from autoprec.tuning.engine import Search
@@ -108,7 +108,7 @@ def search(
         print_json(result.to_json(), indent=1)
     else:
         print_result(engine, result, files)
-    return 0
+    return NothingAcceptableError.exit_code if result.verdict == "undecided" else 0
 
 
 def perform(asked: SearchOptions, *, verbosity: int = 0, track: bool = True) -> tuple[Search, SearchResult, Files]:
@@ -170,11 +170,16 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
 
     console = stdout_console()
     console.print(report.terminal_table(result, engine.records))
-    lines = [f"verdict: {result.verdict}. {result.reason}", f"policy:  {result.policy}"]
+    lines = [f"verdict: {result.verdict}. {result.reason}"]
+    if result.resume:
+        lines.append(f"go on:   {result.resume}")
+    if result.policy:
+        lines.append(f"policy:  {result.policy}")
     if "report.html" in files:
         lines.append(f"report:  {files['report.html']}")
     uri = result.mlflow.get("tracking_uri")
     if uri:
         lines.append("trials:  autoprec ui")
-    lines.append(f"load it: autoprec.load({result.policy!r}).apply(model)")
+    if result.policy:
+        lines.append(f"load it: autoprec.load({result.policy!r}).apply(model)")
     console.print("\n".join(lines), markup=False, soft_wrap=True)

@@ -33,7 +33,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
-    from autoprec.tuning.verify import contenders
+    from autoprec.tuning.verify import contenders, search_setup
     from autoprec.tuning.verify import verify as run_verification
     from autoprec.tuning.workers.local import HostPool
 
@@ -46,7 +46,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
     ):
         phases.begin(f"running {command.label} to its first training step")
         host = pool.info(0)
-        asked, seeds = contenders(policy), values["seeds"]
+        asked, seeds = contenders(policy, search_setup(policy, pool, command.label)), values["seeds"]
         phases.begin(f"{len(asked)} policies beside the reference, seed after seed", total=seeds)
         finished: list[str] = []
 

@@ -113,6 +113,7 @@ class _Rules:
     baseline: Baseline
     max_gradient: float | None
     max_memory: float | None
+    gradient_noise: float | None = None
 
     @property
     def blind(self) -> str:
@@ -133,7 +134,8 @@ class _Rules:
             return f"{self.blind}, and its gradient error is unknown"
         limit = self.gradient_limit()
         if limit is not None and c.gradient_error is not None and c.gradient_error > limit:
-            return f"gradient error {c.gradient_error:.3g} is beyond {limit:.3g}"
+            unit, of = (self.gradient_noise, " of the gradient noise") if self.gradient_noise else (1.0, "")
+            return f"gradient error {_apart(c.gradient_error / unit, limit / unit)}{of}"
         if self.max_memory is not None and c.memory_bytes > self.max_memory:
             return f"memory {memory_text(c.memory_bytes)} is beyond {memory_text(self.max_memory)}"
         return ""
@@ -188,6 +190,8 @@ def choose(
     objective: str = "throughput",
     timing_noise: float = 0.01,
     reference_memory: float = 0.0,
+    sixteen_bit: float | None = None,
+    gradient_noise: float | None = None,
 ) -> Decision:
     """Decide over the finalists; see the module's docstring for the rules.
 
@@ -201,9 +205,11 @@ def choose(
         objective: ``throughput``, ``memory`` or ``balanced``.
         timing_noise: relative noise of a speed-up (0 for modelled times).
         reference_memory: bytes of the script as written, for the memory objectives.
+        sixteen_bit: speed-up of the best 16-bit run, which a gain is told against; None on a CPU.
+        gradient_noise: mini-batch gradient noise, in whose units gradient errors are told.
     """
     baseline = baseline if baseline is not None else Baseline(noise_limit(noise_floor))
-    rules = _Rules(max_divergence, baseline, max_gradient, max_memory)
+    rules = _Rules(max_divergence, baseline, max_gradient, max_memory, gradient_noise)
     negligible = _NEGLIGIBLE * max(max_divergence, baseline.floor)
     bounds = confidence_bounds([() if c.reference else c.divergences for c in candidates], negligible)
     rejected = {
@@ -219,12 +225,7 @@ def choose(
     merit = {i: _merit(candidates[i], objective, reference_memory) for i in accepted}
     leader = max(accepted, key=lambda i: merit[i])
     if merit[leader] <= 1.0 + timing_noise or (objective == "throughput" and merit[leader] < 1.0 + _LEAST_GAIN):
-        gain = merit[leader] - 1.0
-        reason = (
-            f"the best acceptable policy ({candidates[leader].name}) gains {gain:+.1%}, "
-            f"which is within the timing noise of {timing_noise:.1%}"
-        )
-        return Decision("stay", script, reason, 0.0, rejected)
+        return Decision("stay", script, _no_gain(candidates[leader].name, merit[leader], timing_noise), 0.0, rejected)
     best_preset = max((merit[i] for i in accepted if candidates[i].preset), default=0.0)
     least = max(merit[leader] * (1.0 - timing_noise), min(best_preset, merit[leader]))
     tied = [i for i in accepted if merit[i] >= least]
@@ -232,8 +233,26 @@ def choose(
     mean, upper = bounds[chosen]
     others = tuple(candidates[i].name for i in tied if i != chosen)
     caveat = rules.caveat(candidates[chosen], upper)
-    reason = _reason(candidates[chosen], objective, merit[chosen], mean, max_divergence, caveat, others)
+    reason = _reason(candidates[chosen], objective, merit[chosen], mean, max_divergence, caveat, others, sixteen_bit)
     return Decision("adopt", chosen, reason, upper - mean, rejected, others, caveat)
+
+
+def _apart(value: float, limit: float) -> str:
+    """Return ``value is beyond limit`` with as many digits as tell them apart."""
+    for digits in range(2, 7):
+        if f"{value:.{digits}g}" != f"{limit:.{digits}g}":
+            break
+    return f"{value:.{digits}g} is beyond {limit:.{digits}g}"
+
+
+def _no_gain(name: str, merit: float, timing_noise: float) -> str:
+    """Say why the best acceptable policy is not adopted: it is slower, or its gain cannot be told from noise."""
+    best = f"the best acceptable policy ({name})"
+    if merit < 1.0 - timing_noise:
+        return f"{best} is not better than the script as written: {merit:.2f}x"
+    if timing_noise < _LEAST_GAIN:
+        return f"{best} changes nothing that counts: {merit - 1.0:+.2%} modelled"
+    return f"{best} gains {merit - 1.0:+.1%}, which is within the timing noise of {timing_noise:.1%}"
 
 
 def _safety(candidate: Candidate, merit: float) -> tuple[float, float, float]:
@@ -250,10 +269,20 @@ def _closest(rejected: dict[str, str]) -> str:
 
 
 def _reason(
-    chosen: Candidate, objective: str, merit: float, mean: float, budget: float, caveat: str, tied: Sequence[str]
+    chosen: Candidate,
+    objective: str,
+    merit: float,
+    mean: float,
+    budget: float,
+    caveat: str,
+    tied: Sequence[str],
+    sixteen_bit: float | None,
 ) -> str:
     what = {"throughput": "fastest", "memory": "smallest", "balanced": "best balance of speed and memory"}[objective]
-    text = f"{chosen.name} is the {what} acceptable policy: {chosen.speedup:.2f}x, divergence {mean:.3%}"
+    gain = f"{chosen.speedup:.2f}x"
+    if sixteen_bit:
+        gain = f"{chosen.speedup / sixteen_bit:.2f}x over 16-bit ({gain} over the script as written)"
+    text = f"{chosen.name} is the {what} acceptable policy: {gain}, divergence {mean:.3%}"
     text += f"; {caveat}" if caveat else f" within {budget:.3%}"
     if objective != "throughput":
         text += f", merit {merit:.2f}"

@@ -6,7 +6,7 @@ import datetime
 import math
 import platform
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any
 
@@ -18,23 +18,25 @@ from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.reasons import explanation, told
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["Answer", "emitted_policy", "search_result"]
+__all__ = ["Answer", "emitted_policy", "search_result", "settled"]
 
 #: What to fall back to in the long run, in order; short trials see early divergence only.
 FALLBACK_QUANTISED = ("wgrad_bf16", "head_bf16", "all_bf16", "script")
 KEPT_METRICS = (
     "throughput", "samples_per_s", "step_time_ms", "memory_bytes", "divergence", "noise_floor", "gradient_error",
-    "speedup", "effective_speedup",
+    "speedup", "speedup_over_16bit", "effective_speedup",
 )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What the search decided: ``adopt`` a record's policy, or ``stay``.
+    """What the search decided: ``adopt`` a record's policy, ``stay``, or ``undecided`` where it was cut short.
 
-    ``chosen`` holds the finalist statistics; ``caveat`` says how the policy was judged where the loss could not do it.
+    ``chosen`` holds the finalist statistics, ``interval`` the half width of the interval of their mean divergence;
+    ``caveat`` says how the policy was judged where the loss could not do it.
     """
 
     verdict: str
@@ -46,16 +48,26 @@ class Answer:
     caveat: str = ""
 
 
+def settled(answer: Answer, ledger: Ledger) -> Answer:
+    """Return the answer as far as it can be given: what was cut short says so, and never says "stay"."""
+    if not ledger.cut_short:
+        return answer
+    cut = "; ".join(ledger.cut_short)
+    if answer.verdict == "stay":
+        return replace(answer, verdict="undecided", reason=f"cut short: {cut}; so far {answer.reason}")
+    return replace(answer, reason=f"{answer.reason}; cut short: {cut}")
+
+
 def _plain(value: float) -> float:
     """Round to four significant digits: more would pretend to a precision nobody measured."""
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
-def final_metrics(ledger: Ledger, answer: Answer) -> dict[str, Any]:
+def final_metrics(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
     """Return the metrics of the chosen policy: finalist means where they exist, else the trial's own."""
     record, chosen = answer.record, answer.chosen
     if record is None:
-        return reference_metrics(ledger) | {"name": "script as written"}
+        return reference_metrics(setup, ledger) | {"name": "script as written"}
     out: dict[str, Any] = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
     if chosen is not None and chosen.divergences:
         speedup = chosen.speedup
@@ -68,21 +80,33 @@ def final_metrics(ledger: Ledger, answer: Answer) -> dict[str, Any]:
             out["samples_per_s"] = ledger.reference.samples * out["throughput"]
         if chosen.gradient_error is not None:
             out["gradient_error"] = chosen.gradient_error
+    out |= over_sixteen_bit(out, sixteen_bit_speedup(setup, ledger.store.records))
     out |= {"name": record.name, "seeds": answer.seeds, "sources": dict(record.sources)}
     return out
 
 
-def reference_metrics(ledger: Ledger) -> dict[str, Any]:
-    """Return the metrics of the reference."""
+def reference_metrics(setup: Setup, ledger: Ledger) -> dict[str, Any]:
+    """Return the metrics of the reference; modelled ones where the answer needed no run of it."""
+    name = "script as written" if setup.options.reference == "script" else setup.options.reference
+    out: dict[str, Any] = {}
     for record in ledger.store.records:
         if record.kind == "reference" and record.seed == 0:
-            out: dict[str, Any] = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
-            return out | {"name": record.name, "sources": dict(record.sources)}
-    return {}
+            out = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
+            out |= {"name": record.name, "sources": dict(record.sources)}
+    if not out:
+        step = setup.steps.of_reference()
+        out = {
+            "step_time_ms": step.time_ms,
+            "throughput": 1000.0 / step.time_ms,
+            "memory_bytes": float(step.memory_bytes),
+            "speedup": 1.0,
+        }
+        out |= {"sources": dict.fromkeys(out, "modelled"), "name": name}
+    return out | over_sixteen_bit(out, sixteen_bit_speedup(setup, ledger.store.records))
 
 
 def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
-    metrics = final_metrics(ledger, answer)
+    metrics = final_metrics(setup, ledger, answer)
     out: dict[str, Any] = {
         "target": setup.target.name,
         "source": setup.source,
@@ -95,6 +119,7 @@ def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
     }
     for name in (
         "speedup",
+        "speedup_over_16bit",
         "effective_speedup",
         "divergence",
         "interval",
@@ -104,6 +129,8 @@ def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
     ):
         if name in metrics:
             out[name] = _plain(float(metrics[name]))
+    if ledger.cut_short:
+        out["cut_short"] = "; ".join(ledger.cut_short)
     if not setup.measured:
         out["numerics"] = "emulated"
         out["cost"] = setup.steps.script().label
@@ -147,8 +174,9 @@ def _explanation(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]
     )
 
 
-def _row(record: TrialRecord) -> dict[str, Any]:
+def _row(record: TrialRecord, sixteen_bit: float | None) -> dict[str, Any]:
     kept = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
+    kept |= over_sixteen_bit(kept, sixteen_bit)
     return {"name": record.name, "number": record.number, "status": record.status, "reason": record.reason, **kept}
 
 
@@ -167,14 +195,15 @@ def search_result(
     timings = dict(ledger.timings) | {"total_s": seconds}
     if one_worker and seconds:
         timings["overhead_share"] = max(0.0, 1.0 - timings.get("training_s", 0.0) / seconds)
+    sixteen_bit = sixteen_bit_speedup(setup, ledger.store.records)
     return SearchResult(
         verdict=answer.verdict,
         reason=answer.reason,
         policy=policy_path,
-        best=final_metrics(ledger, answer),
-        reference=reference_metrics(ledger),
-        presets=tuple(_row(r) for r in ledger.store.learned() if r.kind == "preset"),
-        front=tuple(_row(r) for r in front(ledger.store.learned())),
+        best=final_metrics(setup, ledger, answer),
+        reference=reference_metrics(setup, ledger),
+        presets=tuple(_row(r, sixteen_bit) for r in ledger.store.learned() if r.kind == "preset"),
+        front=tuple(_row(r, sixteen_bit) for r in front(ledger.store.learned())),
         trials=ledger.store.count(),
         study=setup.options.study,
         storage=ledger.store.url,
@@ -192,5 +221,7 @@ def search_result(
         sensitivity=tuple(ledger.table.rows()) if ledger.table is not None else (),
         timings={key: round(value, 3) for key, value in timings.items()},
         notes=tuple(ledger.notes),
+        cut_short="; ".join(ledger.cut_short),
+        resume=setup.options.resume_command() if ledger.cut_short else "",
         explanation=_explanation(setup, ledger, answer),
     )

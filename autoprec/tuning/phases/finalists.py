@@ -26,6 +26,7 @@ from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.phases.trials import measured
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.sixteen_bit import sixteen_bit_speedup
 from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["pick_finalists", "run_finals"]
@@ -221,7 +222,7 @@ class _Final:
         for seed in seeds:
             # the script's own seed and one more are always measured
             if seed >= 2 and self._over_budget():
-                ledger.note(f"the time budget is used up: the finalists were measured over {seed} paired seeds")
+                ledger.cut(f"the time budget ended the finalists after {seed} of {seeds.stop} paired seeds")
                 break
             if seed + 1 in seeds:
                 self._runner.prepare(seed + 1)
@@ -283,7 +284,7 @@ class _Final:
                 return original, known, False
             plan = replace(original, kind="finalist", tags=("finalist",), seed=seed)
             error = original.metrics["gradient_error"]
-            return original, measured(self._setup, runner, plan, reference, error, anneal=True), True
+            return original, measured(self._setup, runner, ledger, plan, reference, error, anneal=True), True
 
         out = []
         with runner.threads(runner.final_workers, "finalist") as threads:
@@ -329,6 +330,8 @@ class _Final:
             objective=setup.options.objective,
             timing_noise=noise,
             reference_memory=memory,
+            sixteen_bit=sixteen_bit_speedup(setup, self._ledger.store.records),
+            gradient_noise=self._ledger.gradient_noise,
         )
         self._ledger.timings["timing_noise"] = noise
         self.rejected = decision.rejected
@@ -337,21 +340,13 @@ class _Final:
         chosen = candidates[decision.index]
         return Answer(
             decision.verdict,
-            decision.reason + _over_sixteen_bits(setup, self._ledger, chosen),
+            decision.reason,
             chosen.tag,
             seeds=len(chosen.divergences),
             chosen=chosen,
             interval=decision.interval,
             caveat=decision.caveat,
         )
-
-
-def _over_sixteen_bits(setup: Setup, ledger: Ledger, chosen: Candidate) -> str:
-    """Say what a policy gains over plain bf16, which is what most people would run instead; modelled times only."""
-    plain = [r for r in ledger.store.learned() if r.ok and r.kind == "preset" and r.name == "all bf16"]
-    if setup.measured or not plain or plain[0].name == chosen.name:
-        return ""
-    return f"; {chosen.speedup / plain[0].metrics['speedup']:.2f}x over all bf16"
 
 
 def _why_nothing(setup: Setup, ledger: Ledger) -> str:

@@ -28,6 +28,7 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.sixteen_bit import NAMES, first_presets, over_sixteen_bit, sixteen_bit_speedup
 from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["measured", "run_trials"]
@@ -36,7 +37,7 @@ __all__ = ["measured", "run_trials"]
 FAILURES_IN_A_ROW = 5
 #: Presets may take half of the trials, but never fewer than these are tried.
 FEWEST_PRESETS = 8
-#: Share of a time budget that is kept for the finalists at most.
+#: At most this share of the time left after the setup is kept for finalists: the trials before them find them.
 FINALISTS_SHARE = 0.4
 #: Ask at most so many times per wanted trial when a sampler proposes what was already measured.
 ASKS_PER_TRIAL = 20
@@ -76,7 +77,13 @@ def hopeless_gap(setup: Setup, ledger: Ledger, params: Mapping[str, Any]) -> flo
 
 
 def measured(
-    setup: Setup, runner: PairedRunner, plan: TrialRecord, reference: Reference, gradient_error: float, **spec: Any
+    setup: Setup,
+    runner: PairedRunner,
+    ledger: Ledger,
+    plan: TrialRecord,
+    reference: Reference,
+    gradient_error: float,
+    **spec: Any,
 ) -> TrialRecord:
     """Run the policy of a record under the record's paired seed; return it with everything that was measured."""
     began, clock = time.time(), time.monotonic()  # the wall clock may jump; durations must not
@@ -84,7 +91,7 @@ def measured(
     estimate = None if setup.measured else setup.steps.of(plan.params)
     doubt = result.unreliable if setup.measured else ""
     scored = score(result, reference, estimate=estimate, gradient_error=gradient_error)
-    return replace(
+    done = replace(
         plan,
         status=scored.status,
         reason=scored.reason or doubt,
@@ -97,14 +104,24 @@ def measured(
         started=began,
         seconds=time.monotonic() - clock,
     )
+    over = over_sixteen_bit(done.metrics, sixteen_bit_speedup(setup, [*ledger.store.records, done]))
+    sources = dict.fromkeys(over, setup.source)
+    return replace(done, metrics={**done.metrics, **over}, sources={**done.sources, **sources})
 
 
-def reserve(setup: Setup, runner: PairedRunner, ledger: Ledger) -> float:
-    """Return the seconds kept for the finalists: what they need, but never more than two fifths of a time budget."""
-    runs = setup.options.seeds * (setup.options.finalists + 2)
-    needed = runs * ledger.timings.get("reference_run_s", 0.0) / runner.final_workers
+def reserve(setup: Setup, runner: PairedRunner, ledger: Ledger, began_s: float) -> float:
+    """Return the seconds kept for measuring again the finalists there would be now; none are kept for none.
+
+    Args:
+        setup, runner, ledger: of the search.
+        began_s: when the trials began, seconds into the search: only what was left then is shared with finalists.
+    """
+    fit = [r for r in ledger.acceptable_ones() if not setup.problem.is_script(r.params)]
+    count = min(len(fit), setup.options.finalists + 1)
+    runs = setup.options.seeds * (count + 1) if count else 0  # and the reference of each seed
+    needed = runs * ledger.seconds_per_run() / runner.final_workers
     budget = setup.options.budget_s
-    return needed if budget is None else min(needed, FINALISTS_SHARE * budget)
+    return needed if budget is None else min(needed, FINALISTS_SHARE * max(0.0, budget - began_s))
 
 
 @dataclass(slots=True)
@@ -116,7 +133,8 @@ class _Loop:
         failures: how many of the last trials failed one after the other.
         seen: what every point that was tried gave.
         running: trials that have not ended yet.
-        began_s: when the loop began, in seconds since the search did.
+        began_s, began_done: when this loop began (seconds into the search), and what was finished then.
+        yardstick: the 16-bit run, which is measured whatever the budget says; None where the space has none.
     """
 
     setup: Setup
@@ -129,6 +147,8 @@ class _Loop:
     seen: dict[tuple[Any, ...], TrialRecord] = field(default_factory=dict)
     running: dict[Future[TrialRecord], optuna.Trial] = field(default_factory=dict)
     began_s: float = 0.0
+    began_done: int = 0
+    yardstick: tuple[Any, ...] | None = None
 
     def trial(self, number: int, kind: str, name: str, params: dict[str, Any]) -> TrialRecord:
         """Run one policy of the study and return its scored record."""
@@ -138,7 +158,9 @@ class _Loop:
         plan = TrialRecord(number, kind, name, params, policy, status="", tags=tags)
         gap = hopeless_gap(setup, self.ledger, params)
         predicted = self.table.predict(setup.problem, params)
-        return measured(setup, self.runner, plan, reference, predicted, reference_losses=reference.losses, stop_gap=gap)
+        return measured(
+            setup, self.runner, self.ledger, plan, reference, predicted, reference_losses=reference.losses, stop_gap=gap
+        )
 
     def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:
         """Book one finished trial.
@@ -177,16 +199,16 @@ class _Loop:
 
     def seconds_left(self) -> float:
         """Return the expected seconds until the search ends, finalists included."""
-        per_trial = (self.ledger.elapsed() - self.began_s) / max(1, self.done)
-        return (self.goal - self.done) * per_trial + reserve(self.setup, self.runner, self.ledger)
+        per_trial = (self.ledger.elapsed() - self.began_s) / max(1, self.done - self.began_done)
+        return (self.goal - self.done) * per_trial + reserve(self.setup, self.runner, self.ledger, self.began_s)
 
     def out_of_time(self) -> bool:
         """Say whether the time budget leaves no room for another trial before the finalists."""
         budget = self.setup.options.budget_s
-        if budget is None:
+        if budget is None or (self.yardstick is not None and self.yardstick not in self.seen and not self.running):
             return False
-        per_trial = self.ledger.timings.get("reference_run_s", 0.0)
-        return self.ledger.elapsed() + per_trial + reserve(self.setup, self.runner, self.ledger) > budget
+        kept = reserve(self.setup, self.runner, self.ledger, self.began_s)
+        return self.ledger.elapsed() + self.ledger.seconds_per_run() + kept > budget
 
     def room(self) -> int:
         """Return how many more trials may be started now."""
@@ -213,13 +235,17 @@ def run_trials(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensit
         trials=options.trials,
         objective=options.objective,
     )
-    first = presets(problem, limit=max(FEWEST_PRESETS, options.trials // 2))
+    first = first_presets(presets(problem))[: max(FEWEST_PRESETS, options.trials // 2)]
     store.start(sampler, problem.distributions(), first)
     seen = {problem.key(record.params): record for record in store.learned()}
     done = len(store.learned())
-    loop = _Loop(setup, runner, ledger, table, options.trials, done, seen=seen, began_s=ledger.elapsed())
+    loop = _Loop(setup, runner, ledger, table, options.trials, done, seen=seen)
+    loop.began_s, loop.began_done = ledger.elapsed(), done
+    loop.yardstick = next((problem.key(params) for name, params in first if name in NAMES), None)
     with runner.threads(runner.workers, "trial") as threads:
         _drive(loop, threads.submit, lambda: is_exhausted(sampler))
+    if loop.done < loop.goal and loop.out_of_time():
+        ledger.cut(f"the time budget of {options.budget_s:.0f} s ended the trials after {loop.done} of {loop.goal}")
 
 
 def _drive(loop: _Loop, submit: Callable[..., Future[TrialRecord]], exhausted: Callable[[], bool]) -> None:
@@ -243,6 +269,8 @@ def _drive(loop: _Loop, submit: Callable[..., Future[TrialRecord]], exhausted: C
             loop.running[future] = trial
             number += 1
         if not loop.running:
+            if loop.out_of_time():
+                return
             loop.ledger.note(f"the space is exhausted after {loop.done} different policies")
             return
         finished, _ = wait(loop.running, return_when=FIRST_COMPLETED)

@@ -5,13 +5,20 @@ The report, the tracker and ``--json`` read nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from autoprec.support.files import with_checksum, without_checksum
 from autoprec.support.redact import redact_text
 
-__all__ = ["SearchResult", "TrialRecord"]
+__all__ = ["SearchResult", "TrialRecord", "headline"]
+
+
+def headline(metrics: Mapping[str, Any]) -> str:
+    """Return the gain as it is told first: over the 16-bit run where that is known (a GPU), else over the script."""
+    over = metrics.get("speedup_over_16bit")
+    return f"{over:.2f}x over 16-bit" if over is not None else f"{metrics['speedup']:.2f}x"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,8 @@ class TrialRecord:
         policy: the policy document that ran; empty for the reference.
         status: ``ok``, ``pruned``, ``duplicate`` or a failure of :mod:`autoprec.trial.protocol`, with ``reason``.
         metrics: the names of DESIGN section 3: throughput (steps/s), samples_per_s, step_time_ms, memory_bytes,
-            divergence, noise_floor, gradient_error, speedup, effective_speedup (ratios and divergence as fractions).
+            divergence, noise_floor, gradient_error, speedup, effective_speedup (ratios and divergence as fractions);
+            on a GPU target also speedup_over_16bit, once the 16-bit run was measured.
         sources: metric name -> ``measured`` or ``modelled``.
         losses: per step; ``reference_losses`` the paired reference's.
         tags: any of preset, finalist, pareto, best, infeasible, pruned, unreliable (its times; ``reason`` says why).
@@ -96,8 +104,10 @@ class TrialRecord:
 class SearchResult:
     """The outcome of a search: exactly what ``autoprec search --json`` prints, plus what the report draws.
 
-    ``verdict`` is ``adopt`` or ``stay``; ``best``, ``reference`` and the members of ``presets`` and ``front`` are
-    metric mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
+    ``verdict`` is ``adopt``, ``stay``, or ``undecided`` where a search was cut short before anything could be said:
+    no policy is written then. ``cut_short`` says what was left out, ``resume`` is the command that goes on; both are
+    empty where nothing was left out. ``best``, ``reference`` and the members of ``presets`` and ``front`` are metric
+    mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
     divergence's confidence interval over the finalist seeds. ``explanation`` is that of
     :func:`autoprec.tuning.decide.reasons.explanation`.
     """
@@ -121,6 +131,8 @@ class SearchResult:
     timings: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     explanation: dict[str, Any] = field(default_factory=dict)
+    cut_short: str = ""
+    resume: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document."""

@@ -127,6 +127,11 @@ class StudyStore:
         """Give the study up, so that another driver may continue it."""
         self._claim.release()
 
+    def discard_empty(self) -> None:
+        """Take a study that holds nothing yet out of the storage again: its script never reached a training step."""
+        if not self.records and self.signature is None:
+            self._guarded(lambda: optuna.delete_study(study_name=self.name, storage=self._storage))
+
     def _load(self) -> list[TrialRecord]:
         """Return every stored record, or none: a study with a damaged trial would go on from what nobody measured."""
         trials = self._guarded(lambda: self._rdb.get_trials(deepcopy=False))

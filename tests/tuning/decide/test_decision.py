@@ -148,3 +148,22 @@ def test_the_noise_floor_may_be_one_number_or_one_per_seed() -> None:
     assert noise_limit(0.001) == 0.001
     assert noise_limit([0.001, 0.003]) == 0.002
     assert noise_limit([math.inf]) == 0.0
+
+
+def test_figures_that_are_told_apart_are_shown_apart() -> None:
+    near = candidate("near", 1.5, gradient_error=0.1111)
+    found = choose([SCRIPT, near], max_gradient=0.1108, gradient_noise=0.1108 / 0.12)
+    assert "0.1203 is beyond 0.12 of the gradient noise" in found.rejected["near"]
+
+
+def test_what_is_slower_is_not_said_to_gain() -> None:
+    slower = choose([SCRIPT, candidate("a", 0.994)], timing_noise=0.0)
+    assert "is not better than the script as written: 0.99x" in slower.reason
+    equal = choose([SCRIPT, candidate("a", 1.0002)], timing_noise=0.0)
+    assert "+0.02% modelled" in equal.reason
+    assert "noise of" not in slower.reason + equal.reason
+
+
+def test_the_gain_over_sixteen_bit_comes_first() -> None:
+    found = choose([SCRIPT, candidate("a", 9.0)], sixteen_bit=7.5)
+    assert "1.20x over 16-bit (9.00x over the script as written)" in found.reason

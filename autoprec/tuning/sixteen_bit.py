@@ -1,0 +1,86 @@
+"""What people would run instead: the script in 16 bit, which every gain on a GPU is told against.
+
+On a GPU nobody who cares about speed trains in fp32: a policy that is nine times as fast as an fp32 script may gain a
+fifth over what its author would do anyway, which is to wrap the model in bf16 autocast. That run (or the script, where
+it is in 16 bit already) is measured before anything else. On a CPU the script as written is what people run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from autoprec.graph.report import GraphReport
+from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
+from autoprec.precision.recipes import GEMMS, KEEP
+from autoprec.tuning.setup import Setup
+from autoprec.tuning.study.records import TrialRecord
+
+__all__ = [
+    "NAMES",
+    "first_presets",
+    "over_sixteen_bit",
+    "runs_in_sixteen_bit",
+    "sixteen_bit_space",
+    "sixteen_bit_speedup",
+]
+
+#: The presets that are the script in 16 bit, the one people know first.
+NAMES = ("bf16 autocast", "all bf16")
+_DTYPES = ("bfloat16", "float16", "bf16", "fp16")
+
+
+def runs_in_sixteen_bit(graph: GraphReport) -> bool:
+    """Say whether most of the tunable GEMMs' FLOPs run in bf16 or fp16 as the script is written."""
+    total = sum(layer.total_flops for layer in graph.tunable)
+    narrow = sum(layer.total_flops for layer in graph.tunable if layer.dtype.removeprefix("torch.") in _DTYPES)
+    return total > 0 and 2 * narrow >= total
+
+
+def first_presets(found: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
+    """Return presets with the 16-bit run before all others: what is cut short can then still be judged."""
+    place = {name: index for index, name in enumerate(NAMES)}
+    return sorted(found, key=lambda preset: place.get(preset[0], len(NAMES)))
+
+
+def sixteen_bit_speedup(setup: Setup, records: Iterable[TrialRecord]) -> float | None:
+    """Return the best 16-bit run's speed-up over the reference; None on a CPU, or before it was measured.
+
+    Args:
+        setup: of the search.
+        records: finished trials; runs under several paired seeds count before the single trial.
+    """
+    if setup.target.is_cpu:
+        return None
+    known = [r for r in records if r.ok and r.name in NAMES and r.metrics.get("speedup")]
+    speeds = []
+    for name in NAMES:
+        runs = [r for r in known if r.name == name]
+        final = [r.metrics["speedup"] for r in runs if r.kind == "finalist"]
+        speeds += [statistics.median(final or [r.metrics["speedup"] for r in runs])] if runs else []
+    if setup.options.reference == "bf16" or (setup.options.reference == "script" and runs_in_sixteen_bit(setup.graph)):
+        speeds.append(1.0)
+    return max(speeds, default=None)
+
+
+def over_sixteen_bit(metrics: Mapping[str, float], sixteen_bit: float | None) -> dict[str, float]:
+    """Return ``speedup_over_16bit`` of a run, as a mapping; empty where there is nothing to compare with."""
+    if not sixteen_bit or "speedup" not in metrics:
+        return {}
+    return {"speedup_over_16bit": metrics["speedup"] / sixteen_bit}
+
+
+def sixteen_bit_space(space: SearchSpace) -> SearchSpace:
+    """Return a space without quantised choices: what is left to try where the model says that none of them gains."""
+    recipes = space.all_recipes
+
+    def quantised(choice: Choice) -> bool:
+        named = [choice.recipe_of(gemm) for gemm in GEMMS]
+        return any(recipes[name].scaled for name in named if name != KEEP)
+
+    def plain(rule: ChoiceRule) -> ChoiceRule:
+        kept = tuple(choice for choice in rule.choices if not quantised(choice))
+        return rule.model_copy(update={"choices": kept}) if kept else rule
+
+    return space.model_copy(update={"choices": tuple(map(plain, space.choices)), "parameters": {}, "presets": ()})

@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoprec.policy import load_policy
+from autoprec.tuning.sixteen_bit import NAMES
+from tests.tuning.test_engine import here, options, script, search  # noqa: F401
+
+
+def test_a_search_cut_short_never_says_stay(here: Path) -> None:  # noqa: F811
+    """Every policy fails its divergence, and the time runs out: nothing can be said, and no policy is written."""
+    simulated = script(delay_s=0.05, error_scale=30.0)
+    made, result = search(simulated, options(trials=400, budget_s=3.0, seeds=2, max_gradient_error=1e9))
+    assert result.verdict == "undecided"
+    assert "time budget of 3 s" in result.cut_short
+    assert result.cut_short in result.reason
+    assert result.resume.startswith("autoprec search --resume")
+    assert result.policy == ""
+    assert not (here / "policy.yaml").exists()
+    assert any("time budget" in note for note in made.ledger.notes) if made.ledger else False
+
+
+def test_what_was_cut_short_says_so_in_the_policy(here: Path) -> None:  # noqa: F811
+    _, result = search(script(delay_s=0.05), options(trials=400, budget_s=4.0, seeds=2, finalists=1))
+    assert result.verdict == "adopt"
+    assert "cut short: " in result.reason
+    assert "of 400" in load_policy(here / result.policy).evidence["cut_short"]
+
+
+def test_a_search_that_ends_by_itself_was_not_cut_short(here: Path) -> None:  # noqa: F811
+    _, result = search(script(), options(trials=4, budget_s=600.0))
+    assert (result.cut_short, result.resume) == ("", "")
+
+
+def test_a_budget_that_the_setup_has_used_up_still_measures_the_sixteen_bit_run(here: Path) -> None:  # noqa: F811
+    made, result = search(script(delay_s=0.02), options(trials=30, budget_s=0.01, seeds=2))
+    learned = [record for record in made.records if record.kind in ("preset", "search")]
+    assert [record.name in NAMES for record in learned] == [True]
+    assert result.verdict == "adopt"
+    assert result.cut_short
+
+
+def test_nothing_is_kept_for_finalists_that_do_not_exist(here: Path) -> None:  # noqa: F811
+    from autoprec.tuning.paired import PairedRunner
+    from autoprec.tuning.phases.trials import reserve
+    from autoprec.tuning.workers.local import HostPool
+    from tests.simulated import SimulatedRunner
+
+    simulated = script()
+    made, _ = search(simulated, options(trials=6, budget_s=100.0))
+    assert made.setup is not None
+    assert made.ledger is not None
+    with HostPool(lambda seed, _folder: SimulatedRunner(simulated, seed), here) as pool:
+        runner = PairedRunner(made.setup, pool, made.ledger)
+        assert reserve(made.setup, runner, made.ledger, 0.0) > 0.0
+        # two fifths of what the setup left, not of the whole budget
+        assert reserve(made.setup, runner, made.ledger, 100.0) == 0.0
+        made.ledger.store.records.clear()
+        made.ledger.timings["reference_run_s"] = 10.0
+        assert reserve(made.setup, runner, made.ledger, 0.0) == 0.0
+        assert made.ledger.seconds_per_run() == pytest.approx(10.0)

@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autoprec.errors import ScriptError
+from autoprec.policy import load_policy
+from autoprec.policy.space import load_space
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.protocol import HostInfo
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.sixteen_bit import (
+    NAMES,
+    first_presets,
+    over_sixteen_bit,
+    runs_in_sixteen_bit,
+    sixteen_bit_space,
+)
+from autoprec.tuning.study.records import headline
+from tests.simulated import SimulatedRunner, simulated_graph
+from tests.tuning.test_engine import here, options, script, search, trained  # noqa: F401
+
+
+def in_dtype(dtype: str, **shape: int) -> object:
+    graph = simulated_graph(2, **shape)
+    return replace(graph, layers=tuple(replace(layer, dtype=dtype) for layer in graph.layers))
+
+
+def test_a_script_is_in_sixteen_bit_when_most_of_its_flops_are() -> None:
+    assert not runs_in_sixteen_bit(in_dtype("float32"))  # type: ignore[arg-type]
+    assert runs_in_sixteen_bit(in_dtype("torch.bfloat16"))  # type: ignore[arg-type]
+    graph = simulated_graph(2)
+    *rest, head = graph.layers
+    mixed = replace(graph, layers=(*(replace(layer, dtype="float16") for layer in rest), head))
+    assert runs_in_sixteen_bit(mixed)
+    assert not runs_in_sixteen_bit(replace(graph, layers=(*rest, replace(head, dtype="bfloat16"))))
+
+
+def test_the_sixteen_bit_run_is_the_first_preset() -> None:
+    found = first_presets([("script", {}), ("all fp8", {}), ("all bf16", {}), ("bf16 autocast", {})])
+    assert [name for name, _ in found] == ["bf16 autocast", "all bf16", "script", "all fp8"]
+
+
+def test_a_gain_is_told_against_the_sixteen_bit_run_where_it_is_known() -> None:
+    assert over_sixteen_bit({"speedup": 9.0}, 7.5) == {"speedup_over_16bit": pytest.approx(1.2)}
+    assert over_sixteen_bit({"speedup": 9.0}, None) == {}
+    assert headline({"speedup": 9.0, "speedup_over_16bit": 1.2}) == "1.20x over 16-bit"
+    assert headline({"speedup": 9.0}) == "9.00x"
+
+
+def test_the_restricted_space_has_no_quantised_choice() -> None:
+    space = sixteen_bit_space(load_space("hopper-fp8"))
+    named = {choice.name for rule in space.choices for choice in rule.choices}
+    assert named == {"bf16"}
+    assert not space.parameters
+
+
+def test_on_a_gpu_the_headline_is_the_gain_over_sixteen_bit(here: Path) -> None:  # noqa: F811
+    made, result = search(script(), options(trials=8))
+    plain = next(row for row in result.presets if row["name"] in NAMES)
+    assert plain["speedup_over_16bit"] == pytest.approx(1.0)
+    assert result.best["speedup_over_16bit"] == pytest.approx(result.best["speedup"] / plain["speedup"], rel=1e-6)
+    evidence = load_policy(here / result.policy).evidence
+    assert evidence["speedup_over_16bit"] == pytest.approx(result.best["speedup_over_16bit"], rel=1e-3)
+    assert f"{result.best['speedup_over_16bit']:.2f}x over 16-bit" in result.reason
+    first = next(record for record in made.records if record.kind in ("preset", "search"))
+    assert first.name in NAMES
+
+
+def test_an_fp32_script_on_a_gpu_never_stays_because_nothing_beats_bf16(here: Path) -> None:  # noqa: F811
+    simulated = script(device="cpu", graph=simulated_graph(2, width=512, tokens=512))
+    made, result = search(simulated, options(target="h100", force=False, trials=8))
+    assert result.budget["bound_speedup"] < 1.03
+    assert result.verdict == "adopt"
+    policy = load_policy(here / result.policy)
+    assert policy.activations == "bf16" or "bf16" in policy.recipes
+    assert result.best["speedup"] > 1.03
+    assert result.best["speedup_over_16bit"] == pytest.approx(1.0, abs=0.02)
+    assert made.setup is not None
+    assert all(not recipe.scaled for record in made.records for recipe in _recipes(record.policy))
+
+
+def _recipes(policy: dict[str, object]) -> list[object]:
+    from autoprec.policy import policy_from_dict
+
+    return list(policy_from_dict(policy).recipes.values()) if policy else []
+
+
+def test_a_script_in_sixteen_bit_stays_without_a_run_of_the_reference(here: Path) -> None:  # noqa: F811
+    simulated = script(device="cpu", graph=in_dtype("bfloat16", width=64, tokens=256))
+    _, result = search(simulated, options(target="h100", force=False))
+    assert result.verdict == "stay"
+    assert [spec.kind for _, spec in simulated.calls] == ["record"]
+    assert result.reference["sources"]["step_time_ms"] == "modelled"
+    assert result.reference["speedup_over_16bit"] == 1.0
+    assert trained(simulated) == []
+
+
+def test_a_stay_writes_nothing_over_an_adopted_policy(here: Path) -> None:  # noqa: F811
+    search(script(), options(study="first"))
+    adopted = (here / "policy.yaml").read_text()
+    narrow = {"graph": in_dtype("bfloat16", width=64, tokens=256), "device": "cpu"}
+    made, result = search(script(**narrow), options(study="second", target="h100", force=False))
+    assert result.verdict == "stay"
+    assert (here / "policy.yaml").read_text() == adopted
+    assert Path(result.policy) == made.study_dir / "policy.yaml"
+    (here / "policy.yaml").unlink()
+    for study in ("third", "fourth"):
+        search(script(**narrow), options(study=study, target="h100", force=False))
+    assert [path.name for path in here.glob("policy.yaml*")] == ["policy.yaml"]
+
+
+def test_a_script_that_fails_at_once_leaves_no_study(here: Path) -> None:  # noqa: F811
+    class Failing(SimulatedRunner):
+        def start(self) -> HostInfo:
+            raise ScriptError("unrecognized arguments: --leanring-rate")
+
+    asked = options()
+    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Failing(script(), seed))
+    with pytest.raises(ScriptError):
+        made.run()
+    assert not made.study_dir.exists()
