@@ -168,6 +168,7 @@ class Search:
         else:
             self.listener.phase("reference")
             measure_reference(setup, runner, ledger)
+            runner.doubt_load()
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger)
             self.listener.phase("search")

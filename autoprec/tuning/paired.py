@@ -25,6 +25,11 @@ MOST_REPEATED = 5
 #: A rehearsal runs so many emulated trials side by side at most: each holds a copy of the model.
 MOST_SIDE_BY_SIDE = 8
 
+#: Own seconds without a step: before anything is known, at least, and in runs of the reference.
+BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, SLOWEST = 900.0, 60.0, 20.0
+#: Other programs that keep more than this share of the cores busy disturb a timed step's caches and clocks.
+BUSY = 0.5
+
 
 class PairedRunner:
     """Runs the trials of one search.
@@ -73,10 +78,24 @@ class PairedRunner:
         return TrialSpec(**(values | changes))
 
     def trial_timeout(self) -> float:
-        """Return the deadline of one trial: generous against slow policies, short against hangs."""
+        """Return how many seconds of its own time a trial may spend without a step before it is ended as hung.
+
+        Waiting for a core on a busy machine does not count (:mod:`autoprec.trial.progress`). One step of a slow policy
+        may take as long as twenty whole runs of the reference; a script that has not run yet gets fifteen minutes, in
+        which it may compile.
+        """
         if 0 not in self._ledger.references:
-            return 900.0
-        return max(60.0, 20.0 * self._ledger.timings.get("reference_run_s", 30.0))
+            return BEFORE_REFERENCE_S
+        return max(LEAST_TIMEOUT_S, SLOWEST * self._ledger.timings.get("reference_run_s", LEAST_TIMEOUT_S))
+
+    def doubt_load(self) -> None:
+        """Say so where other programs keep this machine's cores busy while steps are timed on them."""
+        cores = os.cpu_count() or 1
+        load = os.getloadavg()[0] - self.workers  # the script's own processes
+        if self._setup.measured and self._setup.target.is_cpu and load > BUSY * cores:
+            self._ledger.note(
+                f"this machine is busy with other work (load {load:.1f} on {cores} cores): measured times are uncertain"
+            )
 
     def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
         """Run one trial; once more where its times are not to be trusted, which the record says if it stays so."""

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from autoprec.policy import Policy
+from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.limits import Limits
+from autoprec.tuning.phases.answer import Answer, _plain, guard_for, settled
+from autoprec.tuning.study.study import StudyStore, default_storage
+from tests.tuning.test_engine import here, options, script, search  # noqa: F401
+
+
+def ledger(tmp_path: Path) -> Ledger:
+    store = StudyStore(default_storage(tmp_path), "study", ("step_time_ms", "divergence"), resume=False)
+    return Ledger(store, Listeners(), Limits(0.0025, 0.12), "throughput", started=0.0)
+
+
+def test_an_answer_that_was_not_cut_short_stands(tmp_path: Path) -> None:
+    answer = Answer("stay", "nothing gains", None, seeds=0)
+    assert settled(answer, ledger(tmp_path)) is answer
+
+
+def test_what_was_cut_short_says_so_and_never_stay(tmp_path: Path) -> None:
+    books = ledger(tmp_path)
+    books.cut("after 2 of 30 trials")
+    stay = settled(Answer("stay", "nothing gains", None, seeds=0), books)
+    assert (stay.verdict, stay.reason) == ("undecided", "cut short: after 2 of 30 trials; so far nothing gains")
+    adopt = settled(Answer("adopt", "fast", None, seeds=2), books)
+    assert (adopt.verdict, adopt.reason) == ("adopt", "fast; cut short: after 2 of 30 trials")
+
+
+def test_a_guard_watches_what_a_policy_can_do_wrong() -> None:
+    fp8 = Policy(recipes={"fp8_rowwise": BUILTIN_RECIPES["fp8_rowwise"]}, default="fp8_rowwise")
+    assert "saturated_share" in guard_for(fp8).metrics
+    assert guard_for(fp8).fallback[0] == "wgrad_bf16"
+    bf16 = Policy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16")
+    assert "saturated_share" not in guard_for(bf16).metrics
+    assert guard_for(bf16).fallback == ("script",)
+
+
+def test_figures_keep_four_digits() -> None:
+    assert _plain(1.234567) == 1.235
+    assert _plain(math.inf) == 0.0
+
+
+def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  # noqa: F811
+    from autoprec.policy import load_policy
+
+    made, result = search(script(), options(trials=6, seeds=2))
+    evidence = load_policy(here / result.policy).evidence
+    for name in ("speedup", "speedup_over_16bit", "divergence", "gradient_error", "noise_floor"):
+        assert evidence[name] == _plain(result.best[name])
+    assert evidence["reason"] == result.reason
+    assert evidence["trials"] == result.trials["complete"] == 6
+    assert result.reference["name"] == "script as written"
+    assert made.setup is not None
+    assert result.budget["max_divergence"] == made.setup.limits.divergence

@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoprec.tuning.phases.sensitivity import _warmup
+from tests.tuning.test_engine import here, options, script, search  # noqa: F401
+
+
+@pytest.mark.parametrize(("steps", "warmup"), [(4, 2), (8, 4), (20, 10), (500, 10)])
+def test_the_scan_comes_after_the_initialisation_and_early(steps: int, warmup: int) -> None:
+    assert _warmup(steps) == warmup
+
+
+def test_a_resumed_search_reads_its_table_and_measures_a_damaged_one_again(here: Path) -> None:  # noqa: F811
+    made, _ = search(script(), options(study="mine", trials=2, seeds=1, finalists=1))
+    again = script()
+    search(again, options(study="mine", trials=3, seeds=1, finalists=1, resume=True))
+    asked = [spec for _, spec in again.calls if spec.kind == "sensitivity"]
+    assert {probe.id.isdigit() for spec in asked for probe in spec.probes} == {True}  # the finalists' alone
+    (made.study_dir / "sensitivity.json").write_text('{"groups": []}')
+    third = script()
+    made, _ = search(third, options(study="mine", trials=3, seeds=1, finalists=1, resume=True))
+    assert made.ledger is not None
+    assert any("it is measured again" in note for note in made.ledger.notes)
+    asked = [spec for _, spec in third.calls if spec.kind == "sensitivity"]
+    assert {probe.id.isdigit() for spec in asked for probe in spec.probes} == {True, False}

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.limits import Limits
+from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.study import StudyStore, default_storage
+
+
+def record(number: int, step_ms: float, gap: float = 0.001, **fields: object) -> TrialRecord:
+    metrics = {"step_time_ms": step_ms, "divergence": gap, "noise_floor": 0.0, "gradient_error": 0.0}
+    values: dict[str, object] = {"kind": "search", "name": f"trial {number}", "status": "ok", "seconds": step_ms}
+    return TrialRecord(
+        number, params={"number": number}, policy={}, metrics=metrics | {"memory_bytes": 1.0}, **(values | fields)
+    )  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def ledger(tmp_path: Path) -> Ledger:
+    store = StudyStore(default_storage(tmp_path), "study", ("step_time_ms", "divergence"), resume=False)
+    return Ledger(store, Listeners(), Limits(0.0025, 0.12), "throughput", started=0.0)
+
+
+def test_the_best_is_the_fastest_within_the_limits(ledger: Ledger) -> None:
+    assert ledger.best() is None
+    for one in (record(0, 3.0), record(1, 1.0, gap=0.1), record(2, 2.0), record(3, 0.5, status="crashed")):
+        ledger.store.add(one)
+    assert [r.number for r in ledger.acceptable_ones()] == [2, 0]
+    assert ledger.best() == ledger.store.records[2]
+    assert ledger.exceeded(ledger.store.records[1]) == ("divergence",)
+
+
+def test_a_run_costs_what_trials_took_and_before_them_what_the_reference_took(ledger: Ledger) -> None:
+    ledger.timings["reference_run_s"] = 40.0
+    assert ledger.seconds_per_run() == 40.0
+    for number, seconds in enumerate((1.0, 2.0, 30.0)):
+        ledger.store.add(record(number, seconds))
+    assert ledger.seconds_per_run() == 2.0
+
+
+def test_what_was_cut_short_is_told_and_kept(ledger: Ledger) -> None:
+    ledger.cut("the time is up")
+    assert ledger.cut_short == ledger.notes == ["the time is up"]
+
+
+def test_a_run_is_found_by_kind_name_and_seed_unless_it_failed(ledger: Ledger) -> None:
+    ledger.store.add(record(0, 1.0, kind="finalist", name="a", seed=1))
+    ledger.store.add(record(1, 1.0, kind="finalist", name="a", seed=2, status="hung"))
+    found = ledger.find("finalist", "a", 1)
+    assert found is not None
+    assert found.number == 0
+    assert ledger.find("finalist", "a", 2) is None
+    ledger.add_seconds("training_s", 1.5)
+    ledger.add_seconds("training_s", 1.0)
+    assert ledger.timings["training_s"] == 2.5

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import pytest
+
+from autoprec.errors import UsageError
+from autoprec.policy.space import load_space
+from autoprec.trial.protocol import HostInfo
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.setup import Setup
+from autoprec.tuning.sixteen_bit import sixteen_bit_space
+from tests.simulated import simulated_graph
+
+
+def setup(device: str = "cpu", **changes: object) -> Setup:
+    asked: dict[str, object] = {"command": ("train.py",), "target": "h100", "study": "s"}
+    host = HostInfo("fork", {"class": "GPT"}, (), ("AdamW",), device)
+    return Setup.of(SearchOptions(**(asked | changes)), host, simulated_graph(2, width=4096, tokens=16384))  # type: ignore[arg-type]
+
+
+def test_another_device_is_a_rehearsal_and_the_same_one_is_timed() -> None:
+    assert (setup().measured, setup().source) == (False, "modelled")
+    here = setup("NVIDIA H100 80GB HBM3")
+    assert (here.measured, here.source) == (True, "measured")
+    scaled = setup("NVIDIA H100 80GB HBM3", cost_scale="width=2")
+    assert not scaled.measured
+    with pytest.raises(UsageError, match="--target cpu"):
+        setup("NVIDIA H100 80GB HBM3", target="cpu")
+
+
+def test_a_step_is_modelled_once_and_fp8_is_faster_than_bf16() -> None:
+    made = setup()
+    bf16 = made.steps.of(made.problem.params_of("bf16"))
+    assert made.steps.of(made.problem.params_of("bf16")) is bf16
+    assert made.steps.of(made.problem.params_of("fp8_rowwise")).time_ms < bf16.time_ms < made.steps.script().time_ms
+    assert made.steps.of_reference() is made.steps.script()
+    assert setup(reference="bf16").steps.of_reference().time_ms == pytest.approx(bf16.time_ms)
+
+
+def test_the_reference_is_the_script_or_one_uniform_policy() -> None:
+    assert setup().reference_policy() is None
+    document = setup(reference="bf16").reference_policy()
+    assert document is not None
+    assert (document["default"], document["activations"]) == ("bf16", "bf16")
+
+
+def test_a_restricted_setup_asks_about_less_of_the_same_script() -> None:
+    made = setup()
+    small = made.restricted(sixteen_bit_space(load_space("hopper-fp8")))
+    assert small.graph is made.graph
+    assert "fp8_rowwise" in made.problem.choice_names
+    assert not any("fp8" in name for name in small.problem.choice_names)
+    assert small.steps.script().time_ms == made.steps.script().time_ms

@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoprec.errors import UsageError
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.runner import TrialRunner
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.workers.engines import gpu_slots, runner_factory
+from autoprec.tuning.workers.slots import SlotRunner
+
+
+def runner(folder: Path, gpus: str, monkeypatch: pytest.MonkeyPatch, **changes: object) -> object:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
+    (folder / "train.py").write_text("")
+    command = ScriptCommand.parse(("train.py",), cwd=folder)
+    made = runner_factory(SearchOptions(("train.py",), **changes), command)(0, folder / "runs")  # type: ignore[arg-type]
+    made.close()
+    return made
+
+
+def test_several_gpus_are_slots_and_one_or_none_is_a_plain_runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(runner(tmp_path, "", monkeypatch), TrialRunner)
+    assert isinstance(runner(tmp_path, "0", monkeypatch), TrialRunner)
+    four = runner(tmp_path, "0,1,2,3", monkeypatch)
+    assert isinstance(four, SlotRunner)
+    assert four.size == 4
+    assert getattr(runner(tmp_path, "0,1,2,3", monkeypatch, workers=2), "size", 0) == 2
+    assert getattr(runner(tmp_path, "0,1,2,3", monkeypatch, gpus_per_trial=2), "size", 0) == 2
+
+
+def test_a_trial_that_needs_more_gpus_than_there_are_is_refused() -> None:
+    assert gpu_slots(["4", "5", "6"], 1) == ["4", "5", "6"]
+    with pytest.raises(UsageError, match="--gpus-per-trial 3, but 2 GPUs"):
+        gpu_slots(["0", "1"], 3)
