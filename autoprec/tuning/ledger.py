@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass, field
 
 from autoprec.tuning.decide.metrics import Reference
+from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.limits import Limits, rank
@@ -81,7 +82,8 @@ class Ledger:
 
     def gradient_limit(self) -> float | None:
         """Return the largest acceptable relative gradient error, None for no limit."""
-        return self.limits.gradient(self.gradient_noise, self.reference.baseline)
+        baseline = self.references[0].baseline if self.references else Baseline(0.0)  # stopped before it was measured
+        return self.limits.gradient(self.gradient_noise, baseline)
 
     def exceeded(self, record: TrialRecord) -> tuple[str, ...]:
         """Name the limits that a measured trial breaks."""
