@@ -52,6 +52,9 @@ from autoprec.tuning.workers.slots import visible_gpus
 
 __all__ = ["Search"]
 
+#: Below this modelled gain over 16 bit no quantised policy is worth a trial (the threshold of the verdict).
+WORTH_SEARCHING = 1.03
+
 
 class Search:
     """One search of one script.
@@ -149,7 +152,8 @@ class Search:
         setup = Setup.of(self.options, host, graph, self._calibration)
         verdict = self._verdict(setup)
         nothing = verdict.kind == "stay" and not self.options.force
-        if nothing and not setup.target.is_cpu and not runs_in_sixteen_bit(graph):
+        beyond = verdict.bound_speedup >= WORTH_SEARCHING or self.options.force
+        if not beyond and not setup.target.is_cpu and not runs_in_sixteen_bit(graph):
             # nothing beats 16 bit, but the script is not there yet
             setup, nothing = setup.restricted(sixteen_bit_space(setup.space)), False
             self.listener.note(f"{verdict.reason}; the script is not in 16 bit yet, so what is tried is 16 bit alone")
@@ -160,7 +164,6 @@ class Search:
         self.listener.started(self._info(setup, store))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
-        self._remark_memory(setup, ledger)
         self.listener.phase("verdict", verdict.reason)
         ledger.timings["verdict_s"] = ledger.elapsed()
         if nothing:
@@ -217,15 +220,6 @@ class Search:
             store.set_signature(signature)
         else:
             check_signature(stored, signature, where=f"study {self.options.study}")
-
-    def _remark_memory(self, setup: Setup, ledger: Ledger) -> None:
-        """Say so where the script as written would not fit into the target."""
-        needed, there = setup.steps.script().memory_bytes, setup.target.memory_bytes
-        if not setup.measured and needed > there:
-            ledger.note(
-                f"the script as written is modelled to need {needed / 2**30:.1f} GiB, more than the "
-                f"{there / 2**30:.1f} GiB of one {setup.target.title}: times are those of a device that could hold it"
-            )
 
     def _info(self, setup: Setup, store: StudyStore) -> SearchInfo:
         host, graph = setup.host, setup.graph
