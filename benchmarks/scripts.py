@@ -236,6 +236,11 @@ def shown_of_check(answer: dict[str, Any]) -> dict[str, Any]:
 SHOWN = {"inspect": shown_of_inspect, "search": shown_of_search, "check": shown_of_check}
 
 
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
 def try_script(script: Script, clones: Path | None, work: Path, again: set[str]) -> None:
     """Do what is missing of one script; the record is saved after each step."""
     import scripts_table
@@ -245,13 +250,14 @@ def try_script(script: Script, clones: Path | None, work: Path, again: set[str])
     kept = {step: value for step, value in record.get("steps", {}).items() if step not in again}
     if "search" in again and not (work / "scratch" / script.name).exists():
         again = again | {"inspect"}
-    record = {"name": script.name, "skipped": script.missing(clones), "steps": kept}
+    record |= {"name": script.name, "skipped": script.missing(clones), "steps": kept}
     adopted = kept.get("search", {}).get("answer", {}).get("verdict") == "adopt"
     trial = Trial(script, clones, work, adopted)
     for step in STEPS if not record["skipped"] else ():
         if step in kept or (step == "again" and not scripts_table.called_random(record)):
             continue
         began = time.strftime("%H:%M:%S")
+        record["commit"] = commit()
         kept[step] = trial.step(step)
         print(f"{began} {script.name:24} {step:8} {kept[step]['code']!s:5} {kept[step]['seconds']:6.1f} s", flush=True)
         path.write_text(json.dumps(record, indent=1), encoding="utf-8")

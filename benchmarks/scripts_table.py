@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import platform
 import re
-import subprocess
 from collections import Counter
 from datetime import date
 from importlib import metadata
@@ -184,7 +183,7 @@ All files of the user are hashed before and after each command. The search is
 
 def page(scripts: list[Any], work: Path) -> str:
     """Return the page of all records in ``work``."""
-    from scripts import ROOT, SEARCH
+    from scripts import SEARCH
 
     records, sources, third = [], {}, set()
     for script in scripts:
@@ -195,9 +194,8 @@ def page(scripts: list[Any], work: Path) -> str:
             sources[script.name] = where if script.repository else f"ours: odd_loops/{script.path}"
             if script.repository:
                 third.add(script.name)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout
-    when = f"{date.today().isoformat()}"
-    given = {"search": f"search {SEARCH}", "when": when, "commit": f"commit {commit.strip()}"}
+    commits = sorted({record["commit"] for record in records if "commit" in record})
+    given = {"search": f"search {SEARCH}", "when": date.today().isoformat(), "commit": f"commits {', '.join(commits)}"}
     lines = [HEAD.format(**given, machine=machine()), *summary(records, third), ""]
     columns = ("script", "source", "outcome", "bare", *COMMANDS, "not seen, and why")
     lines += ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
