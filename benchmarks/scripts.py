@@ -40,7 +40,7 @@ ENDLESS = 25.0
 SEARCH = "--target h100 --force --trials 3 --steps 4 --warmup 1 --seeds 2 --finalists 1 --no-mlflow --json"
 #: Written by AutoPrec, or by Python itself, on purpose.
 OURS = ("autoprec-runs", "__pycache__")
-UNIFORM_BF16 = "schema: autoprec.policy/1\nrecipes: {bf16: {format: bf16}}\ndefault: bf16\n"
+UNIFORM_BF16 = "schema: autoprec.policy/1\nrecipes: {bf16: {format: bf16}}\nlayers:\n"
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,9 @@ class Trial:
     script: Script
     clones: Path | None
     work: Path
-    #: Whether the search adopted a policy; check and run are given uniform bf16 otherwise.
+    #: Whether the search adopted a policy; check and run are given bf16 on each of ``tunable`` otherwise.
     adopted: bool = False
+    tunable: tuple[str, ...] = ()
 
     def copy(self, name: str) -> Path:
         """Return a fresh copy of the script's repository with its data in it."""
@@ -188,7 +189,8 @@ class Trial:
         if step == "search":
             policy.unlink(missing_ok=True)
         elif step in ("check", "run") and not self.adopted:
-            policy.write_text(UNIFORM_BF16, encoding="utf-8")
+            rules = [f"- {{match: {json.dumps(name)}, recipe: bf16}}\n" for name in self.tunable]
+            policy.write_text(UNIFORM_BF16 + "".join(rules), encoding="utf-8")
         options = {
             "inspect": ["--json"],
             "search": [*SEARCH.split(), "-o", str(policy)],
@@ -205,6 +207,8 @@ class Trial:
         shown = SHOWN[step](answer) if answer else {}
         if step == "search":
             self.adopted = answer.get("verdict") == "adopt"
+        if step == "inspect":
+            self.tunable = tuple(shown.get("tunable", ()))
         return done | {"out": "" if answer else done["out"][-2000:], "answer": shown}
 
     def step(self, step: str) -> dict[str, Any]:
@@ -216,8 +220,9 @@ class Trial:
 def shown_of_inspect(answer: dict[str, Any]) -> dict[str, Any]:
     layers = answer["layers"]
     skipped = [f"{row['name']}: {row['reason']}" for row in layers if not row["tunable"]]
-    share = answer["coverage"]["tunable_flops_share"]
-    return {"layers": len(layers), "share": share, "not_tunable": skipped[:20], "notes": answer["notes"]}
+    tunable = [row["name"] for row in layers if row["tunable"]]
+    shown = {"layers": len(layers), "tunable": tunable, "not_tunable": skipped[:20], "notes": answer["notes"]}
+    return shown | {"share": answer["coverage"]["tunable_flops_share"]}
 
 
 def shown_of_search(answer: dict[str, Any]) -> dict[str, Any]:
@@ -251,8 +256,9 @@ def try_script(script: Script, clones: Path | None, work: Path, again: set[str])
     if "search" in again and not (work / "scratch" / script.name).exists():
         again = again | {"inspect"}
     record |= {"name": script.name, "skipped": script.missing(clones), "steps": kept}
-    adopted = kept.get("search", {}).get("answer", {}).get("verdict") == "adopt"
-    trial = Trial(script, clones, work, adopted)
+    said = {step: kept.get(step, {}).get("answer", {}) for step in ("inspect", "search")}
+    adopted, tunable = said["search"].get("verdict") == "adopt", tuple(said["inspect"].get("tunable", ()))
+    trial = Trial(script, clones, work, adopted, tunable)
     for step in STEPS if not record["skipped"] else ():
         if step in kept or (step == "again" and not scripts_table.called_random(record)):
             continue
