@@ -40,7 +40,6 @@ ENDLESS = 25.0
 SEARCH = "--target h100 --force --trials 3 --steps 4 --warmup 1 --seeds 2 --finalists 1 --no-mlflow --json"
 #: Written by AutoPrec, or by Python itself, on purpose.
 OURS = ("autoprec-runs", "__pycache__")
-UNIFORM_BF16 = "schema: autoprec.policy/1\nrecipes: {bf16: {format: bf16}}\nlayers:\n"
 
 
 @dataclass(frozen=True)
@@ -189,8 +188,9 @@ class Trial:
         if step == "search":
             policy.unlink(missing_ok=True)
         elif step in ("check", "run") and not self.adopted:
-            rules = [f"- {{match: {json.dumps(name)}, recipe: bf16}}\n" for name in self.tunable]
-            policy.write_text(UNIFORM_BF16 + "".join(rules), encoding="utf-8")
+            rules = [{"match": name, "recipe": "bf16"} for name in self.tunable]
+            asked = {"schema": "autoprec.policy/1", "recipes": {"bf16": {"format": "bf16"}}, "layers": rules}
+            policy.write_text(yaml.safe_dump(asked, sort_keys=False), encoding="utf-8")
         options = {
             "inspect": ["--json"],
             "search": [*SEARCH.split(), "-o", str(policy)],
