@@ -126,7 +126,7 @@ class _Binder:
                 return ConvExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
         else:
             refusal = attention_refusal(unit.module) if isinstance(unit.module, nn.MultiheadAttention) else ""
-            if not refusal and not any((r := plan.recipe(gemm)) is not None and r.scaled for gemm in GEMMS):
+            if not refusal and not plan.scaled:
                 # plain casts are torch's own business, whichever library runs the 8-bit layers
                 runner = self.backend if self.backend.name == "emulated" else choose("auto", self.device)
                 return runner.bind(plan, unit.module, name=name, seed=seed)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoprec.numerics.execution import Execution, autocast_dtype
-from autoprec.numerics.plan import DTYPE_NAMES, describe_plan
+from autoprec.numerics.plan import DTYPE_NAMES
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, KEEP
 
@@ -48,7 +48,7 @@ class LibraryExecution(Execution):
 
     def describe(self) -> str:
         """Return what ``print(model)`` shows."""
-        return f"{describe_plan(self.plan)} by {self.backend}"
+        return f"{self.plan.describe()} by {self.backend}"
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
         """Return ``input @ weight.T + bias`` in the dtype the script would see."""

@@ -7,7 +7,6 @@ Machine output goes to stdout and nothing else does; whatever happens meanwhile 
 from __future__ import annotations
 
 import json
-import math
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -49,15 +48,9 @@ def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table
 
 def print_json(document: Any, *, indent: int | None = None) -> None:
     """Print a document on stdout as strict JSON; what is not a finite number is null, as in every file we write."""
-    click.echo(json.dumps(_finite(document), indent=indent, allow_nan=False))
+    from autoprec.support.files import finite
 
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+    click.echo(json.dumps(finite(document), indent=indent, allow_nan=False))
 
 
 def clock(seconds: float) -> str:

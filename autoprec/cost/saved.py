@@ -144,7 +144,7 @@ def _linear(walk: _Walk, operator: Operator, layer: Layer) -> None:
     script = short_dtype(layer.dtype)
     kept = script if walk.activations == "keep" else walk.activations
     roles = layer.roles()
-    if any((r := plan.recipe(g)) is not None and r.scaled for g in ("fprop", "dgrad", "wgrad")):
+    if plan.scaled:
         if made is not None and made.value is not None:
             made.value.asked = True
         _planned(walk, plan, read, gemm.m, weight_size, roles)

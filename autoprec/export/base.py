@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from autoprec.policy import LayerPlan, Policy, glob_matches, resolve
-from autoprec.precision.recipes import GEMMS, Recipe
 
-__all__ = ["Export", "Exporter", "Loss", "Request", "RulePlan", "describe_plan"]
+__all__ = ["Export", "Exporter", "Loss", "Request", "RulePlan"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +80,6 @@ class Export:
         """What the target cannot express, one sentence each; empty when the export is exact."""
         return [str(loss) for loss in self.losses]
 
-    def loses(self, layer: str) -> bool:
-        """Say whether the loss list speaks of this layer."""
-        return any(loss.match and glob_matches(loss.match, layer) for loss in self.losses)
-
 
 class Exporter(Protocol):
     """One target; its conformance suite is :mod:`autoprec.testing.exporters`."""
@@ -115,15 +109,6 @@ class Losses:
         return tuple(self.found)
 
 
-def describe_plan(plan: LayerPlan) -> str:
-    """Return a plan as a person would say it."""
-    recipes = [plan.recipe(gemm) for gemm in GEMMS]
-    words = ["as written" if recipe is None else recipe.describe() for recipe in recipes]
-    if len(set(words)) == 1:
-        return words[0]
-    return ", ".join(f"{gemm} {word}" for gemm, word in zip(GEMMS, words, strict=True))
-
-
 def state_losses(request: Request, losses: Losses, *, optimizer: bool = True, communication: bool = True) -> None:
     """List optimizer state and communication precision that a target does not carry."""
     policy = request.policy
@@ -133,13 +118,3 @@ def state_losses(request: Request, losses: Losses, *, optimizer: bool = True, co
                 losses.add(f"optimizer.{name}: {value}", "kept in the optimizer's own precision (fp32)")
     if communication and policy.communication.gradients != "fp32":
         losses.add(f"communication.gradients: {policy.communication.gradients}", "gradients travel as they are")
-
-
-def scaled_plans(rules: Iterable[RulePlan]) -> list[LayerPlan]:
-    """Return the distinct plans with at least one GEMM in 8 bits or fewer, in order of appearance."""
-    return list(dict.fromkeys(rule.plan for rule in rules if any(r and r.scaled for r in recipes_of(rule.plan))))
-
-
-def recipes_of(plan: LayerPlan) -> Sequence[Recipe | None]:
-    """Return the three recipes of a plan, in GEMM order."""
-    return [plan.recipe(gemm) for gemm in GEMMS]

@@ -57,7 +57,7 @@ def detect(document: Mapping[str, Any]) -> str:
     if document and set(document) <= _TE_KEYS:
         return "te"
     raise FileError(
-        "this is no accelerate, Megatron or Transformer Engine configuration",
+        "this is not an accelerate, Megatron or Transformer Engine configuration",
         fix="expected fp8_config or mixed_precision, configs with matchers, or TE recipe keys such as fp8_format",
     )
 
@@ -203,7 +203,7 @@ def _accelerate(document: Mapping[str, Any], layers: Sequence[str], notes: list[
 def _section(document: Mapping[str, Any]) -> Mapping[str, Any]:
     section = document.get("fp8_config") or {}
     if not isinstance(section, Mapping):
-        raise FileError("fp8_config is no mapping")
+        raise FileError("fp8_config is not a mapping")
     return section
 
 

@@ -1,4 +1,4 @@
-"""Operators that are no layers: who keeps softmax, norms, embeddings, losses and outputs in FP32 under a target.
+"""Operators that are not layers: who keeps softmax, norms, embeddings, losses and outputs in FP32 under a target.
 
 A target without a word for them still runs them in some precision; an export says which, operator by operator.
 """

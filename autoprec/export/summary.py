@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autoprec.export.base import Losses, Request, RulePlan, describe_plan, recipes_of
+from autoprec.export.base import Losses, Request, RulePlan
 from autoprec.policy import LayerPlan, glob_matches
 
-__all__ = ["high_dtype", "is_scaled", "lose_rule", "main_plan", "matching_layers"]
-
-
-def is_scaled(plan: LayerPlan) -> bool:
-    """True when some product runs in 8 bits or fewer."""
-    return any(recipe is not None and recipe.scaled for recipe in recipes_of(plan))
+__all__ = ["high_dtype", "lose_rule", "main_plan", "matching_layers"]
 
 
 def matching_layers(request: Request, index: int) -> tuple[str, ...]:
@@ -30,7 +25,7 @@ def main_plan(request: Request) -> LayerPlan | None:
     """Return the quantised plan that most layers run (most rules, when layers are not known); None without any."""
     counts: Counter[LayerPlan] = Counter()
     for index, rule in enumerate(request.rules()):
-        if is_scaled(rule.plan):
+        if rule.plan.scaled:
             counts[rule.plan] += len(matching_layers(request, index)) if request.layers else 1
     found = counts.most_common(1)
     return found[0][0] if found else None
@@ -46,4 +41,4 @@ def high_dtype(request: Request, plan: LayerPlan) -> str:
 
 def lose_rule(losses: Losses, rule: RulePlan, instead: str) -> None:
     """List a rule that a target runs differently."""
-    losses.add(describe_plan(rule.plan), instead, rule.match)
+    losses.add(rule.plan.describe(), instead, rule.match)

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec.numerics.plan import describe_plan
 from autoprec.policy import LayerPlan
 
 __all__ = ["Execution", "autocast_dtype"]
@@ -56,7 +55,7 @@ class Execution(ABC):
 
     def describe(self) -> str:
         """Return what ``print(model)`` shows of this layer's policy."""
-        return describe_plan(self.plan)
+        return self.plan.describe()
 
     @abstractmethod
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:

@@ -20,7 +20,6 @@ __all__ = [
     "Multiply",
     "Steps",
     "compile_plan",
-    "describe_plan",
     "multiply_emulated",
     "native_dtype",
 ]
@@ -119,11 +118,3 @@ def native_dtype(plan: LayerPlan, device_type: str) -> torch.dtype | None:
         return None
     found = _NATIVE.get(formats.pop() or "")
     return None if found is torch.float16 and device_type == "cpu" else found
-
-
-def describe_plan(plan: LayerPlan) -> str:
-    """Return a plan in a few words: one recipe, or one per GEMM where they differ."""
-    names = {gemm: KEEP if (r := plan.recipe(gemm)) is None else r.describe() for gemm in GEMMS}
-    if len(set(names.values())) == 1:
-        return names["fprop"]
-    return ", ".join(f"{gemm}: {name}" for gemm, name in names.items())

@@ -152,6 +152,23 @@ class LayerPlan(_Frozen):
         found: Recipe | None = getattr(self, gemm)
         return found
 
+    @property
+    def recipes(self) -> tuple[Recipe | None, ...]:
+        """The three recipes, in GEMM order."""
+        return (self.fprop, self.dgrad, self.wgrad)
+
+    @property
+    def scaled(self) -> tuple[Recipe, ...]:
+        """The recipes that run in 8 bits or fewer, in GEMM order; empty where the layer needs no scales."""
+        return tuple(recipe for recipe in self.recipes if recipe is not None and recipe.scaled)
+
+    def describe(self) -> str:
+        """Return the plan in a few words: one recipe, or one per GEMM where they differ."""
+        names = [KEEP if recipe is None else recipe.describe() for recipe in self.recipes]
+        if len(set(names)) == 1:
+            return names[0]
+        return ", ".join(f"{gemm}: {name}" for gemm, name in zip(GEMMS, names, strict=True))
+
     @classmethod
     def uniform(cls, recipe: Recipe | None) -> LayerPlan:
         """Return the plan that runs all three GEMMs under one recipe."""

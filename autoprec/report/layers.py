@@ -39,7 +39,7 @@ def best_policy(result: SearchResult, records: Sequence[TrialRecord]) -> dict[st
 
 
 def layer_rows(result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport) -> tuple[LayerCell, ...]:
-    """Resolve the best policy over the recorded layers; empty when there is no policy to draw."""
+    """Resolve the best policy over the recorded layers; empty without a policy to draw."""
     document = best_policy(result, records)
     if not document:
         return ()

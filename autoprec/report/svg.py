@@ -149,7 +149,7 @@ class Chart:
         return (px + distance, py, "start") if right else (px - distance, py, "end")
 
     def label(self, x: float, y: float, text: str, css: str = "label") -> bool:
-        """Write a name beside a data point where it covers no other; return False when there is no room for it."""
+        """Write a name beside a data point where it covers no other; return False when no room is left for it."""
         px, py = self.at(x, y)
         text = text if len(text) <= _LONGEST_LABEL else text[: _LONGEST_LABEL - 1] + "…"
         for distance, lift in ((9, 4), (9, -8), (9, 16), (-9, 4), (-9, -8), (-9, 16)):

@@ -33,6 +33,7 @@ __all__ = [
     "check_writable",
     "checksum",
     "file_lock",
+    "finite",
     "keep_earlier",
     "parse_document",
     "read_document",
@@ -50,6 +51,18 @@ MAX_INTEGER = 2**63
 def canonical_json(value: Any) -> str:
     """Return the one JSON text of a value: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def finite(value: Any) -> Any:
+    """Return a copy that strict JSON can hold: NaN and infinities become None, tuples lists, keys text.
+
+    Anything else that JSON has no form for stays, for the writer to refuse.
+    """
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 @contextlib.contextmanager

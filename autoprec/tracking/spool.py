@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import os
 import shutil
 import uuid
@@ -18,23 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import AutoPrecError
-from autoprec.support.files import write_json
+from autoprec.support.files import finite, write_json
 from autoprec.support.redact import redact_uri
 
-__all__ = ["Spool", "State", "default_uri", "plain"]
-
-
-def plain(value: Any) -> Any:
-    """Return a JSON-safe copy: non-finite numbers become null, tuples lists, unknown objects text."""
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    return str(value)
+__all__ = ["Spool", "State", "default_uri"]
 
 
 def default_uri(runs: Path) -> str:
@@ -97,7 +83,7 @@ class Spool:
 
     def append(self, kind: str, **payload: Any) -> None:
         """Append one line; a torn line left by a crash is ended first, so that it spoils nothing but itself."""
-        line = json.dumps({"kind": kind, **plain(payload)}, separators=(",", ":"), allow_nan=False)
+        line = json.dumps({"kind": kind, **finite(payload)}, separators=(",", ":"), allow_nan=False, default=str)
         if self._torn():
             line = "\n" + line
         # one write, not synced to the disk: a killed process loses nothing, and the study's own database is durable

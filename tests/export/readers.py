@@ -17,7 +17,6 @@ from typing import Any
 import yaml
 
 from autoprec.export import Export, Request
-from autoprec.export.base import recipes_of
 from autoprec.policy import LayerPlan
 from autoprec.policy.levels import level
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm
@@ -78,7 +77,7 @@ def _uniform(label: str) -> dict[str, str]:
 
 
 def _labels(plan: LayerPlan, activations: str) -> dict[str, str]:
-    return {str(g): gemm_label(r, g, activations) for g, r in zip(GEMMS, recipes_of(plan), strict=True)}
+    return {str(g): gemm_label(r, g, activations) for g, r in zip(GEMMS, plan.recipes, strict=True)}
 
 
 def _dtype_label(dtype: Any, request: Request) -> str:

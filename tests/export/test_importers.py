@@ -89,7 +89,7 @@ def test_megatron_round_trip(case: str) -> None:
 
 def test_detection_and_unknown_sources() -> None:
     assert detect(TE) == "te"
-    with pytest.raises(FileError, match="no accelerate"):
+    with pytest.raises(FileError, match="not an accelerate"):
         detect({"foo": 1})
     with pytest.raises(UnknownNameError):
         import_policy(TE, "deepspeeed")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoprec.numerics.plan import compile_plan, describe_plan, native_dtype
+from autoprec.numerics.plan import compile_plan, native_dtype
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
@@ -34,8 +34,3 @@ def test_what_remembers_something_is_stateful() -> None:
         if compile_plan(LayerPlan.uniform(recipe), torch.float32, "cpu").stateful
     }
     assert stateful == {"fp8_delayed", "nvfp4"}
-
-
-def test_descriptions() -> None:
-    assert describe_plan(LayerPlan.uniform(BF16)) == "bf16"
-    assert describe_plan(LayerPlan(fprop=BF16, dgrad=BF16)) == "fprop: bf16, dgrad: bf16, wgrad: keep"

@@ -115,3 +115,13 @@ def test_a_policy_prints_as_one_line() -> None:
         {"recipes": {"bf16": {"format": "bf16"}}, "layers": [{"match": "*", "recipe": "bf16"}], "activations": "bf16"}
     )
     assert repr(policy) == str(policy) == "Policy(1 rules, recipes=['bf16'], default=keep, activations=bf16)"
+
+
+def test_a_plan_says_what_it_runs() -> None:
+    bf16, fp8 = BUILTIN_RECIPES["bf16"], BUILTIN_RECIPES["fp8_tensorwise"]
+    assert LayerPlan.uniform(bf16).describe() == "bf16"
+    assert LayerPlan(fprop=bf16, dgrad=bf16).describe() == "fprop: bf16, dgrad: bf16, wgrad: keep"
+    mixed = LayerPlan(fprop=fp8, dgrad=None, wgrad=bf16)
+    assert mixed.recipes == (fp8, None, bf16)
+    assert mixed.scaled == (fp8,)
+    assert LayerPlan.uniform(bf16).scaled == ()

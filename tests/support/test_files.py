@@ -287,3 +287,20 @@ def test_a_file_is_kept_aside_before_it_is_overwritten_unless_it_is_ours(tmp_pat
     assert (tmp_path / "policy.yaml.1").read_text() == "by hand"
     ours.write_text("by another study")
     assert keep_earlier(path, ours) is None
+
+
+@given(st.recursive(st.none() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
+def test_what_is_finite_stays_and_the_rest_is_null(value: Any) -> None:
+    def null(_name: str) -> None:
+        return None
+
+    # json's own writer spells NaN and the infinities, and its reader takes what stands for each
+    expected = json.loads(json.dumps(value), parse_constant=null)
+    assert json.loads(json.dumps(files.finite(value), allow_nan=False)) == expected
+
+
+def test_finite_copies_of_mappings_and_tuples() -> None:
+    assert files.finite({1: (math.nan, -math.inf, 2.5), "a": {"b": [math.inf]}}) == {
+        "1": [None, None, 2.5],
+        "a": {"b": [None]},
+    }

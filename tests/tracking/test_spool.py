@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoprec.tracking.spool import Spool, State, default_uri, plain
+from autoprec.tracking.spool import Spool, State, default_uri
 
 
 def _events(spool: Spool, offset: int = 0) -> list[int]:
@@ -46,8 +46,11 @@ def test_identity_and_state_persist(tmp_path: Path) -> None:
     assert spool.load_state(uri).offset == 0
 
 
-def test_plain_replaces_what_json_cannot_hold() -> None:
-    assert plain({"a": float("nan"), "b": (1, float("inf")), "c": Path("x")}) == {"a": None, "b": [1, None], "c": "x"}
+def test_what_json_cannot_hold_is_spooled_as_null_or_text(tmp_path: Path) -> None:
+    spool = Spool.of(tmp_path)
+    spool.append("x", a=float("nan"), b=(1, float("inf")), c=Path("x"))
+    ((event, _),) = spool.read()
+    assert event == {"kind": "x", "a": None, "b": [1, None], "c": "x"}
 
 
 def test_the_default_store_is_beside_the_studies(tmp_path: Path) -> None:

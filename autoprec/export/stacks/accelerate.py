@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
+from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.naming import header, name_plans
 from autoprec.export.operators import IN_FORWARD, autocast_operators
 from autoprec.export.stacks.python import operator_losses
 from autoprec.export.stacks.torchao import nearest_float8, torchao_source
-from autoprec.export.summary import is_scaled, lose_rule, main_plan
+from autoprec.export.summary import lose_rule, main_plan
 from autoprec.policy import LayerPlan, dump_yaml
+from autoprec.precision.recipes import GEMMS
 
 __all__ = ["AccelerateExporter"]
 
@@ -54,26 +55,25 @@ def accelerator_kwargs():
 
 
 def _delayed_everywhere(request: Request, plan: LayerPlan | None) -> bool:
-    if plan is None or any(is_scaled(rule.plan) and rule.plan != plan for rule in request.rules()):
+    if plan is None or any(rule.plan.scaled and rule.plan != plan for rule in request.rules()):
         return False
-    recipes = [r for r in recipes_of(plan) if r is not None and r.scaled]
-    return all(r.scaling is not None and r.scaling.scale == "delayed" for r in recipes)
+    return all(r.scaling is not None and r.scaling.scale == "delayed" for r in plan.scaled)
 
 
 def _te_config(request: Request, plan: LayerPlan, losses: Losses) -> dict[str, Any]:
     """Return the fp8_config of the Transformer Engine backend, which converts every linear layer."""
-    recipe = next(r for r in recipes_of(plan) if r is not None and r.scaled)
+    recipe = plan.scaled[0]
     scaling = recipe.scaling
     hybrid = recipe.operand_format("grad_output") == "e5m2"
     if scaling is not None and scaling.power_of_2:
-        losses.add("power_of_2 scales", "scales that are no powers of two")
-    if any(r is None or not r.scaled for r in recipes_of(plan)):
+        losses.add("power_of_2 scales", "scales that are not powers of two")
+    if len(plan.scaled) < len(GEMMS):
         for rule in request.rules():
             if rule.plan == plan:
                 lose_rule(losses, rule, "all three products in FP8 (override_linear_precision is dead since TE 2.0)")
     for rule in request.rules():
-        if not is_scaled(rule.plan) and _decides(request, rule.match):
-            lose_rule(losses, rule, f"{describe_plan(plan)}: this backend converts every linear layer")
+        if not rule.plan.scaled and _decides(request, rule.match):
+            lose_rule(losses, rule, f"{plan.describe()}: this backend converts every linear layer")
     return {
         "backend": "TE",
         "fp8_format": "HYBRID" if hybrid else "E4M3",
@@ -121,7 +121,7 @@ class AccelerateExporter:
             if "operators.norm: fp32" in losses.kept:
                 losses.kept["operators.norm: fp32"] = "Transformer Engine's own LayerNorm kernels compute in fp32"
             document: dict[str, Any] = {"mixed_precision": "fp8", "fp8_config": _te_config(request, main, losses)}
-        elif main is not None and is_scaled(nearest_float8(main).plan):
+        elif main is not None and nearest_float8(main).plan.scaled:
             name = name_plans(policy, request.rules())[main]
             source = torchao_source(request, losses)
             files["precision_accelerate.py"] = source + _KWARGS.replace("@MAIN@", f'"{name}"')

@@ -7,7 +7,7 @@ from typing import Any
 from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.naming import header
 from autoprec.export.operators import autocast_operators
-from autoprec.export.summary import high_dtype, is_scaled, lose_rule, main_plan
+from autoprec.export.summary import high_dtype, lose_rule, main_plan
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
@@ -43,7 +43,7 @@ class AxolotlExporter:
             if eight:
                 differs = rule.plan != _OWN and self._decides(request, rule.plan)
             else:
-                differs = is_scaled(rule.plan) or plain not in ("keep", dtype)
+                differs = bool(rule.plan.scaled) or plain not in ("keep", dtype)
             if differs:
                 lose_rule(losses, rule, runs)
         if policy.loss_scaling == "dynamic" and dtype != "fp16":
@@ -71,5 +71,5 @@ class AxolotlExporter:
         """Say whether more layers are better served by FP8 everywhere than by FP8 nowhere."""
         if request.layers:
             plans = list(request.plans().values())
-            return sum(is_scaled(plan) for plan in plans) * 2 > len(plans)
-        return is_scaled(request.rules()[-1].plan)
+            return sum(bool(plan.scaled) for plan in plans) * 2 > len(plans)
+        return bool(request.rules()[-1].plan.scaled)

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.operators import autocast_operators
-from autoprec.export.summary import high_dtype, is_scaled, lose_rule
+from autoprec.export.summary import high_dtype, lose_rule
 
 __all__ = ["DeepSpeedExporter"]
 
@@ -28,7 +28,7 @@ class DeepSpeedExporter:
         """Return ``ds_config.json``: the precision part of a DeepSpeed configuration."""
         losses = Losses()
         policy = request.policy
-        wanted = {high_dtype(request, rule.plan) for rule in request.rules() if not is_scaled(rule.plan)}
+        wanted = {high_dtype(request, rule.plan) for rule in request.rules() if not rule.plan.scaled}
         dtype = policy.activations
         config: dict[str, Any] = {}
         if dtype in _DTYPES:
@@ -40,7 +40,7 @@ class DeepSpeedExporter:
             }
         runs = dtype if dtype != "keep" else "as the script wrote it"
         for rule in request.rules():
-            if is_scaled(rule.plan):
+            if rule.plan.scaled:
                 lose_rule(losses, rule, f"{runs} (DeepSpeed has no FP8 key)")
             elif high_dtype(request, rule.plan) not in (dtype, "keep"):
                 lose_rule(losses, rule, f"{runs} (DeepSpeed's JSON knows no layers)")

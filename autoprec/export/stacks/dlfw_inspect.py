@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, recipes_of, state_losses
+from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.naming import header
 from autoprec.export.operators import autocast_operators
 from autoprec.export.stacks.python import operator_losses
 from autoprec.export.stacks.transformer_engine import nearest_te, nested_recipe
 from autoprec.export.summary import lose_rule, main_plan
 from autoprec.policy import LayerPlan, dump_yaml, glob_regex
-from autoprec.precision.recipes import GEMMS, Recipe
+from autoprec.precision.recipes import GEMMS
 
 __all__ = ["DlfwInspectExporter", "section_pattern"]
 
@@ -29,12 +29,8 @@ def section_pattern(match: str, earlier: list[str]) -> str:
     return rf"^{excluded}(?:model\.)?(?:{glob_regex(match)})$"
 
 
-def _first_scaled(plan: LayerPlan) -> Recipe:
-    return next(recipe for recipe in recipes_of(plan) if recipe is not None and recipe.scaled)
-
-
 def _features(plan: LayerPlan) -> dict[str, Any]:
-    off = [gemm for gemm, r in zip(GEMMS, recipes_of(plan), strict=True) if r is None or not r.scaled]
+    off = [gemm for gemm, r in zip(GEMMS, plan.recipes, strict=True) if r is None or not r.scaled]
     if len(off) == len(GEMMS):
         return {"DisableQuantizationLayer": {"enabled": True}}
     return {"DisableQuantizationGEMM": {"enabled": True, "gemms": off}} if off else {}
@@ -51,15 +47,14 @@ class DlfwInspectExporter:
         losses = Losses()
         rules = request.rules()
         main = main_plan(request)
-        near = nearest_te(LayerPlan.uniform(_first_scaled(main)))[0] if main else None
+        near = nearest_te(LayerPlan.uniform(main.scaled[0]))[0] if main else None
         target = near.fprop if near is not None and near.fprop is not None and near.fprop.scaled else None
         sections: dict[str, Any] = {}
         earlier: list[str] = []
         for index, rule in enumerate(rules):
-            scaled = [r for r in recipes_of(rule.plan) if r is not None and r.scaled]
-            if any(recipe != target for recipe in scaled):
+            if any(recipe != target for recipe in rule.plan.scaled):
                 lose_rule(losses, rule, f"{target.describe() if target else 'bf16'}: one recipe per run")
-            plain = [r for r in recipes_of(rule.plan) if r is not None and not r.scaled]
+            plain = [r for r in rule.plan.recipes if r is not None and not r.scaled]
             if any(r.format != "bf16" for r in plain):
                 lose_rule(losses, rule, "the dtype of the activations where FP8 is switched off")
             features = _features(rule.plan)

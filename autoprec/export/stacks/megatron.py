@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, RulePlan, recipes_of
+from autoprec.export.base import Export, Losses, Request, RulePlan
 from autoprec.export.naming import header, name_plans
 from autoprec.export.operators import report_operators
-from autoprec.export.summary import high_dtype, is_scaled, lose_rule
+from autoprec.export.summary import high_dtype, lose_rule
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import Recipe
 
@@ -24,10 +24,6 @@ _OPTIMIZER = {
     "exp_avg": ("--exp-avg-dtype", {"bf16": "bf16", "e4m3": "fp8"}),
     "exp_avg_sq": ("--exp-avg-sq-dtype", {"fp16_scaled": "fp16"}),
 }
-
-
-def _first_scaled(plan: LayerPlan) -> Recipe:
-    return next(recipe for recipe in recipes_of(plan) if recipe is not None and recipe.scaled)
 
 
 def _format_of(recipe: Recipe, losses: Losses, rule: RulePlan) -> str:
@@ -65,7 +61,7 @@ def _delayed_flags(recipe: Recipe, losses: Losses, rule: RulePlan) -> list[str]:
     if scaling is None:
         return []
     if scaling.power_of_2:
-        lose_rule(losses, rule, "scales that are no powers of two")
+        lose_rule(losses, rule, "scales that are not powers of two")
     return [
         f"--fp8-format {_format_of(recipe, losses, rule)}",
         "--fp8-recipe delayed",
@@ -128,9 +124,9 @@ class MegatronExporter:
         delayed: LayerPlan | None = None
         for index, rule in enumerate(rules):
             recipe: dict[str, Any] | None = {}
-            if is_scaled(rule.plan):
-                first = _first_scaled(rule.plan)
-                if len(set(recipes_of(rule.plan))) > 1:
+            if rule.plan.scaled:
+                first = rule.plan.scaled[0]
+                if len(set(rule.plan.recipes)) > 1:
                     lose_rule(losses, rule, f"{first.describe()} for all three products")
                 recipe = _training_recipe(first, losses, rule)
                 if recipe is None and delayed in (None, rule.plan):

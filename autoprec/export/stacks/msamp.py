@@ -13,7 +13,7 @@ from autoprec.export.naming import header, name_plans, rule_table
 from autoprec.export.operators import autocast_operators
 from autoprec.export.snippets import PLAN_OF, fill
 from autoprec.export.stacks.python import operator_losses
-from autoprec.export.summary import high_dtype, is_scaled, lose_rule
+from autoprec.export.summary import high_dtype, lose_rule
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
 from autoprec.policy.levels import level
 
@@ -69,7 +69,7 @@ class MsAmpExporter:
         own = LayerPlan.uniform(level("msamp-o1").recipe)
         eight = []
         for rule in rules:
-            if is_scaled(rule.plan):
+            if rule.plan.scaled:
                 eight.append(names[rule.plan])
                 if rule.plan != own:
                     lose_rule(losses, rule, "MS-AMP's own recipe: fp8 delayed e4m3/e4m3/e5m2, 16 steps")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import resources
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, recipes_of, state_losses
+from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.naming import header, literal, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, LOOKUP, report_operators
 from autoprec.policy import LayerPlan
@@ -60,7 +60,7 @@ def standalone_source(request: Request, losses: Losses) -> str:
 
 
 def _plan(plan: LayerPlan, losses: Losses, match: str) -> dict[str, Any]:
-    return {gemm: _recipe(recipe, losses, match) for gemm, recipe in zip(GEMMS, recipes_of(plan), strict=True)}
+    return {gemm: _recipe(recipe, losses, match) for gemm, recipe in zip(GEMMS, plan.recipes, strict=True)}
 
 
 class PythonExporter:

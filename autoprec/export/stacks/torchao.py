@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
+from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.naming import header, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
@@ -55,7 +55,7 @@ def _nearest_recipe(recipe: Recipe | None) -> tuple[Recipe | None, str]:
 def nearest_float8(plan: LayerPlan) -> Fit:
     """Return the nearest plan that torchao runs."""
     recipes, changes = [], []
-    for gemm, recipe in zip(GEMMS, recipes_of(plan), strict=True):
+    for gemm, recipe in zip(GEMMS, plan.recipes, strict=True):
         near, change = _nearest_recipe(recipe)
         recipes.append(near)
         if change:
@@ -104,7 +104,7 @@ def gathers_float8(plan: LayerPlan) -> bool:
 
 def float8_config(plan: LayerPlan) -> str:
     """Return the source of a ``Float8LinearConfig`` for a plan that fits."""
-    scaled = next(r for r in recipes_of(plan) if r is not None and r.scaled)
+    scaled = plan.scaled[0]
     lines = []
     for operand, uses in _CASTS.items():
         for field, gemm in uses:
@@ -130,11 +130,11 @@ def float8_configs(request: Request, losses: Losses) -> tuple[dict[str, str], di
     for rule in rules:
         fit = nearest_float8(rule.plan)
         for change in fit.changes:
-            losses.add(describe_plan(rule.plan), change, rule.match)
-        for recipe in recipes_of(fit.plan):
+            losses.add(rule.plan.describe(), change, rule.match)
+        for recipe in fit.plan.recipes:
             if recipe is not None and recipe.scaling is not None and recipe.scaling.amax_epsilon:
                 losses.add("amax_epsilon", "torchao's own 1e-12", rule.match)
-        if any(r is not None and r.scaled for r in recipes_of(fit.plan)):
+        if fit.plan.scaled:
             eight[names[rule.plan]] = float8_config(fit.plan)
         elif fit.plan.fprop is not None:
             form = fit.plan.fprop.format

@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from autoprec.export.base import Export, Losses, Request, describe_plan, state_losses
+from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.naming import header
 from autoprec.export.operators import report_operators
-from autoprec.export.summary import high_dtype, is_scaled, lose_rule, main_plan
+from autoprec.export.summary import high_dtype, lose_rule, main_plan
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
@@ -84,7 +84,7 @@ class TorchtitanExporter:
         if main is not None:
             runs = _RECIPES.get(main) or self._nearest(main)
         for rule in request.rules():
-            if is_scaled(rule.plan):
+            if rule.plan.scaled:
                 expressed = next((plan for plan, name in _RECIPES.items() if name == runs), None)
                 if rule.plan != expressed:
                     lose_rule(losses, rule, f"torchao's {runs} recipe" if rule.plan == main else "bf16")
@@ -123,5 +123,5 @@ class TorchtitanExporter:
             return skip_list([n for n, p in plans.items() if p != main], [n for n, p in plans.items() if p == main])
         for rule in request.rules():
             if rule.plan != main:
-                lose_rule(losses, rule, f"{describe_plan(main)} (substrings need layer names: pass --layers)")
+                lose_rule(losses, rule, f"{main.describe()} (substrings need layer names: pass --layers)")
         return [], []

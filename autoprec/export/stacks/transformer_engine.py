@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, describe_plan, recipes_of, state_losses
+from autoprec.export.base import Export, Losses, Request, state_losses
 from autoprec.export.naming import header, literal, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
@@ -39,10 +39,10 @@ def _nearest_recipe(recipe: Recipe | None, mixed: bool) -> tuple[Recipe | None, 
             why = "inside a layer of mixed precision" if mixed else "for this mix of formats"
             plain = {"scale": "current", "margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
             scaling = scaling.model_copy(update=plain)
-            changes.append(f"current scaling ({why} there is no delayed one)")
+            changes.append(f"current scaling ({why} delayed scaling is not offered)")
         elif scaling.power_of_2:
             scaling = scaling.model_copy(update={"power_of_2": False})
-            changes.append("scales that are no powers of two")
+            changes.append("scales that are not powers of two")
         if scaling.scale == "delayed" and scaling.amax_epsilon:
             scaling = scaling.model_copy(update={"amax_epsilon": 0.0})
             changes.append("no amax_epsilon")
@@ -51,9 +51,9 @@ def _nearest_recipe(recipe: Recipe | None, mixed: bool) -> tuple[Recipe | None, 
 
 def nearest_te(plan: LayerPlan) -> tuple[LayerPlan, tuple[str, ...]]:
     """Return the nearest plan that the factory expresses, and what changed."""
-    mixed = len(set(recipes_of(plan))) > 1
+    mixed = len(set(plan.recipes)) > 1
     recipes, changes = [], []
-    for recipe in recipes_of(plan):
+    for recipe in plan.recipes:
         near, change = _nearest_recipe(recipe, mixed)
         recipes.append(near)
         if change:
@@ -106,8 +106,8 @@ def slot_specs(plan: LayerPlan) -> dict[str, list[dict[str, Any] | None]]:
 
 def nested_recipe(plan: LayerPlan) -> tuple[str, str]:
     """Return (source of a built-in recipe for the whole layer, what it cannot say); empty source: high precision."""
-    recipes = recipes_of(plan)
-    scaled = [recipe for recipe in recipes if recipe is not None and recipe.scaled]
+    recipes = plan.recipes
+    scaled = plan.scaled
     if not scaled:
         return "", ""
     backward = recipes[1:] if recipes[0] is not None and recipes[0].scaled else ()
@@ -140,7 +140,7 @@ def _builtin(recipe: Recipe, tail: str) -> tuple[str, str]:
             )
         return f"recipe.Float8BlockScaling({form}{tail})", lost
     if scaling.power_of_2:
-        fix = "scales that are no powers of two (NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1 makes them)"
+        fix = "scales that are not powers of two (NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES=1 makes them)"
         lost = "; ".join(filter(None, (lost, fix)))
     return f"recipe.Float8CurrentScaling({form}{tail})", lost
 
@@ -342,9 +342,9 @@ class TransformerEngineExporter:
         for rule in rules:
             plan, changes = nearest_te(rule.plan)
             for change in changes:
-                losses.add(describe_plan(rule.plan), change, rule.match)
+                losses.add(rule.plan.describe(), change, rule.match)
             name = names[rule.plan]
-            if any(r is not None and r.scaled for r in recipes_of(plan)):
+            if plan.scaled:
                 specs[name] = slot_specs(plan)
                 builtin[name], coarser = nested_recipe(plan)
                 if coarser:

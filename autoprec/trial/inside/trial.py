@@ -19,7 +19,7 @@ from torch import nn
 
 from autoprec.applying.compiling import keep_random_streams, run_eagerly
 from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
-from autoprec.support.files import canonical_json
+from autoprec.support.files import canonical_json, finite
 from autoprec.trial.inside.applying import apply_document, state_document, watch_state
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.seeding import reseed
@@ -369,19 +369,8 @@ def status_of(error: BaseException) -> str:
 def write_result(path: Path, result: TrialResult) -> None:
     """Write a result so that a reader sees all of it or nothing."""
     temporary = path.with_name(path.name + f".{os.getpid()}.tmp")
-    temporary.write_text(canonical_json(_finite(result.to_json())), encoding="utf-8")
+    temporary.write_text(canonical_json(finite(result.to_json())), encoding="utf-8")
     os.replace(temporary, path)
-
-
-def _finite(value: Any) -> Any:
-    """Replace what JSON cannot say by None, at any depth."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 def _rank() -> int:
