@@ -53,7 +53,7 @@ def loss(architecture: str, rates: Rates) -> float:
 
 
 def scaled(rates: Rates, field: str, families: tuple[str, ...], factor: float) -> Rates | None:
-    """One field of the rates times a factor; None where that is no rate a device could have."""
+    """One field of the rates times a factor; None where no device could have that rate."""
     if not families:
         return replace(rates, **{field: getattr(rates, field) * factor})
     values = dict(getattr(rates, field))

@@ -47,8 +47,8 @@ point within the budget by judge seeds, against the fastest of the best known fr
 seeds. The GP stops at 30 trials (half a second each).
 
 `one-pass` is ModelOpt's way: squared gradient of a layer's output times squared change of the output, from one pass,
-solved exactly and bisected on measured divergence. `ilp` is no tool that exists: it is our own sensitivity table and
-solver without the learning, to see what that adds.
+solved exactly and bisected on measured divergence. `ilp` does not stand for an existing tool: it is our own
+sensitivity table and solver without the learning, to see what that adds.
 
 The method was developed on the same two models with the recipes swapped (gpt-h100, vit-b200) and on a simulation
 fitted to the first of them: the threefold weight of the head, the widths of the posterior, and that only a quarter of

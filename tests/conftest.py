@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 from hypothesis import settings
 
-# A busy machine is no reason to fail, and the same commit gives the same verdict.
+# A busy machine is not a reason to fail, and the same commit gives the same verdict.
 settings.register_profile("autoprec", deadline=None, derandomize=True)
 settings.load_profile("autoprec")
 

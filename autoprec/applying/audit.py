@@ -58,8 +58,8 @@ class AuditReport:
     def did_not_run(self) -> dict[str, list[str]]:
         """GEMMs that were asked for and did not run in these steps, by layer.
 
-        An unused output, a frozen tail or an expert without tokens has no backward, or no forward: that is no
-        difference between what ran and what was asked of it.
+        An unused output, a frozen tail or an expert without tokens has no backward, or no forward: what ran
+        does not differ from what was asked of it.
         """
         return {row.name: list(row.silent) for row in self.layers if row.silent}
 

@@ -1,6 +1,6 @@
 """The ``transformer_engine`` backend: TE's modules around the model's own Parameters, one recipe object per policy.
 
-A ``te.Linear`` built on the meta device is lent the layer's weight and called from the layer's own forward. It is no
+A ``te.Linear`` built on the meta device is lent the layer's weight and called from the layer's own forward. It is not a
 submodule of the model, so names, ``state_dict`` (no ``_extra_state``), optimizer and hooks stay as they are. From TE
 2.19 on, one ``CustomRecipe`` whose factory answers per layer and GEMM serves the whole model; before, each layer enters
 its own recipe. TE ignores a changed recipe of the same class on a live module, so every policy gets fresh modules and a

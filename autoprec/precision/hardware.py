@@ -194,7 +194,7 @@ class _Architecture(_Strict):
     recipes: dict[_Family, _CapabilityEntry]
 
 
-class _Entry(_Strict):
+class _TargetEntry(_Strict):
     title: str
     vendor: Literal["nvidia", "amd", "other"]
     architecture: str
@@ -228,7 +228,7 @@ class _Table(_Strict):
     schema_: Literal["autoprec.targets/1"] = Field(alias="schema")
     sources: dict[str, str] = Field(default_factory=dict)
     architectures: dict[str, _Architecture] = Field(default_factory=dict)
-    targets: dict[str, _Entry]
+    targets: dict[str, _TargetEntry]
 
 
 def _build(table: _Table, architectures: Mapping[str, _Architecture], sources: Mapping[str, str]) -> dict[str, Target]:

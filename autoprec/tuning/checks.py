@@ -26,7 +26,8 @@ def check_early(options: SearchOptions) -> None:
     name = options.study
     if name and (name in (".", "..") or not name.isprintable() or any(char in name for char in "/\\")):
         raise UsageError(
-            f"--study {name!r} is no name: it becomes one folder below {options.runs_dir}", fix="e.g. --study first-try"
+            f"--study {name!r} cannot be a folder below {options.runs_dir}",
+            fix="e.g. --study first-try",
         )
     if options.target != "auto":
         target(options.target)
@@ -67,5 +68,5 @@ def _check_storage(url: str) -> None:
         make_url(url).get_dialect().import_dbapi()
     except (SQLAlchemyError, ImportError) as error:
         raise UsageError(
-            f"--storage is no database URL that can be used: {error}", fix="e.g. sqlite:///study.db"
+            f"--storage is not a database URL that can be used: {error}", fix="e.g. sqlite:///study.db"
         ) from error

@@ -85,7 +85,7 @@ class SearchOptions:
         """Return everything that would change the answer: a resumed search must agree on all of it."""
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
         out: dict[str, Any] = {key: value for key, value in asdict(self).items() if key in kept}
-        out["script"] = shlex.join(redact_arguments(self.command))  # a new password is no other script
+        out["script"] = shlex.join(redact_arguments(self.command))  # a new password does not make another script
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
         out["model"] = fingerprint
         if calibration is not None:  # by what it says: the file may move, and studies without one stay as they were

@@ -47,7 +47,7 @@ def calibration_of(options: SearchOptions, device: str = "") -> dict[str, Any] |
         device: what the script trains on; empty before it was started, and then what is certain is refused.
 
     Raises:
-        FileError: it is no calibration.
+        FileError: it is not a calibration.
         UsageError: it was measured on another target, or no time of this search is modelled with its rates.
     """
     path = options.calibration

@@ -13,7 +13,7 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 __all__ = ["BOMBS", "HEADS", "bomb", "flipped", "hostile", "policy_document", "policy_seeds", "space_seeds"]
 
 HEADS = ("schema: autoprec.policy/1\n", "schema: autoprec.space/1\nname: x\n")
-#: What a mutation puts in: YAML's own words, Python's tags, numbers at the edges, and bytes that are no text.
+#: What a mutation puts in: YAML's own words, Python's tags, numbers at the edges, and bytes that are not text.
 WORDS = (
     "!!python/object/apply:os.system ['touch pwned']", "!!python/name:os.system", "!!python/object/new:type",
     "!!python/module:antigravity", "!!binary aGk=", "!!set {a}", "!!omap [a: 1]", "!!timestamp 2026-01-01",

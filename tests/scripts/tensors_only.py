@@ -1,4 +1,4 @@
-"""Trains plain tensors, for hours if nobody stops it: no module owns them, so there is no layer to decide about."""
+"""Trains plain tensors, for hours if nobody stops it: no module owns them, so no layer can be decided about."""
 
 import torch
 

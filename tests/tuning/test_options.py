@@ -87,7 +87,7 @@ def test_the_signature_covers_what_changes_the_answer_and_nothing_else() -> None
     calibrated = base.signature("space", "model", measured)
     assert calibrated["calibration"].startswith("My H100 (2026-01-02), sha256 ")
     assert base.signature("space", "model", measured | {"rates": {"bandwidth": 0.8}}) != calibrated
-    # where the file lies is no setup
+    # where the file lies is not part of the setup
     moved = SearchOptions(command=("train.py",), calibration="elsewhere.json")
     assert moved.signature("space", "model", dict(reversed(measured.items()))) == calibrated
     with pytest.raises(StudyError, match="model: was 'model', is 'new'"):

@@ -30,7 +30,7 @@ class Runner(ABC):
         """Run one trial and return how it ended, whatever it does.
 
         Raises:
-            NoSpaceError: there is no room for its files; that says nothing about the policy.
+            NoSpaceError: its files do not fit on the disk, which says nothing about the policy.
         """
 
     @abstractmethod

@@ -276,7 +276,7 @@ class TrialRunner(Runner):
         """Run one trial and return how it ended, whatever it does. Safe to call from several threads at once.
 
         Raises:
-            NoSpaceError: there is no room for its files; that says nothing about the policy.
+            NoSpaceError: its files do not fit on the disk, which says nothing about the policy.
         """
         try:
             result = self._run(spec)

@@ -194,7 +194,7 @@ class Agent:
             self._stop(found, found.root, (), {})
 
     def without_optimizer(self, tensors: tuple[torch.Tensor, ...]) -> None:
-        """A backward ran and there is no optimizer: the next training forward is the place to stop."""
+        """A backward ran without an optimizer: the next training forward is the place to stop."""
         leaves = [leaf for leaf in loss_parameters(tensors) if id(leaf) not in self._passed_over]
         if not leaves:
             return

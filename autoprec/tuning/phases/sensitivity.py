@@ -37,7 +37,7 @@ def measure_table(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Sensiti
     """Measure (or, on resume, read back) the table of gradient errors.
 
     Raises:
-        NothingAcceptableError: the scan could not be run, or there was no gradient to compare with.
+        NothingAcceptableError: the scan could not be run, or no gradient to compare with was seen.
     """
     path, options = setup.study_dir / "sensitivity.json", setup.options
     if options.resume and path.exists():

@@ -27,7 +27,7 @@ def free_name(options: SearchOptions, command: ScriptCommand) -> str:
         numbered = re.compile(re.escape(stem) + r"(-\d+)?")
         existing = [p for p in runs.glob(f"{stem}*/study.db") if numbered.fullmatch(p.parent.name)]
         if not existing:
-            raise StudyError(f"there is no study of {stem} to resume", where=str(runs), fix="name it with --study")
+            raise StudyError(f"no study of {stem} was found to resume", where=str(runs), fix="name it with --study")
         return max(existing, key=lambda p: p.stat().st_mtime).parent.name
     index, name = 1, stem
     while (runs / name / "study.db").exists():

@@ -87,7 +87,7 @@ class StudyStore:
                 f"a study named '{name}' exists already", where=self.url, fix="add --resume, or --study NEW"
             )
         if not existing and resume and not begun:
-            raise StudyError(f"there is no study named '{name}' to resume", where=self.url, fix="leave out --resume")
+            raise StudyError(f"no study named '{name}' was found to resume", where=self.url, fix="leave out --resume")
         self._rdb = self._guarded(
             lambda: optuna.create_study(
                 storage=self._storage, study_name=name, directions=["minimize"] * len(objectives), load_if_exists=True

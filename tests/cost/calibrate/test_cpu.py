@@ -86,7 +86,7 @@ def test_relative_cache_homes_are_ignored_as_the_standard_says(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_the_micro_benchmark_measures_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu, "_PROBE_TIMEOUT_S", 600.0)  # a busy machine is no reason to fail
+    monkeypatch.setattr(cpu, "_PROBE_TIMEOUT_S", 600.0)  # a busy machine is not a reason to fail
     rates, label = cpu_rates(refresh=True)
     assert label == "modelled, rates of this CPU"
     assert rates["seconds"] < 30  # 2 to 3 s of CPU time where nothing else runs

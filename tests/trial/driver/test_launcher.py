@@ -20,7 +20,7 @@ def test_one_launcher_per_command_until_the_last_leaves(tmp_path: Path) -> None:
     assert first.new_mark() != first.new_mark()
     assert first.new_mark().startswith(first.mark)
     assert not first.ready
-    assert first.fork({}, {}, "m", None) is None  # there is no zygote yet
+    assert first.fork({}, {}, "m", None) is None  # no zygote yet
     folder = Path(first.address).parent
     first.leave()
     assert folder.exists()

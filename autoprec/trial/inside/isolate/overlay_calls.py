@@ -65,7 +65,7 @@ def install(overlay: Overlay) -> None:
                 names[name] = replacement
 
 
-class _Entry:
+class _Entry(os.PathLike[str]):
     """One entry of a directory that lies in several places; what ``os.DirEntry`` offers."""
 
     def __init__(self, name: str, path: str, place: str) -> None:

@@ -62,7 +62,7 @@ class Found:
 
     @property
     def backward_only(self) -> bool:
-        """True when there is no optimizer: each backward counts as one step."""
+        """True without an optimizer: each backward counts as one step."""
         return not self.optimizers
 
 

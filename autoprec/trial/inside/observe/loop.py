@@ -120,11 +120,6 @@ class Loop(Events):
         """The gradient norm of every step, before clipping where the script clips."""
         return [float(x) for x in self._norms]
 
-    @property
-    def last_loss(self) -> float:
-        """The newest loss (waits for the device)."""
-        return float(self._losses[-1])
-
     # ---------------------------------------------------------------- events
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
         if self._closure_call > 1:

@@ -93,7 +93,7 @@ def clock_for(device: torch.device) -> StepClock:
 
 
 def limit_memory(device: torch.device, limit: int | None) -> None:
-    """Let this process hold no more than ``limit`` bytes of a GPU (and a tenth for fragments); None is no limit.
+    """Let this process hold no more than ``limit`` bytes of a GPU (and a tenth for fragments); None: all of them.
 
     A policy far beyond ``--max-memory`` then fails at its first large tensor, and cannot push others off the device.
     """
