@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoprec.cli.console import clock, duration
 from autoprec.cli.phases import Phases
-from autoprec.report.text import bytes_text
+from autoprec.support.units import memory_text
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult, TrialRecord, headline
 
@@ -27,7 +27,7 @@ def describe(record: TrialRecord) -> str:
     if not record.ok:
         return f"{record.status}: {record.reason}"
     m = record.metrics
-    return f"{headline(m)}  divergence {m['divergence']:.3%}  {bytes_text(m['memory_bytes'])}"
+    return f"{headline(m)}  divergence {m['divergence']:.3%}  {memory_text(m['memory_bytes'])}"
 
 
 class TerminalProgress:

@@ -14,8 +14,9 @@ from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS, LIGHT
 from autoprec.report.summary import Summary, important, metrics_row, summarise
-from autoprec.report.text import bytes_text, duration, headings, percent, ratio, row_cells, time_text
+from autoprec.report.text import duration, headings, percent, ratio, row_cells, time_text
 from autoprec.support.files import write_atomic
+from autoprec.support.units import memory_text
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 if TYPE_CHECKING:
@@ -79,8 +80,8 @@ def _tiles(summary: Summary) -> str:
     else:
         tiles = [("speed", ratio(best.speedup), f"{time_text(best.step_time_ms)} per step")]
     if best.memory_bytes is not None:
-        before = f"of {bytes_text(reference.memory_bytes)}" if reference and reference.memory_bytes else ""
-        tiles.append(("memory", bytes_text(best.memory_bytes), before))
+        before = f"of {memory_text(reference.memory_bytes)}" if reference and reference.memory_bytes else ""
+        tiles.append(("memory", memory_text(best.memory_bytes), before))
     floor = f"noise floor {percent(summary.noise_floor)}" if summary.noise_floor is not None else ""
     tiles.append(("divergence", percent(best.divergence, best.interval), floor))
     cells = [f"<div><b>{escape(v)}</b><span>{escape(k)}</span><small>{escape(n)}</small></div>" for k, v, n in tiles]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from autoprec.report.summary import Row
+from autoprec.support.units import memory_text
 
-__all__ = ["bytes_text", "duration", "headings", "percent", "ratio", "row_cells", "time_text"]
+__all__ = ["duration", "headings", "percent", "ratio", "row_cells", "time_text"]
 
 _MISSING = "–"
 
@@ -21,19 +22,6 @@ def percent(value: float | None, half_width: float | None = None) -> str:
     digits = 3 if abs(value) < 0.01 else 2 if abs(value) < 0.1 else 1
     text = f"{100 * value:.{digits}f} %"
     return text if half_width is None else f"{100 * value:.{digits}f} ± {100 * half_width:.{digits}f} %"
-
-
-def bytes_text(value: float | None) -> str:
-    """Memory, always in GiB (2**30 bytes), so that two figures compare at a glance; below 0.1 GiB in MiB.
-
-    >>> bytes_text(38_370_000_000), bytes_text(40_000_000)
-    ('35.7 GiB', '38.1 MiB')
-    """
-    if value is None:
-        return _MISSING
-    if abs(value) < 0.1 * 2**30:
-        return f"{value / 2**20:.1f} MiB"
-    return f"{value / 2**30:,.2f} GiB" if abs(value) < 10 * 2**30 else f"{value / 2**30:,.1f} GiB"
 
 
 def time_text(value: float | None) -> str:
@@ -65,7 +53,7 @@ def row_cells(row: Row, *, over_16bit: bool = False) -> tuple[str, ...]:
         row.name,
         *speed,
         time_text(row.step_time_ms),
-        bytes_text(row.memory_bytes),
+        memory_text(row.memory_bytes),
         percent(row.divergence, row.interval),
         percent(row.gradient_error),
     )

@@ -5,7 +5,17 @@ from __future__ import annotations
 __all__ = ["memory_text"]
 
 
-def memory_text(size: float) -> str:
-    """Return bytes in GiB with three digits or more: ``0.119 GiB``, ``35.7 GiB``, ``1,024.0 GiB``."""
+def memory_text(size: float | None) -> str:
+    """Return bytes in GiB (2**30 bytes), so that two figures compare at a glance; below 0.1 GiB in MiB.
+
+    A size that is not known (None) is a dash.
+
+    >>> memory_text(38_370_000_000), memory_text(2_000_000_000), memory_text(40_000_000)
+    ('35.7 GiB', '1.86 GiB', '38.1 MiB')
+    """
+    if size is None:
+        return "–"
     gib = size / 2**30
-    return f"{gib:,.1f} GiB" if gib >= 10 else f"{gib:.3g} GiB"
+    if gib < 0.1:
+        return f"{size / 2**20:.1f} MiB"
+    return f"{gib:,.2f} GiB" if gib < 10 else f"{gib:,.1f} GiB"

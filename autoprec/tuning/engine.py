@@ -28,6 +28,7 @@ from autoprec.support.files import file_lock, keep_earlier, write_json
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.checks import check_early
+from autoprec.tuning.decide.reasons import stay_explanation
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
@@ -167,7 +168,8 @@ class Search:
         self.listener.phase("verdict", verdict.reason)
         ledger.timings["verdict_s"] = ledger.elapsed()
         if nothing:
-            answer = Answer(verdict="stay", reason=verdict.reason, record=None, seeds=0)
+            why = stay_explanation(verdict.rows, verdict.baseline)
+            answer = Answer(verdict="stay", reason=verdict.reason, record=None, seeds=0, explanation=why)
         else:
             self.listener.phase("reference")
             measure_reference(setup, runner, ledger)

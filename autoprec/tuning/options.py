@@ -173,7 +173,7 @@ def parse_share(text: str) -> float:
 
 
 def parse_bytes(text: str) -> int:
-    """Parse ``60GB``, ``512MiB`` or a number of bytes.
+    """Parse ``60GiB``, ``60GB`` or a number of bytes.
 
     Raises:
         UsageError: anything else.
@@ -183,5 +183,5 @@ def parse_bytes(text: str) -> int:
     for power, letter in enumerate("kmgt", start=1):
         units |= {letter: 1000**power, f"{letter}b": 1000**power, f"{letter}i": 1024**power, f"{letter}ib": 1024**power}
     if not found or found[2] not in units:
-        raise UsageError(f"'{text}' is not an amount of memory", fix="e.g. 60GB or 512MiB")
+        raise UsageError(f"'{text}' is not an amount of memory", fix="e.g. 60GiB or 512MiB")
     return int(float(found[1]) * units[found[2]])

@@ -9,7 +9,7 @@ import click
 
 from autoprec.cli.console import print_json
 from autoprec.errors import PolicyError, nearest
-from autoprec.report.text import bytes_text
+from autoprec.support.units import memory_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -57,7 +57,7 @@ def _value(name: str, value: Any) -> str:
     if name.endswith("speedup") and isinstance(value, (int, float)):
         return f"{value:.2f}x"
     if name == "memory_bytes" and isinstance(value, (int, float)):
-        return bytes_text(value)
+        return memory_text(value)
     if isinstance(value, dict):
         return ", ".join(f"{key} {item}" for key, item in value.items())
     if isinstance(value, (list, tuple)):

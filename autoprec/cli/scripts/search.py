@@ -56,7 +56,7 @@ EXAMPLES = (
 @options.max_divergence
 @click.option("--max-gradient-error", default=0.12, show_default=True, metavar="X",
               help="Largest gradient error, in units of the mini-batch gradient noise.")  # fmt: skip
-@click.option("--max-memory", callback=options.parsed("parse_bytes"), metavar="BYTES", help="e.g. 60GB.")
+@click.option("--max-memory", callback=options.parsed("parse_bytes"), metavar="BYTES", help="e.g. 60GiB.")
 @click.option("--objective", type=click.Choice(["throughput", "memory", "balanced"]), default="throughput",
               show_default=True, help="What to optimise among acceptable policies.")  # fmt: skip
 @click.option("--reference", type=click.Choice(["script", "fp32", "bf16"]), default="script", show_default=True,

@@ -12,7 +12,7 @@ from autoprec.cli import options
 from autoprec.cli.console import print_json, stdout_console
 from autoprec.cli.phases import Phases
 from autoprec.cli.script import script_command
-from autoprec.report.text import bytes_text
+from autoprec.support.units import memory_text
 
 __all__ = ["verify"]
 
@@ -90,7 +90,7 @@ def _print(result: Any) -> None:
         spread = f"{min(row.speedups):.2f}-{max(row.speedups):.2f}x" if row.speedups else ""
         speed = f"{row.speedup:.2f}x" if result.timed else "emulated"
         gap = f"{row.divergence:.3%}" if row.divergences else "; ".join(row.failures)[:60]
-        table.add_row(row.name, speed, spread if result.timed else "", gap, bytes_text(row.memory_bytes))
+        table.add_row(row.name, speed, spread if result.timed else "", gap, memory_text(row.memory_bytes))
     console = stdout_console()
     console.print(table)
     console.print(("holds: " if result.ok else "does not hold: ") + result.reason, markup=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from autoprec.tuning.decide.sampler.prior import LayerTime
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
 
-__all__ = ["MOST_REASONS", "explanation", "told"]
+__all__ = ["MOST_REASONS", "explanation", "stay_explanation", "told"]
 
 #: Rows that are kept of each list: a person reads no more.
 MOST_REASONS, MOST_DECISIONS = 40, 8
@@ -91,6 +91,39 @@ def merged(reasons: Sequence[LayerReason]) -> list[dict[str, Any]]:
         }
         rows.append(row)
     return sorted(rows, key=lambda row: -row["saved_ms"])
+
+
+def stay_explanation(rows: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, Any]:
+    """Return why each kind of layer stays as it is where no trial was needed to say so.
+
+    Args:
+        rows: one per tunable layer, as in :attr:`autoprec.cost.verdict.Verdict.rows`.
+        baseline: the choice that they are judged against, and stay in.
+
+    Returns:
+        What :func:`explanation` returns: the kinds that take most of the step first, no decision called important.
+    """
+    kinds: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault((re.sub(r"\d+", "*", row["name"]), row["best"], row["blocked"]), []).append(row)
+    out = []
+    for (name, best, _), same in sorted(kinds.items(), key=lambda kind: -sum(row["baseline_ms"] for row in kind[1])):
+        largest = max(same, key=lambda row: row["baseline_ms"])
+        text = str(largest["reason"])
+        if largest["gain_ms"] > 0:
+            text = f"{best} would save {largest['gain']:.0%} of it, too little of the step to matter"
+        out.append(
+            {
+                "layers": largest["name"] if len(same) == 1 else f"{name} ({len(same)})",
+                "count": len(same),
+                "choice": baseline,
+                "saved_ms": 0.0,
+                "gradient_error": None,
+                "error_share": 0.0,
+                "text": text,
+            }
+        )
+    return {"layers": out[:MOST_REASONS], "importance": []}
 
 
 def told(reasons: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import datetime
 import math
 import platform
 import statistics
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
 
@@ -36,7 +36,8 @@ class Answer:
     """What the search decided: ``adopt`` a record's policy, ``stay``, or ``undecided`` where it was cut short.
 
     ``chosen`` holds the finalist statistics, ``interval`` the half width of the interval of their mean divergence;
-    ``caveat`` says how the policy was judged where the loss could not do it.
+    ``caveat`` says how the policy was judged where the loss could not do it; ``explanation`` why each layer stays,
+    where that was known before any trial.
     """
 
     verdict: str
@@ -46,6 +47,7 @@ class Answer:
     chosen: Candidate | None = None
     interval: float = 0.0
     caveat: str = ""
+    explanation: dict[str, Any] = field(default_factory=dict)
 
 
 def settled(answer: Answer, ledger: Ledger) -> Answer:
@@ -166,12 +168,12 @@ def guard_for(policy: Policy) -> Guard:
 
 
 def _explanation(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
-    """Return why each kind of layer got its precision; empty where nothing was adopted or scanned."""
-    if answer.record is None or ledger.table is None:
-        return {}
-    return explanation(
-        setup.problem, setup.cost.layer_time_ms, ledger.table, ledger.store.learned(), answer.record.params
-    )
+    """Return why each kind of layer got its precision, or keeps its own; empty where it cannot be said yet."""
+    if ledger.table is None or answer.verdict == "undecided":
+        return answer.explanation
+    problem = setup.problem
+    params = problem.params_of(problem.baseline) if answer.record is None else answer.record.params
+    return explanation(problem, setup.cost.layer_time_ms, ledger.table, ledger.store.learned(), params)
 
 
 def _row(record: TrialRecord, sixteen_bit: float | None) -> dict[str, Any]:

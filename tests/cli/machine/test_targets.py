@@ -16,6 +16,8 @@ def test_the_table_lists_every_target_with_its_date() -> None:
     assert "NVIDIA H100 SXM5 80GB" in found.output
     assert "dense TFLOP/s" in found.output
     assert "2024-03" in found.output
+    assert "74.5 GiB" in found.output
+    assert " GB " not in found.output, "memory has one unit in every command"
 
 
 def test_a_name_shows_source_and_reasons() -> None:
