@@ -1,6 +1,7 @@
 """The house: rooms import only from their own room or rooms above, no import cycles, no long file or function."""
 
 import ast
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ ROOMS = {
 ORDER = {part: (index, room) for index, (room, parts) in enumerate(ROOMS.items()) for part in parts}
 MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 80
+MAX_FILES_IN_A_FOLDER = 14
 
 #: Folders whose modules, with everything of the package that they import when they are loaded, import no torch.
 TORCH_FREE = ("autoprec.tuning", "autoprec.trial.driver", "autoprec.policy", "autoprec.precision", "autoprec.support")
@@ -77,6 +79,7 @@ def type_only(tree: ast.AST) -> set[ast.AST]:
     return out
 
 
+@cache
 def imports(module: str, path: Path, *, typing_too: bool) -> set[str]:
     """Return the package's own modules that a module imports, at any level of nesting."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -136,6 +139,7 @@ def test_a_sub_room_imports_none_that_comes_after_it(module: str) -> None:
     assert wrong == []
 
 
+@cache
 def loaded_with(module: str) -> set[str]:
     """Return what is loaded when a module is: itself, its packages, and its imports at module level, followed."""
     seen: set[str] = set()
@@ -149,6 +153,7 @@ def loaded_with(module: str) -> set[str]:
     return seen
 
 
+@cache
 def top_level_imports(module: str) -> set[str]:
     """Return every module, of the package or not, that loading a module imports."""
     tree = ast.parse(MODULES[module].read_text(encoding="utf-8"))
@@ -225,6 +230,11 @@ def cycles() -> list[list[str]]:
 
 def test_there_are_no_import_cycles() -> None:
     assert cycles() == []
+
+
+@pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda path: path.name)
+def test_a_folder_is_seen_at_a_glance(folder: Path) -> None:
+    assert len(list(folder.glob("*.py"))) <= MAX_FILES_IN_A_FOLDER, "which two ideas live in this folder?"
 
 
 def sources() -> list[Path]:
