@@ -38,3 +38,14 @@ def test_a_gap_breaks_a_line() -> None:
     chart = Chart(Axis(0, 3, "x"), Axis(0, 1, "y"), "t")
     chart.line([0, 1, 2, 3], [0.1, math.nan, 0.2, 0.3], "c")
     assert chart.text().count("<polyline") == 2
+
+
+def test_labels_of_the_chart_do_not_cover_each_other() -> None:
+    chart = Chart(Axis(0, 10, "x"), Axis(0, 10, "y"), "t")
+    written = [chart.label(5 + 0.05 * n, 5 + 0.05 * n, f"a rather long name {n}") for n in range(20)]
+    assert written[0]
+    assert not all(written)
+    boxes = chart._taken
+    for index, (left, top, right, bottom) in enumerate(boxes):
+        for a, b, c, d in boxes[:index]:
+            assert not (a < right and left < c and b < bottom and top < d)

@@ -1,0 +1,50 @@
+"""The report as Markdown."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+from autoprec.report.markdown import markdown, write_markdown
+from autoprec.tuning.study.records import SearchResult, TrialRecord
+from tests.report.conftest import rehearsal
+
+
+def test_markdown_is_a_table_per_section(result: SearchResult, records: list[TrialRecord]) -> None:
+    text = markdown(result, records)
+    assert "| the policy | 2.50x |" in text
+    assert "## The front" in text
+    assert "has paid for itself after 2 min 30 s" in text
+    assert "| `h.*.mlp (2)` | fp8: saves 3 ms \\| adds little |" in text
+    assert "| `layer:h.0.mlp` | 50% | 25% |" in text
+    assert "## Why" not in markdown(replace(result, explanation={}), records)
+    for line in text.splitlines():
+        if line.startswith("|"):
+            assert len(re.findall(r"(?<!\\)\|", line)) in (3, 4, 7)
+
+
+def test_on_a_gpu_the_gain_over_the_16bit_run_is_the_first_column() -> None:
+    assert "| the policy | 1.31x | 14.29x |" in markdown(*rehearsal())
+
+
+def test_a_verdict_of_stay_without_any_trial(tmp_path: Path, stay: SearchResult) -> None:
+    text = markdown(stay, [])
+    assert "**Stay.** too small" in text
+    assert write_markdown(tmp_path / "r.md", stay, []).read_text(encoding="utf-8") == text
+
+
+def test_a_verdict_from_the_cost_model_alone_shows_no_candidate(modelled_stay: SearchResult) -> None:
+    text = markdown(modelled_stay, [])
+    assert "candidate" not in text
+    assert ".apply(model)" not in text  # there is nothing to load
+
+
+def test_non_finite_figures_are_missing_not_printed(broken: tuple[SearchResult, list[TrialRecord]]) -> None:
+    assert "nan" not in markdown(*broken).lower().replace("is nan", "")
+
+
+def test_decisions_without_an_effect_are_not_called_important(
+    unimportant: SearchResult, records: list[TrialRecord]
+) -> None:
+    assert "amax_history_len" not in markdown(unimportant, records)

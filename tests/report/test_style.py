@@ -1,0 +1,47 @@
+"""What the report draws has a rule in its style sheet; a chart on its own has the colours written out."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from autoprec.graph.report import GraphReport
+from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.report.html import html_report, write_charts
+from autoprec.report.style import CSS, LIGHT
+from autoprec.tuning.study.records import SearchResult, TrialRecord
+from tests.report.conftest import rehearsal
+
+#: Classes without a look of their own: kinds of rows, verdicts and numbers, for whoever restyles the page.
+PLAIN = {"preset", "search", "finalist", "noise", "adopt", "tick"}
+
+
+def _classes(document: str) -> set[str]:
+    return {name for value in re.findall(r'class="([^"]*)"', document) for name in value.split()}
+
+
+def test_every_class_of_the_page_has_a_rule(
+    result: SearchResult, records: list[TrialRecord], graph: GraphReport
+) -> None:
+    used = _classes(html_report(result, records, graph)) | _classes(html_report(*rehearsal(), graph))
+    assert {name for name in used - PLAIN if not re.search(rf"\.{re.escape(name)}\b", CSS)} == set()
+
+
+def test_every_format_of_a_recipe_has_its_colour() -> None:
+    for format_ in {recipe.format for recipe in BUILTIN_RECIPES.values()}:
+        assert f".f-{format_}" in CSS
+
+
+def test_every_colour_variable_is_defined_for_light_and_dark() -> None:
+    light, dark = re.findall(r":root\{(.*?)\}", CSS, re.S)[:2]
+    used = set(re.findall(r"var\(--([a-z]+)\)", CSS)) - {"c"}  # c is a curve's own
+    for theme in (light, dark):
+        assert used <= set(re.findall(r"--([a-z]+):", theme))
+
+
+def test_a_chart_on_its_own_needs_no_variable(tmp_path: Path) -> None:
+    assert "var(" not in LIGHT
+    for path in write_charts(tmp_path, *rehearsal()):
+        if path.suffix == ".svg":
+            used = _classes(path.read_text(encoding="utf-8").partition("</style>")[2])
+            assert {name for name in used if not re.search(rf"\.{re.escape(name)}\b", LIGHT)} <= {"tick", "axis", "p0"}

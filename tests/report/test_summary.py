@@ -1,0 +1,96 @@
+"""What a gain is told against, and which figure a policy gets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoprec.report.summary import important, metrics_row, number, remeasured, summarise
+from autoprec.tuning.study.records import SearchResult, TrialRecord
+from tests.report.conftest import rehearsal
+
+
+def test_payback_is_seconds_over_saved_share(result: SearchResult, records: list[TrialRecord]) -> None:
+    payback = summarise(result, records).payback
+    assert payback.saved_share == pytest.approx(0.6)
+    assert payback.break_even_s == pytest.approx(150.0)
+
+
+def test_a_figure_of_the_result_is_preferred_to_our_own() -> None:
+    result, records = rehearsal()
+    told = replace(result, best={**result.best, "speedup_over_16bit": 1.25})
+    assert summarise(told, records).rows[0].speedup_over_16bit == 1.25
+
+
+def test_a_policy_has_one_divergence_wherever_it_is_shown() -> None:
+    result, records = rehearsal()
+    summary = summarise(result, records)
+    shown = {row.divergence for row in summary.rows if row.name in ("the policy", "all fp8_rowwise")}
+    shown |= {point.divergence for point in summary.points if point.name == "all fp8_rowwise"}
+    assert {round(value, 12) for value in shown if value is not None} == {5e-4}
+    assert [point.name for point in summary.points].count("all fp8_rowwise") == 1
+
+
+def test_the_front_is_that_of_the_points_shown() -> None:
+    result, records = rehearsal()
+    points = {point.name: point.front for point in summarise(result, records).points}
+    assert points == {"all bf16": True, "all fp8_rowwise": True, "all fp8_delayed": True}
+    worse = replace(records[3], metrics={**records[3].metrics, "step_time_ms": 700.0})
+    points = {p.name: p.front for p in summarise(result, [*records[:3], worse, *records[4:]]).points}
+    assert points["all fp8_delayed"] is False
+
+
+def test_modelled_times_give_no_payback(result: SearchResult, records: list[TrialRecord]) -> None:
+    modelled = replace(result, best={**result.best, "sources": {"step_time_ms": "modelled"}})
+    assert summarise(modelled, records).payback.break_even_s is None
+
+
+def test_a_verdict_from_the_cost_model_alone_shows_no_candidate(modelled_stay: SearchResult) -> None:
+    assert [row.role for row in summarise(modelled_stay, []).rows] == ["reference"]
+
+
+def test_on_a_gpu_the_gain_over_the_16bit_run_comes_first() -> None:
+    result, records = rehearsal()
+    summary = summarise(result, records)
+    assert summary.baseline is not None
+    assert summary.baseline.name == "all bf16"
+    assert summary.rows[0].speedup_over_16bit == pytest.approx(874 / 668)
+    assert summarise(replace(result, target="cpu"), records).baseline is None, "on a CPU people run what they wrote"
+
+
+def test_the_noise_band_is_as_wide_as_the_noise_run_at_each_step(
+    result: SearchResult, records: list[TrialRecord]
+) -> None:
+    band = summarise(result, records).noise
+    assert len(band) == 10
+    assert all(high == pytest.approx(1e-3) and low == -high for low, high in band)
+
+
+def test_the_mean_over_paired_seeds_counts_only_finalists_that_ended(records: list[TrialRecord]) -> None:
+    final = records[6]
+    runs = [replace(final, seed=seed, metrics={"divergence": gap}) for seed, gap in enumerate((1e-3, 3e-3))]
+    runs.append(replace(final, seed=2, status="diverged", metrics={"divergence": 9.0}))
+    assert remeasured([*records[:6], *runs]) == {final.name: (pytest.approx(2e-3), 2)}
+
+
+def test_failures_tell_how_they_ended(result: SearchResult, records: list[TrialRecord]) -> None:
+    assert summarise(result, records).failures == (("trial 7", "diverged: loss is NaN"),)
+
+
+def test_a_row_says_where_its_figures_come_from() -> None:
+    row = metrics_row(
+        {"speedup": 2.0, "divergence": float("inf"), "sources": {"speedup": "modelled"}}, "preset", {}, "a"
+    )
+    assert (row.name, row.speedup, row.divergence, row.source) == ("a", 2.0, None, "modelled")
+    assert metrics_row({"name": "b", "status": "pruned"}, "preset").note == "pruned"
+
+
+def test_only_finite_numbers_are_numbers() -> None:
+    assert number(3) == 3.0
+    assert [number(v) for v in (float("nan"), float("-inf"), True, None, "1")] == [None] * 5
+
+
+def test_a_decision_below_one_percent_is_not_important(result: SearchResult, unimportant: SearchResult) -> None:
+    assert important(unimportant) == []
+    assert important(result) == [("layer:h.0.mlp", 0.5, 0.25)]

@@ -1,0 +1,48 @@
+"""The final table on the terminal."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+from rich.console import Console
+
+from autoprec.report.terminal import terminal_table
+from autoprec.tuning.study.records import SearchResult, TrialRecord
+from tests.report.conftest import rehearsal
+
+
+def _terminal(result: SearchResult, records: list[TrialRecord], width: int = 120) -> str:
+    out = io.StringIO()
+    Console(file=out, width=width, no_color=True).print(terminal_table(result, records))
+    return out.getvalue()
+
+
+def test_the_terminal_table_has_policy_reference_presets_and_confidence(
+    result: SearchResult, records: list[TrialRecord]
+) -> None:
+    text = _terminal(result, records)
+    for part in ("the policy", "2.50x", "0.060 ± 0.020 %", "preset 2", "noise floor 0.040 %", "measured"):
+        assert part in text
+
+
+def test_the_gain_over_the_16bit_run_has_its_column() -> None:
+    assert "over 16-bit" in _terminal(*rehearsal(), 160)
+
+
+def test_modelled_times_are_called_so(result: SearchResult, records: list[TrialRecord]) -> None:
+    modelled = replace(result, best={**result.best, "sources": {"step_time_ms": "modelled"}})
+    assert "modelled" in _terminal(modelled, records)
+
+
+def test_a_verdict_of_stay_without_any_trial(stay: SearchResult) -> None:
+    assert "reference" in _terminal(stay, [])
+
+
+def test_non_finite_figures_are_missing_not_printed(broken: tuple[SearchResult, list[TrialRecord]]) -> None:
+    assert "nan" not in _terminal(*broken).lower().replace("is nan", "")
+
+
+def test_a_preset_that_failed_says_why(result: SearchResult, records: list[TrialRecord]) -> None:
+    failed = {"name": "all fp8", "status": "crashed", "reason": "signal 11"}
+    assert "all fp8 (signal 11)" in _terminal(replace(result, presets=(failed,)), records)
