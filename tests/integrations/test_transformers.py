@@ -1,4 +1,4 @@
-"""The callback applies, guards and removes; the plugins convert the submodule they are told to."""
+"""The Trainer callback applies the policy, guards the run and takes the policy off."""
 
 from __future__ import annotations
 
@@ -37,19 +37,3 @@ def test_the_trainer_callback() -> None:
     assert logs["guard/loss_gap"] == 0.0
     callback.on_train_end(None, None, None, model=model)
     assert type(model[0]) is nn.Linear
-
-
-@pytest.mark.skipif(not is_available("lightning"), reason="lightning is not installed")
-@pytest.mark.parametrize("name", ["PolicyFabricPrecision", "PolicyTrainerPrecision"])
-def test_the_lightning_plugins(name: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from autoprec.integrations import lightning
-
-        plugin = getattr(lightning, name)(_policy(), prefix="model")
-    module = nn.Module()
-    module.model = nn.Sequential(nn.Linear(4, 4))
-    module.other = nn.Linear(4, 4)
-    assert plugin.convert_module(module) is module
-    assert execution_of(module.model[0]) is not None
-    assert execution_of(module.other) is None

@@ -1,7 +1,11 @@
-"""FSDP2 gathers FP8 weights under the exported torchao module: on two real ranks, with the numbers it has without."""
+"""torchao: configs that fit its constraints, training under the export, and FP8 weights gathered by FSDP2.
+
+The gathering runs on two real ranks, with the numbers it has without.
+"""
 
 from __future__ import annotations
 
+import re
 import warnings
 from datetime import timedelta
 from pathlib import Path
@@ -12,14 +16,73 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from autoprec.applying.policy import Policy, apply_policy
 from autoprec.export import Request, export, exporter
-from autoprec.export.stacks.torchao import gathers_float8
-from autoprec.policy import LayerPlan, Policy
+from autoprec.export.stacks.torchao import gathers_float8, nearest_float8
+from autoprec.policy import LayerPlan, OperatorPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import is_available
+from autoprec.testing.exporters import POLICIES
 from tests.export.readers import load_source
+from tests.export.toys import one_rule, toy_model
+
+
+def test_torchao_never_shares_a_cast_config_and_always_names_its_dtype() -> None:
+    source = export(POLICIES["mixed"], "torchao").files["precision_torchao.py"]
+    casts = re.findall(r"CastConfig\(([^)]*)\)", source)
+    assert len(casts) % 6 == 0
+    assert all("target_dtype=torch.float8_" in cast for cast in casts)
+
+
+@pytest.mark.skipif(not is_available("torchao"), reason="torchao is not installed")
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise"])
+def test_torchao_trains_under_the_export_and_agrees_with_apply(name: str) -> None:
+    policy = one_rule(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = load_source(export(policy, "torchao").files["precision_torchao.py"], "precision_torchao")
+        theirs = module.apply(toy_model().to(torch.bfloat16), emulate=True)
+        ours = toy_model().to(torch.bfloat16)
+        apply_policy(policy, ours, backend="emulated")
+        x = torch.randn(64, 160, dtype=torch.bfloat16)
+        exact = toy_model()(x.float())
+        error = (ours(x).float() - exact).norm() / exact.norm()
+        gap = (theirs(x) - ours(x)).float().norm() / exact.norm()
+        theirs(x).sum().backward()
+    assert gap < 0.3 * error
+    assert theirs[0].weight.grad is not None
+
+
+@pytest.mark.skipif(not is_available("torchao.float8"), reason="torchao is not installed")
+@pytest.mark.parametrize("wide", [True, False])
+def test_the_exported_torchao_module_returns_what_the_policy_says_of_the_output(wide: bool) -> None:
+    operators = OperatorPolicy(output="fp32" if wide else "keep")
+    policy = one_rule("bf16").model_copy(update={"activations": "bf16", "operators": operators})
+    module = load_source(export(policy, "torchao").files["precision_torchao.py"], "precision_torchao")
+    model = module.apply(toy_model())
+    with module.autocast("cpu"):
+        out = model(torch.randn(4, 160))
+    assert out.dtype is (torch.float32 if wide else torch.bfloat16)
+
+
+def test_the_nearest_plan_has_one_dtype_per_operand_and_current_scales() -> None:
+    row, tensor, bf16 = (BUILTIN_RECIPES[name] for name in ("fp8_rowwise", "fp8_tensorwise", "bf16"))
+    assert nearest_float8(LayerPlan.uniform(row)).changes == ()
+    blocks = nearest_float8(LayerPlan.uniform(BUILTIN_RECIPES["fp8_block"]))
+    assert [r.scaling.granularity for r in blocks.plan.scaled if r.scaling] == ["row"] * 3
+    delayed = nearest_float8(LayerPlan.uniform(BUILTIN_RECIPES["fp8_delayed"]))
+    assert {r.scaling.scale for r in delayed.plan.scaled if r.scaling} == {"current"}
+    assert delayed.changes[0].endswith("with current scaling")
+    mixed = nearest_float8(LayerPlan(fprop=row, dgrad=tensor, wgrad=bf16))
+    assert mixed.plan.dgrad is not None
+    assert mixed.plan.dgrad.operands == row.operands
+    assert mixed.changes == (f"dgrad in {row.describe()}",)
+    assert nearest_float8(LayerPlan.uniform(BUILTIN_RECIPES["nvfp4"])).plan == LayerPlan.uniform(bf16)
+
 
 NAMES = ("fp8_tensorwise", "bf16")
+
+
 POLICY = Policy.model_validate(
     {
         "recipes": {name: BUILTIN_RECIPES[name] for name in NAMES},

@@ -1,0 +1,50 @@
+"""MS-AMP: the level nearest to a policy, and the layers it must leave alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from autoprec.export import Request, export, exporter
+from autoprec.export.stacks.msamp import nearest_level
+from autoprec.policy.levels import level
+from autoprec.testing.exporters import MODELS, POLICIES
+from tests.export.readers import load_source, model_of, stand_ins
+
+
+def test_msamp_o2_is_exact_but_for_the_output() -> None:
+    from autoprec.policy.levels import level
+
+    done = export(level("msamp-o2").policy(), "msamp", allow_lossy=True)
+    assert [loss.what for loss in done.losses] == ["operators.output: fp32"]
+    assert '"opt_level": "O2"' in done.files["ds_msamp.json"]
+
+
+def test_the_level_is_that_of_the_optimizer_state() -> None:
+    assert nearest_level(POLICIES["bf16"])[0] == "O1"
+    assert nearest_level(POLICIES["state"])[0] == "O2"
+    assert nearest_level(level("msamp-o1").policy())[1:] == (
+        level("msamp-o1").optimizer,
+        level("msamp-o1").communication,
+    )
+
+
+def test_layers_outside_fp8_are_marked_before_msamp_sees_the_model() -> None:
+    done = exporter("msamp").export(Request(POLICIES["delayed"], MODELS["gpt"]))
+    seen: list[Any] = []
+
+    def initialize(model: Any, optimizer: Any, opt_level: str) -> tuple[Any, Any]:
+        seen.append({n for n, m in model.named_modules() if getattr(m, "use_fp32_linear", False)})
+        return model, (optimizer, opt_level)
+
+    with stand_ins(msamp={"initialize": initialize}):
+        module = load_source(done.files["precision_msamp.py"], "precision_msamp")
+        _, (_, opt_level) = module.initialize(model_of(MODELS["gpt"]), None)
+    assert seen == [{"lm_head"}]
+    assert opt_level == json.loads(done.files["ds_msamp.json"])["msamp"]["opt_level"] == "O1"
+
+
+def test_another_recipe_than_its_own_is_lost() -> None:
+    done = exporter("msamp").export(Request(POLICIES["rowwise but the ends"], MODELS["gpt"]))
+    lost = {loss.match: loss.instead for loss in done.losses if loss.match}
+    assert lost == {"*": "MS-AMP's own recipe: fp8 delayed e4m3/e4m3/e5m2, 16 steps"}

@@ -1,0 +1,66 @@
+"""The table of exporters, what each expresses without a loss, and the refusal of a lossy export."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoprec.errors import UnknownNameError, UnsupportedError
+from autoprec.export import EXPORTERS, Request, exact_target, export, exporter
+from autoprec.testing.exporters import MODELS, POLICIES
+from tests.export.readers import READERS
+
+
+def test_there_are_eleven() -> None:
+    assert len(EXPORTERS) == 11 == len(READERS)
+    assert all(exporter(name).name == name and exporter(name).summary for name in EXPORTERS)
+
+
+#: What each target must express without any loss.
+EXACT = {
+    "python": ["empty", "bf16", "tensorwise everywhere", "rowwise but the ends", "mixed", "delayed", "blocks"],
+    "lightning": ["empty", "bf16", "mixed", "delayed"],
+    "torchao": ["empty", "bf16", "tensorwise everywhere", "rowwise but the ends", "mixed"],
+    "accelerate": ["empty", "bf16", "rowwise but the ends", "mixed"],
+    "transformer-engine": ["empty", "bf16", "tensorwise everywhere", "delayed", "blocks"],
+    "megatron": ["bf16", "tensorwise everywhere", "delayed"],
+    "dlfw-inspect": ["empty", "bf16", "tensorwise everywhere", "delayed"],
+    "deepspeed": ["empty", "bf16", "fp16"],
+    "axolotl": ["empty", "bf16", "tensorwise everywhere", "fp16"],
+    "torchtitan": ["bf16", "tensorwise everywhere", "rowwise but the ends"],
+}
+
+
+#: Operators that a target cannot keep in FP32 under autocast, or has no autocast for.
+OPERATORS_LOST = {
+    "deepspeed": ["operators.output: fp32"],
+    "dlfw-inspect": ["operators.output: fp32"],
+    "torchtitan": ["operators.softmax: fp32", "operators.norm: fp32", "operators.embedding: fp32"],
+}
+
+
+@pytest.mark.parametrize(("target", "case"), [(t, c) for t, cases in EXACT.items() for c in cases])
+def test_what_a_target_can_express_is_not_called_lossy(target: str, case: str) -> None:
+    done = exporter(target).export(Request(POLICIES[case], MODELS["gpt"]))
+    lost = [] if POLICIES[case].activations == "keep" else OPERATORS_LOST.get(target, [])
+    assert [loss.what for loss in done.losses] == lost
+
+
+def test_a_lossy_export_is_refused_and_says_what_is_lost() -> None:
+    with pytest.raises(UnsupportedError, match=r"one scale per tensor") as caught:
+        export(POLICIES["rowwise but the ends"], "transformer-engine", layers=MODELS["gpt"])
+    assert "--allow-lossy" in str(caught.value)
+    assert export(POLICIES["state"], "torchao", allow_lossy=True).lossy
+
+
+def test_an_unknown_target_names_the_nearest() -> None:
+    with pytest.raises(UnknownNameError, match="torchao"):
+        export(POLICIES["bf16"], "torchoa")
+
+
+def test_the_target_that_is_recommended_loses_nothing() -> None:
+    chosen = {case: exact_target(policy) for case, policy in POLICIES.items()}
+    for case in ("rowwise but the ends", "blocks", "delayed"):
+        assert exporter(chosen[case]).export(Request(POLICIES[case])).losses == ()
+    assert chosen["rowwise but the ends"] == "torchao"
+    assert chosen["blocks"] == "transformer-engine", "torchao has no blocks"
+    assert chosen["state"] == "python", "no target carries optimizer state: the last resort, which lists what it loses"

@@ -1,0 +1,34 @@
+"""The Lightning plugins convert the submodule they are told to."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+from torch import nn
+
+from autoprec.applying.policy import Policy
+from autoprec.applying.swap import execution_of
+from autoprec.policy import policy_from_dict
+from autoprec.support.optional import is_available
+
+
+def _policy() -> Policy:
+    document = {"schema": "autoprec.policy/1", "recipes": {"bf16": {"format": "bf16"}}, "default": "bf16"}
+    return policy_from_dict(document, cls=Policy)
+
+
+@pytest.mark.skipif(not is_available("lightning"), reason="lightning is not installed")
+@pytest.mark.parametrize("name", ["PolicyFabricPrecision", "PolicyTrainerPrecision"])
+def test_the_lightning_plugins(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from autoprec.integrations import lightning
+
+        plugin = getattr(lightning, name)(_policy(), prefix="model")
+    module = nn.Module()
+    module.model = nn.Sequential(nn.Linear(4, 4))
+    module.other = nn.Linear(4, 4)
+    assert plugin.convert_module(module) is module
+    assert execution_of(module.model[0]) is not None
+    assert execution_of(module.other) is None
