@@ -183,7 +183,7 @@ class Agent:
         if self._reached or not self.hooks.backwards or self._registered is not None:
             return
         optimizers = self.optimizers()
-        if not optimizers:
+        if not optimizers or self._searched_in_vain():
             return
         found = discover(optimizers)
         if found is None:
@@ -196,7 +196,7 @@ class Agent:
     def without_optimizer(self, tensors: tuple[torch.Tensor, ...]) -> None:
         """A backward ran without an optimizer: the next training forward is the place to stop."""
         leaves = [leaf for leaf in loss_parameters(tensors) if id(leaf) not in self._passed_over]
-        if not leaves:
+        if not leaves or self._searched_in_vain():
             return
         found = discover((), loss_leaves=leaves)
         if found is None and self.hooks.functional is not None:
@@ -218,6 +218,16 @@ class Agent:
     def transformed(self) -> None:
         """The model is differentiated by a transform of torch.func."""
         self._give_up("functional")
+
+    def _searched_in_vain(self) -> bool:
+        """Whether to let this step pass: a search over all living objects costs tens of ms, a script takes many steps.
+
+        After many searches that found no module one is made only each time the number of steps has doubled.
+        """
+        if self._unowned < _MOST_UNOWNED:
+            return False
+        self._unowned += 1
+        return self._unowned.bit_count() != 1
 
     def _count_unowned(self) -> None:
         self._unowned += 1

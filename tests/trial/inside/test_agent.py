@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from autoprec.trial.inside.agent import fork_obstacle, host_info, model_info
+from autoprec.trial.inside.agent import Agent, fork_obstacle, host_info, model_info
 from autoprec.trial.inside.observe.discovery import Found
 
 
@@ -60,3 +61,23 @@ def test_threads_that_no_training_needs_are_not_worth_a_note() -> None:
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_a_script_without_modules_is_not_searched_at_every_step(
+    with_optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[int] = []
+    monkeypatch.setattr("autoprec.trial.inside.agent.discover", lambda *_, **__: searches.append(1))
+    weight = torch.ones(3, requires_grad=True)
+    optimizers = [torch.optim.SGD([weight])] if with_optimizer else []
+    agent = Agent.__new__(Agent)
+    agent.mode, agent._reached, agent._registered = "run", False, None
+    agent._unowned, agent._passed_over = 0, {}
+    agent.hooks = SimpleNamespace(functional=None, backwards=1, optimizers=optimizers)  # type: ignore[assignment]
+    for _ in range(1000):
+        if with_optimizer:
+            agent.without_forward()
+        else:
+            agent.without_optimizer((weight.sum(),))
+    assert 50 <= len(searches) <= 60
