@@ -88,7 +88,8 @@ def outcome(record: Record) -> str:
         return "skipped"
     steps = record["steps"]
     if "run" not in steps:
-        return "script fails" if "bare" in steps and "inspect" not in steps else "unfinished"
+        failed = "bare" in steps and steps["bare"]["code"] != 0 and not record.get("endless")
+        return "script fails" if failed else "unfinished"
     if any(faults(record, step) for step in COMMANDS):
         return "fault"
     if any(steps[step]["code"] != 0 and message(steps[step]) for step in ("inspect", "search", "check")):
@@ -112,12 +113,12 @@ def unseen(record: Record) -> str:
     """What AutoPrec said that it does not see or tune, and what went wrong, shortly."""
     steps = record["steps"]
     said = [fault for step in COMMANDS for fault in faults(record, step)]
-    said += [f"{step}: {message(steps[step])}" for step in COMMANDS if step in steps and message(steps[step])]
+    said += [message(steps[step]) for step in COMMANDS if step in steps]
     answer = steps.get("inspect", {}).get("answer", {})
     reasons = Counter(line.split(": ", 1)[-1] for line in answer.get("not_tunable", ()))
     said += [f"{count} not tunable: {reason}" for reason, count in reasons.most_common(2)]
     said += answer.get("notes", ())[:3]
-    return "; ".join(dict.fromkeys(said)).replace("|", "/").replace("\n", " ")[:420]
+    return "; ".join(dict.fromkeys(filter(None, said))).replace("|", "/").replace("\n", " ")[:420]
 
 
 def bare_cell(record: Record) -> str:
@@ -188,8 +189,10 @@ def page(scripts: list[Any], work: Path) -> str:
     records, sources, third = [], {}, set()
     for script in scripts:
         path = work / f"{script.name}.json"
-        if path.exists():
-            records.append(json.loads(path.read_text(encoding="utf-8")) | {"endless": script.endless})
+        found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        found |= {"endless": script.endless}
+        if "name" in found and outcome(found) != "unfinished":
+            records.append(found)
             where = f"{script.repository}/{script.cwd}/{script.path}".replace("/./", "/")
             sources[script.name] = where if script.repository else f"ours: odd_loops/{script.path}"
             if script.repository:
@@ -202,7 +205,7 @@ def page(scripts: list[Any], work: Path) -> str:
     left = []
     for record in records:
         kind = outcome(record)
-        if kind in ("skipped", "script fails", "unfinished"):
+        if kind in ("skipped", "script fails"):
             last = record["steps"].get("bare", {}).get("err", "").strip().splitlines()[-1:]
             why = record["skipped"] or f"{kind}: {''.join(last)}".replace("|", "/")
             left.append(f"| {record['name']} | {sources[record['name']]} | {why} |")
@@ -212,4 +215,7 @@ def page(scripts: list[Any], work: Path) -> str:
         lines.append("| " + " | ".join(row) + " |")
     if left:
         lines += ["", "## Not tried here", "", "| script | source | why |", "|---|---|---|", *left]
+    todo = [script.name for script in scripts if script.name not in sources]
+    if todo:
+        lines += ["", f"In the manifest, not yet run on this machine: {', '.join(todo)}."]
     return "\n".join(lines) + "\n"
