@@ -85,7 +85,7 @@ def parent_note(result: SearchResult) -> str:
     lines = [  # the table first: MLflow folds a description after its first few lines
         *_table(result),
         "",
-        f"**{'Adopt' if result.verdict == 'adopt' else 'Stay'}**: {result.reason}",
+        f"**{result.verdict.capitalize()}**: {result.reason}",
         "",
         f"Target **{result.target or 'this machine'}**, script `{script}`.",
         "",

@@ -176,11 +176,27 @@ class Store:
             "mlflow.note.content": redact_text(parent_note(result)),
         }
         self._log(self.run_id, metrics=metrics, tags=tags)
+        self._tell_reference(result, stamp)
         self.write_files(artifacts)
         if result.verdict == "adopt" and any(
             path.suffix in (".yaml", ".json") and path.is_file() for path in artifacts
         ):
             self._register(next(path for path in artifacts if path.suffix in (".yaml", ".json")).name)
+
+    def _tell_reference(self, result: SearchResult, stamp: int) -> None:
+        """Give the script's own runs their gain over 16 bit: it was not known yet when they were written.
+
+        Without it the table of trials would show 1.00 for an fp32 script beside the 1.00 of bf16, ten times as fast.
+        """
+        from mlflow.entities import Metric
+
+        over = result.reference.get("speedup_over_16bit")
+        if not isinstance(over, (int, float)) or not math.isfinite(over):
+            return
+        told = {"speedup_over_16bit": float(over), "gain": shown_metrics(result.reference)["gain"]}
+        for identity, run_id in self._children.items():
+            if identity.startswith(f"{self.uid}/reference/"):
+                self._log(run_id, metrics=[Metric(name, value, stamp, 0) for name, value in told.items()])
 
     def _register(self, name: str) -> None:
         """Register the policy in the model registry, a version per study; a store without one goes without."""

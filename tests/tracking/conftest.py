@@ -110,3 +110,10 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
         client = MlflowClient(tracking_uri=state.tracking_uri)
     return {"runs": runs, "client": client, "state": state, "reference": reference, "records": records}
+
+
+def tracked_runs(tracked: dict[str, Any], condition: str = "") -> list[Any]:
+    """Return the runs of the tracked study that meet a condition; other tests write other studies beside it."""
+    own = " and ".join(filter(None, ("tags.`autoprec.study` = 'demo'", condition)))
+    experiment = tracked["state"].experiment_id
+    return list(tracked["client"].search_runs([experiment], filter_string=own, max_results=100))

@@ -43,6 +43,11 @@ def test_memory_in_the_note_is_in_the_unit_of_the_report(result: SearchResult) -
     assert "| 35.7 GiB |" in parent_note(replace(result, best=best))
 
 
+def test_a_search_that_was_cut_short_is_not_told_as_a_stay(result: SearchResult) -> None:
+    cut = replace(result, verdict="undecided", reason="cut short: no trial ended", best={}, policy="")
+    assert "**Undecided**: cut short: no trial ended" in parent_note(cut).splitlines()
+
+
 def test_parameters_are_flat_text() -> None:
     found = parent_params({"a": {"b": 1, "c": None}, "argv": ["x", "--lr", 1], "t": ("y",)})
     assert found == {"a.b": "1", "argv": "x --lr 1", "t": "y"}

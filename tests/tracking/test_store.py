@@ -1,13 +1,22 @@
-"""Names that MLflow accepts."""
+"""What is in MLflow afterwards: names it accepts, a run per trial, one answer per study; and nothing twice."""
 
 from __future__ import annotations
 
 import re
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoprec.tracking import Tracker
 from autoprec.tracking.store import safe_key
+from tests.tracking.conftest import make_records, make_result, tracked_runs
+
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @given(st.text(max_size=400))
@@ -22,3 +31,107 @@ def test_every_name_becomes_one_that_mlflow_accepts(name: str) -> None:
 def test_readable_names_stay() -> None:
     assert safe_key("layer/transformer.h.0.attn") == "layer/transformer.h.0.attn"
     assert safe_key("h.*.attn{q,k}") == "h._.attn_q_k_"
+
+
+def test_a_trial_has_its_policy_metrics_curves_and_tags(tracked: dict[str, Any]) -> None:
+    (run,) = tracked_runs(tracked, "tags.`autoprec.number` = '4'")
+    assert run.data.params["layer/h._.attn"] == "bf16"
+    assert run.data.params["fp8.amax_history_len"] == "16"
+    assert run.data.metrics["step_time_ms"] == 6.0
+    assert run.data.tags["pareto"] == "true"
+    assert run.data.tags["preset"] == "false"
+    for name in ("loss", "reference_loss"):
+        history = tracked["client"].get_metric_history(run.info.run_id, name)
+        assert [point.step for point in history] == list(range(10))
+    files = [artifact.path for artifact in tracked["client"].list_artifacts(run.info.run_id)]
+    assert files == ["policy.yaml"]
+    assert run.info.status == "FINISHED"
+
+
+def test_a_trial_has_a_row_of_its_own_and_its_paired_seeds_do_not(tracked: dict[str, Any]) -> None:
+    rows = tracked_runs(tracked, "tags.`autoprec.row` = 'policy'")
+    assert sorted(run.data.tags["autoprec.kind"] for run in rows) == ["preset"] * 2 + ["reference"] + ["search"] * 3
+    (run,) = tracked_runs(tracked, "tags.`autoprec.number` = '4'")
+    assert run.data.metrics["step_ms"] == 6.0
+    assert run.data.metrics["divergence_pct"] == 0.04
+
+
+def test_a_resumed_study_shows_one_answer_and_the_trials_it_was_given(tmp_path: Path) -> None:
+    records = make_records()
+    first = make_result(records)
+    second = replace(first, best={**first.best, "step_time_ms": 2.0, "speedup": 1.1, "name": "search 5"})
+    for trials, result in ((10, first), (20, second)):
+        with Tracker.open(tmp_path / "runs" / "again", study="again") as tracker:
+            tracker.study_started({"trials": trials})
+            tracker.finished(result)
+            state = tracker.close(120)
+    from mlflow.tracking import MlflowClient
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        run = MlflowClient(tracking_uri=state.tracking_uri).get_run(state.run_id)
+    assert run.data.metrics["step_time_ms"] == 2.0
+    assert run.data.metrics["speedup"] == 1.1, "not the larger 2.5 of the answer before"
+    assert run.data.tags["autoprec.trials"] == "20"
+
+
+def test_a_failed_trial_says_why(tracked: dict[str, Any]) -> None:
+    (run,) = tracked_runs(tracked, "tags.`autoprec.number` = '7'")
+    assert run.info.status == "FAILED"
+    assert run.data.tags["autoprec.reason"] == "loss is NaN"
+
+
+def test_tags_that_change_later_update_the_same_run(tracked: dict[str, Any]) -> None:
+    (run,) = tracked_runs(tracked, "tags.`autoprec.number` = '5'")
+    assert run.data.tags["pareto"] == "true"
+
+
+@pytest.mark.parametrize(("tag", "count"), [("preset", 2), ("finalist", 1), ("pareto", 2), ("pruned", 0)])
+def test_trials_can_be_filtered_by_tag(tracked: dict[str, Any], tag: str, count: int) -> None:
+    assert len(tracked_runs(tracked, f"tags.`{tag}` = 'true'")) == count
+
+
+def test_the_study_run_carries_the_winner_table_and_the_files(tracked: dict[str, Any]) -> None:
+    run = tracked["client"].get_run(tracked["state"].run_id)
+    note = run.data.tags["mlflow.note.content"]
+    assert "| **the policy** | 2.50x |" in note
+    assert "preset: preset 2" in note
+    assert run.data.metrics["speedup"] == 2.5
+    assert run.data.params["target"] == "cpu"
+    assert [a.path for a in tracked["client"].list_artifacts(run.info.run_id)] == ["policy.yaml", "report.html"]
+    assert run.info.status == "FINISHED"
+
+
+def test_the_policy_is_registered_once(tracked: dict[str, Any]) -> None:
+    (version,) = tracked["client"].search_model_versions("name='autoprec-demo'")
+    assert version.run_id == tracked["state"].run_id
+    assert version.source.endswith("/policy.yaml")
+
+
+def test_on_a_gpu_every_gain_of_the_table_is_over_the_16bit_run(tmp_path: Path) -> None:
+    records = make_records()
+    over = {number: {**records[number].metrics, "speedup_over_16bit": gain} for number, gain in ((2, 1.0), (4, 1.3333))}
+    records = [replace(r, metrics=over.get(r.number, r.metrics)) for r in records]
+    result = make_result(records)
+    result = replace(
+        result,
+        target="h100",
+        best={**result.best, "speedup_over_16bit": 2.0},
+        reference={**result.reference, "speedup_over_16bit": 0.1},
+    )
+    with Tracker.open(tmp_path / "runs" / "gpu", study="gpu") as tracker:
+        tracker.study_started({})
+        for record in (records[0], records[2], records[4]):
+            tracker.trial(record)
+        tracker.finished(result)
+        state = tracker.close(120)
+    assert state.status == "drained", state.reason
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=state.tracking_uri)
+    found = client.search_runs([state.experiment_id])
+    gains = {run.data.tags.get("autoprec.number", "study"): run.data.metrics["gain"] for run in found}
+    assert gains == {"study": 2.0, "0": 0.1, "2": 1.0, "4": 1.33}
+    note = client.get_run(state.run_id).data.tags["mlflow.note.content"]
+    assert "| what | over 16-bit | over the script |" in note
+    assert "| **the policy** | 2.00x | 2.50x |" in note
