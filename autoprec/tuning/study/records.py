@@ -109,7 +109,7 @@ class SearchResult:
     empty where nothing was left out. ``best``, ``reference`` and the members of ``presets`` and ``front`` are metric
     mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
     divergence's confidence interval over the finalist seeds. ``explanation`` is that of
-    :func:`autoprec.tuning.decide.reasons.explanation`.
+    :func:`autoprec.tuning.decide.reasons.explanation`, or of ``stay_explanation`` where no trial was needed.
     """
 
     verdict: str

@@ -58,3 +58,16 @@ def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  #
     assert result.reference["name"] == "script as written"
     assert made.setup is not None
     assert result.budget["max_divergence"] == made.setup.limits.divergence
+
+
+def test_a_stay_after_trials_says_what_each_layer_would_have_added(here: Path) -> None:  # noqa: F811
+    from autoprec.policy import load_policy
+
+    made, result = search(script(), options(trials=4, seeds=2, max_gradient_error=1e-9))
+    assert result.verdict == "stay", result.reason
+    why = result.explanation["layers"]
+    assert made.setup is not None
+    assert sum(row["count"] for row in why) == len(made.setup.graph.tunable)
+    assert {row["choice"] for row in why} == {made.setup.problem.baseline}
+    assert any("would be faster but add an error of" in row["text"] for row in why)
+    assert "why" not in load_policy(here / result.policy).evidence
