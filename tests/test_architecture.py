@@ -232,6 +232,34 @@ def test_there_are_no_import_cycles() -> None:
     assert cycles() == []
 
 
+#: Source files without a test file of their own, and why.
+UNTESTED = {
+    "__init__.py": "tests/test_public_api.py is its test",
+    "__main__.py": "four lines that every test of the command line runs through",
+    "_version.py": "one constant, which tests/test_public_api.py reads",
+    "trial/inside/_inject/sitecustomize.py": "runs before anything can be imported; every real trial goes through it",
+}
+
+
+def tested_by(relative: Path) -> list[Path]:
+    """Return where the test of a source file may lie; nothing for a package that only hands names on."""
+    if relative.name != "__init__.py":
+        return [ROOT / "tests" / relative.parent / f"test_{relative.stem}.py"]
+    tree = ast.parse((PACKAGE / relative).read_text(encoding="utf-8"))
+    if not any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in tree.body):
+        return []
+    name = f"test_{relative.parent.name}.py"
+    return [ROOT / "tests" / relative.parent / name, ROOT / "tests" / relative.parent.parent / name]
+
+
+@pytest.mark.parametrize("path", sorted(MODULES.values()), ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_every_source_file_has_a_test_file_or_a_reason(path: Path) -> None:
+    relative = path.relative_to(PACKAGE)
+    places = tested_by(relative)
+    found = not places or any(place.exists() for place in places)
+    assert found != (str(relative) in UNTESTED), "write its test, or a reason in UNTESTED (and none where it has one)"
+
+
 @pytest.mark.parametrize("folder", sorted({path.parent for path in MODULES.values()}), ids=lambda path: path.name)
 def test_a_folder_is_seen_at_a_glance(folder: Path) -> None:
     assert len(list(folder.glob("*.py"))) <= MAX_FILES_IN_A_FOLDER, "which two ideas live in this folder?"

@@ -71,5 +71,6 @@ def demo() -> int:
         click.echo(f"rehearsing for an H100 instead: autoprec search {words} {script}", err=True)
     engine, result, files = perform(asked)
     print_result(engine, result, files)
-    click.echo(next_steps(script, result.policy))
+    if result.policy:  # a search that was cut short before it could say anything writes none
+        click.echo(next_steps(script, result.policy))
     return 0
