@@ -56,7 +56,7 @@ def demo() -> int:
     """
     from autoprec.cli.machine.here import look_here
     from autoprec.cli.phases import Phases
-    from autoprec.cli.scripts.search import perform, print_result
+    from autoprec.cli.scripts.search import exit_code, perform, print_result
     from autoprec.tuning.options import SearchOptions
 
     script = example()
@@ -73,4 +73,4 @@ def demo() -> int:
     print_result(engine, result, files)
     if result.policy:  # a search that was cut short before it could say anything writes none
         click.echo(next_steps(script, result.policy))
-    return 0
+    return exit_code(result)

@@ -108,6 +108,11 @@ def search(
         print_json(result.to_json(), indent=1)
     else:
         print_result(engine, result, files)
+    return exit_code(result)
+
+
+def exit_code(result: SearchResult) -> int:
+    """Return what a search ends with: nothing could be said when it was cut short before it measured enough."""
     return NothingAcceptableError.exit_code if result.verdict == "undecided" else 0
 
 
