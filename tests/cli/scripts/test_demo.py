@@ -21,7 +21,7 @@ def run(monkeypatch: pytest.MonkeyPatch, here: Here) -> tuple[Any, list[Any]]:
 
     def perform(options: Any) -> tuple[Any, Any, dict[str, Path]]:
         asked.append(options)
-        return None, SimpleNamespace(policy=options.output), {}
+        return None, SimpleNamespace(policy=options.output, verdict="adopt"), {}
 
     monkeypatch.setattr("autoprec.cli.machine.here.look_here", lambda: here)
     monkeypatch.setattr("autoprec.cli.scripts.search.perform", perform)
