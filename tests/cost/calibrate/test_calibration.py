@@ -176,7 +176,7 @@ GOOD = {"schema": SCHEMA, "device": "X", "date": "2026-01-02", "rates": {"gemm":
     [
         ({"schema": "other/1"}, "schema"),
         ({"ratez": 1}, "unknown key"),
-        ({"rates": 5}, "no mapping"),
+        ({"rates": 5}, "not a mapping"),
         ({"date": None}, "'date' is missing"),
         ({"rates": {"gem": {"bf16": 0.5}}}, "unknown rates.gem\n  fix: valid: gemm"),
         ({"rates": {"gemm": {"bf61": 0.5}}}, "unknown rates.gemm.bf61"),
