@@ -9,6 +9,8 @@ is used for. Every figure of a rehearsal says *modelled*.
 from __future__ import annotations
 
 import shlex
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +35,28 @@ def example() -> Path:
     return found.relative_to(here) if found.is_relative_to(here) else found
 
 
+def program() -> str:
+    """Return how this program is started again: by its name, or by its path where the shell would not find it."""
+    if shutil.which("autoprec"):
+        return "autoprec"
+    beside = Path(sys.executable).with_name("autoprec")  # not resolved: a virtual environment links to its Python
+    if not beside.is_file():
+        return f"{shlex.quote(sys.executable)} -m autoprec"
+    here = Path.cwd()
+    return shlex.quote(str(beside.relative_to(here) if beside.is_relative_to(here) else beside))
+
+
 def next_steps(script: Path, policy: str) -> str:
     """Return what to try after the demo; every line can be pasted."""
-    file, train = shlex.quote(policy), shlex.quote(str(script))
+    name, file, train = program(), shlex.quote(policy), shlex.quote(str(script))
     return "\n".join(
         [
             "next:",
-            "  autoprec ui                                   the trials, in MLflow",
-            f"  autoprec show {file}                what each layer runs, and why",
-            f"  autoprec check --policy {file} {train}     asked against executed, layer by layer",
-            f"  autoprec run --policy {file} {train} --steps 20     train under it",
-            "  autoprec search your_train.py                 your own script",
+            f"  {name} ui                                   the trials, in MLflow",
+            f"  {name} show {file}                what each layer runs, and why",
+            f"  {name} check --policy {file} {train}     asked against executed, layer by layer",
+            f"  {name} run --policy {file} {train} --steps 20     train under it",
+            f"  {name} search your_train.py                 your own script",
         ]
     )
 

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from autoprec.cli.machine.here import Here
 from autoprec.cli.scripts import demo as module
-from autoprec.cli.scripts.demo import demo, example, next_steps
+from autoprec.cli.scripts.demo import demo, example, next_steps, program
 from autoprec.trial.command import ScriptCommand
 
 
@@ -61,11 +61,14 @@ def test_an_installed_package_brings_the_script_along(monkeypatch: pytest.Monkey
     assert example() == package / "examples" / "train_gpt.py"
 
 
-def test_every_next_step_is_a_command_line_that_autoprec_accepts(tmp_path: Path) -> None:
+def test_every_next_step_is_a_command_line_that_autoprec_accepts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     import click
 
     from autoprec.cli import cli
 
+    monkeypatch.setattr("shutil.which", lambda _name: "/usr/bin/autoprec")
     script = tmp_path / "my folder" / "train_gpt.py"
     for line in next_steps(script, "demo-policy.yaml").splitlines()[1:]:
         words = shlex.split(line.split("     ")[0])
@@ -74,3 +77,17 @@ def test_every_next_step_is_a_command_line_that_autoprec_accepts(tmp_path: Path)
         context = command.make_context(words[1], words[2:], parent=click.Context(cli, **cli.context_settings))
         if "script" in context.params and words[1] != "search":
             assert context.params["script"][0] == str(script)
+
+
+def test_the_next_steps_name_a_program_that_the_shell_finds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    installed = tmp_path / ".venv" / "bin" / "autoprec"
+    installed.touch()
+    monkeypatch.setattr("sys.executable", str(installed.with_name("python")))
+    monkeypatch.setattr("shutil.which", lambda _name: None)
+    assert program() == ".venv/bin/autoprec", "make demo activates no environment"
+    installed.unlink()
+    assert program().endswith("python -m autoprec")
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert program() == "autoprec"
