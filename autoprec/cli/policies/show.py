@@ -54,7 +54,7 @@ def _rows_of_layers(policy: Policy, graph: GraphReport) -> list[tuple[str, ...]]
 def _value(name: str, value: Any) -> str:
     if name in _FRACTIONS and isinstance(value, (int, float)):
         return f"{value:.4%}"
-    if name.endswith("speedup") and isinstance(value, (int, float)):
+    if "speedup" in name and isinstance(value, (int, float)):
         return f"{value:.2f}x"
     if name == "memory_bytes" and isinstance(value, (int, float)):
         return memory_text(value)

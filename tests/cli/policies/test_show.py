@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from autoprec.cli.policies.show import _value
 from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.policy import load_policy
 from tests.cli.helpers import autoprec
@@ -123,3 +124,8 @@ def test_a_missing_policy_names_the_nearest_file_or_study(tmp_path: Path, monkey
         told = "did you mean 'autoprec-runs/train_gpt/best.yaml', the best policy of the study 'train_gpt'?"
         assert told in autoprec("show", name).err, name
     assert "fix: check the path" in autoprec("show", "zzzz").err
+
+
+@pytest.mark.parametrize("name", ["speedup", "effective_speedup", "speedup_over_16bit"])
+def test_every_gain_is_printed_as_one(name: str) -> None:
+    assert _value(name, 1.276) == "1.28x"
