@@ -31,7 +31,7 @@ def deterministic(record: Record) -> bool | None:
 def called_random(record: Record) -> bool:
     search = record["steps"].get("search", {})
     said = json.dumps(search.get("answer", {})) + search.get("err", "")
-    return "script is not deterministic" in said
+    return "two trials of the unchanged script differ" in said
 
 
 def plain(name: str) -> str:

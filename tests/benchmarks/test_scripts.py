@@ -76,7 +76,7 @@ def test_what_the_script_itself_writes_is_not_held_against_run() -> None:
 
 
 def test_a_script_is_wrongly_called_random_only_if_its_bits_are_the_same() -> None:
-    said = {"answer": {"notes": ["the script is not deterministic: two identical runs differ by 1%"]}}
+    said = {"answer": {"notes": ["two trials of the unchanged script differ by 1%, which is"]}}
     for second, fault in ((["aa\nbb"], True), (["aa\ncc"], False)):
         one = record(bare={"losses": [["aa", "bb", "cc"]]}, search=said)
         one["steps"]["again"] = {"losses": [text.split("\n") for text in second]}

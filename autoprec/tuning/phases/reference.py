@@ -48,7 +48,8 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     )
     if not deterministic:
         ledger.note(
-            f"the script is not deterministic: two identical runs differ by {own:.3%}; that is part of the noise floor"
+            f"two trials of the unchanged script differ by {own:.3%}, which is part of the noise floor "
+            "(whether it does so without AutoPrec, too, was not tried)"
         )
     reference = reference_of(setup, first, second).with_noise(baseline, deterministic)
     ledger.references[0] = reference
