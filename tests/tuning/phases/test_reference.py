@@ -48,3 +48,29 @@ def test_the_noise_floor_is_what_one_rounding_of_the_weights_does(here: Path) ->
     assert made.ledger is not None
     assert made.ledger.reference.noise_floor == kinds["noise"].metrics["divergence"] > 0.0
     assert made.ledger.reference.deterministic
+
+
+class Unsteady(SimulatedRunner):
+    """Every run of the script as written ends a little higher than the one before."""
+
+    runs = 0
+
+    def run(self, spec: TrialSpec) -> TrialResult:
+        ran = super().run(spec)
+        if spec.kind != "train" or spec.policy is not None:
+            return ran
+        Unsteady.runs += 1
+        return replace(ran, losses=tuple(loss * (1 + 1e-4 * Unsteady.runs) for loss in ran.losses))
+
+
+@pytest.mark.usefixtures("here")
+def test_two_trials_that_differ_are_told_without_blaming_the_script() -> None:
+    asked, simulated = options(trials=2, seeds=1, finalists=1), script()
+    command = ScriptCommand.parse(asked.command)
+    made = Search(asked, command, Listeners(), lambda seed, _folder: Unsteady(simulated, seed))
+    made.run()
+    assert made.ledger is not None
+    assert not made.ledger.reference.deterministic
+    (note,) = [note for note in made.ledger.notes if "two trials of the unchanged script differ by 0.010%" in note]
+    assert "not deterministic" not in note
+    assert "was not tried" in note
