@@ -241,7 +241,7 @@ UNTESTED = {
 }
 
 
-def tested_by(relative: Path) -> list[Path]:
+def its_tests(relative: Path) -> list[Path]:
     """Return where the test of a source file may lie; nothing for a package that only hands names on."""
     if relative.name != "__init__.py":
         return [ROOT / "tests" / relative.parent / f"test_{relative.stem}.py"]
@@ -255,7 +255,7 @@ def tested_by(relative: Path) -> list[Path]:
 @pytest.mark.parametrize("path", sorted(MODULES.values()), ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_every_source_file_has_a_test_file_or_a_reason(path: Path) -> None:
     relative = path.relative_to(PACKAGE)
-    places = tested_by(relative)
+    places = its_tests(relative)
     found = not places or any(place.exists() for place in places)
     assert found != (str(relative) in UNTESTED), "write its test, or a reason in UNTESTED (and none where it has one)"
 

@@ -31,8 +31,8 @@ def test_good_options_pass_and_nothing_is_written(tmp_path: Path) -> None:
         ({"cost_scale": "width=-3"}, UsageError, "width"),
         ({"cost_scale": "width=16"}, UsageError, "without --target"),
         ({"backend": "nativ"}, UnknownNameError, "did you mean 'native'"),
-        ({"storage": "nonsense://x"}, UsageError, "no database URL"),
-        ({"storage": "not a url"}, UsageError, "no database URL"),
+        ({"storage": "nonsense://x"}, UsageError, "not a database URL"),
+        ({"storage": "not a url"}, UsageError, "not a database URL"),
         ({"output": "/proc/nowhere/p.yaml"}, FileError, "cannot write"),
     ],
 )
