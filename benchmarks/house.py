@@ -245,23 +245,19 @@ def public_names() -> list[str]:
 def untested() -> list[str]:
     """Return the source files that have no test file at the same place of ``tests/``."""
     out = []
-    for path in MODULES.values():
+    for name, path in MODULES.items():
         relative = path.relative_to(PACKAGE)
         stem = relative.parent.name if path.name == "__init__.py" else path.stem
         places = [ROOT / "tests" / relative.parent / f"test_{stem}.py"]
         if path.name == "__init__.py":
-            if len(ast.parse(path.read_text(encoding="utf-8")).body) <= 1 or not any(
-                isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in TREES[module_of(path)].body
+            if len(TREES[name].body) <= 1 or not any(
+                isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in TREES[name].body
             ):
                 continue  # a docstring, or names handed on
             places.append(ROOT / "tests" / relative.parent.parent / f"test_{stem}.py")
         if not any(place.exists() for place in places):
             out.append(str(relative))
     return out
-
-
-def module_of(path: Path) -> str:
-    return next(name for name, other in MODULES.items() if other == path)
 
 
 def private_words() -> list[str]:

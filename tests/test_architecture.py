@@ -292,6 +292,7 @@ def test_a_module_says_what_it_is_in_one_sentence(module: str) -> None:
     assert docstring, "the module has no docstring"
     first = docstring.split("\n\n")[0]
     assert first.rstrip().endswith((".", ":", "?")), f"no sentence: {first!r}"
+    assert len(first.split()) > 2, f"it only repeats a name: {first!r}"
 
 
 @pytest.mark.parametrize("module", sorted(MODULES))

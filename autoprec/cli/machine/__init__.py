@@ -1,1 +1,1 @@
-"""cli/machine."""
+"""Commands about this machine and its stores: doctor, calibrate, targets, ui, sync."""

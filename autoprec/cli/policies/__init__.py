@@ -1,1 +1,1 @@
-"""cli/policies."""
+"""Commands about files: show, validate, diff, export, import, schema; none of them runs a script."""

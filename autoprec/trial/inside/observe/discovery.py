@@ -194,7 +194,7 @@ def _is_shared(tensor: torch.Tensor) -> bool:
     try:
         storage = tensor.untyped_storage()
         return storage.is_shared() or storage.filename is not None  # torch.from_file(shared=True) maps a file
-    except (RuntimeError, NotImplementedError):  # a wrapper subclass without storage
+    except RuntimeError:  # a wrapper subclass without storage
         return False
 
 
