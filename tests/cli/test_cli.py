@@ -1,6 +1,5 @@
 """The door itself: help, version, suggestions, exit codes, signals, a closed pipe."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from autoprec.errors import NoSpaceError, ScriptError, StudyError
 from tests.cli.helpers import autoprec
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-FORBIDDEN = ("torch", "optuna", "mlflow", "numpy", "pydantic", "yaml", "rich")
+SITE = [path for path in sys.path if path.endswith("site-packages")]
 
 
 def in_a_process(*args: str, **settings: object) -> subprocess.CompletedProcess[str]:
@@ -33,24 +32,21 @@ def test_help_lists_every_command() -> None:
         assert line in " ".join(found.out.split())
 
 
-def test_help_imports_nothing_heavy() -> None:
+def test_help_imports_click_and_nothing_else_that_is_installed() -> None:
+    """Start-up time is the number of modules read: counted, since seconds differ by machine and by what else runs."""
     code = (
         "import sys\nfrom autoprec.cli import cli\n"
         "try: cli.main(['--help'])\nexcept SystemExit: pass\n"
-        f"print([name for name in {FORBIDDEN!r} if name in sys.modules], file=sys.stderr)"
+        "packages = {name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names)\n"
+        "files = {name for name in packages if getattr(sys.modules.get(name), '__file__', None)}\n"
+        "print(*sorted(files), file=sys.stderr)\n"
+        "print(len(sys.modules), file=sys.stderr)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert found.stderr.strip() == "[]"
-
-
-def test_help_costs_at_most_150_ms_of_cpu() -> None:
-    def cpu() -> float:
-        before = os.times()
-        subprocess.run([sys.executable, "-m", "autoprec", "--help"], stdout=subprocess.DEVNULL, cwd=ROOT, check=True)
-        after = os.times()
-        return after.children_user + after.children_system - before.children_user - before.children_system
-
-    assert min(cpu() for _ in range(5)) <= 0.150
+    isolated = [sys.executable, "-S", "-c", f"import sys\nsys.path[:0] = {[str(ROOT), *SITE]!r}\n{code}"]
+    found = subprocess.run(isolated, capture_output=True, text=True, cwd=ROOT, check=True)
+    packages, modules = found.stderr.splitlines()
+    assert packages == "autoprec click"
+    assert int(modules) <= 160  # 117 with Python 3.11; torch alone is more than a thousand
 
 
 def test_version() -> None:
