@@ -9,10 +9,10 @@ Importing the package imports nothing heavy: each public name is loaded when it 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from autoprec._version import __version__
+from autoprec.support.lazy import names_on_use
 
 if TYPE_CHECKING:
     from autoprec.api import search
@@ -32,23 +32,18 @@ __all__ = [
     "search",
 ]
 
-#: public name -> the module that defines it
-_HOME = {
-    "AutoPrecError": "autoprec.errors",
-    "Guard": "autoprec.applying.guard",
-    "Policy": "autoprec.applying.policy",
-    "Session": "autoprec.trial.session",
-    "load": "autoprec.applying.policy",
-    "register": "autoprec.trial.session",
-    "search": "autoprec.api",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'autoprec' has no attribute '{name}'")
-    value = globals()[name] = getattr(importlib.import_module(_HOME[name]), name)
-    return value
+__getattr__ = names_on_use(
+    __name__,
+    {
+        "AutoPrecError": "errors",
+        "Guard": "applying.guard",
+        "Policy": "applying.policy",
+        "Session": "trial.session",
+        "load": "applying.policy",
+        "register": "trial.session",
+        "search": "api",
+    },
+)
 
 
 def __dir__() -> list[str]:

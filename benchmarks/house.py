@@ -242,22 +242,21 @@ def public_names() -> list[str]:
     return out
 
 
+def its_tests(path: Path) -> list[Path]:
+    """Return where the test of a source file may lie; nothing for a package that only hands names on."""
+    place = ROOT / "tests" / path.relative_to(PACKAGE).parent
+    if path.name != "__init__.py":
+        return [place / f"test_{path.stem}.py"]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not any(isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in tree.body):
+        return []
+    return [folder / f"test_{path.parent.name}.py" for folder in (place, place.parent)]
+
+
 def untested() -> list[str]:
     """Return the source files that have no test file at the same place of ``tests/``."""
-    out = []
-    for name, path in MODULES.items():
-        relative = path.relative_to(PACKAGE)
-        stem = relative.parent.name if path.name == "__init__.py" else path.stem
-        places = [ROOT / "tests" / relative.parent / f"test_{stem}.py"]
-        if path.name == "__init__.py":
-            if len(TREES[name].body) <= 1 or not any(
-                isinstance(node, (ast.FunctionDef, ast.ClassDef)) for node in TREES[name].body
-            ):
-                continue  # a docstring, or names handed on
-            places.append(ROOT / "tests" / relative.parent.parent / f"test_{stem}.py")
-        if not any(place.exists() for place in places):
-            out.append(str(relative))
-    return out
+    wanted = {path: its_tests(path) for path in MODULES.values()}
+    return [str(p.relative_to(PACKAGE)) for p, tests in wanted.items() if tests and not any(t.exists() for t in tests)]
 
 
 def private_words() -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from autoprec.cost.estimate import Estimator
 from autoprec.cost.kernels import LayerCost
-from autoprec.precision.hardware import cpu_has_bf16
+from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 __all__ = ["Rival", "blocked_reason", "layer_reason", "model_reason"]
@@ -87,8 +87,7 @@ def _on_the_cpu(rows: list[dict[str, Any]], baseline: str, shares: Mapping[str, 
     slower = {choice: ratio for choice in choices if (ratio := _slowdown(rows, choice)) > 1.0 + SAME_PRECISION}
     rehearse = f"nothing to gain on it; to rehearse for a GPU: autoprec search --target h100 {script}"
     if "bf16" in slower:
-        has = cpu_has_bf16()
-        if has is False:
+        if cpu_bf16_units() == ():
             times = f"{slower['bf16']:.1f} times slower than fp32 here"
             return f"this CPU has no bf16 instructions (bf16 GEMMs are {times}); {rehearse}"
         return f"bf16 GEMMs are {slower['bf16']:.1f} times slower than fp32 on this CPU, casts included; {rehearse}"

@@ -61,6 +61,10 @@ class Request:
         """Return what each known layer runs."""
         return resolve(self.policy, self.layers, strict=False)
 
+    def runs(self, plan: LayerPlan) -> bool:
+        """Say whether a layer may run a plan; where the layers are known, whether one does."""
+        return not self.layers or plan in self.plans().values()
+
 
 @dataclass(frozen=True, slots=True)
 class Export:

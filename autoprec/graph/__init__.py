@@ -16,8 +16,9 @@ Importing this package imports no torch: reports are plain data, and the rest is
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from autoprec.support.lazy import names_on_use
 
 if TYPE_CHECKING:
     from autoprec.graph.audit import executed_precisions
@@ -35,20 +36,15 @@ __all__ = [
     "save_graph",
 ]
 
-#: public name -> the module that defines it
-_HOME = {
-    "GraphReport": "report",
-    "StepRecorder": "recorder",
-    "executed_precisions": "audit",
-    "load_graph": "store",
-    "load_report": "report",
-    "record_step": "recorder",
-    "save_graph": "store",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'autoprec.graph' has no attribute '{name}'")
-    value = globals()[name] = getattr(importlib.import_module(f"autoprec.graph.{_HOME[name]}"), name)
-    return value
+__getattr__ = names_on_use(
+    __name__,
+    {
+        "GraphReport": "report",
+        "StepRecorder": "recorder",
+        "executed_precisions": "audit",
+        "load_graph": "store",
+        "load_report": "report",
+        "record_step": "recorder",
+        "save_graph": "store",
+    },
+)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from autoprec.precision.formats import FORMATS
+from autoprec.precision.hardware import cpu_bf16_units
 
 __all__ = [
     "E2M1_VALUES",
@@ -49,9 +50,7 @@ _TF32_HALF, _TF32_MASK = 1 << 12, -(1 << 13)
 
 
 #: asked once, outside of any graph that torch.compile may trace
-_FAST_ON_CPU = any(
-    getattr(torch.cpu, name, lambda: False)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-)
+_FAST_ON_CPU = bool(cpu_bf16_units())
 
 
 def fast_bf16_gemm(device_type: str) -> bool:

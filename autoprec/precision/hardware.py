@@ -25,7 +25,7 @@ __all__ = [
     "Target",
     "alignment",
     "by_device_name",
-    "cpu_has_bf16",
+    "cpu_bf16_units",
     "load_targets",
     "named",
     "recipe_family",
@@ -61,6 +61,8 @@ _ALIGNMENT = {
     "nvfp4": 32,
     "int8": 16,
 }
+#: feature flag of a CPU -> its unit that multiplies bf16
+_BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16", "bf16": "FEAT_BF16", "svebf16": "SVE_BF16"}
 
 
 def recipe_family(recipe: Recipe) -> str:
@@ -293,18 +295,18 @@ def load_targets(path: Path | str) -> dict[str, Target]:
     return target_from_dict(read_document(path), where=str(path))
 
 
-def cpu_has_bf16(cpuinfo: Path | str = "/proc/cpuinfo") -> bool | None:
-    """Say whether this CPU multiplies bf16 in hardware, by its feature flags; None where they cannot be read.
+def cpu_bf16_units(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...] | None:
+    """Return the units that multiply bf16 in this CPU, by its feature flags; None where they cannot be read.
 
-    AVX512-BF16, AMX-BF16 (x86) and FEAT_BF16 (ARM) do. Elsewhere a library widens every bf16 operand to fp32 first,
-    which is several times slower than fp32 itself.
+    AVX512-BF16, AMX-BF16 (x86) and FEAT_BF16 (ARM) do. With none of them, a library widens every bf16 operand to fp32
+    first, which is several times slower than fp32 itself.
     """
     try:
         lines = Path(cpuinfo).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
     flags = next((line.partition(":")[2].split() for line in lines if re.match(r"(flags|Features)\s*:", line)), None)
-    return None if flags is None else not {"avx512_bf16", "amx_bf16", "bf16", "svebf16"}.isdisjoint(flags)
+    return None if flags is None else tuple(unit for flag, unit in _BF16_UNITS.items() if flag in flags)
 
 
 def _cpu() -> Target:

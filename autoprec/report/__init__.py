@@ -6,7 +6,9 @@ needs torch, a network, or a plotting library.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from autoprec.support.lazy import names_on_use
 
 if TYPE_CHECKING:
     from autoprec.report.html import write_charts, write_html
@@ -15,12 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["terminal_table", "write_charts", "write_html", "write_markdown"]
 
-_MODULES = {"terminal_table": "terminal", "write_charts": "html", "write_html": "html", "write_markdown": "markdown"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        import importlib
-
-        return getattr(importlib.import_module(f"autoprec.report.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_on_use(
+    __name__,
+    {"terminal_table": "terminal", "write_charts": "html", "write_html": "html", "write_markdown": "markdown"},
+)

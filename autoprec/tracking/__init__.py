@@ -7,7 +7,9 @@ and writes runs (:mod:`.drain`, :mod:`.store`). A dead server therefore costs no
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from autoprec.support.lazy import names_on_use
 
 if TYPE_CHECKING:
     from autoprec.tracking.replay import SyncReport, sync
@@ -15,14 +17,4 @@ if TYPE_CHECKING:
 
 __all__ = ["SyncReport", "Tracker", "sync"]
 
-
-def __getattr__(name: str) -> Any:
-    if name == "Tracker":
-        from autoprec.tracking.tracker import Tracker
-
-        return Tracker
-    if name in ("sync", "SyncReport"):
-        import importlib
-
-        return getattr(importlib.import_module("autoprec.tracking.replay"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = names_on_use(__name__, {"SyncReport": "replay", "Tracker": "tracker", "sync": "replay"})

@@ -49,15 +49,15 @@ def test_small_gemms_are_shown_without_those_that_have_no_quantised_choice() -> 
 
 
 @pytest.mark.parametrize(
-    ("has", "says"),
+    ("units", "says"),
     [
-        (False, "this CPU has no bf16 instructions (bf16 GEMMs are 19.1 times slower than fp32 here)"),
-        (True, "bf16 GEMMs are 19.1 times slower than fp32 on this CPU"),
+        ((), "this CPU has no bf16 instructions (bf16 GEMMs are 19.1 times slower than fp32 here)"),
+        (("AMX",), "bf16 GEMMs are 19.1 times slower than fp32 on this CPU"),
         (None, "bf16 GEMMs are 19.1 times slower than fp32 on this CPU"),
     ],
 )
-def test_a_cpu_without_fast_bf16(monkeypatch: pytest.MonkeyPatch, has: bool | None, says: str) -> None:
-    monkeypatch.setattr(reasons, "cpu_has_bf16", lambda: has)
+def test_a_cpu_without_fast_bf16(monkeypatch: pytest.MonkeyPatch, units: tuple[str, ...] | None, says: str) -> None:
+    monkeypatch.setattr(reasons, "cpu_bf16_units", lambda: units)
     rows = [row(0.0, keep=1.0, bf16=19.12), row(0.0, keep=1.0, bf16=19.12)]
     found = model_reason(rows, "keep", SHARES, cpu=True, script="train.py")
     assert found.startswith(says)

@@ -190,11 +190,11 @@ SLOW_BF16 = {
 }
 
 
-@pytest.mark.parametrize(("flags", "says"), [("avx512f", "has no bf16 instructions"), ("avx512_bf16", "on this CPU")])
+@pytest.mark.parametrize(("units", "says"), [((), "has no bf16 instructions"), (("AVX512_BF16",), "on this CPU")])
 def test_a_cpu_on_which_bf16_is_slower_says_so(
-    tiny: GraphReport, uniform: Uniform, monkeypatch: pytest.MonkeyPatch, flags: str, says: str
+    tiny: GraphReport, uniform: Uniform, monkeypatch: pytest.MonkeyPatch, units: tuple[str, ...], says: str
 ) -> None:
-    monkeypatch.setattr(reasons, "cpu_has_bf16", lambda: flags == "avx512_bf16")
+    monkeypatch.setattr(reasons, "cpu_bf16_units", lambda: units)
     wide = in_fp32(tiny)
     model = CostModel(wide, TARGETS["cpu"], cpu={**FALLBACK, **SLOW_BF16})
     found = model.verdict(uniform(wide, ["bf16"]), script="train.py --width 64")

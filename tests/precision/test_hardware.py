@@ -11,7 +11,7 @@ from autoprec.precision.hardware import (
     TARGETS,
     alignment,
     by_device_name,
-    cpu_has_bf16,
+    cpu_bf16_units,
     load_targets,
     recipe_family,
     target,
@@ -228,22 +228,22 @@ def test_a_missing_peak_refuses_the_recipe() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "has"),
+    ("text", "units"),
     [
-        ("model name : Zen 3\nflags\t\t: fpu avx2 fma\n", False),
-        ("flags\t\t: fpu avx512f avx512_vnni\n", False),
-        ("flags\t\t: fpu avx512f avx512_bf16\n", True),
-        ("flags\t\t: amx_bf16 amx_tile\n", True),
-        ("Features\t: fp asimd bf16 i8mm\n", True),
-        ("Features\t: fp asimd\n", False),
+        ("model name : Zen 3\nflags\t\t: fpu avx2 fma\n", ()),
+        ("flags\t\t: fpu avx512f avx512_vnni\n", ()),
+        ("flags\t\t: fpu avx512f avx512_bf16\n", ("AVX512_BF16",)),
+        ("flags\t\t: amx_bf16 amx_tile\n", ("AMX",)),
+        ("Features\t: fp asimd bf16 i8mm\n", ("FEAT_BF16",)),
+        ("Features\t: fp asimd\n", ()),
         ("processor : 0\n", None),
     ],
 )
-def test_bf16_instructions_are_read_off_the_flags(tmp_path: Path, text: str, has: bool | None) -> None:
+def test_bf16_instructions_are_read_off_the_flags(tmp_path: Path, text: str, units: tuple[str, ...] | None) -> None:
     path = tmp_path / "cpuinfo"
     path.write_text(text)
-    assert cpu_has_bf16(path) is has
-    assert cpu_has_bf16(tmp_path / "missing") is None
+    assert cpu_bf16_units(path) == units
+    assert cpu_bf16_units(tmp_path / "missing") is None
 
 
 def test_a_no_is_false() -> None:

@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autoprec.precision.hardware import cpu_bf16_units
+
 if TYPE_CHECKING:
     import torch
 
@@ -58,15 +60,13 @@ def look_here() -> Here:
 
     if torch.cuda.is_available():
         return Here(torch.cuda.device_count(), (), 0.0)
-    asked = {"AMX": "_is_amx_tile_supported", "AVX512_BF16": "_is_avx512_bf16_supported"}
-    units = tuple(unit for unit, name in asked.items() if getattr(torch.cpu, name, lambda: False)())
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         times = [_gemm_s(torch.ones(_SIZE, _SIZE, dtype=dtype)) for dtype in (torch.bfloat16, torch.float32)]
     finally:
         torch.set_num_threads(threads)
-    return Here(0, units, times[0] / times[1])
+    return Here(0, cpu_bf16_units() or (), times[0] / times[1])
 
 
 def _gemm_s(matrix: torch.Tensor) -> float:

@@ -72,7 +72,7 @@ def _te_config(request: Request, plan: LayerPlan, losses: Losses) -> dict[str, A
             if rule.plan == plan:
                 lose_rule(losses, rule, "all three products in FP8 (override_linear_precision is dead since TE 2.0)")
     for rule in request.rules():
-        if not rule.plan.scaled and _decides(request, rule.match):
+        if not rule.plan.scaled and request.runs(rule.plan):
             lose_rule(losses, rule, f"{plan.describe()}: this backend converts every linear layer")
     return {
         "backend": "TE",
@@ -83,15 +83,6 @@ def _te_config(request: Request, plan: LayerPlan, losses: Losses) -> dict[str, A
         "override_linear_precision": [False, False, False],
         "use_autocast_during_eval": False,
     }
-
-
-def _decides(request: Request, match: str) -> bool:
-    """Say whether a rule may decide about a layer; with known layers, whether it does."""
-    if not request.layers:
-        return True
-    plans = request.plans()
-    wanted = next(rule.plan for rule in request.rules() if rule.match == match)
-    return any(plan == wanted for plan in plans.values())
 
 
 class AccelerateExporter:

@@ -41,7 +41,7 @@ class AxolotlExporter:
         for rule in rules:
             plain = high_dtype(request, rule.plan)
             if eight:
-                differs = rule.plan != _OWN and self._decides(request, rule.plan)
+                differs = rule.plan != _OWN and request.runs(rule.plan)
             else:
                 differs = bool(rule.plan.scaled) or plain not in ("keep", dtype)
             if differs:
@@ -61,10 +61,6 @@ class AxolotlExporter:
         text = header(request, "axolotl") + dump_yaml(config)
         notes = ("axolotl's YAML knows no layers; for the rules use autoprec run, or a plugin that applies the policy",)
         return Export(self.name, {"axolotl_precision.yaml": text}, losses.done(), notes, losses.kept)
-
-    @staticmethod
-    def _decides(request: Request, plan: LayerPlan) -> bool:
-        return not request.layers or plan in request.plans().values()
 
     @staticmethod
     def _mostly_eight(request: Request) -> bool:

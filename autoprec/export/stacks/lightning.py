@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from autoprec.export.base import Export, Losses, Request, state_losses
+from dataclasses import replace
+
+from autoprec.export.base import Export, Request
 from autoprec.export.naming import header
-from autoprec.export.stacks.python import module_operators, operator_losses, standalone_source
+from autoprec.export.stacks.python import PythonExporter
 
 __all__ = ["LightningExporter"]
 
@@ -45,14 +47,7 @@ class LightningExporter:
 
     def export(self, request: Request) -> Export:
         """Return ``precision_policy.py`` and ``precision_lightning.py``."""
-        losses = Losses()
-        source = standalone_source(request, losses)
-        operator_losses(request, losses)
-        module_operators(request, losses)
-        state_losses(request, losses)
-        files = {
-            "precision_policy.py": source,
-            "precision_lightning.py": header(request, "Lightning") + _PLUGIN,
-        }
+        module = PythonExporter().export(request)
+        files = {**module.files, "precision_lightning.py": header(request, "Lightning") + _PLUGIN}
         use = "Trainer(plugins=[PolicyTrainerPrecision(prefix='model')])"
-        return Export(self.name, files, losses.done(), (use,), losses.kept)
+        return replace(module, target=self.name, files=files, notes=(use,))

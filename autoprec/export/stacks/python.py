@@ -11,7 +11,7 @@ from autoprec.export.operators import IN_FORWARD, LOOKUP, report_operators
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, Recipe
 
-__all__ = ["PythonExporter", "module_operators", "operator_losses", "standalone_source"]
+__all__ = ["PythonExporter", "operator_losses", "standalone_source"]
 
 _START = "# --- the policy ---"
 _END = "# --- the mechanics ---"
@@ -74,16 +74,12 @@ class PythonExporter:
         losses = Losses()
         source = standalone_source(request, losses)
         operator_losses(request, losses)
-        module_operators(request, losses)
+        # the module protects operators itself, inside the model's forward
+        by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention"), IN_FORWARD)
+        report_operators(request, losses, by | LOOKUP, {})
         state_losses(request, losses)
         use = "import precision_policy; precision_policy.apply(model)"
         return Export(self.name, {"precision_policy.py": source}, losses.done(), (use,), losses.kept)
-
-
-def module_operators(request: Request, losses: Losses) -> None:
-    """Report the protections that the exported module carries out itself, inside the model's forward."""
-    by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention"), IN_FORWARD)
-    report_operators(request, losses, by | LOOKUP, {})
 
 
 def operator_losses(request: Request, losses: Losses) -> None:

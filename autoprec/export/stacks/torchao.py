@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoprec.export.base import Export, Losses, Request, state_losses
-from autoprec.export.naming import header, name_plans, rule_table
+from autoprec.export.naming import TORCH_DTYPES, header, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
 from autoprec.export.stacks.python import operator_losses
@@ -26,7 +26,6 @@ _CASTS: dict[Operand, tuple[tuple[str, Gemm], tuple[str, Gemm]]] = {
     "weight": (("weight", "fprop"), ("weight_for_grad_input", "dgrad")),
     "grad_output": (("grad_output", "dgrad"), ("grad_output_for_grad_weight", "wgrad")),
 }
-_TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +139,7 @@ def float8_configs(request: Request, losses: Losses) -> tuple[dict[str, str], di
             form = fit.plan.fprop.format
             if form == "tf32":
                 losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
-            plain[names[rule.plan]] = _TORCH.get(form, "torch.float32")
+            plain[names[rule.plan]] = TORCH_DTYPES.get(form, "torch.float32")
     return eight, plain, rule_table(rules, names)
 
 
@@ -211,7 +210,7 @@ def torchao_source(request: Request, losses: Losses) -> str:
     eight, plain, rules = float8_configs(request, losses)
     configs = "{\n" + "".join(f'        "{name}": {source},\n' for name, source in eight.items()) + "    }"
     dtypes = "{" + ", ".join(f'"{name}": {dtype}' for name, dtype in plain.items()) + "}"
-    activations = _TORCH.get(request.policy.activations, "None")
+    activations = TORCH_DTYPES.get(request.policy.activations, "None")
     body = fill(
         _BODY,
         RULES=rules,
@@ -221,7 +220,7 @@ def torchao_source(request: Request, losses: Losses) -> str:
         PLAN_OF=PLAN_OF,
         RUN_IN=RUN_IN,
         ATTEND=ATTEND,
-        ATTENTION=_TORCH.get(request.policy.operators.attention, "None"),
+        ATTENTION=TORCH_DTYPES.get(request.policy.operators.attention, "None"),
         WIDE=str(wide_output(request)),
         CONTEXT=CONTEXT,
     )

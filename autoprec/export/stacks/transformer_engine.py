@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoprec.export.base import Export, Losses, Request, state_losses
-from autoprec.export.naming import header, literal, name_plans, rule_table
+from autoprec.export.naming import TORCH_DTYPES, header, literal, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
 from autoprec.export.stacks.python import operator_losses
@@ -17,8 +17,6 @@ from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
 __all__ = ["TransformerEngineExporter", "nearest_te", "nested_recipe", "slot_specs"]
-
-_TORCH = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 
 
 def _nearest_recipe(recipe: Recipe | None, mixed: bool) -> tuple[Recipe | None, str]:
@@ -350,7 +348,7 @@ class TransformerEngineExporter:
                 if coarser:
                     notes.append(f"precision_te_nested.py runs layers '{rule.match}' with {coarser}")
             elif plan.fprop is not None:
-                plain[name] = _TORCH.get(plan.fprop.format, "torch.float32")
+                plain[name] = TORCH_DTYPES.get(plan.fprop.format, "torch.float32")
                 if plan.fprop.format == "tf32":
                     losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
         operator_losses(request, losses)
@@ -360,12 +358,12 @@ class TransformerEngineExporter:
         shared = {
             "RULES": rule_table(rules, names),
             "DTYPES": "{" + ", ".join(f'"{name}": {dtype}' for name, dtype in plain.items()) + "}",
-            "ACTIVATIONS": _TORCH.get(request.policy.activations, "None"),
+            "ACTIVATIONS": TORCH_DTYPES.get(request.policy.activations, "None"),
             "PLAN_OF": PLAN_OF,
             "SWAP": _SWAP,
             "RUN_IN": RUN_IN,
             "ATTEND": ATTEND,
-            "ATTENTION": _TORCH.get(request.policy.operators.attention, "None"),
+            "ATTENTION": TORCH_DTYPES.get(request.policy.operators.attention, "None"),
             "WIDE": str(wide_output(request)),
             "CONTEXT": CONTEXT,
         }
