@@ -94,9 +94,9 @@ class LinearExecution(Execution):
         if torch.compiler.is_compiling():
             self.traced = steps.labels
         if autocast is None:
-            return _run(input, weight, bias, self, steps, out_dtype, training and grad, grad)
+            return _run(input, weight, bias, self, steps, out_dtype, training, grad)
         with torch.autocast(device, enabled=False):
-            return _run(input, weight, bias, self, steps, out_dtype, training and grad, grad)
+            return _run(input, weight, bias, self, steps, out_dtype, training, grad)
 
     def _steps(self, device: str, keep: torch.dtype) -> Steps:
         if torch.compiler.is_compiling():  # Dynamo guards on a dictionary it sees read: no second trace for a miss
@@ -171,11 +171,12 @@ class _PlannedLinear(torch.autograd.Function):
         layer: LinearExecution,
         steps: Steps,
         out_dtype: torch.dtype,
-        update: bool,
-        keep_for_backward: bool,
+        training: bool,
+        grad: bool,
     ) -> Tensor:
         recompute = in_backward()
-        options: dict[str, Any] = {"state": layer.state, "update": update and not recompute, "recompute": recompute}
+        update = training and steps.stateful and layer.state.learns(grad=grad, recompute=recompute)
+        options: dict[str, Any] = {"state": layer.state, "update": update, "recompute": recompute}
         x = input.reshape(-1, input.shape[-1])
         values = steps.fprop.values
         a = quantize(x, steps.fprop.first, operand="input", values=values, **options)
@@ -184,7 +185,7 @@ class _PlannedLinear(torch.autograd.Function):
         _note(layer, "fprop", steps.fprop.label)
         if bias is not None:
             out += bias
-        if keep_for_backward:
+        if grad:
             need_dgrad, need_wgrad = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
             saved_x = _for_backward(x, a, steps.wgrad.second, "input", options) if need_wgrad else None
             saved_w = _for_backward(weight, b, steps.dgrad.second, "weight", None) if need_dgrad else None

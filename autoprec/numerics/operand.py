@@ -67,14 +67,16 @@ class QuantizerState:
     """What quantisation of one layer remembers between calls: delayed scales and private random streams.
 
     Nothing here touches torch's global random streams, so that paired runs stay paired. ``shared`` is true where ranks
-    agree on delayed scales before they are computed (``numerics.delayed``).
+    agree on delayed scales before they are computed (``numerics.delayed``). ``postponed`` counts training forwards
+    without a graph, which are the first of two where reentrant checkpointing recomputes.
     """
 
-    __slots__ = ("delayed", "generators", "last", "seed", "shared")
+    __slots__ = ("delayed", "generators", "last", "postponed", "seed", "shared")
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.shared = False
+        self.postponed = 0
         self.delayed: dict[tuple[str, Spec], DelayedScale] = {}
         self.last: dict[tuple[str, Spec], Tensor] = {}
         self.generators: dict[torch.device, torch.Generator] = {}
@@ -91,10 +93,24 @@ class QuantizerState:
             self.generators[device] = made
         return self.generators[device]
 
+    def learns(self, *, grad: bool, recompute: bool) -> bool:
+        """Say whether delayed scaling learns from this training forward: once per step, however often it runs.
+
+        Activation checkpointing runs it twice: first with gradients on and again in the backward pass, or (reentrant)
+        first with gradients off, where only the second run tells it from an evaluation.
+        """
+        if not grad:
+            self.postponed += not recompute
+            return False
+        postponed, self.postponed = self.postponed, max(self.postponed - 1, 0) if recompute else 0
+        return not recompute or postponed > 0
+
     def delayed_scale(self, operand: str, spec: Spec, amax: Tensor, *, update: bool, recompute: bool) -> Tensor:
         """Return the delayed scale of an operand; a recomputed forward reuses the scale of the forward it repeats."""
         key = (operand, spec)
         if recompute and key in self.last:
+            if update:
+                self._history(key).take(amax, shared=self.shared)
             return self.last[key]
         scale = self.last[key] = self._history(key).step(amax, update=update, shared=self.shared)
         return scale

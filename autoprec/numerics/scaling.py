@@ -40,12 +40,15 @@ def scale_of(amax: Tensor, limit: float, *, power_of_2: bool = False, epsilon: f
     """
     if epsilon:
         amax = amax.clamp(min=epsilon)
-    usable = torch.isfinite(amax) & (amax > 0)
     exact = amax if amax.device.type == "cpu" else amax.double()
     # a number divided by a tensor is the number times the reciprocal, rounded twice
     scale = torch.div(exact.new_full((), limit), exact).clamp(max=_FP32_MAX).float()
-    scale = torch.where(usable, scale, 1.0)
+    scale = torch.where(_usable(amax), scale, 1.0)
     return power_of_2_floor(scale) if power_of_2 else scale
+
+
+def _usable(amax: Tensor) -> Tensor:
+    return torch.isfinite(amax) & (amax > 0)
 
 
 def inverse_of(scale: Tensor, amax: Tensor) -> Tensor:
@@ -57,54 +60,53 @@ class DelayedScale:
     """Delayed scaling of one operand of one layer: the scale of this step comes from the amax of earlier steps.
 
     As Transformer Engine's ``DelayedScaling``: the scale is ``limit / amax / 2**margin`` with ``amax`` the largest or
-    the latest of the last ``length`` steps; a zero or non-finite amax keeps the previous scale. One difference: the
-    first call, which has no history, uses its own amax (Transformer Engine uses scale 1, under which the first
-    gradients underflow to zero, so that a short trial would measure the start-up and not the recipe).
+    the latest of the last ``length`` steps; a zero amax leaves history and scale as they are. Two differences. A
+    non-finite amax does so as well: in Transformer Engine it stays in the history, and the scale with it, for
+    ``length`` steps. And while there is no history each call uses its own amax (Transformer Engine uses scale 1, under
+    which the first gradients underflow to zero, so that a short trial would measure the start-up and not the recipe).
+
+    Attributes:
+        history: float32 ``[length]``, latest first, 0 where nothing has been seen; None before the first amax.
+        scale: float32, 0-d, of the next call; 0 while there is no history.
+        seen: the largest amax noted since ranks last compared theirs, or None.
     """
 
-    __slots__ = ("algorithm", "history", "length", "limit", "margin", "power_of_2", "scale", "seen", "used")
+    __slots__ = ("algorithm", "history", "length", "limit", "margin", "power_of_2", "scale", "seen", "started")
 
     def __init__(self, limit: float, *, length: int, algorithm: str, margin: int, power_of_2: bool = False) -> None:
         self.limit, self.length, self.algorithm = limit, length, algorithm
         self.margin, self.power_of_2 = margin, power_of_2
-        self.history: list[Tensor] = []
+        self.history: Tensor | None = None
         self.scale: Tensor | None = None
         self.seen: Tensor | None = None
-        self.used = False
+        self.started = False
 
-    def _next(self, amax: Tensor, previous: Tensor | None) -> Tensor:
-        fresh = scale_of(amax, self.limit, power_of_2=self.power_of_2) * 2.0**-self.margin
-        if previous is None:
-            return fresh
-        return torch.where(torch.isfinite(amax) & (amax > 0), fresh, previous)
+    def _of(self, amax: Tensor, otherwise: Tensor | float) -> Tensor:
+        scale = scale_of(amax, self.limit, power_of_2=self.power_of_2) * 2.0**-self.margin
+        return torch.where(_usable(amax), scale, otherwise)
 
     def step(self, amax: Tensor, *, update: bool, shared: bool = False) -> Tensor:
-        """Return the scale to use for a tensor whose amax is ``amax``; then, if ``update``, take the amax in.
+        """Return the scale to use for a tensor whose amax is ``amax``; then, if ``update``, take the amax in."""
+        if not self.started and self.scale is not None:
+            self.started = bool(self.scale > 0)  # waits for the device, in the first steps only
+        scale = self.scale if self.started and self.scale is not None else self._of(amax, 1.0)
+        if update:
+            self.take(amax, shared=shared)
+        return scale
 
-        ``shared`` only notes the amax (in ``seen``): ranks compare theirs first, then :meth:`learn` is called.
-        """
-        if self.scale is None:
-            scale = self._next(amax, None)
-        elif self.used:
-            scale = self.scale
-        else:  # other ranks may have filled the history; 0 says that none has
-            scale = torch.where(self.scale > 0, self.scale, self._next(amax, None))
-        if not update:
-            return scale
-        if self.scale is not None or not shared:
-            self.scale = scale
-        self.used = True
+    def take(self, amax: Tensor, *, shared: bool = False) -> None:
+        """Learn from an amax, or (``shared``) only note it in ``seen`` until ranks have compared theirs."""
         if shared:
             self.seen = amax.detach() if self.seen is None else torch.maximum(self.seen, amax.detach())
         else:
             self.learn(amax.detach())
-        return scale
 
     def learn(self, amax: Tensor) -> None:
-        """Take an amax into the history and compute the next scale; zero keeps the previous one."""
+        """Take an amax into the history and compute the next scale; zero and non-finite ones teach nothing."""
         self.seen = None
-        self.history.append(amax)
-        del self.history[: -self.length]
-        latest = self.history[-1] if self.algorithm == "most_recent" else torch.stack(self.history).amax()
-        previous = amax.new_zeros(()) if self.scale is None and not self.used else self.scale
-        self.scale = self._next(latest, previous)
+        if self.history is None or self.scale is None:
+            self.history, self.scale = amax.new_zeros(self.length), amax.new_zeros(())
+        rolled = torch.cat([amax.reshape(1), self.history[:-1]])
+        self.history = torch.where(_usable(amax), rolled, self.history)
+        latest = self.history[0] if self.algorithm == "most_recent" else self.history.amax()
+        self.scale = self._of(latest, self.scale)

@@ -1,8 +1,10 @@
 """Dynamic loss scaling for FP16, put into scripts that have none.
 
 The scale lives inside the backward pass only: gradients are multiplied where they enter the model (at its outputs)
-and divided where they reach its parameters, before they are accumulated. The script therefore never sees a scaled
-loss or gradient: clipping, logging and accumulation need no change. A step whose gradients overflowed is left out and
+and divided where they leave it (at its parameters, before they are accumulated, and at its inputs). The script
+therefore never sees a scaled loss or gradient: clipping, logging and accumulation need no change. Where a model
+returns several tensors, the script gets copies of them: a loss computed from the logits that are returned beside it
+would otherwise pass its gradient through both, multiplied twice. A step whose gradients overflowed is left out and
 counted, and the scale halved; after ``growth_interval`` good steps it doubles (Micikevicius et al., arXiv 1710.03740;
 constants of ``torch.amp.GradScaler``). A script with its own ``GradScaler`` is left alone.
 
@@ -12,14 +14,16 @@ its gradient divided although it was never multiplied; move such a term into the
 
 from __future__ import annotations
 
+import copy
 import gc
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autoprec.optim.guard import gradient_norm
 
@@ -63,6 +67,7 @@ class LossScaler:
         if script_has_scaler():
             made.inactive_reason = "the script has its own GradScaler"
             return made
+        made._handles.append(model.register_forward_pre_hook(made._unscale_inputs, with_kwargs=True))
         made._handles.append(model.register_forward_hook(made._scale_outputs))
         for parameter in model.parameters():
             if parameter.requires_grad:
@@ -83,10 +88,17 @@ class LossScaler:
             handle.remove()
         self._handles = []
 
-    def _scale_outputs(self, _module: nn.Module, _inputs: Any, output: Any) -> None:
-        for value in _tensors(output):
-            if value.requires_grad and value.grad_fn is not None:
-                value.register_hook(self._multiply)  # type: ignore[no-untyped-call]
+    def _unscale_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not torch.is_grad_enabled() or not _differentiable((args, kwargs)):
+            return None
+        return _each_tensor((args, kwargs), _hooked_copies(self._unscale))
+
+    def _scale_outputs(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
+        found = _differentiable(output)
+        if len(found) == 1:
+            next(iter(found.values())).register_hook(self._multiply)  # type: ignore[no-untyped-call]
+            return None
+        return _each_tensor(output, _hooked_copies(self._multiply)) if found else None
 
     def _multiply(self, gradient: Tensor) -> Tensor:
         return gradient * self.scale
@@ -113,10 +125,57 @@ class LossScaler:
             parameter.grad = gradient
 
 
-def _tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors of a model output (containers, dataclasses and ModelOutput included)."""
-    values = vars(output).values() if hasattr(output, "__dataclass_fields__") else tree_leaves(output)
-    for value in values:
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                yield leaf
+def _hooked_copies(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return a function from a tensor to its copy, one per tensor, with ``hook`` on the copy's gradient."""
+    made: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        if id(tensor) not in made:
+            made[id(tensor)] = (tensor, tensor.clone())
+            made[id(tensor)][1].register_hook(hook)  # type: ignore[no-untyped-call]
+        return made[id(tensor)][1]
+
+    return copied
+
+
+def _differentiable(value: Any) -> dict[int, Tensor]:
+    """Return the distinct tensors in a nested value through which a gradient can pass, by identity."""
+    found: dict[int, Tensor] = {}
+
+    def look(tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            found[id(tensor)] = tensor
+        return tensor
+
+    _each_tensor(value, look)
+    return found
+
+
+def _each_tensor(value: Any, change: Callable[[Tensor], Tensor], depth: int = 8) -> Any:
+    """Return ``value`` with every tensor in it changed: containers, dataclasses, and objects that hold tensors.
+
+    What holds no changed tensor is returned as it is; other containers and objects are copied, not modified.
+    """
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return change(item)
+        held = item if isinstance(item, dict) else getattr(item, "__dict__", None)
+        if not held or not depth or isinstance(item, (nn.Module, type)) or callable(item):
+            return item
+        changed = {name: _each_tensor(inner, change, depth - 1) for name, inner in held.items()}
+        if all(held[name] is inner for name, inner in changed.items()):
+            return item
+        twin = copy.copy(item)
+        for name, inner in changed.items():
+            if isinstance(item, dict):
+                twin[name] = inner
+            else:
+                object.__setattr__(twin, name, inner)  # a frozen dataclass as well
+        return twin
+
+    leaves, layout = tree_flatten(value)
+    changed = [leaf(item) for item in leaves]
+    return value if all(map(operator.is_, leaves, changed)) else tree_unflatten(changed, layout)

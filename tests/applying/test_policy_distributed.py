@@ -140,7 +140,7 @@ def delayed_scales(rank: int, how: str) -> dict[str, list[float]]:
     for name in ("base", "experts.0", "experts.1"):
         delayed = execution_of(model.get_submodule(name)).state.delayed
         found |= {
-            f"{name} {operand} {spec.format}": [float(d.scale), len(d.history)]
+            f"{name} {operand} {spec.format}": [float(d.scale), int((d.history > 0).sum())]
             for (operand, spec), d in delayed.items()
         }
     return found

@@ -115,16 +115,19 @@ def test_activation_checkpointing_recomputes_the_same(name: str, reentrant: bool
     for recompute in (False, True):
         x, weight, bias, grad = tensors(32, 64, 48)
         layer = LinearExecution(plan)
-        for _ in range(3):
+        for step in range(3):
 
-            def body(x: torch.Tensor, layer=layer, weight=weight, bias=bias) -> torch.Tensor:
-                return F.gelu(layer(x, weight, bias))
+            def body(x: torch.Tensor, layer=layer, weight=weight, bias=bias, step=step) -> torch.Tensor:
+                return F.gelu(layer(x * 2**step, weight, bias))
 
             out = checkpoint(body, x, use_reentrant=reentrant) if recompute else body(x)
             out.backward(grad)
-        found.append((x.grad, weight.grad))
+        learned = {key: d.history for key, d in layer.state.delayed.items()}
+        found.append((x.grad, weight.grad, learned))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
+    assert found[0][2].keys() == found[1][2].keys()
+    assert all(torch.equal(history, found[1][2][key]) for key, history in found[0][2].items())
 
 
 def test_gradients_accumulate_over_micro_batches() -> None:
@@ -150,11 +153,11 @@ def test_evaluation_teaches_delayed_scaling_nothing() -> None:
     layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp8_delayed"]))
     x, weight, bias, grad = tensors(8, 32, 16)
     layer(x, weight, bias).backward(grad)
-    before = [list(d.history) for d in layer.state.delayed.values()]
+    before = [d.history.tolist() for d in layer.state.delayed.values()]
     with torch.no_grad():
         layer(x * 100, weight, bias)
     layer(x * 100, weight, bias, training=False)
-    assert [list(d.history) for d in layer.state.delayed.values()] == before
+    assert [d.history.tolist() for d in layer.state.delayed.values()] == before
 
 
 def test_double_backward_is_refused_rather_than_wrong() -> None:

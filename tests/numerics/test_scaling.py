@@ -69,7 +69,8 @@ def test_shared_amaxes_are_noted_and_learned_together() -> None:
     assert delayed.seen == 2.0
     delayed.learn(torch.tensor(4.0))  # another rank saw more
     assert delayed.step(torch.tensor(1.0), update=True, shared=True).item() == 112.0
-    assert len(delayed.history) == 1
+    assert delayed.history is not None
+    assert delayed.history.tolist() == [4.0, 0.0, 0.0, 0.0]
 
 
 def test_an_operand_only_other_ranks_have_seen() -> None:
@@ -80,7 +81,27 @@ def test_an_operand_only_other_ranks_have_seen() -> None:
     assert delayed.step(torch.tensor(2.0), update=True, shared=True).item() == 112.0
     late = DelayedScale(448.0, length=4, algorithm="max", margin=0)
     late.learn(torch.tensor(0.0))
-    assert [late.step(torch.tensor(a), update=True, shared=True).item() for a in (2.0, 1.0)] == [224.0, 224.0]
+    assert [late.step(torch.tensor(a), update=True, shared=True).item() for a in (2.0, 1.0)] == [224.0, 448.0]
+
+
+@pytest.mark.parametrize("length", [1, 2, 16, 1024])
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, 0.0])
+def test_a_bad_batch_leaves_history_and_scale_as_they_are(length: int, algorithm: str, bad: float) -> None:
+    delayed = DelayedScale(448.0, length=length, algorithm=algorithm, margin=0)
+    plain = DelayedScale(448.0, length=length, algorithm=algorithm, margin=0)
+    for amax in (1.0, 4.0, bad, 2.0, 2.0, 8.0, 1.0):
+        found = delayed.step(torch.tensor(amax), update=True)
+        if amax != bad:
+            assert found == plain.step(torch.tensor(amax), update=True)
+    assert delayed.scale == plain.scale
+
+
+@pytest.mark.parametrize("first", [math.inf, math.nan, 0.0])
+def test_a_first_batch_that_teaches_nothing_is_not_scaled_and_not_remembered(first: float) -> None:
+    delayed = DelayedScale(448.0, length=4, algorithm="max", margin=3)
+    assert delayed.step(torch.tensor(first), update=True) == 1.0
+    assert delayed.step(torch.tensor(2.0), update=True) == 28.0  # as if it were the first
 
 
 @pytest.mark.parametrize("limit", [448.0, 57344.0, 127.0, 6.0])

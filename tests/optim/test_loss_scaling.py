@@ -1,3 +1,7 @@
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -100,3 +104,75 @@ def test_a_script_with_its_own_scaler_is_left_alone():
     assert not script_has_scaler()
     assert LossScaler.install(model, []).active
     del disabled
+
+
+@dataclass(frozen=True)
+class Output:
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
+class Plain:
+    def __init__(self, loss, logits):
+        self.loss, self.both = loss, {"logits": logits}
+
+
+@pytest.mark.parametrize(
+    ("returns", "read"),
+    [
+        (lambda loss, logits: logits, lambda o: (o.square().mean(), o)),
+        (lambda loss, logits: (loss, logits), lambda o: o),
+        (lambda loss, logits: {"loss": loss, "logits": logits}, lambda o: (o["loss"], o["logits"])),
+        (Output, lambda o: (o.loss, o.logits)),
+        (lambda loss, logits: [{"a": Output(loss, logits)}, (logits, None, "x")], lambda o: (o[0]["a"].loss, o[1][0])),
+        (Plain, lambda o: (o.loss, o.both["logits"])),
+        (lambda loss, logits: OrderedDict(loss=loss, logits=logits), lambda o: tuple(o.values())),
+    ],
+    ids=["tensor", "tuple", "dict", "dataclass", "nested", "object", "ordered"],
+)
+def test_gradients_equal_those_of_gradscaler_whatever_the_model_returns(returns: Any, read: Any) -> None:
+    class Model(Half):
+        def forward(self, x):
+            logits = super().forward(x)
+            return returns(logits.square().mean(), logits)
+
+    def backward(scaler: Any = None) -> torch.Tensor:
+        loss, logits = read(model(torch.linspace(-1, 1, 32).view(8, 4)))
+        total = (loss + 0.1 * logits.abs().mean()) * 2.0**-20
+        (total if scaler is None else scaler.scale(total)).backward()
+        gradient, model.linear.weight.grad = model.linear.weight.grad, None
+        return gradient if scaler is None else gradient / scaler.get_scale()
+
+    torch.manual_seed(0)
+    model = Model()
+    expected = backward(torch.amp.GradScaler("cpu"))
+    assert expected.abs().max() > 0
+    installed = LossScaler.install(model, [])
+    assert torch.equal(backward(), expected)
+    installed.remove()
+
+
+def test_a_gradient_through_the_model_twice_is_divided_where_it_leaves_by_the_input() -> None:
+    model = Half()
+    x = torch.linspace(-1, 1, 32).view(8, 4).requires_grad_()
+
+    def gradients() -> list[torch.Tensor]:
+        return list(torch.autograd.grad(model(model(x)).square().sum(), [model.linear.weight, x]))
+
+    plain = gradients()
+    LossScaler.install(model, [], initial_scale=2.0**6)
+    assert all(map(torch.equal, gradients(), plain))
+
+
+def test_an_output_may_be_changed_in_place() -> None:
+    class Model(Half):
+        def forward(self, x):
+            out = super().forward(x)
+            return out, out.sum()
+
+    model = Model()
+    plain = [model(torch.ones(1, 4))[0].mul_(3).sum().backward(), model.linear.weight.grad.clone()][1]
+    LossScaler.install(model, [], initial_scale=2.0**6)
+    model.zero_grad()
+    model(torch.ones(1, 4))[0].mul_(3).sum().backward()
+    assert torch.equal(model.linear.weight.grad, plain)
