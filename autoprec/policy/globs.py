@@ -83,5 +83,5 @@ def _closed(pattern: str) -> str:
     return pattern
 
 
-#: A glob in a file.
-Glob = Annotated[str, Field(min_length=1, max_length=LONGEST_GLOB), AfterValidator(_closed)]
+#: A glob in a file; the empty one matches the model itself, where that is a layer (``model = nn.Linear(8, 1)``).
+Glob = Annotated[str, Field(max_length=LONGEST_GLOB), AfterValidator(_closed)]

@@ -7,18 +7,21 @@ that the gap between their loss curves is the policy's doing, and far smaller ga
 from __future__ import annotations
 
 import os
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.tuning.decide.metrics import divergence, signed_gap
+from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
 
-__all__ = ["PairedRunner"]
+__all__ = ["PairedRunner", "baseline_of", "perturbed_runs"]
 
 #: Trials that are repeated because a GPU was throttled or shared; more would only double the search.
 MOST_REPEATED = 5
@@ -132,3 +135,28 @@ class PairedRunner:
         """Lend threads that run trials; see :meth:`autoprec.tuning.workers.local.HostPool.threads`."""
         with self._pool.threads(count, name) as threads:
             yield threads
+
+
+def perturbed_runs(run: Callable[[str], TrialResult], first: TrialResult, budget: float) -> list[TrialResult]:
+    """Run the reference benignly perturbed: once, or several times where that comes near the budget.
+
+    Args:
+        run: runs the reference under a perturbation (``TrialSpec.perturb``); it must succeed or raise.
+        first: the plain reference of the same paired seed.
+        budget: of the divergence, a fraction.
+    """
+    results = [run("bf16")]
+    while needs_more_benign_runs([divergence(r.losses, first.losses) for r in results], budget):
+        results.append(run(f"bf16:{len(results)}"))
+    return results
+
+
+def baseline_of(first: TrialResult, second: TrialResult, perturbed: Sequence[TrialResult]) -> Baseline:
+    """Return what two runs of the reference and its benign perturbations tell about the script itself."""
+    gaps = tuple(divergence(result.losses, first.losses) for result in perturbed)
+    return Baseline(
+        floor=max(divergence(second.losses, first.losses), statistics.fmean(gaps)),
+        benign=gaps,
+        benign_excess=tuple(signed_gap(result.losses, first.losses) for result in perturbed),
+        learnt=has_learnt(first.losses),
+    )

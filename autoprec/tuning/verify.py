@@ -1,19 +1,27 @@
-"""Longer paired runs of a policy beside the reference and the presets it must beat."""
+"""Longer paired runs of a policy beside the reference and the presets it must beat.
+
+Whether the policy is acceptable is judged by the rules of a search (:func:`autoprec.tuning.decide.decision.judge`), so
+that the answer of a search and its verification differ in what was measured only.
+"""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autoprec.errors import AutoPrecError, NothingAcceptableError
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
-from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.tuning.decide.metrics import divergence, step_time
+from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
+from autoprec.tuning.decide.decision import Candidate, gradient_limit, judge
+from autoprec.tuning.decide.metrics import divergence, signed_gap, step_time
+from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.options import SearchOptions, fewer_steps
+from autoprec.tuning.paired import baseline_of, perturbed_runs
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
@@ -26,7 +34,11 @@ FASTER, SMALLER = 1.05, 0.98
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """One policy over all paired seeds; ratios and divergences are fractions, memory is in bytes."""
+    """One policy over all paired seeds; ratios, divergences and errors are fractions, memory is in bytes.
+
+    ``excess`` are the divergences with their sign (positive: a worse loss); ``rejection`` says why the policy is not
+    acceptable, ``caveat`` what judged it where the loss could not (:mod:`autoprec.tuning.decide.decision`).
+    """
 
     name: str
     speedups: tuple[float, ...]
@@ -34,6 +46,10 @@ class Contender:
     memory_bytes: int
     step_time_ms: float
     failures: tuple[str, ...] = ()
+    excess: tuple[float, ...] = ()
+    gradient_error: float | None = None
+    rejection: str = ""
+    caveat: str = ""
 
     @property
     def speedup(self) -> float:
@@ -138,32 +154,15 @@ def verify(
     Raises:
         NothingAcceptableError: the reference could not be run under any seed.
     """
-    runs: dict[str, list[tuple[TrialResult, TrialResult]]] = {name: [] for name in policies}
-    reference_ms: list[float] = []
-    floor, reference_memory = 0.0, 0
-    failed: TrialResult | None = None
+    runs = _Runs(pool, policies, spec, max_divergence)
     for seed in range(seeds):
         if seed + 1 < seeds:
             pool.prepare(seed + 1)
-        reference = _run(pool, spec, None, seed)
-        if not reference.ok:
-            failed = reference
-            tell(f"seed {seed}: the reference failed: {reference.status}: {reference.reason}")
-            continue
-        reference_memory = reference_memory or reference.memory_bytes
-        if seed == 0:
-            floor = divergence(_run(pool, spec, None, seed, perturb="bf16").losses, reference.losses)
-        order = list(policies)
-        shift = seed % len(order)
-        for name in (*order[shift:], *order[:shift]):
-            runs[name].append((_run(pool, spec, policies[name], seed), reference))
-        # a second reference after the candidates: a machine that drifted is seen, and both readings count
-        again = _run(pool, spec, None, seed)
-        reference_ms += [step_time(r.step_ms, r.warmup) for r in (reference, again) if r.ok]
-        tell(f"seed {seed}: {', '.join(order)} measured")
+        tell(f"seed {seed}: {runs.measure(seed)}")
         if seed:
             pool.release(seed)
-    if not reference_ms:
+    if not runs.reference_ms:
+        failed = runs.failed
         short = failed is not None and failed.status == "too_short"
         raise NothingAcceptableError(
             f"the reference could not be run: {failed.reason if failed else 'no seed was asked for'}",
@@ -171,26 +170,102 @@ def verify(
             if failed and short
             else "make the script train as it is first",
         )
-    rows = tuple(_contender(name, pairs) for name, pairs in runs.items())
-    ok, reason = _judge(rows, max_divergence, floor, timed, reference_memory)
+    errors, noise = runs.gradient_errors()
+    rows = [_contender(name, pairs, errors.get(name)) for name, pairs in runs.pairs.items()]
+    rows = _judged(rows, runs.baseline, max_divergence, noise)
+    ok, reason = _verdict(rows, max_divergence, timed, runs.reference_memory)
     return Verification(
         ok=ok,
         reason=reason,
-        rows=rows,
+        rows=tuple(rows),
         seeds=seeds,
         steps=spec.steps,
-        noise_floor=floor,
+        noise_floor=runs.baseline.floor,
         timed=timed,
-        reference={"step_time_ms": statistics.median(reference_ms)},
+        reference={"step_time_ms": statistics.median(runs.reference_ms)},
     )
 
 
-def _run(pool: HostPool, spec: TrialSpec, policy: dict[str, Any] | None, seed: int, perturb: str = "") -> TrialResult:
-    document = spec.to_json() | {"policy": policy, "perturb": perturb}
-    return pool.run(TrialSpec.from_json(document), seed)
+class _Runs:
+    """The paired runs of one verification.
+
+    Attributes:
+        pairs: by policy, its run and the reference's of every usable seed.
+        reference_ms: step times of the reference, two per seed.
+        reference_memory: bytes of the first reference.
+        baseline: what is known of the script itself.
+        failed: the last reference that failed.
+    """
+
+    def __init__(self, pool: HostPool, policies: dict[str, dict[str, Any]], spec: TrialSpec, budget: float) -> None:
+        self._pool, self._policies, self._spec, self._budget = pool, policies, spec, budget
+        self.pairs: dict[str, list[tuple[TrialResult, TrialResult]]] = {name: [] for name in policies}
+        self.reference_ms: list[float] = []
+        self.reference_memory = 0
+        self.baseline = Baseline()
+        self.failed: TrialResult | None = None
+        self._known = False
+
+    def measure(self, seed: int) -> str:
+        """Run everything under one seed; return what to tell of it."""
+        reference = self._run(None, seed)
+        if not reference.ok:
+            self.failed = reference
+            return f"the reference failed: {reference.status}: {reference.reason}"
+        self.reference_memory = self.reference_memory or reference.memory_bytes
+        order = list(self._policies)
+        shift = seed % len(order)
+        for name in (*order[shift:], *order[:shift]):
+            self.pairs[name].append((self._run(self._policies[name], seed), reference))
+        # a second reference after the candidates: a machine that drifted is seen, and both readings count
+        again = self._run(None, seed)
+        self.reference_ms += [step_time(r.step_ms, r.warmup) for r in (reference, again) if r.ok]
+        self._perturb(seed, reference, again if again.ok else reference)
+        return f"{', '.join(order)} measured"
+
+    def _perturb(self, seed: int, reference: TrialResult, again: TrialResult) -> None:
+        """Learn the script's own noise under the first seed; under the others, too, where it is beyond the budget."""
+
+        def run(label: str) -> TrialResult:
+            result = self._run(None, seed, perturb=label)
+            if not result.ok:
+                raise NothingAcceptableError(
+                    f"the reference with its weights rounded to bf16 failed: {result.status}: {result.reason}",
+                    fix="nothing can be compared with a script whose noise is unknown; run with -v",
+                )
+            return result
+
+        if not self._known:
+            self.baseline = baseline_of(reference, again, perturbed_runs(run, reference, self._budget))
+            self._known = True
+        elif self.baseline.reach > self._budget:
+            perturbed = run("bf16").losses
+            own = self.baseline
+            self.baseline = replace(
+                own,
+                benign=(*own.benign, divergence(perturbed, reference.losses)),
+                benign_excess=(*own.benign_excess, signed_gap(perturbed, reference.losses)),
+            )
+
+    def gradient_errors(self) -> tuple[dict[str, float], float | None]:
+        """Return the relative gradient error by policy, and the mini-batch gradient noise; unknown ones are left out.
+
+        They are compared on one state and batch of the first seed, after the warm-up.
+        """
+        probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in self._policies.items()]
+        scan = replace(self._spec, kind="sensitivity", steps=1, probes=tuple(probes), batches=2, anneal=False)
+        result = self._pool.run(scan, 0)
+        if not result.ok:
+            return {}, None
+        rows = [row for row in result.payload["probes"] if row.get("gradient_error") is not None]
+        errors = {str(row["id"]): float(row["gradient_error"]) for row in rows if not row.get("nonfinite")}
+        return errors, result.payload.get("gradient_noise")
+
+    def _run(self, policy: dict[str, Any] | None, seed: int, perturb: str = "") -> TrialResult:
+        return self._pool.run(replace(self._spec, policy=policy, perturb=perturb), seed)
 
 
-def _contender(name: str, pairs: Sequence[tuple[TrialResult, TrialResult]]) -> Contender:
+def _contender(name: str, pairs: Sequence[tuple[TrialResult, TrialResult]], error: float | None) -> Contender:
     good = [(run, reference) for run, reference in pairs if run.ok]
     times = [step_time(run.step_ms, run.warmup) for run, _ in good]
     return Contender(
@@ -200,21 +275,47 @@ def _contender(name: str, pairs: Sequence[tuple[TrialResult, TrialResult]]) -> C
         memory_bytes=good[0][0].memory_bytes if good else 0,
         step_time_ms=statistics.median(times) if times else 0.0,
         failures=tuple(f"{run.status}: {run.reason}" for run, _ in pairs if not run.ok),
+        excess=tuple(signed_gap(run.losses, ref.losses) for run, ref in good),
+        gradient_error=error,
     )
 
 
-def _judge(
-    rows: Sequence[Contender], max_divergence: float, floor: float, timed: bool, reference_memory: int
-) -> tuple[bool, str]:
-    """Return (ok, reason) for the first row."""
+def _judged(
+    rows: Sequence[Contender], baseline: Baseline, max_divergence: float, noise: float | None
+) -> list[Contender]:
+    """Return the rows with what the rules of a search say about each."""
+    candidates = [
+        Candidate(
+            row.name,
+            row.speedup,
+            (math.inf,) if row.failures else row.divergences,
+            excess=row.excess,
+            gradient_error=row.gradient_error,
+        )
+        for row in rows
+    ]
+    judged = judge(
+        candidates,
+        max_divergence=max_divergence,
+        baseline=baseline,
+        max_gradient=gradient_limit(noise),
+        gradient_noise=noise,
+    )
+    return [replace(row, rejection=j.rejection, caveat=j.caveat) for row, j in zip(rows, judged, strict=True)]
+
+
+def _verdict(rows: Sequence[Contender], max_divergence: float, timed: bool, reference_memory: int) -> tuple[bool, str]:
+    """Return (ok, reason) for the first of the judged rows."""
     policy, others = rows[0], rows[1:]
     if policy.failures:
         return False, f"the policy failed in {len(policy.failures)} runs, first: {policy.failures[0]}"
-    limit = max(max_divergence, floor)
-    if policy.divergence > limit:
-        return False, f"divergence {policy.divergence:.3%} is above {limit:.3%}"
+    if policy.rejection:
+        unsure = policy.divergence <= max_divergence and "95 % confidence" in policy.rejection
+        return False, policy.rejection + ("; more --seeds can tell" if unsure else "")
+    held = f"divergence {policy.divergence:.3%}"
+    within = f"; {policy.caveat}" if policy.caveat else f" within {max_divergence:.3%}"
     if not timed:
-        return True, f"divergence {policy.divergence:.3%} within {limit:.3%}; speed not judged (emulated numerics)"
+        return True, f"{held}{within}; speed not judged (emulated numerics)"
     smaller = 0 < policy.memory_bytes < SMALLER * reference_memory  # what some policies are for
     if policy.speedup < 1 / FASTER and max(policy.speedups) < 1.0 and not smaller:
         return False, f"it is slower than the script as written: {policy.speedup:.2f}x, and saves no memory"
@@ -222,10 +323,10 @@ def _judge(
         row
         for row in others
         if row.divergences
-        and row.divergence <= limit
+        and not row.rejection
         and row.speedup > policy.speedup * FASTER
         and min(row.speedups) > max(policy.speedups)  # a policy that is that preset must not lose to it by chance
     ]
     if faster:
         return False, f"preset '{faster[0].name}' is faster ({faster[0].speedup:.2f}x against {policy.speedup:.2f}x)"
-    return True, f"{policy.speedup:.2f}x at divergence {policy.divergence:.3%} (limit {limit:.3%})"
+    return True, f"{policy.speedup:.2f}x at {held}{within}"

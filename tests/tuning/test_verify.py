@@ -6,14 +6,15 @@ from pathlib import Path
 from autoprec.policy import Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import TrialSpec
+from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.verify import Contender, Verification, _judge, contenders, search_setup, verify
+from autoprec.tuning.verify import Contender, Verification, _judged, _verdict, contenders, search_setup, verify
 from autoprec.tuning.workers.local import HostPool
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 
 def check(policy: Policy, tmp_path: Path, *, timed: bool = True, script: SimulatedScript | None = None) -> Verification:
-    simulated = script or SimulatedScript()
+    simulated = script or SimulatedScript(error_scale=0.25)
     with HostPool(lambda seed, _folder: SimulatedRunner(simulated, seed), tmp_path) as pool:
         spec = TrialSpec(steps=8)
         return verify(pool, contenders(policy), spec, seeds=3, timed=timed, max_divergence=0.0025, tell=lambda _: None)
@@ -55,18 +56,45 @@ def contender(name: str, *speedups: float, memory: int = 100) -> Contender:
     return Contender(name, speedups, (0.0001,) * len(speedups), memory, 1.0, ())
 
 
+def verdict(*rows: Contender) -> tuple[bool, str]:
+    return _verdict(_judged(rows, Baseline(), 0.0025, None), 0.0025, True, 100)
+
+
 def test_a_policy_that_is_slower_than_the_script_and_saves_nothing_does_not_hold() -> None:
-    ok, reason = _judge([contender("policy", 0.6, 0.62)], 0.0025, 0.0, True, 100)
+    ok, reason = verdict(contender("policy", 0.6, 0.62))
     assert not ok
     assert "slower than the script as written: 0.6" in reason
-    assert _judge([contender("policy", 0.6, 0.62, memory=80)], 0.0025, 0.0, True, 100)[0]
-    assert _judge([contender("policy", 0.97, 0.98)], 0.0025, 0.0, True, 100)[0]  # timing noise
+    assert verdict(contender("policy", 0.6, 0.62, memory=80))[0]
+    assert verdict(contender("policy", 0.97, 0.98))[0]  # timing noise
 
 
 def test_a_policy_does_not_lose_by_chance_to_a_preset_that_does_the_same() -> None:
     policy = contender("policy", 1.4, 1.6, 1.5)
-    assert _judge([policy, contender("bf16 autocast", 1.58, 1.62, 1.7)], 0.0025, 0.0, True, 100)[0]
-    assert not _judge([policy, contender("bf16 autocast", 1.7, 1.8, 1.75)], 0.0025, 0.0, True, 100)[0]
+    assert verdict(policy, contender("bf16 autocast", 1.58, 1.62, 1.7))[0]
+    assert not verdict(policy, contender("bf16 autocast", 1.7, 1.8, 1.75))[0]
+
+
+def test_a_script_noisier_than_the_budget_is_verified_as_it_is_searched(tmp_path: Path) -> None:
+    """Rounding the weights once moves its loss by 1 %: gaps of that size speak for nothing, gradient errors do."""
+    noisy = SimulatedScript(noise=1.0, error_scale=0.25)
+    for name, holds in (("fp8_rowwise", True), ("nvfp4_plain", False)):
+        noisy.calls.clear()
+        result = check(uniform(name), tmp_path / name, script=noisy, timed=False)
+        assert result.ok is holds, result.reason
+        assert "gradient error" in result.reason
+        benign = [seed for seed, spec in noisy.calls if spec.perturb]
+        assert benign == [0, 0, 0, 0, 1, 2]
+    assert result.noise_floor > 0.0025
+    assert "beyond" in result.reason
+    steady = check(uniform("nvfp4_plain"), tmp_path / "steady", timed=False)
+    assert not steady.ok, "a floor below the budget forgives nothing"
+
+
+def test_a_mean_within_the_budget_is_not_enough_and_more_seeds_are_named(tmp_path: Path) -> None:
+    shaky = Contender("policy", (1.5, 1.5), (0.0004, 0.0044), 100, 1.0)
+    ok, reason = verdict(shaky)
+    assert not ok
+    assert "at 95 % confidence, is beyond 0.250%; more --seeds can tell" in reason
 
 
 def test_a_preset_of_a_searchs_name_is_that_searchs_policy(tmp_path: Path) -> None:

@@ -31,7 +31,8 @@ def plan_cells(plan: LayerPlan) -> tuple[str, str, str]:
 def _rows_of_rules(policy: Policy) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for rule in policy.layers:
-        name = f"{rule.match} (optional)" if rule.optional else rule.match
+        match = rule.match or "(root)"
+        name = f"{match} (optional)" if rule.optional else match
         rows.append((name, rule.recipe, *plan_cells(policy.plan_of_rule(rule))))
     return [*rows, ("every other layer", policy.default, *plan_cells(policy.plan_of_rule(None)))]
 
@@ -44,10 +45,11 @@ def _rows_of_layers(policy: Policy, graph: GraphReport) -> list[tuple[str, ...]]
     for layer in graph.layers:
         share = f"{layer.total_flops / graph.total_flops:.1%}" if graph.total_flops else ""
         if layer.name not in plans:
-            rows.append((layer.name, share, "not tunable", layer.reason, "", ""))
+            rows.append((layer.name or "(root)", share, "not tunable", layer.reason, "", ""))
             continue
         rule = first_match(policy.layers, layer.name)
-        rows.append((layer.name, share, rule.match if rule else "default", *plan_cells(plans[layer.name])))
+        match = rule.match or "(root)" if rule else "default"
+        rows.append((layer.name or "(root)", share, match, *plan_cells(plans[layer.name])))
     return rows
 
 

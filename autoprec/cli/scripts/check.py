@@ -101,7 +101,7 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
 def _print_table(audit: dict[str, Any], everything: bool) -> None:
     rows = [
         (
-            row["name"],
+            row["name"] or "(root)",
             by_recipe(row["requested"]),
             by_recipe(row["executed"]),
             "yes" if row["ok"] else "NO",

@@ -32,7 +32,7 @@ from autoprec.tuning.decide.noise import (
     is_worse_than_benign,
 )
 
-__all__ = ["Candidate", "Decision", "choose", "gradient_limit", "noise_limit"]
+__all__ = ["Candidate", "Decision", "Judgement", "choose", "gradient_limit", "judge", "noise_limit"]
 
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
@@ -84,6 +84,23 @@ class Decision:
     rejected: dict[str, str] = field(default_factory=dict)
     tied: tuple[str, ...] = ()
     caveat: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Whether one candidate is acceptable.
+
+    Attributes:
+        mean: divergence over the paired seeds, a fraction; infinity where one of them was not measured to the end.
+        upper: its upper 95 % bound.
+        rejection: why it is not acceptable; empty when it is.
+        caveat: why the loss could not judge it and what did instead; empty when it could.
+    """
+
+    mean: float
+    upper: float
+    rejection: str
+    caveat: str
 
 
 def gradient_limit(noise: float | None, max_gradient_error: float = 0.12, *, blind: bool = False) -> float | None:
@@ -179,6 +196,31 @@ def _merit(candidate: Candidate, objective: str, reference_memory: float) -> flo
     return math.sqrt(candidate.speedup * saved) if objective == "balanced" else candidate.speedup
 
 
+def judge(
+    candidates: Sequence[Candidate],
+    *,
+    max_divergence: float,
+    baseline: Baseline,
+    max_gradient: float | None = None,
+    max_memory: float | None = None,
+    gradient_noise: float | None = None,
+) -> list[Judgement]:
+    """Say of every candidate whether it is acceptable, rule 1; the script as written always is.
+
+    Args:
+        candidates, max_divergence, baseline, max_gradient, max_memory, gradient_noise: see :func:`choose`.
+    """
+    rules = _Rules(max_divergence, baseline, max_gradient, max_memory, gradient_noise)
+    negligible = _NEGLIGIBLE * max(max_divergence, baseline.floor)
+    bounds = confidence_bounds([() if c.reference else c.divergences for c in candidates], negligible)
+    out = []
+    for candidate, (mean, upper) in zip(candidates, bounds, strict=True):
+        why = "" if candidate.reference else rules.rejection(candidate, (mean, upper))
+        caveat = "" if candidate.reference or why else rules.caveat(candidate, upper)
+        out.append(Judgement(mean, upper, why, caveat))
+    return out
+
+
 def choose(
     candidates: Sequence[Candidate],
     *,
@@ -209,14 +251,15 @@ def choose(
         gradient_noise: mini-batch gradient noise, in whose units gradient errors are told.
     """
     baseline = baseline if baseline is not None else Baseline(noise_limit(noise_floor))
-    rules = _Rules(max_divergence, baseline, max_gradient, max_memory, gradient_noise)
-    negligible = _NEGLIGIBLE * max(max_divergence, baseline.floor)
-    bounds = confidence_bounds([() if c.reference else c.divergences for c in candidates], negligible)
-    rejected = {
-        c.name: why
-        for c, bound in zip(candidates, bounds, strict=True)
-        if not c.reference and (why := rules.rejection(c, bound))
-    }
+    judged = judge(
+        candidates,
+        max_divergence=max_divergence,
+        baseline=baseline,
+        max_gradient=max_gradient,
+        max_memory=max_memory,
+        gradient_noise=gradient_noise,
+    )
+    rejected = {c.name: j.rejection for c, j in zip(candidates, judged, strict=True) if j.rejection}
     script = next((i for i, c in enumerate(candidates) if c.reference), None)
     accepted = [i for i, c in enumerate(candidates) if not c.reference and c.name not in rejected]
     if not accepted:
@@ -230,9 +273,8 @@ def choose(
     least = max(merit[leader] * (1.0 - timing_noise), min(best_preset, merit[leader]))
     tied = [i for i in accepted if merit[i] >= least]
     chosen = min(tied, key=lambda i: _safety(candidates[i], merit[i]))
-    mean, upper = bounds[chosen]
+    mean, upper, caveat = judged[chosen].mean, judged[chosen].upper, judged[chosen].caveat
     others = tuple(candidates[i].name for i in tied if i != chosen)
-    caveat = rules.caveat(candidates[chosen], upper)
     reason = _reason(candidates[chosen], objective, merit[chosen], mean, max_divergence, caveat, others, sixteen_bit)
     return Decision("adopt", chosen, reason, upper - mean, rejected, others, caveat)
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import statistics
 import time
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap, step_time
-from autoprec.tuning.decide.noise import Baseline, blindness, has_learnt, needs_more_benign_runs
+from autoprec.tuning.decide.metrics import Reference, divergence, step_time
+from autoprec.tuning.decide.noise import blindness
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
-from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import TrialRecord
 
@@ -33,20 +32,11 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     first = _run(setup, runner)
     ledger.timings["reference_run_s"] = time.monotonic() - began
     second = _run(setup, runner)
-    noisy = [_run(setup, runner, perturb="bf16")]
-    gaps = [divergence(noisy[0].losses, first.losses)]
-    while needs_more_benign_runs(gaps, setup.limits.divergence):
-        noisy.append(_run(setup, runner, perturb=f"bf16:{len(noisy)}"))
-        gaps.append(divergence(noisy[-1].losses, first.losses))
+    noisy = perturbed_runs(lambda label: _run(setup, runner, perturb=label), first, setup.limits.divergence)
+    baseline = baseline_of(first, second, noisy)
     deterministic = first.losses == second.losses
-    own = 0.0 if deterministic else divergence(second.losses, first.losses)
-    baseline = Baseline(
-        floor=max(own, statistics.fmean(gaps)),
-        benign=tuple(gaps),
-        benign_excess=tuple(signed_gap(result.losses, first.losses) for result in noisy),
-        learnt=has_learnt(first.losses),
-    )
     if not deterministic:
+        own = divergence(second.losses, first.losses)
         ledger.note(
             f"two trials of the unchanged script differ by {own:.3%}, which is part of the noise floor "
             "(whether it does so without AutoPrec, too, was not tried)"

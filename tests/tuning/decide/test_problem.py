@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.policy import resolve
 from autoprec.policy.space import load_space, space_from_dict
-from autoprec.precision.recipes import Recipe
+from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.tuning.decide.problem import Problem, layer_key
 from tests.tuning.models import gpt, linear, report
 
@@ -70,6 +70,14 @@ def test_groups_of_the_graph_move_together_and_the_space_can_widen_them() -> Non
     assert [g.layers for g in problem.groups] == [("h.0.q", "h.0.k", "h.0.v"), ("h.1.q", "h.1.k", "h.1.v")]
     wide = Problem.build(report(layers), space_from_dict(document | {"groups": [["h.*.q"]]}))
     assert [g.layers for g in wide.groups] == [tuple(layer.name for layer in layers)]
+
+
+def test_a_model_that_is_itself_a_layer_has_a_rule_of_its_own() -> None:
+    """``model = nn.Linear(512, 512)``: the name of its only layer is the empty one."""
+    problem = Problem.build(report([linear("", 512, 512, 512)]), load_space("hopper-fp8"))
+    policy = problem.policy(problem.params_of("fp8_rowwise"))
+    assert [rule.match for rule in policy.layers] == [""]
+    assert resolve(policy, [""])[""].fprop == BUILTIN_RECIPES["fp8_rowwise"]
 
 
 def test_what_the_target_refuses_is_not_offered_and_the_reason_is_kept() -> None:
