@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,11 +15,14 @@ from typing import Any
 
 import pytest
 import yaml
+from markdown_it import MarkdownIt
 
+from autoprec.cli import cli
 from autoprec.export import EXPORTERS, Request, exporter
 from autoprec.policy import Policy, dump_yaml, parse_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.report import write_html, write_markdown
+from autoprec.support.text import visible
 from autoprec.tuning.study.records import TrialRecord
 from tests.tracking.conftest import make_records, make_result
 
@@ -102,8 +107,46 @@ def test_a_page_runs_nothing_that_a_name_says(tmp_path: Path) -> None:
     assert "PWNED" in page, "the name is shown"
     assert "<script" not in page
     assert "<img" not in page
-    text = write_markdown(tmp_path / "r.md", result, records)
-    assert Path(text).exists()
+    text = Path(write_markdown(tmp_path / "r.md", result, records)).read_text()
+    rendered = MarkdownIt("commonmark").enable("table").render(text)
+    assert "PWNED" in rendered
+    assert "<script" not in rendered
+    assert "<img" not in rendered
+
+
+#: Escapes that a terminal obeys, and a name that reads as another.
+ACTING = [
+    "\x1b[2J\x1b[H]",
+    "\x1b]0;x\x07",
+    "\x9b31m",
+    "\x1b]8;;http://evil\x1b\\\\x",
+    "a\u202egnp",
+    "\r\x08",
+    "[red]x[/red][link=x]",
+]
+
+
+@pytest.mark.parametrize("text", ACTING, ids=ascii)
+def test_a_policy_says_nothing_to_a_terminal(
+    text: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.yaml").write_text(dump_yaml(policy(text).to_dict()))
+    (tmp_path / "b.yaml").write_text(dump_yaml(policy("plain").to_dict()))
+    (tmp_path / "bad.yaml").write_text(json.dumps({"schema": "autoprec.policy/1", text: text, "layers": [{text: 1}]}))
+    printed = ""
+    for words in (
+        ["show", "a.yaml"],
+        ["diff", "--all", "a.yaml", "b.yaml"],
+        ["show", "bad.yaml"],
+        ["validate", "bad.yaml"],
+    ):
+        with pytest.raises(SystemExit):
+            cli.main(words)
+        printed += "".join(capfd.readouterr())
+    assert "plain" in printed
+    assert printed == visible(printed)
+    assert "[red]" not in text or "[red]x[/red]" in printed
 
 
 def test_nothing_is_unpickled_evaluated_or_run_by_a_shell() -> None:
@@ -137,11 +180,12 @@ def test_servers_listen_on_the_loopback_or_on_a_private_socket() -> None:
 def test_the_folder_of_sockets_is_for_its_owner_alone() -> None:
     from autoprec.trial.processes import private_folder
 
-    folder = private_folder()
+    folder, lock = private_folder()
     try:
         assert folder.stat().st_mode & 0o077 == 0
     finally:
-        folder.rmdir()
+        shutil.rmtree(folder)
+        os.close(lock)
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", "/etc/x", "..", ".", "a\x00b"])

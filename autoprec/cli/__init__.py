@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import click
 
 from autoprec._version import __version__
+from autoprec.cli.echo import echo
 from autoprec.cli.signals import EXIT_INTERRUPTED, ended_once
 from autoprec.errors import AutoPrecError, NoSpaceError, UnknownNameError
 
@@ -111,7 +112,7 @@ class LazyGroup(click.Group):
 
 def _say(line: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that was closed cannot be told, and the exit code still counts
-        click.echo(f"autoprec: {line}", err=True)
+        echo(f"autoprec: {line}", err=True)
 
 
 def _report(error: AutoPrecError) -> int:

@@ -14,8 +14,11 @@ from typing import Any
 
 import click
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
+
+from autoprec.support.text import visible
 
 __all__ = ["clock", "duration", "plain_table", "print_json", "stderr_console", "stdout_console"]
 
@@ -23,15 +26,23 @@ __all__ = ["clock", "duration", "plain_table", "print_json", "stderr_console", "
 PIPE_WIDTH = 160
 
 
+class _Console(Console):
+    """Spells out what would act on the terminal in whatever text is printed; styles and tables are rich's own."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
 def stdout_console() -> Console:
     """Return a console on stdout that honours NO_COLOR and does not fold tables at 80 columns in a pipe."""
     width = None if sys.stdout.isatty() else PIPE_WIDTH
-    return Console(highlight=False, no_color=bool(os.environ.get("NO_COLOR")), width=width)
+    return _Console(highlight=False, no_color=bool(os.environ.get("NO_COLOR")), width=width)
 
 
 def stderr_console() -> Console:
     """Return a console on stderr that honours NO_COLOR and leaves long lines to the terminal."""
-    return Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")), highlight=False, soft_wrap=True)
+    return _Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")), highlight=False, soft_wrap=True)
 
 
 def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from autoprec.cli.echo import echo
+
 __all__ = ["TakesScript", "script_command", "split_script"]
 
 #: Options that hardly any training script has: after the script's name they are probably in the wrong place.
@@ -88,7 +90,7 @@ class TakesScript(click.Command):
         own, script = split_script(list(args), takes_value)
         late = [t for t in script[1:] if t.partition("=")[0] in OURS_ALONE & takes_value.keys()]
         if late and script[0] != "--":
-            click.echo(f"note: {late[0]} comes after the script, so it is the script's; ours come before it", err=True)
+            echo(f"note: {late[0]} comes after the script, so it is the script's; ours come before it", err=True)
         try:
             return super().parse_args(ctx, [*own, "--", *script])
         except click.NoSuchOption as error:

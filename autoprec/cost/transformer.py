@@ -75,6 +75,8 @@ _PLAIN_MLP = (
     "phi",
     "starcoder2",
 )
+#: Each layer of a configuration becomes a dozen objects here; no decoder has a tenth of these.
+MOST_LAYERS, MOST_SIZE = 10_000, 10**9
 #: Families whose head shares the embedding's weight where ``config.json`` is silent, as transformers takes it.
 _TIED = ("bloom", "cohere", "falcon", "gemma", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "starcoder2")
 #: Keys that say how many experts a mixture has: its tokens are divided among them, which this report cannot write.
@@ -107,9 +109,11 @@ def load_config(path: Path | str) -> DecoderConfig:
     document = read_document(path)
     _check_decoder(document, path)
 
-    def size(*names: str, default: int | None = None) -> int:
+    def size(*names: str, default: int | None = None, most: int = MOST_SIZE) -> int:
         for name in names:
             value = document.get(name)
+            if isinstance(value, int) and value > most:
+                raise FileError(f"{name} is {value:,}", where=str(path), fix=f"correct it; the most here is {most:,}")
             if isinstance(value, int) and value > 0:
                 return value
         if default is not None:
@@ -123,7 +127,7 @@ def load_config(path: Path | str) -> DecoderConfig:
     tied = family in _TIED or family.startswith(("gemma", "cohere"))
     return DecoderConfig(
         hidden=hidden,
-        layers=size("num_hidden_layers", "n_layer"),
+        layers=size("num_hidden_layers", "n_layer", most=MOST_LAYERS),
         heads=heads,
         intermediate=size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
         vocab=size("vocab_size"),

@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import FileError
+from autoprec.support.files import read_text
 
-__all__ = ["GemmCall", "GraphReport", "Layer", "Operator", "load_report"]
+__all__ = ["MAX_GRAPH_BYTES", "GemmCall", "GraphReport", "Layer", "Operator", "load_report"]
 
+#: A recorded step of the largest model that was seen is a hundredth of it.
+MAX_GRAPH_BYTES = 256 * 1024 * 1024
 #: Fields of an operator that are lists in JSON.
 _TUPLES = ("dtypes", "out_dtypes", "inputs", "out_saved", "sources")
 
@@ -194,11 +197,12 @@ def load_report(path: Path | str) -> GraphReport:
     """Read a step saved by ``autoprec inspect --save``.
 
     Raises:
-        FileError: missing, unreadable, or not a recorded step.
+        FileError: missing, unreadable, larger than any step, or not a recorded step.
     """
+    text = read_text(path, most_bytes=MAX_GRAPH_BYTES)
     try:
-        return GraphReport.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return GraphReport.from_json(json.loads(text))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise FileError(
             f"is not a recorded step: {type(error).__name__}: {error}",
             where=str(path),

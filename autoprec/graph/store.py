@@ -13,12 +13,12 @@ import torch
 from torch import fx
 
 from autoprec.errors import FileError
-from autoprec.support.files import write_atomic
+from autoprec.graph.report import MAX_GRAPH_BYTES
+from autoprec.support.files import read_text, write_atomic
 
-__all__ = ["GRAPH_SCHEMA", "MAX_GRAPH_BYTES", "load_graph", "save_graph"]
+__all__ = ["GRAPH_SCHEMA", "load_graph", "save_graph"]
 
 GRAPH_SCHEMA = "autoprec.graph/1"
-MAX_GRAPH_BYTES = 256 * 1024 * 1024
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _TORCH_KINDS = {
     "dtype": torch.dtype,
@@ -126,16 +126,12 @@ def load_graph(path: Path | str) -> fx.Graph:
     Raises:
         FileError: missing, too large, or not a graph file.
     """
-    path = Path(path)
+    text = read_text(path, most_bytes=MAX_GRAPH_BYTES)
     try:
-        if path.stat().st_size > MAX_GRAPH_BYTES:
-            raise FileError(f"larger than {MAX_GRAPH_BYTES} bytes", where=str(path), fix="is it the right file?")
-        document = json.loads(path.read_text(encoding="utf-8"))
+        document = json.loads(text)
         if document["schema"] != GRAPH_SCHEMA:
             raise ValueError(f"schema is not {GRAPH_SCHEMA}")
         return _build(document["nodes"])
-    except OSError as error:
-        raise FileError(f"cannot be read: {error.strerror}", where=str(path), fix="check the path") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         what = f"is not a graph file: {type(error).__name__}: {error}"
         raise FileError(what, where=str(path), fix="write it with autoprec.graph.save_graph") from error

@@ -9,10 +9,12 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-__all__ = ["Glob", "escape", "glob_matches", "glob_regex"]
+__all__ = ["MOST_RULES", "Glob", "escape", "glob_matches", "glob_regex"]
 
 #: Characters of a glob: module names are shorter, and a pattern of a megabyte takes seconds to compile.
 LONGEST_GLOB = 1000
+#: Rules of a policy: a file of 1 MiB holds 19,443 of the shortest; no model has as many layers to tell apart.
+MOST_RULES = 20_000
 
 
 def _pieces(pattern: str) -> list[str]:
@@ -35,7 +37,8 @@ def _pieces(pattern: str) -> list[str]:
     return out
 
 
-@lru_cache(maxsize=4096)
+#: Each glob of the largest policy is compiled once: a cache that is smaller by one is of no use at all.
+@lru_cache(maxsize=MOST_RULES + 4096)
 def _compiled(pattern: str, bounded: bool = True) -> re.Pattern[str]:
     """Return the regular expression of a glob; ``bounded`` forbids it to try a star twice.
 
@@ -54,9 +57,25 @@ def _compiled(pattern: str, bounded: bool = True) -> re.Pattern[str]:
         return re.compile(re.escape(pattern), re.DOTALL)
 
 
+def _in_order(parts: list[str], name: str) -> bool:
+    """Say whether a name is these texts in this order, with anything between them: a glob that has stars only."""
+    first, *middle, last = parts
+    if not (name.startswith(first) and name.endswith(last) and len(name) >= len(first) + len(last)):
+        return False
+    at, end = len(first), len(name) - len(last)
+    for part in middle:
+        at = name.find(part, at, end)
+        if at < 0:
+            return False
+        at += len(part)
+    return True
+
+
 def glob_matches(pattern: str, name: str) -> bool:
     """Say whether a glob matches a whole module name; ``*`` also crosses dots, and case counts."""
-    return _compiled(pattern).fullmatch(name) is not None
+    if "[" in pattern or "?" in pattern:
+        return _compiled(pattern).fullmatch(name) is not None
+    return _in_order(pattern.split("*"), name) if "*" in pattern else pattern == name
 
 
 def glob_regex(pattern: str) -> str:

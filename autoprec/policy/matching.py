@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 from autoprec.errors import PolicyMismatchError, nearest
@@ -19,9 +20,14 @@ def first_match(rules: Sequence[LayerRule], name: str) -> LayerRule | None:
 def unmatched_rules(policy: Policy, names: Iterable[str]) -> list[LayerRule]:
     """Return the rules, not marked optional, whose glob matches none of the names."""
     listed = list(names)
-    return [
-        rule for rule in policy.layers if not rule.optional and not any(glob_matches(rule.match, n) for n in listed)
-    ]
+    together = "\n".join(listed)
+
+    def matches(pattern: str) -> bool:
+        if "[" not in pattern and not all(part in together for part in re.split(r"[*?]", pattern)):
+            return False  # a text of it is in no name at all: most of the rules that do not fit a model
+        return any(glob_matches(pattern, name) for name in listed)
+
+    return [rule for rule in policy.layers if not rule.optional and not matches(rule.match)]
 
 
 def resolve(policy: Policy, names: Iterable[str], *, strict: bool = True) -> dict[str, LayerPlan]:

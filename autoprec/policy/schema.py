@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from autoprec.policy.globs import Glob
+from autoprec.policy.globs import MOST_RULES, Glob
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, Recipe
 
 __all__ = [
@@ -180,7 +180,7 @@ class Policy(_Frozen):
 
     schema_: Literal["autoprec.policy/1"] = Field("autoprec.policy/1", alias="schema")
     recipes: dict[str, Recipe] = Field(default_factory=dict)
-    layers: tuple[LayerRule, ...] = ()
+    layers: tuple[LayerRule, ...] = Field((), max_length=MOST_RULES)
     default: str = Field(KEEP, description="recipe of tunable layers that no rule names")
     activations: Literal["keep", "bf16", "fp16"] = Field("keep", description="autocast dtype around the model")
     operators: OperatorPolicy = OperatorPolicy()

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.summary import alignment, class_shares, coverage_line, shape_text
+from autoprec.support.text import visible
 
 __all__ = ["COLOURS", "render_page"]
 
@@ -187,7 +188,7 @@ def render_page(report: GraphReport, *, title: str = "") -> str:
     )
     data = json.dumps([_about(operator) for operator in report.operators]).replace("<", "\\u003c")
     notes = "".join(f"<li>{html.escape(note)}</li>" for note in report.notes)
-    return (
+    return visible(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{heading}: operators</title>'
         f"<style>{_STYLE}</style></head><body><h1>{heading}</h1>"
         f'<p class="lead">{html.escape(coverage_line(report))}</p>{_shares(report)}'

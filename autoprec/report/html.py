@@ -16,6 +16,7 @@ from autoprec.report.style import CSS, LIGHT
 from autoprec.report.summary import Summary, important, metrics_row, summarise
 from autoprec.report.text import duration, headings, percent, ratio, row_cells, time_text
 from autoprec.support.files import write_atomic
+from autoprec.support.text import visible
 from autoprec.support.units import memory_text
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
@@ -192,11 +193,11 @@ def write_charts(folder: Path | str, result: SearchResult, records: Sequence[Tri
     out = []
     for name, chart in (("pareto", pareto_chart(summary)), ("loss_gap", gap_chart(summary))):
         if chart is not None:
-            out.append(write_atomic(Path(folder) / f"{name}.svg", chart.standalone(LIGHT)))
+            out.append(write_atomic(Path(folder) / f"{name}.svg", visible(chart.standalone(LIGHT))))
     table = heat_map(result.sensitivity)
     if table:
         page = f'<!doctype html><meta charset="utf-8"><title>sensitivity</title><style>{CSS}</style>{table}\n'
-        out.append(write_atomic(Path(folder) / "sensitivity.html", page))
+        out.append(write_atomic(Path(folder) / "sensitivity.html", visible(page)))
     return out
 
 
@@ -204,4 +205,4 @@ def write_html(
     path: Path | str, result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport | None = None
 ) -> Path:
     """Write the report as one HTML file, atomically; ``graph`` lets it draw the model layer by layer."""
-    return write_atomic(path, html_report(result, records, graph))
+    return write_atomic(path, visible(html_report(result, records, graph)))

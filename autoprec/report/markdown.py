@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from autoprec.report.summary import Summary, important, metrics_row, summarise
 from autoprec.report.text import duration, headings, percent, row_cells
 from autoprec.support.files import write_atomic
+from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["markdown", "write_markdown"]
 
 
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")
-
-
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     marks = ["---" if index == 0 else "---:" for index in range(len(headings))]
-    return ["| " + " | ".join(map(_cell, row)) + " |" for row in (headings, marks, *rows)]
+    return ["| " + " | ".join(map(markdown_text, row)) + " |" for row in (headings, marks, *rows)]
 
 
 def _cost(summary: Summary) -> list[str]:
@@ -48,8 +46,9 @@ def _reasons(result: SearchResult) -> list[str]:
 def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
     """Return the report's text."""
     summary = summarise(result, records)
-    lines = [f"# AutoPrec: {summary.title}", "", f"**{summary.verdict.capitalize()}.** {summary.reason}", ""]
-    facts = [f"target {result.target or 'this machine'}", f"script `{Path(result.script).name}`"]
+    lines = [f"# AutoPrec: {markdown_text(summary.title)}", ""]
+    lines += [f"**{summary.verdict.capitalize()}.** {markdown_text(summary.reason)}", ""]
+    facts = [f"target {result.target or 'this machine'}", "script " + markdown_text(f"`{Path(result.script).name}`")]
     facts += [f"noise floor {percent(summary.noise_floor)}"] if summary.noise_floor is not None else []
     facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
     facts += [f"times {summary.source}"] if summary.source else []
@@ -65,11 +64,23 @@ def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
         lines += ["", "## The front", "", *_table(("what", *headings(over_16bit=False)[1:]), rows)]
     lines += ["", "## Cost", "", *_cost(summary)]
     if summary.failures:
-        lines += ["", "## Trials that failed", "", *[f"- {name}: {reason}" for name, reason in summary.failures[:20]]]
+        lines += [
+            "",
+            "## Trials that failed",
+            "",
+            *[f"- {markdown_text(f'{name}: {reason}')}" for name, reason in summary.failures[:20]],
+        ]
     if result.notes:
-        lines += ["", "## Notes", "", *[f"- {note}" for note in result.notes]]
+        lines += ["", "## Notes", "", *[f"- {markdown_text(note)}" for note in result.notes]]
     if result.policy and result.verdict == "adopt":
-        lines += ["", "## Use it", "", "```python", f'autoprec.load("{result.policy}").apply(model)', "```"]
+        lines += [
+            "",
+            "## Use it",
+            "",
+            "```python",
+            f"autoprec.load({json.dumps(visible(result.policy))}).apply(model)",
+            "```",
+        ]
     return "\n".join(lines) + "\n"
 
 

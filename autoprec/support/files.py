@@ -14,8 +14,10 @@ import itertools
 import json
 import math
 import os
+import secrets
 import shutil
 import socket
+import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,8 +80,31 @@ def _space_errors(path: Path) -> Iterator[None]:
         raise FileError(f"cannot write: {why}", where=str(path), fix="choose a writable path") from error
 
 
+def _written_to(path: Path) -> Path | None:
+    """Return the regular file behind a path, existing or to be made; None for a device, a FIFO or an open descriptor.
+
+    Raises:
+        FileError: the path is a directory, or a circle of links.
+    """
+    try:
+        found = path.stat()  # follows links
+    except FileNotFoundError:
+        return Path(os.path.realpath(path))
+    if stat.S_ISDIR(found.st_mode):
+        raise FileError("this is a directory, not a file", where=str(path), fix="name a file, e.g. policy.yaml")
+    last = Path(os.path.abspath(path))
+    while last.is_symlink():
+        last = Path(os.path.realpath(last.parent), os.readlink(last))
+    if not stat.S_ISREG(found.st_mode) or os.path.realpath(last.parent).startswith("/proc/"):
+        return None  # /dev/null, a FIFO, or /dev/stdout, whatever that leads to
+    return Path(os.path.realpath(path))
+
+
 def write_atomic(path: Path | str, text: str) -> Path:
     """Write a text file so that a reader, or a crash at any moment, sees the old file or the new one, never a part.
+
+    A link is followed; a file that is there keeps its permissions, a new one gets those of the umask; what is not a
+    regular file (``/dev/stdout``, a FIFO) is written to as it is.
 
     Raises:
         NoSpaceError: the device is full; the old file is intact.
@@ -87,20 +112,27 @@ def write_atomic(path: Path | str, text: str) -> Path:
     """
     path = Path(path)
     with _space_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+        target = _written_to(path)
+        if target is None:
+            with path.open("w", encoding="utf-8") as stream:
+                stream.write(text)
+            return path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as stream:
+                with contextlib.suppress(FileNotFoundError):
+                    os.fchmod(handle, stat.S_IMODE(target.stat().st_mode))
                 stream.write(text)
                 stream.flush()
                 os.fsync(stream.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
+            os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
             raise
-        directory = os.open(path.parent, os.O_RDONLY)
+        directory = os.open(target.parent, os.O_RDONLY)
         try:
             os.fsync(directory)
         finally:
@@ -143,13 +175,13 @@ def check_writable(path: Path | str) -> Path:
         FileError: it is a directory, or its directory cannot be created or written.
     """
     path = Path(path)
-    if path.is_dir():
-        raise FileError("this is a directory, not a file", where=str(path), fix="name a file, e.g. policy.yaml")
     with _space_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, probe = tempfile.mkstemp(dir=path.parent, prefix=".autoprec-probe-")
-        os.close(handle)
-        os.unlink(probe)
+        target = _written_to(path)
+        if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            handle, probe = tempfile.mkstemp(dir=target.parent, prefix=".autoprec-probe-")
+            os.close(handle)
+            os.unlink(probe)
     if path.exists() and not os.access(path, os.W_OK):
         raise FileError("this file exists and is read-only", where=str(path), fix="choose another path with --output")
     return path

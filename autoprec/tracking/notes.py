@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from autoprec.report.summary import Row, important, summarise
 from autoprec.report.text import headings, row_cells
+from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["parent_note", "parent_params", "shown_metrics", "trial_name"]
@@ -63,7 +65,7 @@ def parent_params(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _line(name: str, row: Row, over: bool) -> str:
-    cells = row_cells(replace(row, name=name.replace("|", "/")), over_16bit=over)
+    cells = row_cells(replace(row, name=markdown_text(name)), over_16bit=over)
     return "| " + " | ".join(cells) + " |"
 
 
@@ -85,20 +87,32 @@ def parent_note(result: SearchResult) -> str:
     lines = [  # the table first: MLflow folds a description after its first few lines
         *_table(result),
         "",
-        f"**{result.verdict.capitalize()}**: {result.reason}",
+        f"**{result.verdict.capitalize()}**: {markdown_text(result.reason)}",
         "",
-        f"Target **{result.target or 'this machine'}**, script `{script}`.",
+        f"Target **{markdown_text(result.target) or 'this machine'}**, script {markdown_text(f'`{script}`')}.",
         "",
         "Filter the trials with `tags.pareto = 'true'`, `tags.finalist = 'true'`, `tags.preset = 'true'`.",
     ]
     reasons = result.explanation.get("layers", ())
     if reasons:
         lines += ["", "| layers | why |", "|---|---|"]
-        lines += [f"| `{row['layers']}` | {str(row['text']).replace('|', '/')} |" for row in reasons[:MOST_REASONS]]
+        lines += [
+            "| " + " | ".join(map(markdown_text, (f"`{row['layers']}`", str(row["text"])))) + " |"
+            for row in reasons[:MOST_REASONS]
+        ]
     decisions = important(result)
     if decisions:
-        shown = (f"`{name}` ({time:.0%} of time, {gap:.0%} of divergence)" for name, time, gap in decisions)
+        shown = (
+            f"{markdown_text(f'`{name}`')} ({time:.0%} of time, {gap:.0%} of divergence)"
+            for name, time, gap in decisions
+        )
         lines += ["", "What mattered most: " + ", ".join(shown) + "."]
     if result.policy and result.verdict == "adopt":
-        lines += ["", "Use it:", "```", f"autoprec run --policy {result.policy} {script}", "```"]
+        lines += [
+            "",
+            "Use it:",
+            "```",
+            visible(f"autoprec run --policy {shlex.quote(result.policy)} {shlex.quote(script)}"),
+            "```",
+        ]
     return "\n".join(lines)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +11,8 @@ from pathlib import Path
 
 from autoprec.errors import StudyError
 from autoprec.support.files import file_lock
-from autoprec.support.redact import HIDDEN, redact_uri
+from autoprec.support.redact import redact_uri
+from autoprec.support.text import visible
 from autoprec.tracking.drain import ENVIRONMENT, drain
 from autoprec.tracking.spool import Spool, default_uri
 
@@ -18,6 +20,11 @@ __all__ = ["SyncReport", "sync"]
 
 #: The background process of a search that has just ended gives up after half a minute at the latest.
 _PATIENCE_S = 40.0
+_OF_A_FILE = ("sqlite:", "file:")
+_UNNAMED = (
+    "an address of a server is not taken from a study's folder, which may be anybody's: if you trust it, pass "
+    "--tracking-uri {} (with its login, if it had one) or set MLFLOW_TRACKING_URI"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +51,8 @@ def sync(
 
     Args:
         runs_dir: ``autoprec-runs``, or one study directory in it.
-        tracking_uri: the store; else ``MLFLOW_TRACKING_URI``; else what each study was opened with.
+        tracking_uri: the store; else ``MLFLOW_TRACKING_URI``; else the study's own, if that is a file. A server is
+            never taken from the study: a folder of somebody else's would name one that is sent the user's token.
         experiment: the experiment; else what each study was opened with.
         report: called after each study.
     """
@@ -62,10 +70,10 @@ def sync(
 def _sync_one(spool: Spool, tracking_uri: str | None, experiment: str | None) -> SyncReport:
     study_dir = spool.directory.parent
     opened = spool.target()
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or opened.get("tracking_uri", "")
-    if HIDDEN in uri:
-        reason = "the store's address had a login, which is never written down: pass --tracking-uri"
-        return SyncReport(study_dir.name, uri, 0, False, reason)
+    recorded = opened.get("tracking_uri", "")
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or recorded
+    if uri and uri == recorded and not uri.startswith(_OF_A_FILE):
+        return SyncReport(study_dir.name, uri, 0, False, _UNNAMED.format(visible(shlex.quote(uri))))
     uri = uri or default_uri(study_dir.resolve().parent)
     name = experiment or opened.get("experiment") or "autoprec"
     sent = 0

@@ -56,7 +56,9 @@ def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None =
     spool = Spool.of(chosen[-1].parent.parent)
     opened = spool.target()
     recorded = opened.get("tracking_uri", "")
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ("" if HIDDEN in recorded else recorded)
+    if HIDDEN in recorded or not recorded.startswith(("sqlite:", "file:", "http:", "https:")):
+        recorded = ""  # a folder of somebody else's must not choose the database that is sent the user's password
+    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or recorded
     uri = uri or default_uri(runs.resolve())
     state: State = spool.load_state(uri)
     return Study(opened.get("study") or spool.directory.parent.name, spool.uid, uri, state.experiment_id)

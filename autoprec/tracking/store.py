@@ -18,6 +18,7 @@ from urllib.parse import unquote, urlsplit
 
 from autoprec.policy.document import dump_yaml
 from autoprec.support.redact import redact, redact_text
+from autoprec.support.text import visible
 from autoprec.tracking.notes import parent_note, parent_params, shown_metrics, trial_name
 from autoprec.tracking.view import shared_view
 from autoprec.tuning.study.records import SearchResult, TrialRecord
@@ -133,7 +134,7 @@ class Store:
                 self.experiment_id,
                 start_time=int(record.started * 1000),
                 tags=tags,
-                run_name=trial_name(record),
+                run_name=visible(trial_name(record)),
             )
             run_id = self._children[identity] = run.info.run_id
         params = {f"layer/{group}": str(choice) for group, choice in (groups or {}).items()}
@@ -232,7 +233,7 @@ class Store:
         """Send in batches; a parameter that already has another value (a resumed study) stays as it is."""
         from mlflow.entities import Param, RunTag
 
-        items = [Param(safe_key(k), str(v)[:5900]) for k, v in (params or {}).items()]
+        items = [Param(safe_key(k), visible(str(v))[:5900]) for k, v in (params or {}).items()]
         for start in range(0, len(items), 90):
             part = items[start : start + 90]
             if refuse_change:
@@ -248,7 +249,7 @@ class Store:
                         self.client.log_batch(run_id, params=[item])
         for start in range(0, len(metrics), _BATCH):
             self.client.log_batch(run_id, metrics=list(metrics[start : start + _BATCH]))
-        labels = [RunTag(safe_key(k), str(v)) for k, v in (tags or {}).items()]
+        labels = [RunTag(safe_key(k), visible(str(v))) for k, v in (tags or {}).items()]
         for start in range(0, len(labels), 90):
             self.client.log_batch(run_id, tags=labels[start : start + 90])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import os
 import shutil
 import signal
@@ -28,6 +29,8 @@ __all__ = [
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+#: The file of a private folder that its owner keeps locked, and how long the owner may take to lock it.
+_LOCK, _BEING_MADE_S = "lock", 60.0
 
 
 def die_with_parent() -> None:
@@ -82,14 +85,34 @@ def start_ticks(pid: int) -> str:
     return fields[19].decode() if len(fields) > 19 and fields[0] not in (b"Z", b"X") else ""
 
 
-def private_folder() -> Path:
-    """Make a temporary directory for this process, and remove those of processes that are gone (kill -9)."""
+def private_folder() -> tuple[Path, int]:
+    """Make a temporary directory for this process, and remove those of processes that are gone (kill -9).
+
+    Returns the directory and an open descriptor of its file ``lock``: as long as that is open nobody removes it.
+    Numbers of processes do not tell: in another PID namespace (a container that shares ``/tmp``) they mean others.
+    """
     base = Path(tempfile.gettempdir())
     for old in base.glob("autoprec-p*-*"):
-        owner = old.name.split("-")[1][1:]
-        if owner.isdigit() and not start_ticks(int(owner)):
-            shutil.rmtree(old, ignore_errors=True)
-    return Path(tempfile.mkdtemp(prefix=f"autoprec-p{os.getpid()}-"))
+        with contextlib.suppress(OSError):
+            _remove_unheld(old)
+    folder = Path(tempfile.mkdtemp(prefix=f"autoprec-p{os.getpid()}-"))
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    return folder, lock
+
+
+def _remove_unheld(folder: Path) -> None:
+    """Remove a folder of :func:`private_folder` that nobody holds; one without a lock may just be being made."""
+    if not (folder / _LOCK).exists():
+        if time.time() - folder.lstat().st_mtime > _BEING_MADE_S:
+            shutil.rmtree(folder, ignore_errors=True)
+        return
+    lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        os.close(lock)
 
 
 def watch_driver(pid: int, since: str) -> threading.Event:

@@ -13,6 +13,15 @@ from autoprec.graph.report import GraphReport
 from autoprec.precision.hardware import TARGETS
 
 
+def test_a_configuration_of_a_hundred_million_layers_is_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 10**12, "num_hidden_layers": 10**8}
+    for name in ("num_hidden_layers", "vocab_size"):
+        (tmp_path / "config.json").write_text(json.dumps({**sizes, "model_type": "llama", "intermediate_size": 64}))
+        with pytest.raises(FileError, match=f"{name} is 1"):
+            load_config(tmp_path / "config.json")
+        sizes[name] = 2
+
+
 @pytest.mark.parametrize(
     ("name", "parameters"), [("llama3-8b", 8.03e9), ("llama3-70b", 70.55e9), ("llama3-405b", 405.8e9), ("gpt2", 124e6)]
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import FileError
+from autoprec.graph import load_graph
 from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator, load_report
 
 GEMMS = (
@@ -71,5 +72,12 @@ def test_what_is_not_a_recorded_step_is_refused_with_the_command_that_makes_one(
     with pytest.raises(FileError, match="is not a recorded step") as found:
         load_report(path)
     assert "inspect --save" in found.value.fix
-    with pytest.raises(FileError, match="No such file"):
+    with pytest.raises(FileError, match="no such file"):
         load_report(tmp_path / "missing")
+
+
+def test_a_file_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for load in (load_report, load_graph):
+        monkeypatch.setattr(f"{load.__module__}.MAX_GRAPH_BYTES", 1 << 16)
+        with pytest.raises(FileError, match="larger than 65536 bytes"):
+            load("/dev/zero")

@@ -1,17 +1,22 @@
 """Rules on module names: first match wins, and one that matches nothing is an error."""
 
+import json
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.errors import PolicyMismatchError
+from autoprec.errors import PolicyError, PolicyMismatchError
 from autoprec.policy import (
     LayerRule,
     Policy,
     first_match,
+    parse_policy,
     resolve,
     unmatched_rules,
 )
+from autoprec.policy.document import MAX_POLICY_BYTES
 from autoprec.precision.recipes import Recipe
 
 RECIPES = {"bf16": Recipe(format="bf16"), "fp32": Recipe(format="fp32")}
@@ -69,3 +74,18 @@ def test_every_layer_gets_exactly_one_plan(names: list[str], globs: list[str]) -
         rule = first_match(rules.layers, name)
         assert rule is not None  # "*" is among them
         assert plan == rules.plan_of_rule(rule)
+
+
+def test_a_policy_of_a_mebibyte_is_loaded_and_applied_in_seconds() -> None:
+    """19,443 rules: a cache of compiled globs that is too small by one compiles each of them a hundred times."""
+    names = [f"blocks.{index // 4}.linear.{index % 4}" for index in range(100)]
+    rows = [f"  - {{match: 'blocks.*.linear*{index}', recipe: b}}\n" for index in range(19_443)]
+    text = "schema: autoprec.policy/1\nrecipes: {b: {format: bf16}}\nlayers:\n" + "".join(rows)
+    began = time.process_time()
+    loaded = parse_policy(text + "#" * (MAX_POLICY_BYTES - len(text)))
+    with pytest.raises(PolicyMismatchError, match="of 19443 rules match no tunable layer"):
+        resolve(loaded, names)
+    assert {plan.fprop for plan in resolve(loaded, names, strict=False).values()} == {loaded.recipes["b"]}
+    assert time.process_time() - began < 5
+    with pytest.raises(PolicyError, match="at most 20000 items"):
+        parse_policy(json.dumps({"schema": "autoprec.policy/1", "layers": [{"match": "a", "recipe": "keep"}] * 20_001}))

@@ -50,7 +50,57 @@ def test_a_write_replaces_the_whole_file_and_leaves_nothing_beside_it(tmp_path: 
     write_atomic(path, "two\n")
     assert path.read_text() == "two\n"
     assert [p.name for p in path.parent.iterdir()] == ["a.txt"]
-    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_a_write_keeps_the_mode_of_a_file_and_follows_the_umask_for_a_new_one(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.yaml"
+    kept.write_text("old")
+    kept.chmod(0o600)
+    write_atomic(kept, "new")
+    assert (kept.read_text(), kept.stat().st_mode & 0o777) == ("new", 0o600)
+    before = os.umask(0o027)
+    try:
+        assert write_atomic(tmp_path / "new.yaml", "x").stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+
+
+def test_a_write_goes_through_a_link_and_into_what_is_not_a_regular_file(tmp_path: Path) -> None:
+    real, link = tmp_path / "real.yaml", tmp_path / "link.yaml"
+    real.write_text("old")
+    link.symlink_to("real.yaml")
+    (tmp_path / "new.yaml").symlink_to("made.yaml")
+    for name in ("link.yaml", "new.yaml"):
+        check_writable(tmp_path / name)
+        write_atomic(tmp_path / name, "text")
+        assert (tmp_path / name).is_symlink()
+    assert real.read_text() == (tmp_path / "made.yaml").read_text() == "text"
+    fifo = tmp_path / "fifo"
+    os.mkfifo(fifo)
+    reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
+    check_writable(fifo)
+    write_atomic(fifo, "text")
+    assert os.read(reader, 10) == b"text"
+    assert fifo.is_fifo()
+    write_atomic("/dev/null", "text")
+    assert Path("/dev/null").is_char_device()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["fifo", "link.yaml", "made.yaml", "new.yaml", "real.yaml"]
+    os.close(reader)
+
+
+def test_an_open_descriptor_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    with (tmp_path / "out.txt").open("w") as stream:
+        write_atomic(f"/proc/self/fd/{stream.fileno()}", "text")
+    assert (tmp_path / "out.txt").read_text() == "text"
+    assert [p.name for p in tmp_path.iterdir()] == ["out.txt"]
+
+
+def test_a_circle_of_links_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "a").symlink_to("b")
+    (tmp_path / "b").symlink_to("a")
+    for write in (check_writable, lambda path: write_atomic(path, "x")):
+        with pytest.raises(FileError, match="cannot write"):
+            write(tmp_path / "a")
 
 
 def test_a_crash_while_writing_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,6 +36,17 @@ def test_where_nothing_was_tracked_there_is_nothing_to_send(tmp_path: Path) -> N
     assert sync(tmp_path) == []
 
 
+@pytest.mark.parametrize("address", ["http://evil.example", "https://a@evil", "databricks://x", "postgresql://evil/x"])
+def test_a_server_is_never_taken_from_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    """Somebody else's folder must not choose who is sent the user's MLFLOW_TRACKING_TOKEN."""
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    monkeypatch.setattr(replay, "drain", lambda *_args, **_more: pytest.fail("asked the folder's server"))
+    Spool.of(tmp_path / "s").append("open", tracking_uri=address, experiment="e", study="s")
+    (found,) = sync(tmp_path)
+    assert (found.ok, found.sent) == (False, 0)
+    assert "MLFLOW_TRACKING_URI" in found.reason
+
+
 def test_a_store_whose_login_was_not_written_down_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     Spool.of(tmp_path / "s").append("open", tracking_uri="http://[hidden]@host", experiment="e", study="s")

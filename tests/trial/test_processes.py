@@ -34,11 +34,36 @@ def test_folders_of_processes_that_are_gone_are_removed(tmp_path: Path, monkeypa
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gone = subprocess.Popen(["true"])
     gone.wait()
-    (tmp_path / f"autoprec-p{gone.pid}-abc" / "overlay").mkdir(parents=True)
+    for name, age in (("killed", 0.0), ("ancient", 1000.0), ("new", 0.0)):
+        folder = tmp_path / f"autoprec-p{gone.pid}-{name}"
+        (folder / "overlay").mkdir(parents=True)
+        os.utime(folder, (time.time() - age,) * 2)
+    (tmp_path / f"autoprec-p{gone.pid}-killed" / "lock").touch()
     (tmp_path / "autoprec-other").mkdir()
-    mine = private_folder()
-    again = private_folder()
-    assert sorted(tmp_path.iterdir()) == sorted([tmp_path / "autoprec-other", mine, again])
+    mine, one = private_folder()
+    again, two = private_folder()
+    kept = [tmp_path / "autoprec-other", tmp_path / f"autoprec-p{gone.pid}-new", mine, again]
+    assert sorted(tmp_path.iterdir()) == sorted(kept)
+    os.close(one)
+    os.close(two)
+
+
+def test_a_folder_that_is_held_stays_though_no_process_has_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in another PID namespace that shares the temporary directory."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    folder, held = private_folder()
+    theirs = folder.rename(tmp_path / f"autoprec-p{gone.pid}-abc")
+    _, other = private_folder()
+    assert theirs.is_dir()
+    os.close(held)
+    _, third = private_folder()
+    assert not theirs.exists()
+    os.close(other)
+    os.close(third)
 
 
 def test_born_tells_processes_apart() -> None:

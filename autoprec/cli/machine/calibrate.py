@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from autoprec.cli.console import print_json
+from autoprec.cli.echo import echo
 from autoprec.errors import UnsupportedError, UsageError
 
 __all__ = ["calibrate"]
@@ -22,8 +23,8 @@ def _cpu(as_json: bool) -> int:
         print_json({"device": "cpu", "label": label, "file": str(cache_file()), "rates": rates})
         return 0
     fast, slow = (1e-9 / rates["gemm"][form]["fprop"][0] for form in ("bf16", "fp32"))
-    click.echo(f"{label}; cached in {cache_file()}")
-    click.echo(f"large GEMMs on one thread: fp32 {slow:.0f} GFLOP/s, bf16 {fast:.0f} GFLOP/s ({fast / slow:.1f}x)")
+    echo(f"{label}; cached in {cache_file()}")
+    echo(f"large GEMMs on one thread: fp32 {slow:.0f} GFLOP/s, bf16 {fast:.0f} GFLOP/s ({fast / slow:.1f}x)")
     return 0
 
 
@@ -84,13 +85,13 @@ def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> i
     from autoprec.cost.calibrate.calibration import calibrate as measure
 
     start = time.monotonic()
-    document = measure(bench, found, name, time.strftime("%Y-%m-%d"), lambda line: click.echo(line, err=True))
+    document = measure(bench, found, name, time.strftime("%Y-%m-%d"), lambda line: echo(line, err=True))
     document["seconds"] = round(time.monotonic() - start, 1)
     write_json(path, document)
     if as_json:
         print_json(document)
     else:
-        click.echo(f"{name}: {len(document['points'])} points in {document['seconds']} s, written to {path}")
+        echo(f"{name}: {len(document['points'])} points in {document['seconds']} s, written to {path}")
         options = f"--target {found.name} --calibration {path} train.py"
-        click.echo(f"use it: autoprec estimate {options}\nor, where this device is not: autoprec search {options}")
+        echo(f"use it: autoprec estimate {options}\nor, where this device is not: autoprec search {options}")
     return 0

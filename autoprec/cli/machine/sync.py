@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
 if TYPE_CHECKING:
@@ -17,11 +18,11 @@ __all__ = ["sync"]
 
 def _print(done: SyncReport) -> None:
     if not done.ok:
-        click.echo(f"{done.study}: not sent to {done.tracking_uri}: {done.reason}", err=True)
+        echo(f"{done.study}: not sent to {done.tracking_uri}: {done.reason}", err=True)
     elif done.sent:
-        click.echo(f"{done.study}: {done.sent} records sent to {done.tracking_uri} (run {done.run_id})")
+        echo(f"{done.study}: {done.sent} records sent to {done.tracking_uri} (run {done.run_id})")
     else:
-        click.echo(f"{done.study}: nothing was missing")
+        echo(f"{done.study}: nothing was missing")
 
 
 @click.command("sync", short_help="Send to MLflow what its server missed.")

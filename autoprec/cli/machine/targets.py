@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from autoprec.precision.hardware import Target
 
 from autoprec.cli.console import print_json
+from autoprec.cli.echo import echo
 from autoprec.support.units import memory_text
 
 __all__ = ["targets"]
@@ -62,8 +63,8 @@ def targets(names: tuple[str, ...], own: Path | None, as_json: bool) -> int:
         bandwidth = f"{entry.bandwidth / 1e12:.2f} TB/s" if entry.bandwidth else "measured"
         rows.append([entry.name, entry.title, *peaks, memory_text(entry.memory_bytes), bandwidth, entry.date])
     widths = [max(len(row[index]) for row in rows) for index in range(len(header))]
-    click.echo("\n".join(_row(row, widths) for row in rows))
-    click.echo("dense TFLOP/s (int8: TOP/s), no sparsity, FP32 accumulation")
+    echo("\n".join(_row(row, widths) for row in rows))
+    echo("dense TFLOP/s (int8: TOP/s), no sparsity, FP32 accumulation")
     for entry in chosen if names else ():
-        click.echo("\n".join(_details(entry)))
+        echo("\n".join(_details(entry)))
     return 0

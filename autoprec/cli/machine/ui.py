@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 
 if TYPE_CHECKING:
@@ -54,12 +55,12 @@ def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, no_op
     with Phases() as phases, serve_told(chosen, port, phases) as base:
         phases.close()
         url = chosen.url(base)
-        click.echo(url)
+        echo(url)
         if not no_open and _has_browser():
             click.launch(url)
         elif not no_open:
-            click.echo("no browser here: open the address above, over ssh with -L", err=True)
-        click.echo("Ctrl-C ends it", err=True)
+            echo("no browser here: open the address above, over ssh with -L", err=True)
+        echo("Ctrl-C ends it", err=True)
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 signal.pause()

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from autoprec.cli.console import print_json
+from autoprec.cli.echo import echo
 
 __all__ = ["diff"]
 
@@ -37,7 +38,7 @@ def diff(a: Path, b: Path, everything: bool, as_json: bool) -> int:
         changes = [{"where": where, "a": old, "b": new} for where, old, new in rows]
         print_json({"same": not rows, "differences": changes})
     for where, old, new in [] if as_json else rows:
-        click.echo(f"{where}: {_text(old)} -> {_text(new)}")
+        echo(f"{where}: {_text(old)} -> {_text(new)}")
     if not rows and not as_json:
-        click.echo("no difference" if everything else "no difference in what runs (--all compares evidence too)")
+        echo("no difference" if everything else "no difference in what runs (--all compares evidence too)")
     return 1 if rows else 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
 __all__ = ["export", "layer_names"]
@@ -18,12 +19,12 @@ _TARGETS = (
 
 def layer_names(path: Path) -> tuple[str, ...]:
     """Return the layer names of a file: what ``autoprec inspect --json`` prints, or one name per line."""
-    from autoprec.support.files import read_document
+    from autoprec.support.files import read_document, read_text
 
     try:
         document = read_document(path)
     except FileError:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        lines = read_text(path).splitlines() if path.is_file() else []
         names = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
         if not names or any(set(name) & set("{}: ") for name in names):
             raise
@@ -56,11 +57,11 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
         if (output / name).exists() and not force:
             raise FileError("this file exists", where=str(output / name), fix="choose another -o, or pass --force")
     for name, text in done.files.items():
-        click.echo(str(write_atomic(output / name, text)))
+        echo(str(write_atomic(output / name, text)))
     for line in done.lossy:
-        click.echo(f"lost: {line}", err=True)
+        echo(f"lost: {line}", err=True)
     for what, by in done.kept.items():
-        click.echo(f"kept: {what}: {by}", err=True)
+        echo(f"kept: {what}: {by}", err=True)
     for note in done.notes:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     return 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
 __all__ = ["import_"]
@@ -39,9 +40,9 @@ def import_(file: Path, source: str, output: Path, layers: Path | None, as_space
         raise FileError("this file exists", where=str(output), fix="choose another -o, or pass --force")
     done = importers.import_policy(read_document(file), source, layers=layer_names(layers) if layers else ())
     if as_space:
-        click.echo(str(write_atomic(output, dump_yaml(importers.as_space(done.policy, file.stem)))))
+        echo(str(write_atomic(output, dump_yaml(importers.as_space(done.policy, file.stem)))))
     else:
-        click.echo(str(save_policy(done.policy, output)))
+        echo(str(save_policy(done.policy, output)))
     for note in done.notes:
-        click.echo(f"note: {note}", err=True)
+        echo(f"note: {note}", err=True)
     return 0

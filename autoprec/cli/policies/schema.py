@@ -6,6 +6,8 @@ import json
 
 import click
 
+from autoprec.cli.echo import echo
+
 __all__ = ["schema"]
 
 
@@ -22,4 +24,4 @@ def schema(kind: str) -> None:
 
         document = SearchSpace.model_json_schema(by_alias=True)
     document = {"$schema": "https://json-schema.org/draft/2020-12/schema", **document}
-    click.echo(json.dumps(document, indent=2))
+    echo(json.dumps(document, indent=2))

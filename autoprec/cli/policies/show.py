@@ -73,7 +73,7 @@ def _print_facts(console: Console, title: str, facts: dict[str, Any]) -> None:
     console.print(f"[bold]{title}[/bold]")
     width = max(map(len, facts))
     for name, value in facts.items():
-        console.print(f"  {name.ljust(width)}  ", end="")
+        console.print(f"  {name.ljust(width)}  ", markup=False, end="")
         console.print(_value(name, value), markup=False)
 
 
@@ -139,7 +139,7 @@ def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
     else:
         table = plain_table(("layer", "flops", "rule", *gemms), _rows_of_layers(policy, report))
     console = stdout_console()
-    console.print(f"[bold]{label}[/bold]", end="")
+    console.print(label, style="bold", markup=False, end="")
     if policy.model is not None:
         console.print(f"  for {policy.model.class_name}, {policy.model.parameters:,} parameters", markup=False, end="")
     console.print()

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from autoprec.cli.console import print_json
+from autoprec.cli.echo import echo
 from autoprec.errors import AutoPrecError, FileError
 
 __all__ = ["validate"]
@@ -55,7 +56,7 @@ def validate(files: tuple[Path, ...], as_json: bool) -> int:
     if as_json:
         print_json({"ok": all(row["ok"] for row in rows), "files": rows})
     for row in [] if as_json else rows:
-        click.echo(f"{row['file']}: {'valid ' if row['ok'] else 'not valid: '}{row['what']}", err=not row["ok"])
+        echo(f"{row['file']}: {'valid ' if row['ok'] else 'not valid: '}{row['what']}", err=not row["ok"])
         if row["fix"]:
-            click.echo(f"  fix: {row['fix']}", err=True)
+            echo(f"  fix: {row['fix']}", err=True)
     return 0 if all(row["ok"] for row in rows) else 2

@@ -9,6 +9,7 @@ import click
 
 from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
+from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import running
 from autoprec.cli.script import script_command
@@ -66,7 +67,7 @@ def _compare_models(made_for: dict[str, Any] | None, found: dict[str, Any]) -> N
     """Note a policy that was found on another model: its rules may match, its evidence does not hold."""
     if made_for and made_for.get("fingerprint") and made_for["fingerprint"] != found.get("fingerprint"):
         wanted, here = (f"{model['class']} ({model['parameters']:,} parameters)" for model in (made_for, found))
-        click.echo(f"note: the policy was found on {wanted}, this is {here}: its evidence does not apply", err=True)
+        echo(f"note: the policy was found on {wanted}, this is {here}: its evidence does not apply", err=True)
 
 
 def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, document: dict[str, Any]) -> dict[str, Any]:
@@ -146,6 +147,6 @@ def check(
         )
     if not as_json:
         silent = {row["name"] for row in audit["layers"] if not row["executed"]} | set(audit.get("did_not_run", ()))
-        click.echo(f"every one of {len(audit['layers']) - len(silent)} layers executed what was asked")
+        echo(f"every one of {len(audit['layers']) - len(silent)} layers executed what was asked")
         if silent:
-            click.echo(f"{len(silent)} more did not run in these steps, wholly or in part: {', '.join(sorted(silent))}")
+            echo(f"{len(silent)} more did not run in these steps, wholly or in part: {', '.join(sorted(silent))}")

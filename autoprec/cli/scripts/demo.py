@@ -16,6 +16,8 @@ from typing import Any
 
 import click
 
+from autoprec.cli.echo import echo
+
 __all__ = ["demo", "example"]
 
 POLICY = "demo-policy.yaml"
@@ -77,13 +79,13 @@ def demo() -> int:
         phases.begin("timing this machine in fp32 and bf16")
         here = look_here()
     asked = SearchOptions(command=(str(script),), output=POLICY)
-    click.echo(here.sentence, err=True)
+    echo(here.sentence, err=True)
     if not here.gains:
         asked = SearchOptions(command=(str(script),), output=POLICY, **REHEARSAL, **SHORT)
         words = f"--target {asked.target} --cost-scale {asked.cost_scale}"
-        click.echo(f"rehearsing for an H100 instead: autoprec search {words} {script}", err=True)
+        echo(f"rehearsing for an H100 instead: autoprec search {words} {script}", err=True)
     engine, result, files = perform(asked)
     print_result(engine, result, files)
     if result.policy:  # a search that was cut short before it could say anything writes none
-        click.echo(next_steps(script, result.policy))
+        echo(next_steps(script, result.policy))
     return exit_code(result)

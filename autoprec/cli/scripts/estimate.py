@@ -10,6 +10,7 @@ import click
 
 from autoprec.cli import options
 from autoprec.cli.console import duration, print_json
+from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record_step, tunable
 from autoprec.cli.script import script_command
@@ -323,5 +324,5 @@ def estimate(
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict), *_layer_lines(verdict, 12)]
-        click.echo("\n".join([*head, *_more_lines(more, verdict.best_uniform[0])]))
+        echo("\n".join([*head, *_more_lines(more, verdict.best_uniform[0])]))
     return 0

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from autoprec.cli import options
+from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record_step
 from autoprec.cli.script import script_command
@@ -51,8 +52,8 @@ def _print_tables(report: GraphReport) -> None:
     ]
     console.print(plain_table(("class", "precision", "calls", "FLOPs", "bytes"), rows))
     for note in report.notes:
-        click.echo(f"note: {note}")
-    click.echo(coverage_line(report))
+        echo(f"note: {note}")
+    echo(coverage_line(report))
 
 
 def _recorded(script: tuple[str, ...], timeout_s: float) -> GraphReport:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import click
-
 from autoprec.cli.console import duration, print_json
+from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record, running, tunable
 from autoprec.errors import ScriptError
@@ -181,4 +180,4 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         f"finalists {duration(plan.finalists_s)}{limit}",
         f"writes    {plan.output} and {asked.runs_dir}/ when it is run without --dry-run",
     ]
-    click.echo("\n".join(lines))
+    echo("\n".join(lines))

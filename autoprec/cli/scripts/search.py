@@ -10,6 +10,7 @@ import click
 
 from autoprec.cli import options
 from autoprec.cli.console import print_json
+from autoprec.cli.echo import echo
 from autoprec.cli.script import script_command
 from autoprec.errors import AutoPrecError, NothingAcceptableError
 
@@ -164,7 +165,7 @@ def write_reports(engine: Search, result: SearchResult) -> Files:
             write(path)
             out[name] = path
         except (AutoPrecError, OSError) as error:  # the policy is written: that is what the search was for
-            click.echo(f"autoprec: {name} could not be written: {error}", err=True)
+            echo(f"autoprec: {name} could not be written: {error}", err=True)
     return out
 
 

@@ -9,6 +9,7 @@ import click
 
 from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
+from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import payload_of, record, running, tunable
 from autoprec.cli.script import script_command
@@ -77,20 +78,20 @@ def _print(table: SensitivityTable) -> None:
     choices = list(dict.fromkeys(choice for _, choice in rows))
     cells = [(group, *(_cell(rows.get((group, choice))) for choice in choices)) for group in table.groups]
     stdout_console().print(plain_table(("group", *choices), cells))
-    click.echo("relative error of the whole gradient when only this group runs so; ~ is interpolated along the depth")
+    echo("relative error of the whole gradient when only this group runs so; ~ is interpolated along the depth")
     if table.noise:
-        click.echo(f"in brackets: in units of the mini-batch gradient noise, which is {table.noise:.3f} here")
-        click.echo("below 0.1 of the noise harmless, from 0.35 always bad in a long run")
+        echo(f"in brackets: in units of the mini-batch gradient noise, which is {table.noise:.3f} here")
+        echo("below 0.1 of the noise harmless, from 0.35 always bad in a long run")
     for name, value in table.parameters.items():
-        click.echo(f"{name} adds {value**0.5:.4f} beyond the layers' own")
+        echo(f"{name} adds {value**0.5:.4f} beyond the layers' own")
     if table.lost_updates is not None:
-        click.echo(f"weights kept in bf16 would not take {table.lost_updates:.0%} of a step's update (by magnitude)")
+        echo(f"weights kept in bf16 would not take {table.lost_updates:.0%} of a step's update (by magnitude)")
     for name, share in table.lost_state.items():
-        click.echo(f"{name} kept in bf16, rounded to nearest, would not take {share:.0%} of a step's change")
+        echo(f"{name} kept in bf16, rounded to nearest, would not take {share:.0%} of a step's change")
     fit = table.misfit
     if fit.count:
         text = f"squares of errors add: measured / predicted {fit.ratio:.2f}, within a factor {fit.spread:.2f}"
-        click.echo(f"{text}, over {fit.count} random mixes; {table.passes} forward and backward passes")
+        echo(f"{text}, over {fit.count} random mixes; {table.passes} forward and backward passes")
 
 
 @script_command("sensitivity")

@@ -77,7 +77,7 @@ class Launcher:
         self._runners = 0
         self._count = 0
         self._lock = threading.Lock()
-        self._folder = private_folder()
+        self._folder, self._held = private_folder()
         self._connection: socket.socket | None = None
         self._children: dict[int, ZygoteProcess] = {}
         self._folders = 0
@@ -110,6 +110,7 @@ class Launcher:
         self._replace(None)
         sweep(self.mark)
         shutil.rmtree(self._folder, ignore_errors=True)
+        os.close(self._held)
 
     @property
     def folder(self) -> Path:

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from autoprec.errors import AutoPrecError
+from autoprec.support.text import visible
 from autoprec.trial.environment import MARK_VARIABLE
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.fork_server import serve_forks, settle
@@ -273,7 +274,7 @@ class Agent:
         try:
             policy = apply_document(self.config.get("policy"), found, self.config.get("backend", "auto"))
         except AutoPrecError as error:
-            sys.exit(f"autoprec: {error}")  # nobody may think that it trains under the policy
+            sys.exit(f"autoprec: {visible(str(error))}")  # nobody may think that it trains under the policy
         self.hooks.remove()
         if policy is not None and _rank() == 0:
             from autoprec.applying.audit import emulated_note

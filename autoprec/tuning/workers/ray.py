@@ -88,6 +88,7 @@ def connect(address: str) -> Any:
     }
     if not address:
         settings["include_dashboard"] = False
+        settings["_node_ip_address"] = "127.0.0.1"  # by default its ports are open to the whole network
     terminated = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**settings)

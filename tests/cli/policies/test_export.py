@@ -59,6 +59,14 @@ def test_layer_names_from_inspect_and_from_a_list(tmp_path: Path) -> None:
             layer_names(tmp_path / name)
 
 
+def test_a_list_of_names_without_an_end_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "names").open("wb") as stream:
+        stream.truncate(3 << 30)
+    for layers in (tmp_path / "names", Path("/dev/zero")):
+        with pytest.raises(FileError, match="larger than"):
+            layer_names(layers)
+
+
 def test_import_writes_a_policy_and_its_notes(tmp_path: Path) -> None:
     source = tmp_path / "config.yaml"
     source.write_text("mixed_precision: fp8\nfp8_config: {backend: TE, interval: 4}\n", encoding="utf-8")
