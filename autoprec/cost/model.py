@@ -380,8 +380,15 @@ class CostModel:
         baseline: str | None = None,
         threshold: float = 0.03,
         script: str = "SCRIPT",
+        executions: Sequence[str] = (),
     ) -> Verdict:
         """Say what could be gained at most, where, and whether a search is worth it: :func:`.verdict.judge`."""
         return judge(
-            self, plans_by_choice, activations=activations, baseline=baseline, threshold=threshold, script=script
+            self,
+            plans_by_choice,
+            activations=activations,
+            baseline=baseline,
+            threshold=threshold,
+            script=script,
+            executions=executions,
         )

@@ -9,8 +9,8 @@ needs one recorded step and no reference run.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autoprec.cost.estimate import Estimator, StepEstimate
@@ -40,6 +40,7 @@ class Verdict:
         reason: one sentence for a person.
         bound_over_script: the bound over the script as written, whatever the baseline.
         bound_over_16bit: the bound over the best 16-bit run: bf16 autocast, or the script where it is 16-bit.
+        execution: how the script must run for the bound: ``keep``, or ``compile`` where compiling is what gains.
         memory_bytes, device_bytes: modelled peak of the baseline's step (0: not known), and what one device has.
         shares: share of the baseline's step by category; ``tunable`` is what the layers' GEMMs take.
         rows: one per tunable layer: shapes, time per choice, best choice, gain, why (not), and what blocks quantising.
@@ -57,6 +58,7 @@ class Verdict:
     step_ms: float
     bound_over_script: float = 1.0
     bound_over_16bit: float = 1.0
+    execution: str = KEEP
     memory_bytes: int = 0
     device_bytes: int = 0
     shares: dict[str, float] = field(default_factory=dict)
@@ -166,8 +168,9 @@ def judge(
     baseline: str | None = None,
     threshold: float = 0.03,
     script: str = "SCRIPT",
+    executions: Sequence[str] = (),
 ) -> Verdict:
-    """Judge before any trial.
+    """Judge before any trial, in every way of running the script that the space offers.
 
     Args:
         model: the cost model.
@@ -177,7 +180,60 @@ def judge(
         baseline: the choice to beat; default ``bf16`` on a GPU where it is among the choices, else keep.
         threshold: a bound below 1 + threshold means stay; on a GPU only where the script is in 16 bits already.
         script: the script's command line, for the command that a reason proposes.
+        executions: values of ``execution`` that a policy may set (``compile``, ``eager``): the bound is over them too,
+            and is told against the baseline as the script runs it.
     """
+    found = _judge(model, plans_by_choice, activations, baseline, threshold, script)
+    for execution in executions:
+        other = model.executed(execution)
+        if other is not model and not model.target.is_cpu:
+            rival = _judge(other, plans_by_choice, activations, baseline, threshold, script)
+            found = _executed(model, found, rival, execution, threshold)
+    return found
+
+
+def _executed(model: Estimator, found: Verdict, rival: Verdict, execution: str, threshold: float) -> Verdict:
+    """Return the verdict under another execution, against the baseline of ``found``, where that is the faster one."""
+    fastest, before = rival.step_ms / rival.bound_speedup, found.step_ms / found.bound_speedup
+    bound = found.step_ms / fastest if fastest else 1.0
+    if not rival.rows or bound < 1.0 + threshold or fastest >= before:
+        return found
+    alone = found.step_ms / rival.step_ms
+    way, doing = ("compiled", "compiling") if execution == "compile" else ("not compiled", "not compiling")
+    gains = (
+        f"{doing} alone takes a step of {_run(found.baseline)} from {found.step_ms:.3g} to {rival.step_ms:.3g} ms "
+        f"({alone:.2f}x) on {model.target.title}"
+    )
+    kind = "search"
+    if rival.kind == "stay":
+        kind, reason = "adopt", f"{gains}, and other precisions add next to nothing: {rival.reason}"
+    else:
+        reason = f"up to {bound:.2f}x over {_run(found.baseline)} as the script runs it: {gains}; {way}, {rival.reason}"
+    return replace(
+        rival,
+        kind=kind,
+        bound_speedup=bound,
+        low=rival.low * alone,
+        high=rival.high * alone,
+        best_uniform=(rival.best_uniform[0], rival.best_uniform[1] * alone),
+        reason=reason,
+        step_ms=found.step_ms,
+        bound_over_script=found.bound_over_script * before / fastest,
+        bound_over_16bit=found.bound_over_16bit * before / fastest,
+        execution=execution,
+        shares=found.shares,
+    )
+
+
+def _judge(
+    model: Estimator,
+    plans_by_choice: Choices,
+    activations: str | None,
+    baseline: str | None,
+    threshold: float,
+    script: str,
+) -> Verdict:
+    """Judge one way of running the script."""
     cpu = model.target.is_cpu
     cast = activations or ("keep" if cpu else "bf16")
     choices = dict(plans_by_choice)

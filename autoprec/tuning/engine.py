@@ -246,10 +246,15 @@ class Search:
     def _verdict(self, setup: Setup) -> Verdict:
         problem = setup.problem
         plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
-        verdict = setup.cost.verdict(plans, script=shlex.join(redact_arguments(self.options.command)))
+        verdict = setup.cost.verdict(
+            plans,
+            script=shlex.join(redact_arguments(self.options.command)),
+            executions=problem.parameters.get("execution", ()),
+        )
         if verdict.kind != "stay":
             # beside real timings the model's sentence would claim too much: it bounds the GEMMs, not attention or casts
-            bound = f"GEMMs could gain up to {verdict.bound_speedup:.2f}x by the cost model; the trials decide"
+            what = "GEMMs" if verdict.execution == "keep" else "torch.compile and GEMMs"
+            bound = f"{what} could gain up to {verdict.bound_speedup:.2f}x by the cost model; the trials decide"
             self.listener.note(bound if setup.measured else verdict.reason)
         return verdict
 

@@ -206,3 +206,29 @@ def test_a_cpu_on_which_bf16_is_slower_says_so(
     emulated = model.verdict(uniform(wide))
     assert "too small" not in emulated.reason
     assert all("casts" not in row["reason"] for row in emulated.rows)
+
+
+def test_compiling_is_part_of_the_bound_where_a_policy_may_say_it(uniform: Uniform) -> None:
+    """An eager script whose FP8 gains nothing is not told to stay while compiling alone gains a quarter."""
+    report = decoder_report(PRESETS["gpt2"], batch=16, seq=1024)
+    eager = CostModel(report, TARGETS["h100"], compiled=False)
+    plans = uniform(report)
+    alone = eager.verdict(plans)
+    found = eager.verdict(plans, executions=("keep", "compile"))
+    compiled = eager.executed("compile").verdict(plans)
+    assert alone.execution == "keep"
+    assert (found.execution, found.step_ms) == ("compile", alone.step_ms)
+    assert found.kind != "stay"
+    assert found.bound_speedup == pytest.approx(alone.step_ms / compiled.step_ms * compiled.bound_speedup)
+    assert found.bound_over_script > alone.bound_over_script
+    assert "compiling alone takes a step of bf16 from" in found.reason
+    best = eager.executed("compile")
+    assert best.verdict(plans, executions=("keep", "compile")) == compiled  # compiled already: nothing is added
+
+
+def test_compiling_alone_is_adopted_where_no_precision_adds_to_it(uniform: Uniform) -> None:
+    report = decoder_report(PRESETS["gpt2"], batch=16, seq=1024)
+    found = CostModel(report, TARGETS["a100"], compiled=False).verdict(uniform(report), executions=("compile",))
+    assert (found.kind, found.best_uniform[0]) == ("adopt", "bf16")
+    assert found.best_uniform[1] == pytest.approx(found.bound_speedup)
+    assert "add next to nothing: at most 1.00x over bf16" in found.reason

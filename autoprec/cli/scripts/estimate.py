@@ -297,7 +297,8 @@ def estimate(
     chosen = given or default_space(found)
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
-    verdict = model.verdict(plans, threshold=threshold, script=shlex.join(redact_arguments(script)) or "SCRIPT")
+    named = shlex.join(redact_arguments(script)) or "SCRIPT"
+    verdict = model.verdict(plans, threshold=threshold, script=named, executions=chosen.execution)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
     more = _more(
         model,

@@ -147,7 +147,8 @@ def _looked_at(asked: SearchOptions, report: GraphReport, host: HostInfo) -> tup
         calibration=calibration_of(asked, host.device) if asked.calibration else None,
     )
     problem = Problem.build(report, space.executed(compiled=host.compiled, measured=measured), cost.can_run)
-    verdict = cost.verdict({name: problem.plans(problem.params_of(name)) for name in problem.choice_names})
+    plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
+    verdict = cost.verdict(plans, executions=problem.parameters.get("execution", ()))
     return problem, target.name, "measured" if measured else "modelled", f"{verdict.kind}: {verdict.reason}"
 
 
