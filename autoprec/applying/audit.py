@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from autoprec.applying.compiling import executed_as
-from autoprec.applying.raw_weights import WeightExecutions
-from autoprec.applying.swap import execution_of, root_of
+from autoprec.applying.raw_weights import unit_execution
+from autoprec.applying.swap import root_of
 from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
@@ -124,13 +124,6 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     return AuditReport(rows, _audit_operators(policy, root, any(not plan.keeps for plan in plans.values())))
 
 
-def _execution(unit: Unit) -> Any:
-    found = execution_of(unit.module)
-    if isinstance(found, WeightExecutions):
-        return found.executions.get(unit.parameter)
-    return found
-
-
 def _not_reached(root: nn.Module, units: dict[str, Unit]) -> set[str]:
     """Return the layers that were not called although the same layer of a sibling in their container was."""
     containers = (nn.ModuleList, nn.ModuleDict)
@@ -139,7 +132,7 @@ def _not_reached(root: nn.Module, units: dict[str, Unit]) -> set[str]:
     places: dict[str, list[tuple[str, str]]] = {}
     for name, unit in units.items():
         parts = name.split(".")
-        ran = bool(getattr(_execution(unit), "called", False))
+        ran = bool(getattr(unit_execution(unit), "called", False))
         for depth in range(len(parts) - 1):
             container = ".".join(parts[: depth + 1])
             if container in listed:
@@ -154,7 +147,7 @@ def _is_table(policy: Policy, name: str, unit: Unit, plan: LayerPlan) -> bool:
     """True for a raw parameter that only the default names, and that no GEMM multiplied by: a table, not a weight."""
     if unit.kind != "functional" or isinstance(unit.module, nn.Linear) or first_match(policy.layers, name) is not None:
         return False
-    found = _execution(unit)
+    found = unit_execution(unit)
     return plan.keeps or (found is not None and not found.called)
 
 
@@ -164,7 +157,7 @@ def _requested(plan: LayerPlan) -> dict[str, str]:
 
 def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool = False) -> LayerAudit:
     requested = _requested(plan)
-    found = _execution(unit)
+    found = unit_execution(unit)
     if plan.keeps:
         ran = dict(requested) if found is None else dict(found.executed)
         reason = "as the script wrote it" if found is None else "a policy is installed where none was asked for"
@@ -214,7 +207,7 @@ def _is_emulated(found: Any) -> bool:
 
 def emulated_note(model: nn.Module) -> str:
     """Return one line about the layers of a model under a policy whose recipes are emulated here, or nothing."""
-    found = [one for unit in tunable_units(model).values() if _is_emulated(one := _execution(unit))]
+    found = [one for unit in tunable_units(model).values() if _is_emulated(one := unit_execution(unit))]
     if not found:
         return ""
     asked = [one.plan.recipe(gemm) for one in found for gemm in GEMMS]

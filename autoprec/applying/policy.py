@@ -7,6 +7,7 @@ checkpointing, autocast and gradient accumulation. An empty policy changes nothi
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -191,11 +192,31 @@ class Policy(policies.Policy):
         return audit_model(self, model)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Give an optimizer the storage formats this policy asks for; returns the same object."""
+        """Give an optimizer the storage formats this policy asks for; returns the same object.
+
+        With ``model``, to which the policy is applied, its checkpoints also carry what :meth:`state_dict` returns.
+        """
+        from autoprec.applying.state import carry_state
         from autoprec.optim import optimizer as optimizers
 
         wrapped: torch.optim.Optimizer = optimizers.wrap_optimizer(optimizer, self, model=model)
+        carry_state(wrapped, model)
         return wrapped
+
+    def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Return what this policy remembers on ``model`` between steps: delayed scales and random streams.
+
+        Needed only where no wrapped optimizer's ``state_dict`` carries it; see :mod:`autoprec.applying.state`.
+        """
+        from autoprec.applying.state import model_state
+
+        return model_state(model)
+
+    def load_state_dict(self, model: nn.Module, state: Mapping[str, torch.Tensor]) -> None:
+        """Continue from :meth:`state_dict`; layers that it does not name begin anew, with a warning."""
+        from autoprec.applying.state import load_model_state
+
+        load_model_state(model, state)
 
     def save(self, path: Path | str) -> Path:
         """Write the policy file (YAML, or JSON by suffix), atomically."""

@@ -18,10 +18,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoprec.applying.swap import execution_of
+from autoprec.applying.units import Unit
 from autoprec.numerics.einsum import EinsumProduct, reversed_terms
 from autoprec.numerics.execution import Execution
 
-__all__ = ["RawWeightExecutions", "WeightExecutions", "WeightMode"]
+__all__ = ["RawWeightExecutions", "WeightExecutions", "WeightMode", "unit_execution"]
 
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
 _ADDMM = (torch.addmm, torch.baddbmm)
@@ -40,6 +42,14 @@ class WeightExecutions:
     def describe(self) -> str:
         """Return what ``print(model)`` shows."""
         return "; ".join(f"{name}: {execution.describe()}" for name, execution in self.executions.items())
+
+
+def unit_execution(unit: Unit) -> Any:
+    """Return what runs one tunable unit, or None where it runs as the script wrote it."""
+    found = execution_of(unit.module)
+    if isinstance(found, WeightExecutions):
+        return found.executions.get(unit.parameter)
+    return found
 
 
 class RawWeightExecutions(WeightExecutions):

@@ -37,4 +37,6 @@ class EmulatedBackend(Backend):
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LinearExecution:
         """Return an execution whose GEMMs are all emulated; plain casts run natively where the device is fast at it."""
         del module, name
-        return LinearExecution(plan, backend=self.name, state=QuantizerState(seed), emulates_casts=self.emulates_casts)
+        return LinearExecution(
+            plan, backend=self.name, quantizers=QuantizerState(seed), emulates_casts=self.emulates_casts
+        )

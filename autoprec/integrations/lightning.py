@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from autoprec.applying.policy import Policy, load
 from autoprec.support.optional import require
 
@@ -30,11 +32,22 @@ class _PolicyPrecision:
         super().__init__()
         self.policy = policy if isinstance(policy, Policy) else load(policy)
         self.prefix, self.backend = prefix, backend
+        self._model: nn.Module | None = None
 
     def convert_module(self, module: Any) -> Any:
         """Apply the policy in place and return the module."""
-        self.policy.apply(module.get_submodule(self.prefix), backend=self.backend)
+        self._model = module.get_submodule(self.prefix)
+        self.policy.apply(self._model, backend=self.backend)
         return module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what the policy remembers between steps; the Trainer saves it in its checkpoints."""
+        return {} if self._model is None else dict(self.policy.state_dict(self._model))
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict`."""
+        if self._model is not None:
+            self.policy.load_state_dict(self._model, state_dict)
 
 
 class PolicyFabricPrecision(_PolicyPrecision, FabricPrecision):  # type: ignore[misc]

@@ -36,7 +36,7 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
         self.policy.apply(model, backend=self.backend)
         optimizer = kwargs.get("optimizer")
         if optimizer is not None:
-            self.policy.wrap_optimizer(getattr(optimizer, "optimizer", optimizer))
+            self.policy.wrap_optimizer(getattr(optimizer, "optimizer", optimizer), model=model)
         if self._wants_guard:
             self.guard = Guard(self.policy, model, every=1, window=20, backend=self.backend)
 

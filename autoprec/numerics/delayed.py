@@ -8,6 +8,7 @@ The first step has no history: there each rank scales by its own amax.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,8 +19,6 @@ from torch._compile import _disable_dynamo
 
 from autoprec.numerics.linear import LinearExecution, in_backward
 from autoprec.numerics.operand import QuantizerState, Spec
-from autoprec.numerics.quantize import spec_of
-from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS
 
 __all__ = ["DelayedReduction", "data_parallel_groups"]
 
@@ -29,18 +28,9 @@ Slot = tuple[QuantizerState, str, Spec]
 def _slots(executions: Iterable[Any]) -> Iterator[Slot]:
     """Yield every delayed operand of every layer, in an order that depends on the policy and the model alone."""
     for execution in executions:
-        if not isinstance(execution, LinearExecution):
-            continue
-        seen: set[tuple[str, Spec]] = set()
-        for gemm in GEMMS:
-            recipe = execution.plan.recipe(gemm)
-            if recipe is None or recipe.scaling is None or recipe.scaling.scale != "delayed":
-                continue
-            for operand in GEMM_OPERANDS[gemm]:
-                spec = spec_of(recipe, gemm, operand)
-                if (operand, spec) not in seen:
-                    seen.add((operand, spec))
-                    yield execution.state, operand, spec
+        if isinstance(execution, LinearExecution):
+            for operand, spec in execution.delayed_operands().values():
+                yield execution.quantizers, operand, spec
 
 
 def _mesh_of(root: nn.Module) -> Any:
@@ -76,6 +66,13 @@ class DelayedReduction:
     def __init__(self, root: nn.Module, executions: Iterable[Any]) -> None:
         self.root, self.slots = root, list(_slots(executions))
         self.pending = False
+        self.groups: list[Any] = []
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DelayedReduction:
+        """A copied model reduces its own scales; process groups are found anew."""
+        made = DelayedReduction(copy.deepcopy(self.root, memo), ())
+        made.slots = copy.deepcopy(self.slots, memo)
+        return made
 
     @_disable_dynamo
     def __call__(self) -> None:
@@ -85,11 +82,15 @@ class DelayedReduction:
         groups = [group for group in data_parallel_groups(self.root) if dist.get_world_size(group) > 1]
         for state, _, _ in self.slots:
             state.shared = bool(groups)
-        if not groups:
-            return
+        if groups:
+            self.settle()
+        self.groups, self.pending = groups, bool(groups)
+
+    def settle(self) -> None:
+        """Reduce what is pending now: after an optimizer step, so that a checkpoint has the scales of the next one."""
         if self.pending:
-            self._reduce(groups)
-        self.pending = True
+            self.pending = False
+            self._reduce(self.groups)
 
     def _reduce(self, groups: list[Any]) -> None:
         noted = [state.seen(operand, spec) for state, operand, spec in self.slots]

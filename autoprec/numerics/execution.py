@@ -8,6 +8,7 @@ compute them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -63,6 +64,13 @@ class Execution(ABC):
 
         ``training`` lets delayed scaling learn from this call.
         """
+
+    def state(self, device: torch.device) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return what this layer remembers between steps, by name: tensors whose shapes the plan alone decides."""
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:  # noqa: B027
+        """Continue from :meth:`state`."""
 
     def watch(self, out: Tensor, key: Any, labels: dict[str, str]) -> None:
         """Note ``labels`` (GEMM to what runs it) when the gradient of ``out`` arrives.

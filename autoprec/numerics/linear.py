@@ -20,9 +20,9 @@ from torch._compile import _disable_dynamo
 from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, native_dtype
-from autoprec.numerics.quantize import quantize
+from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
-from autoprec.precision.recipes import Gemm
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm
 
 __all__ = ["LinearExecution", "in_backward"]
 
@@ -40,14 +40,14 @@ class LinearExecution(Execution):
         multiply: who multiplies, per GEMM; missing means emulated.
         emulates_casts: a plan in bfloat16 runs as float32 GEMMs of bfloat16 values on a CPU without bfloat16 units,
             where bfloat16 GEMMs take 3 to 40 times as long; for trials whose time is modelled.
-        state: delayed scales and the private random stream.
+        quantizers: delayed scales and the private random stream.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
         native: dtype of a plan autograd runs by itself, by device type.
         compiled: steps of any other plan, by device type and the script's dtype.
     """
 
     multiply: Mapping[Gemm, Multiply] = field(default_factory=dict)
-    state: QuantizerState = field(default_factory=QuantizerState)
+    quantizers: QuantizerState = field(default_factory=QuantizerState)
     emulates_casts: bool = False
     traced: dict[str, str] | None = None
     native: dict[str, torch.dtype | None] = field(default_factory=dict)
@@ -60,6 +60,38 @@ class LinearExecution(Execution):
     def executed(self) -> dict[str, str]:
         """What the last forward and backward ran, by GEMM; a compiled graph has all it was traced with."""
         return {**(self.traced or {}), **self.ran}
+
+    def delayed_operands(self) -> dict[str, tuple[str, Spec]]:
+        """Return the operands with delayed scaling, by the GEMM and operand that they are first quantised for."""
+        found: dict[tuple[str, Spec], str] = {}
+        for gemm in GEMMS:
+            recipe = self.plan.recipe(gemm)
+            if recipe is not None and recipe.scaling is not None and recipe.scaling.scale == "delayed":
+                for operand in GEMM_OPERANDS[gemm]:
+                    found.setdefault((operand, spec_of(recipe, gemm, operand)), f"{gemm}.{operand}")
+        return {name: key for key, name in found.items()}
+
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        """Return delayed histories and scales (float32), and the state of the random stream (uint8)."""
+        found = {
+            f"{name}.{part}": value
+            for name, key in self.delayed_operands().items()
+            for part, value in self.quantizers.history(*key).state(device).items()
+        }
+        if any(recipe is not None and recipe.stochastic_rounding for recipe in self.plan.recipes):
+            found["random"] = self.quantizers.generator(device).get_state()
+        return found
+
+    def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Continue from :meth:`state`; operands that it does not name begin anew."""
+        for name, key in self.delayed_operands().items():
+            parts = {part: state.get(f"{name}.{part}") for part in ("history", "scale", "seen")}
+            held = {part: value for part, value in parts.items() if value is not None}
+            if len(held) == len(parts):
+                self.quantizers.history(*key).load_state(held, device)
+        stream = self.quantizers.generator(device) if "random" in state else None
+        if stream is not None and state["random"].numel() == stream.get_state().numel():
+            stream.set_state(state["random"].cpu())
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
         """Return ``input @ weight.T + bias``.
@@ -175,8 +207,8 @@ class _PlannedLinear(torch.autograd.Function):
         grad: bool,
     ) -> Tensor:
         recompute = in_backward()
-        update = training and steps.stateful and layer.state.learns(grad=grad, recompute=recompute)
-        options: dict[str, Any] = {"state": layer.state, "update": update, "recompute": recompute}
+        update = training and steps.stateful and layer.quantizers.learns(grad=grad, recompute=recompute)
+        options: dict[str, Any] = {"state": layer.quantizers, "update": update, "recompute": recompute}
         x = input.reshape(-1, input.shape[-1])
         values = steps.fprop.values
         a = quantize(x, steps.fprop.first, operand="input", values=values, **options)
@@ -202,13 +234,13 @@ class _PlannedLinear(torch.autograd.Function):
         x, w = _restore(ctx)
         shape, x_dtype, w_dtype, bias_dtype = ctx.shapes
         g = grad_output.reshape(-1, grad_output.shape[-1])
-        options: dict[str, Any] = {"operand": "grad_output", "state": layer.state}
+        options: dict[str, Any] = {"operand": "grad_output", "state": layer.quantizers}
         grad_input = grad_weight = grad_bias = d = None
         if w is not None:
             step = steps.dgrad
             d = quantize(g, step.first, values=step.values, **options)
             if isinstance(w, Tensor):
-                w = quantize(w, step.second, operand="weight", state=layer.state, update=False, values=step.values)
+                w = quantize(w, step.second, operand="weight", state=layer.quantizers, update=False, values=step.values)
             grad_input = step.multiply(d, w, step, x_dtype).reshape(shape)
             _note(layer, "dgrad", step.label)
         if x is not None:
@@ -216,7 +248,7 @@ class _PlannedLinear(torch.autograd.Function):
             if d is None or d.spec != step.first or step.first.stochastic:
                 d = quantize(g, step.first, values=step.values, **options)
             if isinstance(x, Tensor):
-                x = quantize(x, step.second, operand="input", state=layer.state, update=False, values=step.values)
+                x = quantize(x, step.second, operand="input", state=layer.quantizers, update=False, values=step.values)
             grad_weight = step.multiply(d, x, step, w_dtype)
             _note(layer, "wgrad", step.label)
         if bias_dtype is not None and ctx.needs_input_grad[2]:

@@ -124,6 +124,10 @@ class QuantizerState:
         """Take in an amax that all ranks agree on; zero, which no rank has seen, teaches nothing."""
         self._history((operand, spec)).learn(amax)
 
+    def history(self, operand: str, spec: Spec) -> DelayedScale:
+        """Return the delayed scaling of an operand, begun where there was none."""
+        return self._history((operand, spec))
+
     def _history(self, key: tuple[str, Spec]) -> DelayedScale:
         found = self.delayed.get(key)
         if found is None:

@@ -7,6 +7,8 @@ Transformer Engine ``recipe/delayed_scaling.cu`` and ``DelayedScaling``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -100,6 +102,19 @@ class DelayedScale:
             self.seen = amax.detach() if self.seen is None else torch.maximum(self.seen, amax.detach())
         else:
             self.learn(amax.detach())
+
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        """Return history ``[length]``, scale and noted amax as float32, zeros for what is not there yet."""
+        parts = {"history": self.history, "scale": self.scale, "seen": self.seen}
+        empty = {name: torch.zeros([self.length] if name == "history" else [], device=device) for name in parts}
+        return {name: empty[name] if part is None else part.clone() for name, part in parts.items()}
+
+    def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Continue from :meth:`state`; a history of another length keeps its latest entries."""
+        held = state["history"].to(device)[: self.length]
+        self.history = torch.cat([held, held.new_zeros(self.length - held.numel())])
+        self.scale, self.started = state["scale"].to(device, copy=True), False
+        self.seen = state["seen"].to(device, copy=True) if state["seen"] > 0 else None
 
     def learn(self, amax: Tensor) -> None:
         """Take an amax into the history and compute the next scale; zero and non-finite ones teach nothing."""

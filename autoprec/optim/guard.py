@@ -63,6 +63,18 @@ class StepGuard:
         self.norms.append(norm)
         return True
 
+    def state(self) -> Tensor:
+        """Return counters and recent norms: float64 ``[4 + window]``; the fourth counts the norms."""
+        head = [self.skipped, self.nonfinite, self.consecutive, len(self.norms)]
+        return torch.tensor([*head, *self.norms, *[0.0] * (self.window - len(self.norms))], dtype=torch.float64)
+
+    def load_state(self, state: Tensor) -> None:
+        """Continue from :meth:`state`."""
+        skipped, nonfinite, consecutive, count, *norms = state.tolist()
+        self.skipped, self.nonfinite, self.consecutive = int(skipped), int(nonfinite), int(consecutive)
+        self.norms.clear()
+        self.norms.extend(norms[: int(count)])
+
     def _is_outlier(self, norm: float) -> bool:
         if not self.outlier or len(self.norms) < 8:
             return False

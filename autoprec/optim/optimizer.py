@@ -10,7 +10,7 @@ of ``step`` to collect what it will update: parameters that a policy stores in l
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,16 @@ from autoprec.optim.update import adam_update, sgd_update
 from autoprec.optim.weights import StoredWeights
 from autoprec.policy import OptimizerPolicy, Policy
 
-__all__ = ["OptimizerRuntime", "loss_scaler_of", "runtime_of", "skipped_steps", "unwrap_optimizer", "wrap_optimizer"]
+__all__ = [
+    "OptimizerRuntime",
+    "load_counters",
+    "loss_scaler_of",
+    "optimizer_counters",
+    "runtime_of",
+    "skipped_steps",
+    "unwrap_optimizer",
+    "wrap_optimizer",
+]
 
 _ATTRIBUTE, _SCALER = "_autoprec_runtime", "_autoprec_loss_scaler"
 _ADAM, _SGD = "adam", "sgd"
@@ -210,6 +219,30 @@ def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
     """Return how many steps the guard or our loss scaler left out (a script's own GradScaler not included)."""
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
     return (runtime.guard.skipped if runtime else 0) + (scaler.skipped_steps if scaler else 0)
+
+
+def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Return what decides how the next step is taken, beside the state: 0-d and 1-d float64 tensors, by name."""
+    runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
+    found: dict[str, Tensor] = {}
+    if runtime is not None:
+        found["steps"] = torch.tensor(float(runtime.steps), dtype=torch.float64)
+        found["guard"] = runtime.guard.state()
+    if scaler is not None and scaler.active:
+        counts = (scaler.scale, scaler.good_steps, scaler.skipped_steps)
+        found["loss_scale"] = torch.tensor(counts, dtype=torch.float64)
+    return found
+
+
+def load_counters(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+    """Continue from :func:`optimizer_counters`; what the state does not name stays as it is."""
+    runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
+    if runtime is not None and "steps" in state:
+        runtime.steps = int(state["steps"])
+        runtime.guard.load_state(state["guard"])
+    if scaler is not None and "loss_scale" in state:
+        scale, good, skipped = state["loss_scale"].tolist()
+        scaler.scale, scaler.good_steps, scaler.skipped_steps = scale, int(good), int(skipped)
 
 
 def _plain_state(optimizer: torch.optim.Optimizer, document: dict[str, Any]) -> dict[str, Any]:

@@ -138,7 +138,7 @@ def delayed_scales(rank: int, how: str) -> dict[str, list[float]]:
                 model(x * 100, 0)
     found = {}
     for name in ("base", "experts.0", "experts.1"):
-        delayed = execution_of(model.get_submodule(name)).state.delayed
+        delayed = execution_of(model.get_submodule(name)).quantizers.delayed
         found |= {
             f"{name} {operand} {spec.format}": [float(d.scale), int((d.history > 0).sum())]
             for (operand, spec), d in delayed.items()

@@ -25,7 +25,7 @@ def test_odd_sizes_run_and_are_close_to_float32(name: str) -> None:
     wanted = module(x).detach()
     assert (out - wanted).norm() <= 0.3 * wanted.norm()
     assert run.executed == dict.fromkeys(("fprop", "dgrad", "wgrad"), recipe.describe())
-    assert (run.backend, run.state.seed) == ("emulated", 3)
+    assert (run.backend, run.quantizers.seed) == ("emulated", 3)
 
 
 def test_it_runs_anywhere() -> None:

@@ -32,3 +32,4 @@ def test_the_lightning_plugins(name: str) -> None:
     assert plugin.convert_module(module) is module
     assert execution_of(module.model[0]) is not None
     assert execution_of(module.other) is None
+    plugin.load_state_dict(plugin.state_dict())

@@ -25,7 +25,7 @@ def test_only_delayed_operands_take_part_each_once() -> None:
     runs += [conv, LinearExecution(LayerPlan(fprop=DELAYED))]
     slots = DelayedReduction(nn.Linear(2, 2), runs).slots
     assert [operand for _, operand, _ in slots] == ["input", "weight", "grad_output", "input", "weight"]
-    assert {id(state) for state, _, _ in slots} == {id(runs[0].state), id(runs[3].state)}
+    assert {id(state) for state, _, _ in slots} == {id(runs[0].quantizers), id(runs[3].quantizers)}
 
 
 def test_without_other_ranks_a_layer_learns_alone() -> None:
@@ -34,7 +34,7 @@ def test_without_other_ranks_a_layer_learns_alone() -> None:
     reduction = DelayedReduction(model, [run])
     reduction()
     run(torch.ones(4, 32), model.weight, None)
-    assert not run.state.shared
+    assert not run.quantizers.shared
     assert not reduction.pending
 
 
@@ -65,7 +65,7 @@ def test_ranks_agree_on_the_largest_amax_once_per_training_forward(monkeypatch: 
         run(torch.ones(4, 32, requires_grad=True), model.weight, None).sum().backward()
     assert wire.calls == 1  # before the first forward there was nothing to agree on
     _, operand, spec = reduction.slots[0]
-    assert run.state.delayed_scale(operand, spec, torch.tensor(1.0), update=False, recompute=False) == 448.0 / 5.0
+    assert run.quantizers.delayed_scale(operand, spec, torch.tensor(1.0), update=False, recompute=False) == 448.0 / 5.0
     model.eval()
     reduction()
     model.train()

@@ -122,7 +122,7 @@ def test_activation_checkpointing_recomputes_the_same(name: str, reentrant: bool
 
             out = checkpoint(body, x, use_reentrant=reentrant) if recompute else body(x)
             out.backward(grad)
-        learned = {key: d.history for key, d in layer.state.delayed.items()}
+        learned = {key: d.history for key, d in layer.quantizers.delayed.items()}
         found.append((x.grad, weight.grad, learned))
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
@@ -153,11 +153,11 @@ def test_evaluation_teaches_delayed_scaling_nothing() -> None:
     layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp8_delayed"]))
     x, weight, bias, grad = tensors(8, 32, 16)
     layer(x, weight, bias).backward(grad)
-    before = [d.history.tolist() for d in layer.state.delayed.values()]
+    before = [d.history.tolist() for d in layer.quantizers.delayed.values()]
     with torch.no_grad():
         layer(x * 100, weight, bias)
     layer(x * 100, weight, bias, training=False)
-    assert [d.history.tolist() for d in layer.state.delayed.values()] == before
+    assert [d.history.tolist() for d in layer.quantizers.delayed.values()] == before
 
 
 def test_double_backward_is_refused_rather_than_wrong() -> None:
@@ -173,8 +173,8 @@ def test_a_copied_layer_starts_its_own_history() -> None:
     x, weight, bias, _ = tensors(8, 32, 16)
     layer(x, weight, bias)
     twin = copy.deepcopy(layer)
-    assert layer.state.delayed
-    assert not twin.state.delayed
+    assert layer.quantizers.delayed
+    assert not twin.quantizers.delayed
     assert twin.plan == layer.plan
 
 

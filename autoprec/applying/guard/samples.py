@@ -71,7 +71,7 @@ class OperandSampler:
             return
         flat = x.detach().reshape(-1, x.shape[-1])
         spec = spec_of(recipe, gemm, operand)
-        done = quantize(flat, spec, operand=operand, state=execution.state, update=False, recompute=True)
+        done = quantize(flat, spec, operand=operand, state=execution.quantizers, update=False, recompute=True)
         # only a delayed scale can be too large for the tensor at hand; a current one is made from it
         saturated = 0.0
         if spec.scaling is not None and spec.scaling.scale == "delayed" and done.scale is not None:
