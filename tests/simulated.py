@@ -89,14 +89,14 @@ class SimulatedScript:
     """What the simulated script is like.
 
     ``fail`` may return (status, reason) for a policy document and so fail that trial; ``delay_s`` is slept per trial;
-    ``noise`` is how far any change at all moves the loss, as a gradient error would; ``calls`` lists every spec that
-    ran, by seed. ``error_scale`` multiplies every gradient error: a layer's share of the whole gradient shrinks with
-    the root of their number, so a model of 500 layers is no worse than one of nine.
+    ``noise`` is how far any change at all moves the loss of a run, as a gradient error would; ``calls`` lists every
+    spec that ran, by seed. ``error_scale`` multiplies every gradient error: a layer's share of the whole gradient
+    shrinks with the root of their number, so a model of 500 layers is no worse than one of nine.
     """
 
     graph: GraphReport = field(default_factory=simulated_graph)
     head_factor: float = 6.0
-    noise: float = 0.0
+    noise: Callable[[int, TrialSpec], float] = lambda _seed, _spec: 0.0
     error_scale: float = 1.0
     step_ms: float = 100.0
     fail: Callable[[Mapping[str, Any] | None], tuple[str, str] | None] | None = None
@@ -169,7 +169,7 @@ class SimulatedRunner(Runner):
     def _train(self, spec: TrialSpec) -> TrialResult:
         script, steps = self.script, spec.steps + spec.warmup
         error = script.error(spec.policy) + (1e-4 if spec.perturb else 0.0)
-        error += script.noise if error else 0.0
+        error += script.noise(self.seed, spec) if error else 0.0
         key = repr((self.seed, sorted((spec.policy or {}).get("layers", []), key=repr))).encode()
         sign = 1 if hashlib.sha256(key).digest()[0] % 2 else -1
         losses = tuple((1.0 + sign * 0.01 * error * i / steps) * (1.0 + 2.0 * math.exp(-i / 20)) for i in range(steps))

@@ -76,7 +76,7 @@ def test_a_policy_does_not_lose_by_chance_to_a_preset_that_does_the_same() -> No
 
 def test_a_script_noisier_than_the_budget_is_verified_as_it_is_searched(tmp_path: Path) -> None:
     """Rounding the weights once moves its loss by 1 %: gaps of that size speak for nothing, gradient errors do."""
-    noisy = SimulatedScript(noise=1.0, error_scale=0.25)
+    noisy = SimulatedScript(noise=lambda _seed, _spec: 1.0, error_scale=0.25)
     for name, holds in (("fp8_rowwise", True), ("nvfp4_plain", False)):
         noisy.calls.clear()
         result = check(uniform(name), tmp_path / name, script=noisy, timed=False)

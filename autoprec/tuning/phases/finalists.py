@@ -143,6 +143,8 @@ class _Final:
             if not picked:
                 break
             answer = self._round(picked)
+            if self._all_rejected() and self._perturb_all():
+                answer = self._decide()
             uncertain = self._uncertain(picked) if self._all_rejected() else []
             if uncertain and not self._over_budget():
                 ledger.listener.note(f"within the budget on average, but not surely: {seeds} more paired seeds")
@@ -256,6 +258,20 @@ class _Final:
                 self._perturb(seed, reference)
         return self._references[seed]
 
+    def _perturb_all(self) -> bool:
+        """Run the benign perturbation under every seed so far where gaps beyond the budget are held against all.
+
+        The noise floor is that of a short trial under one seed. Under another, or near a loss of zero, the same
+        rounding may move the loss much further: that is known before anything is rejected for such a gap.
+        """
+        budget = self._setup.limits.divergence
+        runs = [run for rows in self.rows.values() for run in rows if run.ok]
+        if self._benign or self._over_budget() or all(run.metrics["divergence"] <= budget for run in runs):
+            return False
+        for seed, reference in self._references.items():
+            self._perturb(seed, reference)
+        return bool(self._benign)
+
     def _perturb(self, seed: int, reference: Reference) -> None:
         """Run the benign perturbation under a paired seed: what the gaps of finalists are compared with."""
         spec = self._runner.spec(self._setup.reference_policy(), anneal=True, perturb="bf16")
@@ -270,7 +286,7 @@ class _Final:
         if not self._benign:
             return known
         gaps, excess = zip(*self._benign.values(), strict=True)
-        return replace(known, benign=gaps, benign_excess=excess)
+        return replace(known, floor=max(known.floor, statistics.fmean(gaps)), benign=gaps, benign_excess=excess)
 
     def _under_seed(
         self, seed: int, reference: Reference, finalists: Sequence[TrialRecord]

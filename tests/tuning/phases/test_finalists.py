@@ -32,3 +32,15 @@ def test_finalists_are_the_best_and_the_best_preset_and_safer_ones_are_new(here:
     assert safer
     assert not {record.number for record in safer} & {record.number for record in picked}
     assert pick_safer(setup, ledger, ledger.table, ledger.store.learned(), 0.35) == []
+
+
+def test_gaps_beyond_the_budget_are_held_against_all_only_beside_benign_ones_of_the_same_seeds(
+    here: Path,  # noqa: F811
+) -> None:
+    """A GAN: calm in the short trials of the first seed, chaotic in the finals; every policy would be rejected."""
+    chaotic = script(error_scale=0.25, noise=lambda _seed, spec: 1.0 if spec.anneal else 0.0)
+    _, result = search(chaotic, options(trials=4, seeds=2, finalists=1))
+    assert result.verdict == "adopt"
+    assert "the loss cannot judge it" in result.reason
+    benign = [(seed, spec.anneal) for seed, spec in chaotic.calls if spec.perturb]
+    assert benign.count((0, True)) == benign.count((1, True)) == 1
