@@ -37,6 +37,7 @@ def test_every_class_has_a_reason_and_a_known_precision():
         ("aten::nll_loss_forward", "loss"),
         ("c10d::allreduce_", "collective"),
         ("aten::__and__", "scalar"),
+        ("aten::unsafe_split", "view"),
         ("aten::no_such_operator", None),
         ("other::mm", "gemm"),
     ],
