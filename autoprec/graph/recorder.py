@@ -272,7 +272,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return found
         name = self.names.name_of_parameter(tensor) if type(tensor) is nn.Parameter else ""
         if found is None or name:  # a parameter that was filled during the step (lazy layers) is the parameter
-            found = self._new_value(tensor, "parameter" if name else "input", name=name)
+            origin = "foreign" if isinstance(tensor, nn.Parameter) else "input"
+            found = self._new_value(tensor, "parameter" if name else origin, name=name)
             self._known[key] = found
             self._storages.exclude(tensor)
         return found

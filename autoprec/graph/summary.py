@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoprec.graph.report import GraphReport, Layer
+from autoprec.graph.trace import OTHER_MODEL
 
 __all__ = ["ClassShare", "Remainder", "alignment", "class_shares", "coverage_line", "remainders", "shape_text"]
 
@@ -71,7 +72,9 @@ def _products_of_activations(report: GraphReport) -> dict[str, tuple[int, list[s
     attends = {o.module for o in rows if "attention" in o.op or o.pattern in ("scores", "values")}
     out: dict[str, tuple[int, list[str]]] = {}
     for o in rows:
-        if o.module in attends:
+        if o.module == OTHER_MODEL:
+            reason = "products with weights of another model, which the policy is not for"
+        elif o.module in attends:
             reason = "attention's products of two activations: follow activations"
         elif o.module in ("<hooks>", "<accumulate>"):
             reason = "backward products whose forward operator was not found"

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FORWARD_PHASES", "SCRIPT", "Call", "Ref", "Trace", "Value"]
+__all__ = ["FORWARD_PHASES", "OTHER_MODEL", "SCRIPT", "Call", "Ref", "Trace", "Value"]
 
 #: Module name of operators outside every module: the loss in the script, gradient clipping, metrics.
 SCRIPT = "<script>"
+#: Module of matrix products with a weight of a model that is not the recorded one.
+OTHER_MODEL = "<another model>"
 #: Phases in which the model's own code runs (``update`` is what the script does between backward and step).
 FORWARD_PHASES = ("forward", "recompute")
 
@@ -41,7 +43,7 @@ class Ref:
 class Value:
     """One tensor of the step at one moment (writing into a tensor makes a new value).
 
-    ``origin`` is op, parameter, buffer or input; ``name`` the parameter's or buffer's; ``producer`` the index of the
+    ``origin`` is op, parameter, buffer, foreign (a parameter of another model) or input; ``name`` the parameter's or buffer's; ``producer`` the index of the
     call that made it, -1 for one that came from outside; ``storage`` tells memory apart that views share; ``filled``
     is the share of entries that a sparse tensor stores.
     """

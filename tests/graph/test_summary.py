@@ -75,3 +75,19 @@ def test_not_every_product_of_activations_is_called_attention():
     (attention,) = remainders(found)
     assert attention.reason.startswith("attention's products")
     assert attention.names == ("blocks.0.attn", "blocks.1.attn")
+
+
+def test_products_with_another_models_weights_are_told_as_such():
+    """A critic with a gradient penalty (double backward) beside the generator that the report is of."""
+    generator, critic = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def step():
+        made = generator(torch.randn(16, 4))
+        (slope,) = torch.autograd.grad(critic(made).sum(), made, create_graph=True)
+        (critic(made).mean() + ((slope.norm(dim=1) - 1) ** 2).mean()).backward()
+
+    report = record_step(generator, step)
+    other, hidden = remainders(report)
+    assert other.reason == "products with weights of another model, which the policy is not for"
+    assert other.flops > report.total_flops / 2
+    assert hidden.reason == "backward products whose forward operator was not found"  # the penalty's weight gradients

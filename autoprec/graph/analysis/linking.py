@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from autoprec.graph.analysis.flops import Gemm, conv_gemm, gemm_of
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.analysis.rules import Rules
-from autoprec.graph.trace import FORWARD_PHASES, Call, Trace
+from autoprec.graph.trace import FORWARD_PHASES, OTHER_MODEL, Call, Trace
 
 __all__ = ["Links", "Product", "link"]
 
@@ -42,6 +42,11 @@ class Links:
     unmatched: list[Call] = field(default_factory=list)
     modules: dict[int, str] = field(default_factory=dict)
     unknown: dict[str, int] = field(default_factory=dict)
+    foreign: list[str] = field(default_factory=list)
+
+    def other_model(self, gemm: Gemm) -> bool:
+        """Say whether an operand is a parameter of another model."""
+        return bool(self.foreign[gemm.a] or self.foreign[gemm.b])
 
 
 def classify(call: Call, rules: Rules) -> str:
@@ -57,9 +62,12 @@ def classify(call: Call, rules: Rules) -> str:
     return "view" if getattr(call.func, "is_view", False) else "opaque"
 
 
-def _parameters(trace: Trace, classes: list[str]) -> list[str]:
-    """Return, per value, the parameter it is a form of: every input of its making was, or was a constant."""
-    out = [value.name if value.origin == "parameter" else "" for value in trace.values]
+def _parameters(trace: Trace, classes: list[str], origin: str = "parameter") -> list[str]:
+    """Return, per value, the parameter it is a form of: every input of its making was, or was a constant.
+
+    ``origin`` may be ``foreign``: what is a form of another model's parameter has that as its name.
+    """
+    out = [value.name or origin if value.origin == origin else "" for value in trace.values]
     constant = [value.origin == "input" and value.shape == () for value in trace.values]
     for call in trace.calls:
         if classes[call.index] not in _CARRIES:
@@ -117,7 +125,7 @@ def _pick(candidates: list[Product], operands: set[str], gemm: Gemm) -> Product 
 def link(trace: Trace, names: ModelNames, rules: Rules) -> Links:
     """Classify every call, find the parameter behind every tensor and the forward call behind every backward call."""
     classes = [classify(call, rules) for call in trace.calls]
-    links = Links(classes, _parameters(trace, classes))
+    links = Links(classes, _parameters(trace, classes), foreign=_parameters(trace, classes, "foreign"))
     table = _forward_table(trace)
     made: dict[int, Product] = {}
     for call in trace.calls:
@@ -146,8 +154,10 @@ def _link_forward(trace: Trace, names: ModelNames, links: Links, call: Call, mad
     weight = _forward_weight(names, links.parameter_of, call, gemm)
     if not weight and links.classes[call.index] == "gemm":
         links.classes[call.index] = "attention"
+        if links.other_model(gemm):
+            links.modules[call.index] = OTHER_MODEL
     role = "recompute" if call.phase == "recompute" else "fprop"
-    product = Product(call, gemm, weight, role, call, call.module)
+    product = Product(call, gemm, weight, role, call, links.modules[call.index])
     made[call.index] = product
     links.products.append(product)
 
@@ -170,7 +180,9 @@ def _link_backward(trace: Trace, links: Links, call: Call, candidates: list[Prod
             links.products.append(Product(call, gemm, name, "dgrad", call, links.modules[call.index]))
         else:
             links.classes[call.index] = "attention"
-            if call.index not in links.forward_of:  # else: the derivative of an operator that is not a product itself
+            if links.other_model(gemm):
+                links.modules[call.index] = OTHER_MODEL
+            elif call.index not in links.forward_of:  # else: the derivative of an operator that is not a product itself
                 links.unmatched.append(call)
         return
     role = ("dgrad" if forward.weight in operands else "wgrad") if forward.weight else "agrad"
