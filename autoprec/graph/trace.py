@@ -43,9 +43,9 @@ class Ref:
 class Value:
     """One tensor of the step at one moment (writing into a tensor makes a new value).
 
-    ``origin`` is op, parameter, buffer, foreign (a parameter of another model) or input; ``name`` the parameter's or buffer's; ``producer`` the index of the
-    call that made it, -1 for one that came from outside; ``storage`` tells memory apart that views share; ``filled``
-    is the share of entries that a sparse tensor stores.
+    ``origin`` is op, parameter, buffer, foreign (a parameter of another model) or input; ``name`` the parameter's or
+    buffer's; ``producer`` the index of the call that made it, -1 for one that came from outside; ``storage`` tells
+    memory apart that views share; ``filled`` is the share of entries that a sparse tensor stores.
     """
 
     shape: tuple[int, ...]
