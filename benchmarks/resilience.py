@@ -1,6 +1,7 @@
 """What a search survives: kills of its driver, its children, its workers and nodes; a tracking server that is gone.
 
-    python benchmarks/resilience.py [kills children ray tracker workers] [--out FILE]
+    python benchmarks/resilience.py [kills children ray tracker workers ...] [--out FILE]
+    python benchmarks/resilience.py --list
 
 Prints a table per part. Driver, studies, signals, servers and clusters are real; ``kills``, ``tracker`` and ``workers``
 train a simulated script, ``children`` and ``ray`` a small real one. Damaged files: ``resilience_files.py``.
@@ -28,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from benchmarks.resilience_workers import children, ray, workers  # noqa: E402
+from tests.faults.points import POINTS  # noqa: E402
 from tests.faults.servers import SERVERS, serving  # noqa: E402
 
 Row = tuple[str, str, str]
@@ -222,7 +224,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="what a search survives")
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--out", type=Path, help="add the table to this file")
+    parser.add_argument("--list", action="store_true", help="print what broke from outside once, and its tests")
     arguments = parser.parse_args()
+    if arguments.list:
+        for number, (what, tests) in sorted(POINTS.items()):
+            print("\n  ".join((f"{number}. {what}", *(f"tests/{test}" for test in tests))))
+        return
     chosen = arguments.parts or list(PARTS)
     for part in chosen:
         if part not in PARTS:

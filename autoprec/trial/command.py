@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autoprec.errors import UsageError, nearest
+from autoprec.support.redact import remember
 
 __all__ = ["ScriptCommand"]
 
@@ -48,6 +49,7 @@ class ScriptCommand:
         """
         where = Path(cwd) if cwd is not None else Path.cwd()
         words = list(tokens)
+        remember(words)  # whoever prints them again, it is not written down
         launched = bool(words) and words[0] == "--"
         if launched:
             words = words[1:]

@@ -239,7 +239,7 @@ class Search:
             model=graph.model,
             groups={group.name: group.layers for group in setup.problem.groups},
             trials=self.options.trials,
-            resume_command=self.options.resume_command(),
+            resume_command=self.options.resume_command(stored=True),
             notes=(*host.notes, *graph.notes),
         )
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from autoprec.errors import StudyError, UsageError
 from autoprec.support.files import canonical_json
-from autoprec.support.redact import redact_arguments
+from autoprec.support.redact import redact_arguments, redact_uri
 
 __all__ = [
     "FEWEST_STEPS",
@@ -93,8 +93,8 @@ class SearchOptions:
             out["calibration"] = f"{calibration['device']} ({calibration['date']}), sha256 {digest}"
         return out
 
-    def resume_command(self) -> str:
-        """Return the command line that continues this search."""
+    def resume_command(self, *, stored: bool = False) -> str:
+        """Return the command line that continues this search; to be ``stored``, with the script's secrets hidden."""
         words = ["autoprec", "search", "--resume"]
         for field in fields(self):
             value = getattr(self, field.name)
@@ -102,13 +102,13 @@ class SearchOptions:
                 continue
             flag = {"budget_s": "--budget"}.get(field.name, f"--{field.name.replace('_', '-')}")
             if field.name == "storage":
-                value = re.sub(r"(://[^:/@]*):[^@]*@", r"\1:PASSWORD@", value)
+                value = redact_uri(re.sub(r"(://[^:/@]*):[^@]*@", r"\1:PASSWORD@", value), hidden="PASSWORD")
             if value is True:
                 words.append(flag)
             elif value is not None and value is not False:
                 words += [flag, f"{value:g}s" if field.name == "budget_s" else str(value)]
         words += ["--study", self.study]
-        script = list(self.command)
+        script = redact_arguments(self.command) if stored else list(self.command)
         return shlex.join(words) + " " + shlex.join(script)
 
     def study_dir(self) -> Path:

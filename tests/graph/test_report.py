@@ -81,3 +81,11 @@ def test_a_file_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
         monkeypatch.setattr(f"{load.__module__}.MAX_GRAPH_BYTES", 1 << 16)
         with pytest.raises(FileError, match="larger than 65536 bytes"):
             load("/dev/zero")
+
+
+def test_a_step_nested_without_a_bound_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "step.json"
+    path.write_text('{"layers": ' + "[" * 200_000 + "]" * 200_000 + "}")
+    for load in (load_report, load_graph):
+        with pytest.raises(FileError, match="is not a"):
+            load(path)

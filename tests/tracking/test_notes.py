@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+from markdown_it import MarkdownIt
+
 from autoprec.tracking.notes import parent_note, parent_params, shown_metrics, trial_name
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
@@ -14,8 +17,24 @@ def test_the_winner_table_comes_first(result: SearchResult) -> None:
     assert lines[2].startswith("| **the policy** | 2.50x | 4 ms |")
     assert "/somewhere" not in "\n".join(lines)
     assert "autoprec run --policy policy.yaml train.py" in lines
-    assert "| `h.*.mlp (2)` | fp8: saves 3 ms / adds little |" in lines
+    assert "| `h.*.mlp (2)` | fp8: saves 3 ms &#124; adds little |" in lines
     assert "What mattered most: `layer:h.0.mlp` (50% of time, 25% of divergence)." in lines
+
+
+@pytest.mark.parametrize(
+    "bad", ["<img src=x onerror=PWNED()>", "![x](http://evil/PWNED.png)", "a`|[PWNED](x)|`\x1b[2J"]
+)
+def test_a_hostile_name_makes_no_markup(result: SearchResult, bad: str) -> None:
+    rows = [{"layers": bad, "text": bad}]
+    hostile = replace(
+        result, reason=bad, target=bad, script=bad, policy=bad, presets=({**result.presets[0], "name": bad},),
+        explanation={**result.explanation, "layers": rows},
+    )  # fmt: skip
+    note = parent_note(hostile)
+    page = MarkdownIt("commonmark").enable("table").render(note)
+    assert "PWNED" in page
+    assert not [tag for tag in ("<img", "<a ", "<script") if tag in page]
+    assert note.isprintable() or set(filter(lambda c: not c.isprintable(), note)) == {"\n"}
 
 
 def test_a_study_without_figures_still_has_a_note(result: SearchResult) -> None:

@@ -178,7 +178,7 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     console.print(report.terminal_table(result, engine.records))
     lines = [f"verdict: {result.verdict}. {result.reason}"]
     if result.resume:
-        lines.append(f"go on:   {result.resume}")
+        lines.append(f"go on:   {engine.options.resume_command()}")
     if result.policy:
         lines.append(f"policy:  {result.policy}")
     if "report.html" in files:

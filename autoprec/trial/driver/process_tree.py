@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from autoprec.support.redact import redact_text
 from autoprec.trial.processes import end_group, sweep
 
 __all__ = ["NewProcess", "ProcessTree"]
@@ -42,7 +43,7 @@ class ProcessTree(ABC):
         """Wait for the end; None when the time is over."""
 
     def _read(self) -> None:
-        written = 0
+        written, pending = 0, b""
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, self._reader)
             sink = None
@@ -55,15 +56,16 @@ class ProcessTree(ABC):
                     chunk = os.read(self._reader, 65536)
                 except OSError:
                     return
-                if not chunk:
-                    return
                 self._tail += chunk
                 del self._tail[:-_TAIL_BYTES]
                 if sink is not None and written < _LOG_BYTES:
+                    lines, pending = _whole_lines(pending + chunk, final=not chunk)
                     with contextlib.suppress(OSError):  # a full disk must not stop the trial
-                        sink.write(chunk[: _LOG_BYTES - written])
+                        sink.write(lines[: _LOG_BYTES - written])
                         sink.flush()
-                    written += len(chunk)
+                    written += len(lines)
+                if not chunk:
+                    return
 
     @property
     def tail(self) -> str:
@@ -84,6 +86,15 @@ class ProcessTree(ABC):
         self.wait(5.0)
         sweep(self._mark, [self.pid])
         self._pump.join(1.0)
+
+
+def _whole_lines(output: bytes, *, final: bool) -> tuple[bytes, bytes]:
+    """Split output into what may be written down, secrets hidden, and the beginning of a line that is not complete."""
+    end = max(output.rfind(b"\n"), output.rfind(b"\r")) + 1
+    if final or len(output) - end > _TAIL_BYTES:
+        end = len(output)
+    lines = redact_text(output[:end].decode("utf-8", "surrogateescape"))
+    return lines.encode("utf-8", "surrogateescape"), output[end:]
 
 
 class NewProcess(ProcessTree):

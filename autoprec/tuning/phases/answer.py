@@ -224,6 +224,6 @@ def search_result(
         timings={key: round(value, 3) for key, value in timings.items()},
         notes=tuple(ledger.notes),
         cut_short="; ".join(ledger.cut_short),
-        resume=setup.options.resume_command() if ledger.cut_short else "",
+        resume=setup.options.resume_command(stored=True) if ledger.cut_short else "",
         explanation=_explanation(setup, ledger, answer),
     )

@@ -134,6 +134,12 @@ class SearchResult:
     cut_short: str = ""
     resume: str = ""
 
+    def __post_init__(self) -> None:
+        """Hide secrets in what is said: notes may quote the script's own output."""
+        for name in ("reason", "cut_short", "script", "resume"):
+            object.__setattr__(self, name, redact_text(getattr(self, name)))
+        object.__setattr__(self, "notes", tuple(map(redact_text, self.notes)))
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document."""
         return asdict(self)

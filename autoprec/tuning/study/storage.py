@@ -16,6 +16,7 @@ from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
 
 from autoprec.errors import StudyError
+from autoprec.support.redact import redact_uri
 
 __all__ = [
     "PATIENCE_S",
@@ -40,7 +41,7 @@ _LIBPQ = {"connect_timeout": 10, "keepalives_idle": 30, "keepalives_interval": 1
 def without_password(url: str) -> str:
     """Return a storage URL fit to be shown."""
     try:
-        return make_url(url).render_as_string(hide_password=True)
+        return redact_uri(make_url(url).render_as_string(hide_password=True), hidden="***")
     except ArgumentError:
         return url
 

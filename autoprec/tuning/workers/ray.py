@@ -75,6 +75,8 @@ def connect(address: str) -> Any:
     # Ray would otherwise ask `uv` or rewrite the driver's environment for workers
     os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    if not address:  # a cluster of our own: its ports would be open to the whole network (Ray's switch has this name)
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     ray = require("ray", purpose="--engine ray")
     if ray.is_initialized():
         return ray
@@ -88,7 +90,6 @@ def connect(address: str) -> Any:
     }
     if not address:
         settings["include_dashboard"] = False
-        settings["_node_ip_address"] = "127.0.0.1"  # by default its ports are open to the whole network
     terminated = signal.getsignal(signal.SIGTERM)
     try:
         ray.init(**settings)

@@ -58,6 +58,7 @@ def test_addresses() -> None:
     assert sqlite_file("sqlite:////data/x.db") == Path("/data/x.db")
     assert sqlite_file("sqlite://") is sqlite_file(SERVER) is sqlite_file("") is None
     assert "secret" not in without_password(SERVER)
+    assert without_password("postgresql://db/x?user=me&password=secret") == "postgresql://db/x?password=***&user=me"
 
 
 def test_the_driver_of_the_database_has_the_last_word(tmp_path: Path) -> None:

@@ -36,7 +36,13 @@ for step in range(400):
 
 
 @pytest.fixture(scope="module")
-def ray() -> Iterator[Any]:
+def before() -> set[str]:
+    """Who listened before the cluster was started."""
+    return listening()
+
+
+@pytest.fixture(scope="module")
+def ray(before: set[str]) -> Iterator[Any]:
     from autoprec.tuning.workers.ray import connect
 
     with warnings.catch_warnings():
@@ -62,6 +68,25 @@ def hosts_of(folder: Path) -> list[str]:
         except OSError:
             continue
     return found
+
+
+def listening() -> set[str]:
+    """Addresses on which processes of this user listen for TCP; a table is read, nothing is asked."""
+    found = set()
+    for name, loopback in (("tcp", "0100007F"), ("tcp6", "00000000000000000000000001000000")):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            fields = line.split()
+            address, _, port = fields[1].partition(":")
+            mapped = "0000000000000000FFFF00000100007F"
+            if fields[3] == "0A" and int(fields[7]) == os.getuid() and address not in (loopback, mapped):
+                found.add(f"{address}:{int(port, 16)}")
+    return found
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_cluster_of_our_own_listens_on_the_loopback(before: set[str], ray: Any) -> None:
+    assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
+    assert listening() - before == set()
 
 
 @pytest.mark.filterwarnings("ignore")
