@@ -30,7 +30,7 @@ def visible(text: str) -> str:
 
 #: What would open a tag, a link, an image, a span of code or a column (written as an entity: a
 #: backslash would be undone by one before it).
-_MARKUP = re.compile(r"[<\[\]`|]")
+_MARKUP = re.compile(r"[<\[\]`]|(?<=\\\\)\|")
 
 
 def markdown_text(text: str) -> str:
@@ -41,4 +41,4 @@ def markdown_text(text: str) -> str:
     line = " ".join(visible(text).split("\n"))
     if len(line) > 2 and line[0] == line[-1] == "`":
         return "`" + line[1:-1].replace("`", "'").replace("|", "/") + "`"
-    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", line)
+    return _MARKUP.sub(lambda found: f"&#{ord(found[0])};", re.sub(r"(?<!\\)\|", r"\\|", line))

@@ -17,7 +17,7 @@ def test_the_winner_table_comes_first(result: SearchResult) -> None:
     assert lines[2].startswith("| **the policy** | 2.50x | 4 ms |")
     assert "/somewhere" not in "\n".join(lines)
     assert "autoprec run --policy policy.yaml train.py" in lines
-    assert "| `h.*.mlp (2)` | fp8: saves 3 ms &#124; adds little |" in lines
+    assert "| `h.*.mlp (2)` | fp8: saves 3 ms \\| adds little |" in lines
     assert "What mattered most: `layer:h.0.mlp` (50% of time, 25% of divergence)." in lines
 
 
