@@ -2,6 +2,7 @@
 
 import os
 import signal
+from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -26,6 +27,15 @@ FOREIGN = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "OPTUNA_STORAGE", "A
 def _own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in FOREIGN:
         monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def warm() -> Iterator[None]:
+    """The scripts that AutoPrec starts are forks of this process, which has PyTorch; see tests/warm.py."""
+    from tests.warm import warm_scripts
+
+    with warm_scripts():
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,6 +12,8 @@ from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.graph.report import GraphReport
 from autoprec.trial.protocol import TrialResult
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 TRAIN = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))

@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def searched(folder: Path) -> Outcome:
+def searched(folder: Path, warm: None) -> Outcome:
     before = Path.cwd()
     os.chdir(folder)
     try:

@@ -6,7 +6,7 @@ import pytest
 
 from tests.cli.helpers import Outcome, autoprec
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
 HEAD = """\
 import pathlib, torch

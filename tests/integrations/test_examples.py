@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from autoprec.support.optional import is_available
+from tests.warm import run_forked, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "integrations"
@@ -40,12 +38,11 @@ def test_example(tmp_path: Path, name: str) -> None:
         pytest.skip(f"{package} is not installed")
     policy = tmp_path / "policy.yaml"
     policy.write_text(POLICY, encoding="utf-8")
-    launcher = (
-        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if name in ("ddp", "fsdp2") else []
-    )
-    command = [sys.executable, "-W", "ignore", *launcher, str(FOLDER / f"{name}.py"), str(policy)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    script = FOLDER / f"{name}.py"
+    if name in ("ddp", "fsdp2"):
+        done = run_ranks(script, policy, cwd=tmp_path)
+    else:
+        done = run_forked([script, policy], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
     last = done.stdout.strip().splitlines()[-1]
     assert "loss 0." in last

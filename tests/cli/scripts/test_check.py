@@ -10,6 +10,8 @@ from autoprec.precision.recipes import by_recipe
 from autoprec.trial.protocol import TrialResult
 from tests.cli.helpers import autoprec
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 SCRIPT = """\
 import torch
 from torch import nn

@@ -186,6 +186,7 @@ def test_a_model_without_tunable_layers_is_said_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("warm")
 def test_a_real_script_is_recorded(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(

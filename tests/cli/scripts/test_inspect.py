@@ -10,6 +10,8 @@ from autoprec.cli.scripts.inspect import inspect
 from autoprec.errors import FileError, ScriptError, UsageError
 from autoprec.graph.report import GraphReport
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 TRAIN = """
 import torch
 torch.manual_seed(0)
@@ -24,7 +26,7 @@ for step in range(3):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, warm):
     """One recorded script for all tests: (output of --json, saved step, page)."""
     folder = tmp_path_factory.mktemp("inspect")
     script = folder / "train.py"

@@ -231,12 +231,10 @@ def test_replay_gives_what_forking_gives(host: Any) -> None:
         assert got.payload["gradient_noise"] == pytest.approx(expected.payload["gradient_noise"])
 
 
-TORCHRUN = ("torchrun", "--nproc-per-node", "2")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [(*TORCHRUN, "ddp.py"), (*TORCHRUN, "fsdp.py"), ("spawned.py",)])
+@pytest.mark.parametrize("tokens", [("torchrun", "--nproc-per-node", "2", "fsdp.py"), ("spawned.py",)])
 def test_several_ranks(tokens: tuple[str, ...], host: Any) -> None:
+    """FSDP2 under torchrun, DDP in children that the script starts itself; eight processes that import torch."""
     with host(*tokens, real=True) as runner:
         info = runner.start()
         trial = runner.run(TrialSpec(steps=3, warmup=0, policy=uniform("bf16")))

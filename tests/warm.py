@@ -1,0 +1,200 @@
+"""Scripts in forks of this process: PyTorch is imported once for all of them, where a new process takes 5 s for it.
+
+Nothing else differs for a script: its own session, arguments, environment, folder and output, and only its own
+objects. What real processes do (injection, launch modes, launchers) is tested with real ones.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import gc
+import importlib
+import os
+import runpy
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+
+from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
+
+__all__ = ["Ended", "run_forked", "run_ranks", "warm_scripts"]
+
+#: What any first optimizer imports, and what the hooks and a trial do: imported once here, not in every fork.
+WARM = (
+    "torch._dynamo",
+    "autoprec.trial.inside.agent",
+    "autoprec.trial.inside.fork_server",
+    "autoprec.trial.inside.isolate.isolation",
+    "autoprec.applying.policy",
+    "autoprec.backends.emulated",
+    "autoprec.graph.trace",
+    "autoprec.graph.saved",
+    "autoprec.graph.analysis.rules",
+    "autoprec.optim.audit",
+    "autoprec.optim.optimizer",
+)
+
+
+def warm_up() -> None:
+    """Import what every script would."""
+    for name in WARM:
+        importlib.import_module(name)
+
+
+class ForkedScript(ProcessTree):
+    """Runs ``python script.py args`` in a fork of this process."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None) -> None:
+        reader, writer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(list(argv[1:]), env, cwd, writer, writer)
+        os.close(writer)
+        self._code: int | None = None
+        super().__init__(reader, mark, log)
+
+    def poll(self) -> int | None:
+        if self._code is None:
+            done, status = os.waitpid(self.pid, os.WNOHANG)
+            if done:
+                self._code = os.waitstatus_to_exitcode(status)
+        return self._code
+
+    def wait(self, timeout_s: float) -> int | None:
+        end = time.monotonic() + timeout_s
+        while self.poll() is None and time.monotonic() < end:
+            time.sleep(0.005)
+        return self._code
+
+
+def _start(argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None) -> ProcessTree:
+    """Start a process: a fork for a plain script, else (``-m``, a launcher) a new one."""
+    plain = len(argv) > 1 and argv[0] == sys.executable and argv[1].endswith(".py")
+    return (ForkedScript if plain else NewProcess)(argv, env, cwd, mark, log)
+
+
+@contextlib.contextmanager
+def warm_scripts() -> Iterator[None]:
+    """While this is open, the scripts that AutoPrec starts are forks of this process."""
+    warm_up()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autoprec.trial.driver.runner.NewProcess", _start)
+        yield
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A script that has ended: exit code, and what it (its first rank) wrote."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def run_forked(argv: Sequence[str | Path], cwd: Path) -> Ended:
+    """Run ``python argv`` to its end."""
+    return _run([_script(argv[0])], argv, cwd, {})
+
+
+def run_ranks(body: str | Path | Callable[[], object], *args: str | Path, cwd: Path, ranks: int = 2) -> Ended:
+    """Run a script, or a function, in several processes with the environment that ``torchrun`` gives them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    script = "" if callable(body) else body
+    return _run([body if callable(body) else _script(body)] * ranks, [script, *args], cwd, env)
+
+
+def _script(path: str | Path) -> Callable[[], object]:
+    return lambda: runpy.run_path(str(path), run_name="__main__")
+
+
+def _run(
+    bodies: Sequence[Callable[[], object]], argv: Sequence[str | Path], cwd: Path, env: Mapping[str, str]
+) -> Ended:
+    warm_up()
+    words = list(map(str, argv))
+    children: list[int] = []
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "wb") as nowhere:
+        for rank, body in enumerate(bodies):
+            own = {**os.environ, "OMP_NUM_THREADS": "1", **env}
+            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)} if env else {}
+            children.append(os.fork())
+            if children[-1] == 0:
+                _become(words, own, cwd, (nowhere if rank else out).fileno(), err.fileno(), body)
+        codes = [_end_of(pid) for pid in children]
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode("utf-8", "replace"))
+    return Ended(max(codes, key=abs), *texts)
+
+
+def _end_of(pid: int, timeout_s: float = 300) -> int:
+    """Return the exit code of a child; one that does not end is killed."""
+    end = time.monotonic() + timeout_s
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def _become(
+    argv: list[str], env: Mapping[str, str], cwd: Path, out: int, err: int, body: Callable[[], object] | None = None
+) -> NoReturn:
+    """In a child: become the process ``python argv``, and end."""
+    code = 0
+    try:
+        os.setsid()
+        os.dup2(out, 1)
+        os.dup2(err, 2)
+        os.closerange(3, 4096)  # among them the pipe by which a thread of the parent waits for an exec of its own
+        sys.stdout, sys.stderr = open(1, "w", buffering=1, closefd=False), open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+        faulthandler.enable(file=sys.stderr)
+        env = dict(env)
+        os.environ.clear()
+        os.environ.update(env)
+        os.chdir(cwd)
+        warnings.resetwarnings()
+        import torch
+
+        torch.set_num_threads(1)
+        gc.freeze()  # like a new process, it has only the script's own objects to go through
+        atexit._clear()
+        sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
+        if "AUTOPREC_TRIAL" in env:
+            from autoprec.trial.inside import agent
+
+            agent.install(env["AUTOPREC_TRIAL"])
+        (body or _script(argv[0]))()
+    except SystemExit as stop:
+        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+    except BaseException:
+        code = 1
+        sys.excepthook(*sys.exc_info())
+        traceback.print_exc()
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code)
