@@ -2,7 +2,9 @@
 
 The YAML has no key for a single layer, so the rules travel in ``AORecipeKwargs`` (and in a conversion before
 ``prepare`` for recipes beside the main one). Lists, not tuples: accelerate's own documentation shows tuples, which its
-YAML reader takes for text. A policy that is one delayed recipe for every layer becomes the Transformer Engine backend.
+YAML reader takes for text. accelerate converts with torchao's own forward, which cannot leave one product of a layer
+in high precision: layers that do are converted before ``prepare``. A policy that is one delayed recipe for every layer
+becomes the Transformer Engine backend.
 """
 
 from __future__ import annotations
@@ -19,6 +21,15 @@ from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import GEMMS
 
 __all__ = ["AccelerateExporter"]
+
+#: What ``accelerate launch`` refuses to start without; its command line overrides each of them.
+_ONE_PROCESS: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "NO",
+    "machine_rank": 0,
+    "num_machines": 1,
+    "num_processes": 1,
+}
 
 _KWARGS = '''
 
@@ -106,13 +117,14 @@ class AccelerateExporter:
         )
         state_losses(request, losses)
         files: dict[str, str] = {}
-        if main is not None and policy.activations != "bf16":
+        converts = main is not None and len(nearest_float8(main).plan.scaled) == len(GEMMS)
+        if (delayed or converts) and policy.activations != "bf16":
             losses.add(f"activations: {policy.activations}", "bf16: accelerate's FP8 runs under bf16 autocast")
         if main is not None and delayed:
             if "operators.norm: fp32" in losses.kept:
                 losses.kept["operators.norm: fp32"] = "Transformer Engine's own LayerNorm kernels compute in fp32"
             document: dict[str, Any] = {"mixed_precision": "fp8", "fp8_config": _te_config(request, main, losses)}
-        elif main is not None and nearest_float8(main).plan.scaled:
+        elif main is not None and converts:
             name = name_plans(policy, request.rules())[main]
             source = torchao_source(request, losses)
             files["precision_accelerate.py"] = source + _KWARGS.replace("@MAIN@", f'"{name}"')
@@ -123,8 +135,12 @@ class AccelerateExporter:
             source = torchao_source(request, losses)
             files["precision_accelerate.py"] = source + _PLAIN_KWARGS.replace("@MIXED@", f'"{mixed}"')
             document = {"mixed_precision": mixed}
-        files = {"accelerate_config.yaml": header(request, "accelerate") + dump_yaml(document), **files}
-        notes = ["accelerate launch --config_file accelerate_config.yaml train.py"]
+        text = header(request, "accelerate") + dump_yaml(_ONE_PROCESS | document)
+        files = {"accelerate_config.yaml": text, **files}
+        notes = [
+            "accelerate launch --config_file accelerate_config.yaml train.py; on several GPUs of one machine: "
+            "accelerate launch --multi_gpu --num_processes N --config_file accelerate_config.yaml train.py"
+        ]
         if "precision_accelerate.py" in files:
             notes.append("the YAML alone knows no layers: use Accelerator(**precision_accelerate.accelerator_kwargs())")
         return Export(self.name, files, losses.done(), tuple(notes), losses.kept)

@@ -17,6 +17,10 @@ __all__ = ["DeepSpeedExporter"]
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
+#: Gradients of these modules travel in the autocast dtype; the empty list sends every gradient in fp32.
+#: ``communication_data_type`` is not read once ``torch_autocast`` is on.
+_LINEAR = ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"]
+
 
 class DeepSpeedExporter:
     """DeepSpeed JSON."""
@@ -31,12 +35,12 @@ class DeepSpeedExporter:
         wanted = {high_dtype(request, rule.plan) for rule in request.rules() if not rule.plan.scaled}
         dtype = policy.activations
         config: dict[str, Any] = {}
+        gradients = policy.communication.gradients
         if dtype in _DTYPES:
-            modules = ["torch.nn.Linear", "torch.nn.Conv1d", "torch.nn.Conv2d", "torch.nn.Conv3d"]
             config["torch_autocast"] = {
                 "enabled": True,
                 "dtype": _DTYPES[dtype],
-                "lower_precision_safe_modules": modules,
+                "lower_precision_safe_modules": [] if gradients == "fp32" else _LINEAR,
             }
         runs = dtype if dtype != "keep" else "as the script wrote it"
         for rule in request.rules():
@@ -44,14 +48,12 @@ class DeepSpeedExporter:
                 lose_rule(losses, rule, f"{runs} (DeepSpeed has no FP8 key)")
             elif high_dtype(request, rule.plan) not in (dtype, "keep"):
                 lose_rule(losses, rule, f"{runs} (DeepSpeed's JSON knows no layers)")
-        gradients = policy.communication.gradients
-        if gradients == "bf16":
-            config["communication_data_type"] = "bf16"
-        elif gradients == "fp8":
-            losses.add("communication.gradients: fp8", "bf16")
-            config["communication_data_type"] = "bf16"
-        elif dtype in _DTYPES:
-            config["communication_data_type"] = "fp32"
+        if gradients != "fp32":
+            sent = dtype if dtype in _DTYPES else "bf16"
+            if dtype not in _DTYPES:
+                config["communication_data_type"] = sent
+            if gradients != sent:
+                losses.add(f"communication.gradients: {gradients}", sent)
         if policy.loss_scaling == "dynamic" and dtype != "fp16":
             losses.add("loss_scaling: dynamic", "none (DeepSpeed scales the loss for fp16 autocast only)")
         autocast_operators(request, losses, lost="the autocast dtype, also in a loss that the script computes itself")

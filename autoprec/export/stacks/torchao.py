@@ -158,6 +158,7 @@ from torchao.float8 import (
     convert_to_float8_training,
     precompute_float8_dynamic_scale_for_fsdp,
 )
+from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
 
 # (regular expression on module names, plan); the first match wins
 RULES = @RULES@
@@ -173,6 +174,25 @@ def configs(emulate=False, gather_float8=False):
     return @CONFIGS@
 
 @PLAN_OF@
+
+def cast_operands(module):
+    """Cast both operands where a product stays in high precision; torchao's own forward casts the input alone.
+
+    Its backward would multiply a bf16 gradient by the float32 weight, which no GEMM takes.
+    """
+    casts = [value for name, value in vars(module.config).items() if name.startswith("cast_config_")]
+    if all(cast.scaling_type is not ScalingType.DISABLED for cast in casts):
+        return
+
+    def forward(x):
+        kind = x.device.type
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+        weight = module.weight.to(dtype)
+        out = matmul_with_hp_or_float8_args.apply(x.to(dtype), weight.t(), module.linear_mm_config, module.config)
+        return out if module.bias is None else out + module.bias.to(out.dtype)
+
+    module.forward = forward
+
 
 def apply(model, emulate=False, skip=(), gather_float8=False):
     """Convert the model in place and return it; emulate=True runs the same rounding without FP8 hardware.
@@ -190,6 +210,8 @@ def apply(model, emulate=False, skip=(), gather_float8=False):
 
         convert_to_float8_training(model, module_filter_fn=chosen, config=config)
     for name, module in model.named_modules():
+        if isinstance(module, Float8Linear):
+            cast_operands(module)
         dtype = DTYPES.get(plan_of(name))
         if isinstance(module, nn.Linear) and dtype is not None and not hasattr(module, "precision_dtype"):
             run_in(module, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import yaml
 
 from autoprec.export import Export, Request, export, exporter
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.optional import is_available
 from autoprec.testing.exporters import MODELS, POLICIES
+from tests.export.toys import one_rule
 
 
 def test_accelerate_writes_lists() -> None:
@@ -35,10 +38,8 @@ def test_one_delayed_recipe_becomes_the_transformer_engine_backend() -> None:
 
 def test_a_recipe_per_layer_travels_in_kwargs() -> None:
     config, done = _config("mixed")
-    assert config == {
-        "mixed_precision": "fp8",
-        "fp8_config": {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False},
-    }
+    assert config["mixed_precision"] == "fp8"
+    assert config["fp8_config"] == {"backend": "AO", "pad_inner_dim": True, "enable_fsdp_float8_all_gather": False}
     source = done.files["precision_accelerate.py"]
     assert 'MAIN = "fp8_rowwise"' in source, "three layers of the model run it"
     assert any("accelerator_kwargs" in note for note in done.notes)
@@ -47,8 +48,33 @@ def test_a_recipe_per_layer_travels_in_kwargs() -> None:
 @pytest.mark.parametrize(("case", "mixed"), [("bf16", "bf16"), ("fp16", "fp16"), ("empty", "no")])
 def test_without_fp8_the_mode_is_that_of_the_activations(case: str, mixed: str) -> None:
     config, done = _config(case)
-    assert config == {"mixed_precision": mixed}
+    assert config["mixed_precision"] == mixed
+    assert "fp8_config" not in config
     assert f'{{"mixed_precision": "{mixed}"}}' in done.files["precision_accelerate.py"]
+
+
+def test_layers_with_a_product_in_high_precision_are_converted_before_prepare() -> None:
+    """accelerate converts with torchao's own forward, whose backward would multiply bf16 by float32 there."""
+    done = export(one_rule("fp8_tensorwise", gemms={"dgrad": "bf16"}, match="*"), "accelerate", layers=["a", "b"])
+    assert yaml.safe_load(done.files["accelerate_config.yaml"])["mixed_precision"] == "no"
+    source = done.files["precision_accelerate.py"]
+    assert "return apply(model)" in source
+    assert "cast_operands(module)" in source
+
+
+@pytest.mark.skipif(not is_available("accelerate"), reason="accelerate is not installed")
+@pytest.mark.parametrize("case", ["delayed", "mixed", "bf16", "empty"])
+def test_accelerate_launch_takes_the_yaml_as_it_is(case: str, tmp_path: Path) -> None:
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+
+    for name, text in _config(case)[1].files.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    file = str(tmp_path / "accelerate_config.yaml")
+    assert load_config_from_file(file).num_processes == 1
+    line = ["--multi_gpu", "--num_processes", "2", "--config_file", file, "train.py"]
+    args, _, _ = _validate_launch_command(launch_command_parser().parse_args(line))
+    assert (args.num_processes, args.multi_gpu) == (2, True)
 
 
 def test_scales_that_the_backend_cannot_round_are_lost() -> None:

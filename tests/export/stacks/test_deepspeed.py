@@ -20,7 +20,8 @@ def _export(case: str, **update: Any) -> tuple[Any, Export]:
 def test_activations_become_torch_autocast_with_gradients_in_fp32(case: str, dtype: str) -> None:
     config, _ = _export(case)
     assert config["torch_autocast"]["dtype"] == dtype
-    assert config["communication_data_type"] == "fp32"
+    assert config["torch_autocast"]["lower_precision_safe_modules"] == [], "a module named here sends its gradient low"
+    assert "communication_data_type" not in config, "it is not read once torch_autocast is on"
 
 
 def test_a_script_left_alone_gets_no_section() -> None:
@@ -42,7 +43,7 @@ def test_rules_are_lost_one_by_one() -> None:
 
 def test_gradients_travel_in_bf16_where_fp8_is_asked_for() -> None:
     config, done = _export("state")
-    assert config["communication_data_type"] == "bf16"
+    assert "torch.nn.Linear" in config["torch_autocast"]["lower_precision_safe_modules"]
     assert "communication.gradients: fp8; instead: bf16" in done.lossy
 
 

@@ -24,7 +24,7 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import is_available
 from autoprec.testing.exporters import POLICIES
 from tests.export.readers import load_source
-from tests.export.toys import one_rule, toy_model
+from tests.export.toys import distance, one_rule, toy_model
 
 
 def test_torchao_never_shares_a_cast_config_and_always_names_its_dtype() -> None:
@@ -63,6 +63,31 @@ def test_the_exported_torchao_module_returns_what_the_policy_says_of_the_output(
     with module.autocast("cpu"):
         out = model(torch.randn(4, 160))
     assert out.dtype is (torch.float32 if wide else torch.bfloat16)
+
+
+@pytest.mark.skipif(not is_available("torchao.float8"), reason="torchao is not installed")
+@pytest.mark.parametrize("autocast", [True, False], ids=["autocast", "fp32"])
+@pytest.mark.parametrize("high", [("dgrad",), ("wgrad",), ("fprop",), ("dgrad", "wgrad")], ids="+".join)
+@pytest.mark.filterwarnings("ignore")
+def test_a_product_in_high_precision_trains_and_agrees_with_apply(high: tuple[str, ...], autocast: bool) -> None:
+    """torchao multiplies what it is given: a bf16 gradient by a float32 weight would raise in backward."""
+    policy = one_rule("fp8_tensorwise", gemms=dict.fromkeys(high, "bf16"))
+    policy = policy.model_copy(update={"activations": "bf16" if autocast else "keep"})
+    module = load_source(export(policy, "torchao").files["precision_torchao.py"], "precision_torchao")
+    ours, theirs, exact = toy_model(), module.apply(toy_model(), emulate=True), toy_model()
+    apply_policy(policy, ours, backend="emulated")
+    data = torch.randn(64, 160)
+
+    def gradients(model: nn.Module) -> list[torch.Tensor]:
+        x = data.clone().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast and model is theirs):
+            low = torch.bfloat16 if autocast and model is not exact else torch.float32  # of the layer before
+            loss = model(x.to(low)).float().square().mean()
+        loss.backward()  # outside autocast, which would cast the operands of torchao's own products
+        return [tensor.grad for tensor in (x, *model.parameters()) if tensor.grad is not None]
+
+    reference, mine = gradients(exact), gradients(ours)
+    assert distance(gradients(theirs), mine) < distance(mine, reference)
 
 
 def test_the_nearest_plan_has_one_dtype_per_operand_and_current_scales() -> None:
