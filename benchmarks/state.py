@@ -41,9 +41,9 @@ from autoprec.policy.levels import LEVELS  # noqa: E402
 
 CHART = {"amp-bf16": 16, "te": 16, "msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7, "bf16-sr-fp8": 6}
 STATES = {
-    "msamp-o1": LEVELS["msamp-o1"].optimizer,
-    "msamp-o2": LEVELS["msamp-o2"].optimizer,
-    "msamp-o3": LEVELS["msamp-o3"].optimizer,
+    "msamp-o1-exact": LEVELS["msamp-o1-exact"].optimizer,
+    "msamp-o2-exact": LEVELS["msamp-o2-exact"].optimizer,
+    "msamp-o3-exact": LEVELS["msamp-o3-exact"].optimizer,
     "bf16-sr": LEVELS["bf16-sr"].optimizer,
     "bf16-kahan": LEVELS["bf16-kahan"].optimizer,
     "bf16-sr-fp8": LEVELS["bf16-sr-fp8"].optimizer,
@@ -311,7 +311,7 @@ def section_guard() -> dict[str, Any]:
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8))
-    optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), STATES["msamp-o2"], model)
+    optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), STATES["msamp-o2-exact"], model)
     runtime = runtime_of(optimizer)
     assert runtime is not None
     runtime.guard.outlier = 20.0

@@ -3,7 +3,7 @@
 A backend answers one question, "can you run this GEMM, under this recipe, at this size, here?", with yes or a reason a
 person can read, and hands out an execution for a layer's plan. ``emulated`` runs every recipe anywhere with true values
 and no speed-up; ``native`` calls torch's scaled products; ``torchao`` and ``transformer_engine`` call theirs from the
-layer's own forward; ``msamp`` converts whole models. A policy never names a backend: what a layer *is* does not depend
+layer's own forward. A policy never names a backend: what a layer *is* does not depend
 on who multiplies, and the conformance suite (:mod:`autoprec.testing.backends`) holds each of them to that.
 """
 
@@ -29,19 +29,12 @@ def _transformer_engine() -> Backend:
     return TransformerEngineBackend()
 
 
-def _msamp() -> Backend:
-    from autoprec.backends.msamp import MsampBackend
-
-    return MsampBackend()
-
-
 #: Builders by name; optional packages are imported when a backend is asked for, not here.
 BACKENDS: dict[str, BackendFactory] = {
     "emulated": EmulatedBackend,
     "native": NativeBackend,
     "torchao": _torchao,
     "transformer_engine": _transformer_engine,
-    "msamp": _msamp,
 }
 
 

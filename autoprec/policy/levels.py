@@ -65,6 +65,34 @@ class Level:
 
 _FP8_COMMUNICATION = CommunicationPolicy(gradients="fp8")
 
+
+def _msamp(level: str, summary: str, weights: str, *, exact: bool) -> Level:
+    """One of MS-AMP's levels, with its own formats (one power-of-two scale per tensor) or with ours."""
+    gradients, first, second = (
+        ("e4m3", "e4m3", "fp16_scaled") if exact else ("e4m3_tensor", "e4m3_tensor", "fp16_tensor")
+    )
+    moments = {} if level == "o1" else {"exp_avg": first, "exp_avg_sq": second}
+    return Level(
+        f"msamp-{level}{'-exact' if exact else ''}",
+        f"MS-AMP {level.upper()}: {summary}" + ("; exact scales, per 128 values where in FP8" if exact else ""),
+        "fp8_msamp",
+        _MSAMP_GEMM,
+        optimizer=OptimizerPolicy.model_validate({"weights": weights, "gradients": gradients, **moments}),
+        communication=_FP8_COMMUNICATION,
+    )
+
+
+#: MS-AMP's levels as the package stores them, whose first moment stalls under steady gradients; and with our scales.
+_MSAMP_LEVELS = tuple(
+    _msamp(name, summary, weights, exact=exact)
+    for exact in (False, True)
+    for name, summary, weights in (
+        ("o1", "FP8 GEMMs, FP8 weight gradients and communication, scaled FP16 weights", "fp16_scaled"),
+        ("o2", "O1 with a first moment in FP8 and a second moment in scaled FP16", "fp16_scaled"),
+        ("o3", "O2 with FP8 weights and scaled FP16 masters", "e4m3_master"),
+    )
+)
+
 #: Every level, by the name search spaces and presets use.
 LEVELS: dict[str, Level] = {
     made.name: made
@@ -84,34 +112,7 @@ LEVELS: dict[str, Level] = {
             "fp8_delayed",
             BUILTIN_RECIPES["fp8_delayed"],
         ),
-        Level(
-            "msamp-o1",
-            "MS-AMP O1: FP8 GEMMs, FP8 weight gradients and communication, scaled FP16 weights",
-            "fp8_msamp",
-            _MSAMP_GEMM,
-            optimizer=OptimizerPolicy(weights="fp16_scaled", gradients="e4m3"),
-            communication=_FP8_COMMUNICATION,
-        ),
-        Level(
-            "msamp-o2",
-            "MS-AMP O2: O1 with a first moment in FP8 and a second moment in scaled FP16",
-            "fp8_msamp",
-            _MSAMP_GEMM,
-            optimizer=OptimizerPolicy(
-                weights="fp16_scaled", gradients="e4m3", exp_avg="e4m3", exp_avg_sq="fp16_scaled"
-            ),
-            communication=_FP8_COMMUNICATION,
-        ),
-        Level(
-            "msamp-o3",
-            "MS-AMP O3: O2 with FP8 weights and scaled FP16 masters",
-            "fp8_msamp",
-            _MSAMP_GEMM,
-            optimizer=OptimizerPolicy(
-                weights="e4m3_master", gradients="e4m3", exp_avg="e4m3", exp_avg_sq="fp16_scaled"
-            ),
-            communication=_FP8_COMMUNICATION,
-        ),
+        *_MSAMP_LEVELS,
         Level(
             "bf16-kahan",
             "BF16 weights with Kahan compensation instead of FP32 masters; BF16 gradients, FP32 state",

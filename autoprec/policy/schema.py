@@ -83,14 +83,16 @@ class OperatorPolicy(_Frozen):
 class OptimizerPolicy(_Frozen):
     """Storage of weights, their gradients and optimizer state (bytes per value in docs/state.md).
 
-    ``e4m3_master`` is MS-AMP O3's FP8 weight with a scaled FP16 master; ``gradients`` is what a weight gradient is
-    held in between backward and step.
+    ``e4m3_master`` is MS-AMP O3's FP8 weight with a scaled FP16 master; the ``_tensor`` formats are MS-AMP's as well:
+    one power-of-two scale per tensor. ``gradients`` is what a weight gradient is held in between backward and step.
     """
 
     weights: Literal["fp32", "fp16_scaled", "bf16_stochastic", "bf16_kahan", "e4m3_master"] = "fp32"
-    exp_avg: Literal["fp32", "bf16", "e4m3"] = "fp32"
-    exp_avg_sq: Literal["fp32", "fp16_scaled", "e4m3_block", "int8_block"] = "fp32"
-    gradients: Literal["fp32", "bf16", "e4m3"] = Field("fp32", description="weight gradients between backward and step")
+    exp_avg: Literal["fp32", "bf16", "e4m3", "e4m3_tensor", "int8_block"] = "fp32"
+    exp_avg_sq: Literal["fp32", "fp16_scaled", "fp16_tensor", "e4m3_block", "int8_block"] = "fp32"
+    gradients: Literal["fp32", "bf16", "e4m3", "e4m3_tensor"] = Field(
+        "fp32", description="weight gradients between backward and step"
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -64,7 +64,7 @@ def test_accelerate_backends() -> None:
     ao = import_policy({"fp8_config": {"backend": "AO"}}, layers=["a", "b", "c"])
     assert [p.keeps for p in resolve(ao.policy, ["a", "b", "c"]).values()] == [True, False, True]
     msamp = import_policy({"fp8_config": {"backend": "MSAMP", "opt_level": "O2"}})
-    assert msamp.policy.optimizer.exp_avg == "e4m3"
+    assert msamp.policy.optimizer.exp_avg == "e4m3_tensor"
     assert import_policy({"mixed_precision": "bf16"}).policy.activations == "bf16"
 
 

@@ -8,7 +8,14 @@ from hypothesis import strategies as st
 from autoprec.errors import UnknownNameError
 from autoprec.optim.codecs import CODECS, PairCodec, StochasticCodec, _look_up, codec
 
-LOSSY = {"bf16": 2**-8, "e4m3": 2**-4, "fp16_scaled": 2**-11, "e4m3_block": 2**-4, "int8_block": 0.05}
+LOSSY = {
+    "bf16": 2**-8,
+    "e4m3": 2**-4,
+    "fp16_scaled": 2**-11,
+    "fp16_tensor": 2**-11,
+    "e4m3_block": 2**-4,
+    "int8_block": 0.05,
+}
 
 
 def values(seed: int, shape: tuple[int, ...], exponent: int, positive: bool) -> torch.Tensor:
@@ -43,6 +50,40 @@ def test_large_values_keep_the_relative_precision_of_the_format(key):
     assert error <= LOSSY.get(how.name, 2**-4)
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_msamps_format_is_one_power_of_two_scale_per_tensor_and_stalls_where_ours_does_not(seed):
+    """msamp/common/tensor/meta.py: 2 ** floor(log2(max / amax)); both round to nearest."""
+    x = values(seed, (64, 64), -9 + seed, False)
+    formats = {("exp_avg", "e4m3_tensor"): torch.float8_e4m3fn, ("exp_avg_sq", "fp16_tensor"): torch.float16}
+    for key, dtype in formats.items():
+        x = x.square() if key[0] == "exp_avg_sq" else x
+        scale = 2.0 ** math.floor(math.log2(torch.finfo(dtype).max / x.abs().max().item()))
+        expected = (x * scale).to(dtype).float() / scale
+        assert torch.equal(CODECS[key].decode(CODECS[key].encode(x), x.shape), expected)
+    gradient, share = values(seed, (256,), 0, False), {}
+    for name in ("e4m3_tensor", "e4m3", "int8_block"):
+        how, moment = CODECS["exp_avg", name], torch.zeros(256)
+        for _ in range(100):
+            moment = how.decode(how.encode(0.9 * moment + 0.1 * gradient), moment.shape)
+        share[name] = (moment / gradient).mean().item()
+    assert share["e4m3_tensor"] < 0.85
+    assert share["e4m3"] > 0.9
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_the_signed_map_is_that_of_torchao_and_its_largest_value_is_exact_on_either_side(sign):
+    quant = pytest.importorskip("torchao.optim.quant_utils")
+    table = torch.tensor(quant.create_dynamic_map(True))
+    x = torch.cat([torch.tensor([sign]), torch.linspace(-0.99, 0.99, 255)]).view(1, 256)
+    how = CODECS["exp_avg", "int8_block"]
+    found = how.decode(how.encode(x), x.shape)
+    assert found[0, 0] == sign
+    theirs = table[quant.quantize_8bit_with_qmap(sign * x[0], table).int()] * sign
+    # they differ at the edges of decades, where the nearest value is not that of the interval
+    assert ((found[0] / theirs - 1).abs() > 1e-6).float().mean() < 0.03
+    assert ((found[0] - x[0]).abs() <= 0.0071).all()
+
+
 @pytest.mark.parametrize("key", list(CODECS), ids="/".join)
 def test_zeros_stay_zeros(key):
     how = CODECS[key]
@@ -50,7 +91,7 @@ def test_zeros_stay_zeros(key):
     assert torch.equal(how.decode(how.encode(x), x.shape), x)
 
 
-@pytest.mark.parametrize("key", [k for k in CODECS if k[0] == "exp_avg_sq"], ids="/".join)
+@pytest.mark.parametrize("key", [k for k in CODECS if k[0] == "exp_avg_sq" and k[1] != "fp16_tensor"], ids="/".join)
 def test_a_second_moment_is_never_flushed_to_zero(key):
     how = CODECS[key]
     x = torch.cat([torch.logspace(-30, 0, 512), torch.logspace(-12, -2, 256)])
@@ -94,7 +135,7 @@ def test_kahan_pair_remembers_sixteen_bits():
 
 
 @pytest.mark.parametrize("beta", [0.999, 0.95])
-@pytest.mark.parametrize(("what", "name"), [k for k in CODECS if k[0] == "exp_avg_sq"])
+@pytest.mark.parametrize(("what", "name"), [k for k in CODECS if k[0] == "exp_avg_sq" and k[1] != "fp16_tensor"])
 def test_a_moving_average_does_not_stall(what, name, beta):
     """The reason power-of-two scales are refused for state: after warm-up the stored average follows the true one."""
     how, generator = CODECS[what, name], torch.Generator().manual_seed(0)

@@ -19,9 +19,10 @@ def test_a_level_is_a_valid_policy_that_survives_a_file(name):
     [  # Azure/MS-AMP, docs/user-tutorial/optimization-level.md
         ("amp-fp16", "fp32", "fp32", "fp32", ("fp32", "fp32")),
         ("te", "fp32", "fp32", "fp32", ("fp32", "fp32")),
-        ("msamp-o1", "fp8", "fp16_scaled", "e4m3", ("fp32", "fp32")),
-        ("msamp-o2", "fp8", "fp16_scaled", "e4m3", ("e4m3", "fp16_scaled")),
-        ("msamp-o3", "fp8", "e4m3_master", "e4m3", ("e4m3", "fp16_scaled")),
+        ("msamp-o1", "fp8", "fp16_scaled", "e4m3_tensor", ("fp32", "fp32")),
+        ("msamp-o2", "fp8", "fp16_scaled", "e4m3_tensor", ("e4m3_tensor", "fp16_tensor")),
+        ("msamp-o3", "fp8", "e4m3_master", "e4m3_tensor", ("e4m3_tensor", "fp16_tensor")),
+        ("msamp-o3-exact", "fp8", "e4m3_master", "e4m3", ("e4m3", "fp16_scaled")),
     ],
 )
 def test_rows_of_the_chart(name, communication, weights, gradients, states):

@@ -41,10 +41,18 @@ def initialize(model, optimizer):
 
 
 def nearest_level(policy: Policy) -> tuple[str, OptimizerPolicy, CommunicationPolicy]:
-    """Return the MS-AMP level whose state is nearest to a policy's, and what it stores and sends."""
-    second = policy.optimizer.exp_avg == "e4m3" or policy.optimizer.exp_avg_sq == "fp16_scaled"
-    found = level("msamp-o2" if second else "msamp-o1")
-    return "O2" if second else "O1", found.optimizer, found.communication
+    """Return the MS-AMP level whose state is nearest to a policy's, and what the package stores and sends there."""
+    moments = {policy.optimizer.exp_avg, policy.optimizer.exp_avg_sq}
+    name = "O2" if moments & {"e4m3", "e4m3_tensor", "fp16_scaled", "fp16_tensor"} else "O1"
+    name = "O3" if policy.optimizer.weights == "e4m3_master" else name
+    found = level(f"msamp-{name.lower()}")
+    return name, found.optimizer, found.communication
+
+
+def _runs_te(plans: list[LayerPlan]) -> bool:
+    """Say whether the GEMMs are Transformer Engine's (delayed, not powers of two), which MS-AMP runs by ``use_te``."""
+    scalings = [recipe.scaling for plan in plans for recipe in plan.scaled]
+    return bool(scalings) and all(s is not None and s.scale == "delayed" and not s.power_of_2 for s in scalings)
 
 
 class MsAmpExporter:
@@ -77,14 +85,17 @@ class MsAmpExporter:
                 lose_rule(losses, rule, "the layer as the script wrote it")
         operator_losses(request, losses)
         autocast_operators(request, losses, lost="the autocast dtype: cast the logits in the script")
-        source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(set(eight))), LEVEL=name)
-        section = {"msamp": {"enabled": True, "opt_level": name, "use_te": False}}
+        own_level = "O2" if name == "O3" else name
+        source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(set(eight))), LEVEL=own_level)
+        te = _runs_te([rule.plan for rule in rules])
+        section = {"msamp": {"enabled": True, "opt_level": name, "use_te": te}}
         files = {
             "precision_msamp.py": header(request, "MS-AMP") + fill(source, PLAN_OF=PLAN_OF),
             "ds_msamp.json": json.dumps(section, indent=2) + "\n",
         }
-        notes = (
-            "runs in ghcr.io/azure/msamp:v0.4.0-cuda12.2 on H100 only: MS-AMP looks for 'h100' in the device name",
-            "O3 (FP8 weights) exists under DeepSpeed ZeRO 1/2 only: set opt_level in ds_msamp.json",
-        )
-        return Export(self.name, files, losses.done(), notes, losses.kept)
+        notes = ["runs in ghcr.io/azure/msamp:v0.4.0-cuda12.2 on H100 only: MS-AMP looks for 'h100' in the device name"]
+        if name == "O3":
+            notes.append("O3 exists under DeepSpeed ZeRO 1/2 only, by ds_msamp.json; the Python module asks for O2")
+        if te:
+            notes.append("use_te: under DeepSpeed the GEMMs are Transformer Engine's, in a model built of its layers")
+        return Export(self.name, files, losses.done(), tuple(notes), losses.kept)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import pytest
+
 from autoprec.export import Request, export, exporter
 from autoprec.export.stacks.msamp import nearest_level
 from autoprec.policy.levels import level
@@ -18,6 +20,25 @@ def test_msamp_o2_is_exact_but_for_the_output() -> None:
     done = export(level("msamp-o2").policy(), "msamp", allow_lossy=True)
     assert [loss.what for loss in done.losses] == ["operators.output: fp32"]
     assert '"opt_level": "O2"' in done.files["ds_msamp.json"]
+
+
+@pytest.mark.parametrize("name", ["o1", "o2", "o3"])
+def test_a_level_of_our_own_lists_what_the_package_stores_differently(name: str) -> None:
+    done = export(level(f"msamp-{name}-exact").policy(), "msamp", allow_lossy=True)
+    assert json.loads(done.files["ds_msamp.json"])["msamp"] == {
+        "enabled": True,
+        "opt_level": name.upper(),
+        "use_te": False,
+    }
+    lost = {loss.what for loss in done.losses if "e4m3_tensor" in loss.instead or "fp16_tensor" in loss.instead}
+    moments = {"optimizer.exp_avg: e4m3", "optimizer.exp_avg_sq: fp16_scaled"} if name != "o1" else set()
+    assert lost == {"optimizer.gradients: e4m3"} | moments
+
+
+def test_transformer_engine_under_msamp() -> None:
+    body = level("te").policy().model_copy(update={"optimizer": level("msamp-o2").optimizer})
+    done = export(body, "msamp", allow_lossy=True)
+    assert json.loads(done.files["ds_msamp.json"])["msamp"]["use_te"] is True
 
 
 def test_the_level_is_that_of_the_optimizer_state() -> None:

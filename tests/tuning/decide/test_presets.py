@@ -54,7 +54,8 @@ def test_edge_blocks_and_head_are_left_out_where_the_name_says_so() -> None:
 def test_levels_of_the_space_are_presets() -> None:
     problem = Problem.build(gpt(), load_space("msamp-levels"))
     found = dict(presets(problem))
-    assert found["O2"]["optimizer.exp_avg"] == "e4m3"
+    assert found["O2"]["optimizer.exp_avg"] == "e4m3_tensor"
+    assert found["O2-exact"]["optimizer.exp_avg"] == "e4m3"
     assert found["O1"]["communication.gradients"] == "fp8"
 
 
