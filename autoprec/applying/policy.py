@@ -6,8 +6,9 @@ checkpointing, autocast and gradient accumulation. An empty policy changes nothi
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,12 @@ import torch
 from torch import nn
 
 from autoprec import policy as policies
+from autoprec.applying import compiling, swap
 from autoprec.applying.attention import AttentionExecutions, attention_refusal
 from autoprec.applying.compiling import restore_execution, set_execution
 from autoprec.applying.operators import RootExecution
 from autoprec.applying.raw_weights import RawWeightExecutions
-from autoprec.applying.swap import install, install_root, uninstall, uninstall_root
+from autoprec.applying.swap import install, install_root, swapped_base, uninstall, uninstall_root
 from autoprec.applying.units import Unit, tunable_layers, tunable_units, unwrap
 from autoprec.backends import Backend, choose, get
 from autoprec.errors import UnsupportedError
@@ -51,8 +53,16 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
         PolicyMismatchError: a rule that is not optional matches no layer.
         UnsupportedError: a layer cannot run its recipe; the message names layer, recipe and reason.
         UnknownNameError: no such backend.
+
+    Whatever ends it, an interrupt included, the model is then as it was before.
     """
     root = unwrap(model)
+    if isinstance(root, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "a TorchScript model runs compiled code, in which no layer can be given another precision",
+            where=swapped_base(root).__name__,
+            fix="apply the policy to the model as it was before torch.jit.script or torch.jit.trace",
+        )
     units = tunable_units(root)
     plans = resolve(policy, units, strict=strict)
     device = _device_of(root)
@@ -62,19 +72,43 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
         raise UnsupportedError(f"backend '{chosen.name}' cannot run here: {available.reason}", fix="use backend 'auto'")
     binder = _Binder(chosen, device, backend == "auto", strict)
     executions = {name: binder.bind(name, unit, plans[name]) for name, unit in units.items() if not plans[name].keeps}
-    remove_policy(root)
-    _install_all({name: made for name, made in executions.items() if made is not None}, units)
+    with _all_or_nothing(root):
+        remove_policy(root)
+        _install_all({name: made for name, made in executions.items() if made is not None}, units)
+        _install_root(root, policy, chosen, device, executions)
+        set_execution(root, policy.execution)
+
+
+def _install_root(
+    root: nn.Module, policy: policies.Policy, backend: Backend, device: str, executions: dict[str, Any]
+) -> None:
+    """Surround the model's forward, where the policy is about what happens between its layers."""
     if executions or policy.activations != "keep" or policy.operators.attention != "keep":
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
         kind = device.split(":")[0]
-        around = chosen.around_model()
         activations = _ACTIVATIONS.get(policy.activations)
-        root_execution = RootExecution(activations, policy.operators, kind, low, chosen.emulates_casts)
-        root_execution.context = around
+        root_execution = RootExecution(activations, policy.operators, kind, low, backend.emulates_casts)
+        root_execution.context = backend.around_model()
         reduction = DelayedReduction(root, executions.values())
         root_execution.before = reduction if reduction.slots else None
         install_root(root, root_execution)
-    set_execution(root, policy.execution)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(root: nn.Module) -> Iterator[None]:
+    """Give every module back what it had, if the body does not come to its end."""
+    keys = (swap.ATTRIBUTE, swap.ROOT, compiling.ATTRIBUTE, "forward", "_compiled_call_impl")
+    before = [(m, type(m), {key: m.__dict__[key] for key in keys if key in m.__dict__}) for m in root.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, cls, held in before:
+            if type(module) is not cls:
+                module.__class__ = cls
+            for key in keys:
+                module.__dict__.pop(key, None)
+            module.__dict__.update(held)
+        raise
 
 
 def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:

@@ -8,8 +8,10 @@ Nothing else of the module changes: Parameters, buffers, hooks, attributes, name
 from __future__ import annotations
 
 import copy
+import copyreg
 import functools
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -39,7 +41,8 @@ _NOT_PICKLED = (
     "a model under a precision policy is pickled without its policy; "
     "call policy.apply(model) again where it is loaded, or save model.state_dict()"
 )
-_CLASSES: dict[tuple[type[nn.Module], str], type[nn.Module]] = {}
+#: (id of a class, kind) -> the class made from it. Not held: it lives while a module has it, and holds its base.
+_CLASSES: weakref.WeakValueDictionary[tuple[int, str], type[nn.Module]] = weakref.WeakValueDictionary()
 
 
 def execution_of(module: nn.Module) -> Any:
@@ -106,11 +109,6 @@ def _extra_repr(self: Any) -> str:
     return text if run is None else ", ".join(part for part in (text, f"precision=({run.describe()})") if part)
 
 
-def _new_module(base: type[nn.Module]) -> nn.Module:
-    made: nn.Module = object.__new__(base)
-    return made
-
-
 def _deepcopy(self: Any, memo: dict[int, Any]) -> Any:
     """Copy with the policy in place, so that an EMA or evaluation copy computes what the original computes."""
     new = object.__new__(type(self))
@@ -129,12 +127,16 @@ def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
     base = swapped_base(self)
     if ATTRIBUTE in self.__dict__ or ROOT in self.__dict__:
         warnings.warn(_NOT_PICKLED, stacklevel=2)
-    state = {key: value for key, value in self.__dict__.items() if key not in (ATTRIBUTE, ROOT, _COMPILED)}
-    return (_new_module, (base,), state)
+    state = base.__getstate__(self)
+    if isinstance(state, dict):  # what a class's own __getstate__ makes instead is its business
+        state = {key: value for key, value in state.items() if key not in (ATTRIBUTE, ROOT, _COMPILED)}
+        if isinstance(instance := state.get("forward"), _InstanceForward):
+            state["forward"] = instance.original
+    return (copyreg._reconstructor, (base, object, None), state)  # type: ignore[attr-defined]
 
 
 def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
-    found = _CLASSES.get((base, kind))
+    found = _CLASSES.get((id(base), kind))
     if found is None:
         namespace = {
             "forward": _FORWARDS[kind],
@@ -146,7 +148,7 @@ def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
             "__doc__": base.__doc__,
             "_autoprec_base": base,
         }
-        found = _CLASSES[base, kind] = type(base.__name__, (base,), namespace)
+        found = _CLASSES[id(base), kind] = type(base.__name__, (base,), namespace)
     return found
 
 
@@ -155,8 +157,7 @@ def install(module: nn.Module, kind: str, execution: Any) -> None:
     module.__dict__[ATTRIBUTE] = execution
     instance = module.__dict__.get("forward")
     if instance is not None and kind == "functional":
-        module.__dict__["forward"] = _InstanceForward(instance, execution)
-        return
+        module.__dict__["forward"] = _InstanceForward(instance, execution)  # hides that of the class
     if "_autoprec_base" not in type(module).__dict__:
         module.__class__ = _class_for(type(module), kind)
 
@@ -193,7 +194,7 @@ def _restore_instance_forward(module: nn.Module) -> None:
 
 
 def _root_class(base: type[nn.Module]) -> type[nn.Module]:
-    found = _CLASSES.get((base, "root"))
+    found = _CLASSES.get((id(base), "root"))
     if found is None:
 
         @functools.wraps(base.forward)
@@ -212,7 +213,7 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
             "__doc__": base.__doc__,
             "_autoprec_root_base": base,
         }
-        found = _CLASSES[base, "root"] = type(base.__name__, (base,), namespace)
+        found = _CLASSES[id(base), "root"] = type(base.__name__, (base,), namespace)
     return found
 
 
@@ -222,7 +223,7 @@ def install_root(model: nn.Module, root: RootExecution) -> None:
     instance = model.__dict__.get("forward")
     if instance is not None:
         model.__dict__["forward"] = _InstanceForward(instance, root)
-    elif "_autoprec_root_base" not in type(model).__dict__:
+    if "_autoprec_root_base" not in type(model).__dict__:
         model.__class__ = _root_class(type(model))
 
 

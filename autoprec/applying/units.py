@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from autoprec.applying.swap import swapped_base
 
@@ -41,10 +43,24 @@ class Unit:
     @property
     def weight(self) -> Tensor:
         """The weight, as it is now."""
-        found: Any = getattr(self.module, self.parameter)
+        found: Any = _attribute(self.module, self.parameter)
         held: Any = found.weight if isinstance(found, nn.Module) else found
         weight: Tensor = held
         return weight
+
+
+def _attribute(module: nn.Module, name: str) -> Any:
+    """Return an attribute; a parametrised weight is computed without a trace (spectral norm iterates in training)."""
+    if not is_parametrized(module, name):
+        return getattr(module, name, None)
+    how: Any = module.parametrizations[name]
+    training = [part for part in how.modules() if part.training]
+    how.eval()
+    try:
+        return getattr(module, name)
+    finally:
+        for part in training:
+            part.training = True
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -74,11 +90,13 @@ def kind_of(module: nn.Module) -> str:
     A linear layer with a forward of its own is ``functional``: its own code runs, and the GEMM in it is found when it
     multiplies by the weight.
     """
+    if isinstance(module, torch.jit.ScriptModule):
+        return ""  # its code is compiled: nothing done to it from Python reaches the GEMM
     base = swapped_base(module)
-    weight = getattr(module, "weight", None)  # a scripted module has no mapping of parameters
+    weight = module._parameters.get("weight")
     weight = weight if isinstance(weight, nn.Parameter) else None
     if weight is None and isinstance(module, nn.Linear):
-        weight = getattr(module, "weight", None)  # parametrised: the weight is computed
+        weight = _attribute(module, "weight")
     if (
         not isinstance(weight, Tensor)
         or not weight.is_floating_point()
@@ -98,7 +116,7 @@ def kind_of(module: nn.Module) -> str:
 
 def _raw_weights(module: nn.Module) -> Iterator[str]:
     """Yield the names of a module's own parameters that may be GEMM weights."""
-    if swapped_base(module).__module__.startswith("torch.nn."):
+    if isinstance(module, torch.jit.ScriptModule) or swapped_base(module).__module__.startswith("torch.nn."):
         return
     for name, parameter in module._parameters.items():
         if parameter is not None and not why_not_a_weight(name, parameter):
@@ -147,6 +165,6 @@ def tunable_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules of :func:`tunable_units` by name: a raw parameter is listed with the module that holds it."""
     found = {}
     for name, unit in tunable_units(model).items():
-        held = getattr(unit.module, unit.parameter)
+        held = unit.module._modules.get(unit.parameter)
         found[name] = held if isinstance(held, nn.Module) else unit.module
     return found

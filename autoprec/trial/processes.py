@@ -33,10 +33,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LOCK, _BEING_MADE_S = "lock", 60.0
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when the thread that started it ends (Linux; elsewhere nothing happens)."""
+def die_with_parent(sent: signal.Signals = signal.SIGKILL) -> None:
+    """Ask the kernel for a signal when the thread that started this process ends (Linux; elsewhere nothing happens)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sent, 0, 0, 0)
 
 
 def adopt_orphans() -> set[int]:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoprec.applying import policy as applying_policy
 from autoprec.applying.policy import Policy, apply_policy, load, remove_policy, tunable_layers, unwrap
 from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -216,3 +219,39 @@ def test_round_trip_through_a_file(tmp_path, model: Model, ids: torch.Tensor) ->
     again.apply(model)
     step(model, ids)
     assert again.audit(model).ok
+
+
+@pytest.mark.parametrize("place", ["install", "install_root", "set_execution"])
+@pytest.mark.parametrize("earlier", [False, True])
+def test_an_interrupted_apply_leaves_the_model_as_it_was(
+    model: Model, ids: torch.Tensor, place: str, earlier: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = uniform("fp8_rowwise", activations="bf16")
+    if earlier:
+        first.apply(model)
+    loss, classes = step(model, ids)[0], [type(m) for m in model.modules()]
+    original, calls = getattr(applying_policy, place), []
+
+    def interrupted(*args: object) -> None:
+        calls.append(args)
+        original(*args)
+        if len(calls) == (3 if place == "install" else 1):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(applying_policy, place, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        uniform("bf16", activations="bf16").apply(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert torch.equal(step(model, ids)[0], loss)
+    if earlier:
+        assert first.audit(model).ok
+
+
+@pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 8))])
+def test_a_torchscript_model_is_refused_and_its_layers_are_not_tunable(make: Callable[[nn.Module], nn.Module]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        scripted = make(nn.Sequential(nn.Linear(8, 8)))
+    with pytest.raises(UnsupportedError, match="TorchScript"):
+        uniform("bf16").apply(scripted)
+    assert list(tunable_layers(nn.Sequential(scripted, nn.Linear(8, 8)))) == ["1"]

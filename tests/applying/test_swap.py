@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import copy
+import gc
+import io
 import pickle
+import pickletools
+import warnings
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from autoprec.applying import swap
 from autoprec.applying.policy import Policy, remove_policy
 from autoprec.applying.swap import execution_of, root_of, swapped_base
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -110,3 +116,48 @@ def test_a_pickle_says_that_it_leaves_the_policy_out_and_only_then() -> None:
     copy.deepcopy(model)
     policy.remove(model)
     pickle.dumps(model)
+
+
+class Counted(nn.Sequential):
+    """Says itself what of it is pickled."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "saved": True}
+
+
+def test_a_pickle_names_nothing_of_autoprec() -> None:
+    model = Counted(nn.Linear(8, 8), Tagged(8, 8))
+    model[0].forward = model[0].forward  # as accelerate stores one on the instance
+    bf16(activations="bf16").apply(model)
+    stream = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pickle.dump(model, stream)
+    names = {str(arg) for _, arg, _ in pickletools.genops(stream.getvalue()) if isinstance(arg, str)}
+    assert "Tagged" in names
+    assert not [name for name in names if "autoprec" in name.lower()]
+    loaded = pickle.loads(stream.getvalue())
+    assert (type(loaded), type(loaded[1]), loaded.saved) == (Counted, Tagged, True)
+    assert loaded(torch.ones(1, 8)).dtype is torch.float32
+
+
+def test_classes_live_no_longer_than_the_models_that_have_them() -> None:
+    def once() -> None:
+        class Local(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner = Tagged(8, 8)
+
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return self.inner(x)  # type: ignore[no-any-return]
+
+        model = Local()
+        bf16(activations="bf16").apply(model)
+        assert type(model).__qualname__ == Local.__qualname__
+
+    gc.collect()
+    before = len(swap._CLASSES)
+    for _ in range(5):
+        once()
+    gc.collect()
+    assert len(swap._CLASSES) <= before

@@ -67,3 +67,12 @@ def test_parametrised_and_subclassed_linears() -> None:
     assert kind_of(Own(4, 4)) == "functional"
     assert kind_of(Named(4, 4)) == "linear"
     assert kind_of(nn.Linear(4, 4).to(torch.float8_e4m3fn).requires_grad_(False)) == "linear"
+
+
+def test_looking_at_a_parametrised_layer_does_not_change_it() -> None:
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(8, 12)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    unit = tunable_units(model)["0"]
+    assert (unit.kind, tuple(unit.weight.shape), unit.weight.requires_grad) == ("linear", (12, 8), True)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(module.training for module in model.modules())

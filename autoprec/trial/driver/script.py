@@ -7,7 +7,8 @@ import json
 import shutil
 import signal
 import subprocess
-import tempfile
+import sys
+import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,30 +17,40 @@ from typing import Any
 from autoprec.policy import Policy
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.environment import run_environment
-from autoprec.trial.processes import sweep
+from autoprec.trial.processes import die_with_parent, private_folder, sweep
 
 __all__ = ["run_script"]
 
+#: What a job scheduler, a shell or a person sends to the command is meant for the script.
+_MEANT_FOR_THE_SCRIPT = frozenset(
+    {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
+)
+_AWAITED = _MEANT_FOR_THE_SCRIPT | {signal.SIGCHLD}
+
 
 @contextlib.contextmanager
-def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGTERM on to the script; Ctrl-C reaches it by itself, being in the same foreground group."""
-
-    def terminate(number: int, _frame: Any) -> None:
-        process.send_signal(number)
-
+def _held_back() -> Iterator[set[signal.Signals] | None]:
+    """Block those signals while the script runs; gives the mask before, None where signals are somebody else's."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "sigtimedwait"):
+        yield None
+        return
+    before = {signal.Signals(s) for s in signal.pthread_sigmask(signal.SIG_BLOCK, _AWAITED)}
     try:
-        before = {
-            signal.SIGTERM: signal.signal(signal.SIGTERM, terminate),
-            signal.SIGINT: signal.signal(signal.SIGINT, lambda *_: None),
-        }
-    except ValueError:  # not in the main thread: signals are somebody else's
-        before = {}
-    try:
-        yield
+        yield before
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int:
+    """Wait for the script, and pass on every signal that this process alone was sent.
+
+    What the terminal sends (Ctrl-C, its end) comes from the kernel, to the whole foreground group: the script has it.
+    """
+    while process.poll() is None:
+        sent = signal.sigtimedwait(_AWAITED, 1.0)
+        if sent is not None and sent.si_signo in _MEANT_FOR_THE_SCRIPT and sent.si_code <= 0:
+            process.send_signal(sent.si_signo)
+    return process.returncode
 
 
 def run_script(
@@ -50,8 +61,9 @@ def run_script(
 ) -> int:
     """Run a script in its own process, with its own input, output, files and environment; returns its exit code.
 
-    The policy is applied inside the first training forward, in every rank; after that no hook is left, so steps cost
-    what they did. A policy that does not fit ends the script there with exit code 1 and the reason.
+    The policy is applied inside the first training forward of every model that is trained (of one class), in every
+    rank; after that no hook is left in a step, so it costs what it did. A policy that does not fit ends the script
+    there with exit code 1 and the reason. The script gets the signals this process gets, and SIGTERM when it is killed.
 
     Args:
         command: what to run.
@@ -61,17 +73,40 @@ def run_script(
             beside the script's working directory; False for none.
     """
     document = policy.to_dict() if isinstance(policy, Policy) else policy
-    private = Path(tempfile.mkdtemp(prefix="autoprec-run-"))
+    private = private_folder()
     mark = f"autoprec-{uuid.uuid4().hex}"
     target = command.cwd / "audit.json" if audit is True else (Path(audit).absolute() if audit else None)
     config = private / "run.json"
     settings = {"mode": "run", "policy": document, "backend": backend, "audit": str(target) if target else ""}
     config.write_text(json.dumps(settings), encoding="utf-8")
     try:
-        process = subprocess.Popen(command.argv(), env=run_environment(config, mark), cwd=command.cwd)
-        with _passed_on(process):
-            code = process.wait()
+        with _held_back() as mask:
+
+            def begin() -> None:  # in the script's process, before its program
+                die_with_parent(signal.SIGTERM)
+                signal.pthread_sigmask(signal.SIG_SETMASK, mask or ())
+
+            process = subprocess.Popen(
+                command.argv(),
+                env=run_environment(config, mark),
+                cwd=command.cwd,
+                preexec_fn=begin if mask is not None else None,
+            )
+            code = process.wait() if mask is None else _wait(process)
         sweep(mark)
+        return _told(code, private, document, target)
     finally:
         shutil.rmtree(private, ignore_errors=True)
+
+
+def _told(code: int, private: Path, document: dict[str, Any] | None, audit: Path | None) -> int:
+    """Return the exit code, after saying what became of the policy where the script could not."""
+    if (private / "refused").exists():
+        return code or 1  # the script went on after it was told to end
+    if document is None or (private / "applied").exists():
+        return code
+    lines = ["note: no training step was seen, so nothing ran under the policy"]
+    if audit is not None:
+        lines.append(f"note: {audit} was not written: there is nothing to audit")
+    print(*(f"autoprec: {line}" for line in lines), sep="\n", file=sys.stderr)
     return code

@@ -21,10 +21,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.errors import AutoPrecError
-from autoprec.support.text import visible
-from autoprec.trial.environment import MARK_VARIABLE
-from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE
 from autoprec.trial.inside.fork_server import serve_forks, settle
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.entropy import repeat_entropy
@@ -33,6 +30,7 @@ from autoprec.trial.inside.isolate.loaders import load_in_process
 from autoprec.trial.inside.isolate.seeding import clock_seeds, offset_seeds
 from autoprec.trial.inside.observe.discovery import Found, any_shared, discover, loss_parameters
 from autoprec.trial.inside.observe.hooks import Events, Hooks
+from autoprec.trial.inside.policy_run import PolicyRun
 from autoprec.trial.inside.trial import Trial
 from autoprec.trial.inside.zygote import leave_zygote, leave_zygote_at_first_seed, preload
 from autoprec.trial.messages import send_message
@@ -79,6 +77,7 @@ class Agent:
         self._loading: Any = None
         self._overlay: Any = None
         self._registered: Found | None = None
+        self._running: PolicyRun | None = None
         self._forked = False
         #: Parameters of models that are trained for a few steps before the real one; held, so that no id comes back.
         self._passed_over: dict[int, torch.Tensor] = {}
@@ -86,6 +85,8 @@ class Agent:
 
     def install(self) -> None:
         """Patch torch and start waiting."""
+        if self.mode == "run" and self.config.get("policy") is None:
+            return
         self.hooks.install()
         self.hooks.watch(self._on_training_call)
         self.hooks.events = _Backwards(self)
@@ -171,6 +172,8 @@ class Agent:
         """The script names its model and optimizers itself: nothing has to be found."""
         owned: list[torch.Tensor] = [p for p in model.parameters() if p.requires_grad]
         self._registered = Found([model], list(optimizers), owned, ["named by the script"])
+        if self._running is not None:
+            self._running.another(self._registered)
 
     def boundary(self, model: nn.Module) -> None:
         """A step has ended and the next begins: as good as a training forward where forwards cannot be seen."""
@@ -240,7 +243,10 @@ class Agent:
         self.hooks.events = Events()
         self._reached = True
         if self.mode == "run":
-            self._run(found)
+            if self.config.get("policy") is not None:
+                folder = Path(os.environ[CONFIG_VARIABLE]).parent
+                self._running = PolicyRun(self.config, self.hooks, folder, writer=_rank() == 0)
+                self._running.begin(found)
         elif self.mode == "trial":
             spec = TrialSpec.from_json(self.config["spec"])
             self._begin(spec, found, Path(self.config["result"]), float(self.config["asked"]), module, args, kwargs)
@@ -268,23 +274,6 @@ class Agent:
 
     def _may_fork(self, found: Found) -> bool:
         return self.config.get("launch") != "process" and not fork_obstacle(found)
-
-    def _run(self, found: Found) -> None:
-        """``autoprec run``: apply the policy and leave nothing else behind."""
-        try:
-            policy = apply_document(self.config.get("policy"), found, self.config.get("backend", "auto"))
-        except AutoPrecError as error:
-            sys.exit(f"autoprec: {visible(str(error))}")  # nobody may think that it trains under the policy
-        self.hooks.remove()
-        if policy is not None and _rank() == 0:
-            from autoprec.applying.audit import emulated_note
-
-            note = emulated_note(found.root)
-            if note:
-                print(f"autoprec: {note}", file=sys.stderr, flush=True)
-        audit = self.config.get("audit")
-        if policy is not None and audit and _rank() == 0:
-            atexit.register(lambda: Path(audit).write_text(json.dumps(policy.audit(found.root).to_json())))
 
     # ---------------------------------------------------------------- host
     def _host(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

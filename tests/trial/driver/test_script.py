@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,45 @@ def test_empty_policy_is_bit_identical_and_a_wrong_one_stops(tmp_path: Path) -> 
     assert wrong.returncode == 1
     assert "no.such.layer" in wrong.stderr
     assert wrong.stdout == ""
+
+
+#: prints what reaches it; knows nothing of torch, so it starts in a moment
+LISTENER = """
+import os, signal, sys, time
+def told(number, frame):
+    print("got", signal.Signals(number).name, flush=True)
+    os._exit(40)
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+    signal.signal(number, told)
+print(os.getpid(), os.environ["AUTOPREC_TRIAL"], flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGKILL])
+def test_the_script_gets_the_signals_and_does_not_outlive_the_command(sent: signal.Signals, tmp_path: Path) -> None:
+    script = tmp_path / "listen.py"
+    script.write_text(LISTENER)
+    argv = [sys.executable, "-c", CODE, "null", "", str(script)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]) as process:
+        assert process.stdout is not None
+        pid, config = process.stdout.readline().split()
+        process.send_signal(sent)
+        heard = process.stdout.read()
+        code = process.wait(30)
+    assert heard == f"got {'SIGTERM' if sent is signal.SIGKILL else sent.name}\n"
+    assert code == (-9 if sent is signal.SIGKILL else 40)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+    assert sent is signal.SIGKILL or not Path(config).parent.exists()  # then the next command removes it
+
+
+def test_a_script_that_never_trains_is_told_that_no_policy_ran(tmp_path: Path) -> None:
+    script = tmp_path / "nothing.py"
+    script.write_text("print('done')")
+    done = run(uniform("bf16"), str(tmp_path / "audit.json"), str(script))
+    assert (done.returncode, done.stdout) == (0, "done\n")
+    assert "no training step was seen" in done.stderr
+    assert "audit.json was not written" in done.stderr

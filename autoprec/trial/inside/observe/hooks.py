@@ -72,7 +72,7 @@ class Hooks:
         self._steps = 0
         self._watch_undo: Callable[[], None] | None = None
         self._announce: OnCall | None = None
-        self._in_method = False
+        self._in_method = self._telling = False
         self._finished: tuple[torch.Tensor, ...] | None = None
         self.backwards = 0
         #: The model whose forwards cannot be seen (``model.forward(x)``): every optimizer step announces the next.
@@ -103,6 +103,11 @@ class Hooks:
         while self._undo:
             self._undo.pop()()
 
+    def rest(self, on_optimizer: Callable[[Optimizer], None]) -> None:
+        """Take every patch off but a watch on optimizers that are made from now on; they may be half made."""
+        self.remove()
+        self._watch_optimizers(on_optimizer)
+
     def replace(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
         original = getattr(owner, name)
         replacement = make(original)
@@ -112,15 +117,18 @@ class Hooks:
         self._undo.append(lambda: setattr(owner, name, original))
 
     # ---------------------------------------------------------------- optimizers
-    def _patch_optimizers(self) -> None:
+    def _watch_optimizers(self, on_optimizer: Callable[[Optimizer], None]) -> None:
         def make_init(original: Any) -> Any:
             def __init__(optimizer: Optimizer, *args: Any, **kwargs: Any) -> None:  # noqa: N807
                 original(optimizer, *args, **kwargs)
-                self._optimizers.append(weakref.ref(optimizer))
+                on_optimizer(optimizer)
 
             return __init__
 
         self.replace(Optimizer, "__init__", make_init)
+
+    def _patch_optimizers(self) -> None:
+        self._watch_optimizers(lambda optimizer: self._optimizers.append(weakref.ref(optimizer)))
         before = register_optimizer_step_pre_hook(self._before_step)
         after = register_optimizer_step_post_hook(self._after_step)
         self._undo += [before.remove, after.remove]
@@ -254,8 +262,12 @@ class Hooks:
         original = nn.Module.__call__
 
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
-            if module.training and torch.is_grad_enabled() and not self._depth:
-                on_training_call(module, args, kwargs)
+            if module.training and torch.is_grad_enabled() and not self._depth and not self._telling:
+                self._telling = True  # what the watcher calls itself (a parametrised weight) is not the script's
+                try:
+                    on_training_call(module, args, kwargs)
+                finally:
+                    self._telling = False
                 current = nn.Module.__call__  # the callback may have put another watcher in place of this one
                 if current is not __call__:
                     return current(module, *args, **kwargs)

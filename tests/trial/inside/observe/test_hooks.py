@@ -103,3 +103,19 @@ def test_reentrant_checkpointing_is_one_backward() -> None:
         hooks.remove()
     assert log.seen == ["backward 4"]
     assert hooks.backwards == 1
+
+
+def test_what_the_watcher_calls_itself_is_not_watched() -> None:
+    hooks, model = Hooks(), nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)))
+    seen: list[nn.Module] = []
+
+    def looking(module: nn.Module, *_: Any) -> None:
+        seen.append(module)
+        assert model[0].weight.shape == (2, 2)  # computed by a module: this would never end
+
+    hooks.watch(looking)
+    try:
+        model(torch.ones(1, 2))
+    finally:
+        hooks.remove()
+    assert seen[:2] == [model, model[0]]

@@ -1,0 +1,199 @@
+"""``autoprec run`` in the script's process: the policy goes on every model it trains, one after the other.
+
+A cross validation trains one model per fold, a sweep one per try. The policy is applied inside the first training
+forward of each, and then every hook is taken off again but one: ``Optimizer.__init__`` tells that training may soon go
+on with something else. So a step costs what it did without AutoPrec.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoprec.applying.audit import emulated_note
+from autoprec.applying.swap import swapped_base
+from autoprec.applying.units import tunable_units
+from autoprec.errors import AutoPrecError
+from autoprec.support.text import visible
+from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.observe.discovery import Found, discover
+from autoprec.trial.inside.observe.hooks import Events, Hooks
+
+__all__ = ["APPLIED", "REFUSED", "PolicyRun"]
+
+#: Files beside the configuration that tell the driver what became of the policy.
+APPLIED, REFUSED = "applied", "refused"
+#: After so many training forwards a new optimizer that none of them needed is forgotten.
+_PATIENCE = 2000
+
+
+class PolicyRun:
+    """Applies one policy to every model of a kind that the script trains.
+
+    Args:
+        config: ``policy``, ``backend`` and ``audit`` (a path or an empty string) of the run.
+        hooks: those of the process; after each model only a watch on new optimizers is left of them.
+        folder: where the driver looks for :data:`APPLIED` and :data:`REFUSED`.
+        writer: False in every rank but the first: no messages, no audit.
+    """
+
+    def __init__(self, config: dict[str, Any], hooks: Hooks, folder: Path, *, writer: bool = True) -> None:
+        self._document, self._backend = config["policy"], config.get("backend", "auto")
+        self._audit = Path(config["audit"]) if config.get("audit") and writer else None
+        self._hooks, self._folder, self._writer = hooks, folder, writer
+        self._kind: tuple[type[nn.Module], frozenset[str]] | None = None
+        self._policy: Any = None
+        self._models: list[weakref.ref[nn.Module]] = []
+        self._fresh: list[tuple[weakref.ref[Optimizer], Callable[[], None]]] = []
+        self._forwards = 0
+        #: Held until its audit is taken: only where one was asked for does a model live longer than the script wants.
+        self._last: nn.Module | None = None
+        self._audits: list[dict[str, Any]] = []
+
+    def begin(self, found: Found) -> None:
+        """Apply the policy to what is trained now; called inside its first training forward.
+
+        Raises:
+            SystemExit: the policy does not fit. A script that catches even this is ended at its next training step.
+        """
+        self._models += [weakref.ref(root) for root in found.roots]
+        try:
+            if self._is_another_kind(found.root):
+                self._say(
+                    f"note: {type(found.root).__name__} is trained without the policy, which is for another model"
+                )
+            else:
+                self._apply(found)
+        except AutoPrecError as error:
+            self._refuse(str(error))
+        self._hooks.rest(self._on_optimizer)
+
+    def _apply(self, found: Found) -> None:
+        self._policy = apply_document(self._document, found, self._backend)
+        if self._kind is None:
+            self._kind = _kind_of(found.root)
+            (self._folder / APPLIED).touch()
+            self._say(emulated_note(found.root))
+            if self._audit is not None:
+                atexit.register(self._write_audit)
+        if self._audit is not None:
+            self._take_audit()
+            self._last = found.root
+
+    def _is_another_kind(self, root: nn.Module) -> bool:
+        """Say whether a later model is something else than a new copy of the first, such as a discriminator."""
+        if self._kind is None:
+            return False
+        cls, names = _kind_of(root)
+        built_in = cls.__module__.startswith("torch.nn.")  # any two models may be an nn.Sequential
+        return cls is not self._kind[0] or (built_in and names != self._kind[1])
+
+    # ---------------------------------------------------------------- the next model
+    def another(self, found: Found) -> None:
+        """The script names a model itself: begin with it, unless it is known."""
+        if all(ref() is not found.root for ref in self._models):
+            self.begin(found)
+
+    def _on_optimizer(self, optimizer: Optimizer) -> None:
+        if not self._fresh:
+            self._forwards = 0
+            self._hooks.watch(self._on_training_call)
+        # a loop that calls model.forward(x) is not seen before its first step
+        stepped = optimizer.register_step_post_hook(lambda *_: self._go_on())
+        self._fresh.append((weakref.ref(optimizer), stepped.remove))
+
+    def _on_training_call(self, module: nn.Module, _args: Any, _kwargs: Any) -> None:
+        self._forwards += 1
+        fresh = {id(p) for optimizer in self._waiting() for p in _parameters(optimizer)}
+        if not fresh or self._forwards > _PATIENCE:
+            self._forget()
+        elif any(id(p) in fresh for p in module.parameters()):
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """One of the new optimizers is in use: what it trains is a new model, or one that has the policy already."""
+        waiting = self._waiting()
+        self._forget()
+        roots = [root for ref in self._models if (root := ref()) is not None]
+        known = {id(p): root for root in roots for p in root.parameters()}
+        new = [o for o in waiting if not all(id(p) in known for p in _parameters(o))]
+        for optimizer in waiting:
+            if all(optimizer is not other for other in new) and self._policy is not None:
+                self._policy.wrap_optimizer(optimizer, model=known[id(next(_parameters(optimizer)))])
+        found = discover(new) if new else None
+        if found is not None:
+            self.begin(found)
+
+    def _waiting(self) -> list[Optimizer]:
+        return [optimizer for ref, _ in self._fresh if (optimizer := ref()) is not None and optimizer.param_groups]
+
+    def _forget(self) -> None:
+        for _, remove in self._fresh:
+            remove()
+        self._fresh = []
+        self._hooks.unwatch()
+
+    # ---------------------------------------------------------------- the end
+    def _refuse(self, reason: str) -> NoReturn:
+        """Nobody may think that it trains under the policy."""
+        (self._folder / REFUSED).touch()
+        print(f"autoprec: {visible(reason)}", file=sys.stderr, flush=True)  # a script may swallow what is raised
+
+        def again(*_: Any) -> None:
+            sys.stdout.flush()
+            os._exit(1)
+
+        self._hooks.events = _AnyBackward(again)
+        self._hooks.watch(again)
+        sys.exit(1)
+
+    def _take_audit(self) -> None:
+        if self._last is not None:
+            row = {"model": swapped_base(self._last).__name__} | self._policy.audit(self._last).to_json()
+            self._audits.append(row)
+            self._last = None
+
+    def _write_audit(self) -> None:
+        self._take_audit()
+        if self._audit is not None and self._audits:
+            self._audit.write_text(json.dumps(merged(self._audits)), encoding="utf-8")
+
+    def _say(self, line: str) -> None:
+        if line and self._writer:
+            print(f"autoprec: {visible(line)}", file=sys.stderr, flush=True)
+
+
+class _AnyBackward(Events):
+    def __init__(self, then: Any) -> None:
+        self._then = then
+
+    def before_backward(self, tensors: Any) -> None:  # noqa: ARG002
+        self._then()
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
+    return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _kind_of(root: nn.Module) -> tuple[type[nn.Module], frozenset[str]]:
+    return swapped_base(root), frozenset(tunable_units(root))
+
+
+def merged(audits: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return one audit document for one or several models; of several, the first that is not as asked is in front.
+
+    The others are in ``models``, in the order in which they were trained.
+    """
+    shown = next((row for row in audits if not row["ok"]), audits[-1])
+    document = {key: value for key, value in shown.items() if key != "model"}
+    return document if len(audits) == 1 else document | {"models": audits}
