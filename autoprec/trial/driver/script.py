@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -73,7 +74,7 @@ def run_script(
             beside the script's working directory; False for none.
     """
     document = policy.to_dict() if isinstance(policy, Policy) else policy
-    private = private_folder()
+    private, lock = private_folder()
     mark = f"autoprec-{uuid.uuid4().hex}"
     target = command.cwd / "audit.json" if audit is True else (Path(audit).absolute() if audit else None)
     config = private / "run.json"
@@ -97,6 +98,7 @@ def run_script(
         return _told(code, private, document, target)
     finally:
         shutil.rmtree(private, ignore_errors=True)
+        os.close(lock)
 
 
 def _told(code: int, private: Path, document: dict[str, Any] | None, audit: Path | None) -> int:
