@@ -127,7 +127,7 @@ def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
     base = swapped_base(self)
     if ATTRIBUTE in self.__dict__ or ROOT in self.__dict__:
         warnings.warn(_NOT_PICKLED, stacklevel=2)
-    state = base.__getstate__(self)
+    state = base.__getstate__(self)  # type: ignore[no-untyped-call]
     if isinstance(state, dict):  # what a class's own __getstate__ makes instead is its business
         state = {key: value for key, value in state.items() if key not in (ATTRIBUTE, ROOT, _COMPILED)}
         if isinstance(instance := state.get("forward"), _InstanceForward):

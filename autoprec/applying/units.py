@@ -53,7 +53,8 @@ def _attribute(module: nn.Module, name: str) -> Any:
     """Return an attribute; a parametrised weight is computed without a trace (spectral norm iterates in training)."""
     if not is_parametrized(module, name):
         return getattr(module, name, None)
-    how: Any = module.parametrizations[name]
+    held: Any = module.parametrizations
+    how: nn.Module = held[name]
     training = [part for part in how.modules() if part.training]
     how.eval()
     try:
