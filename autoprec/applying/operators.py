@@ -2,8 +2,8 @@
 
 Inside the root model's forward, and only there: ``activations`` is ``torch.autocast``; softmax, norms, embeddings and
 losses are computed in float32, whether a module, a function or a hand-written ``exp``/``sum``/``rsqrt`` chain computes
-them (the float32 list of CUDA autocast, on every device); SDPA runs in the dtype ``operators.attention`` names. A
-torch-function mode sees all of it without touching the model.
+them (the float32 list of CUDA autocast, on every device); SDPA, and the products of an attention written by hand, run
+in the dtype ``operators.attention`` names. A torch-function mode sees all of it without touching the model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from autoprec.numerics.plan import DTYPE_NAMES
@@ -30,51 +30,37 @@ _LOW = (torch.bfloat16, torch.float16)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+#: Names of the functions of torch, Tensor, torch.nn.functional and torch.linalg, by operator class: the float32 list of
+#: CUDA autocast (ATen/autocast_mode.h), and losses composed of it.
+_NAMES = {
+    "softmax": "softmax log_softmax softmin gumbel_softmax logsumexp",
+    "norm": "layer_norm batch_norm group_norm instance_norm rms_norm local_response_norm normalize cosine_similarity",
+    "loss": "cross_entropy nll_loss mse_loss l1_loss smooth_l1_loss huber_loss kl_div ctc_loss binary_cross_entropy "
+    "binary_cross_entropy_with_logits poisson_nll_loss gaussian_nll_loss cosine_embedding_loss hinge_embedding_loss "
+    "margin_ranking_loss triplet_margin_loss multi_margin_loss multilabel_margin_loss multilabel_soft_margin_loss "
+    "soft_margin_loss",
+    "embedding": "embedding embedding_bag",
+}
+#: The parts from which models write such operators by hand.
+_PARTS = {
+    "softmax": "exp expm1",
+    "norm": "pow square rsqrt mean var std norm var_mean sum cumsum prod log log1p log2 log10 reciprocal acos asin "
+    "cosh sinh tan erfinv cumprod dist pdist cdist renorm softplus vector_norm matrix_norm interpolate "
+    "__pow__ __rpow__ __rdiv__ __rtruediv__",
+}
+
+
 def _table() -> dict[Callable[..., Any], tuple[str, bool]]:
     """Return function -> (operator class, written by hand?)."""
-    softmax: list[Any] = [F.softmax, F.log_softmax, F.softmin, F.gumbel_softmax, torch.softmax, torch.log_softmax]
-    softmax += [Tensor.softmax, Tensor.log_softmax, torch.logsumexp, Tensor.logsumexp]
-    norm: list[Any] = [F.layer_norm, F.batch_norm, F.group_norm, F.instance_norm, F.rms_norm, F.local_response_norm]
-    norm += [F.normalize, F.cosine_similarity, torch.layer_norm, torch.group_norm, torch.rms_norm]
-    loss: list[Any] = [
-        F.cross_entropy,
-        F.nll_loss,
-        F.mse_loss,
-        F.l1_loss,
-        F.smooth_l1_loss,
-        F.huber_loss,
-        F.kl_div,
-        F.ctc_loss,
-    ]
-    loss += [F.binary_cross_entropy, F.binary_cross_entropy_with_logits, F.poisson_nll_loss, F.gaussian_nll_loss]
-    loss += [F.cosine_embedding_loss, F.hinge_embedding_loss, F.margin_ranking_loss, F.triplet_margin_loss]
-    loss += [F.multi_margin_loss, F.multilabel_margin_loss, F.multilabel_soft_margin_loss, F.soft_margin_loss]
-    exp = [torch.exp, Tensor.exp, torch.expm1, Tensor.expm1]
-    chain = [
-        "pow",
-        "square",
-        "rsqrt",
-        "mean",
-        "var",
-        "std",
-        "norm",
-        "var_mean",
-        "sum",
-        "cumsum",
-        "prod",
-        "log",
-        "log1p",
-    ]
-    found: dict[Any, tuple[str, bool]] = dict.fromkeys(softmax, ("softmax", False))
-    found |= dict.fromkeys(norm, ("norm", False)) | dict.fromkeys(loss, ("loss", False))
-    found |= {F.embedding: ("embedding", False), F.embedding_bag: ("embedding", False)}
-    found |= dict.fromkeys(exp, ("softmax", True))
-    for name in chain:
-        for owner in (torch, Tensor):
-            if hasattr(owner, name):
-                found[getattr(owner, name)] = ("norm", True)
-    found[torch.linalg.vector_norm] = found[torch.linalg.norm] = ("norm", True)
-    found[Tensor.__pow__] = ("norm", True)
+    found: dict[Any, tuple[str, bool]] = {}
+    for by_hand, table in ((False, _NAMES), (True, _PARTS)):
+        for kind, names in table.items():
+            for name in names.split():
+                for owner in (torch, Tensor, F, torch.linalg):
+                    # a trailing underscore (exp_) writes into a tensor whose dtype is what it is
+                    function = getattr(owner, name, None)
+                    if callable(function):
+                        found.setdefault(function, (kind, by_hand))
     return found
 
 
@@ -92,6 +78,37 @@ _PRODUCTS = frozenset(
         *(Tensor.matmul, Tensor.__matmul__, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm, Tensor.mv),
     }
 )
+
+
+#: Products that attention is written by hand with.
+_PAIRS = frozenset(
+    {torch.matmul, torch.bmm, torch.baddbmm, torch.mm, torch.einsum, Tensor.matmul, Tensor.__matmul__, Tensor.bmm}
+    | {Tensor.baddbmm, Tensor.mm}
+)
+#: Autograd nodes between a weight and what a product multiplies by: casts and views.
+_VIEWS = (
+    "ToCopy",
+    "View",
+    "Transpose",
+    "Permute",
+    "TBackward",
+    "Expand",
+    "Squeeze",
+    "Clone",
+    "Select",
+    "Slice",
+    "Split",
+)
+
+
+def _is_weight(value: Tensor) -> bool:
+    """Say whether a tensor is a Parameter, or a view or cast copy of one."""
+    if isinstance(value, nn.Parameter) or isinstance(value._base, nn.Parameter):
+        return True
+    node: Any = value.grad_fn
+    while node is not None and any(name in node.name() for name in _VIEWS):
+        node = next((following for following, _ in node.next_functions if following is not None), None)
+    return isinstance(getattr(node, "variable", None), nn.Parameter)
 
 
 def _wide(value: Any) -> Any:
@@ -139,7 +156,7 @@ class OperatorMode(TorchFunctionMode):
         entry = self.in_float32.get(func)
         if entry is not None:
             return self._float32(func, entry[0], args, kwargs)
-        if self.attention is not None and func is F.scaled_dot_product_attention:
+        if self.attention is not None and self._attends(func, args):
             return self._attend(func, args, kwargs)
         if self.emulated is not None and func in _PRODUCTS and torch.is_autocast_enabled(self.device):
             return self._emulate(func, args, kwargs, self.emulated)
@@ -180,10 +197,21 @@ class OperatorMode(TorchFunctionMode):
         if not torch.compiler.is_compiling():
             self.executed[kind] = what
 
+    def _attends(self, func: Callable[..., Any], args: tuple[Any, ...]) -> bool:
+        """Say whether this is attention: SDPA, or a product of two activations (the graph's scores and values)."""
+        if func is F.multi_head_attention_forward:  # its own products are not seen from here
+            runs = torch.get_autocast_dtype(self.device) if self.autocast else args[0].dtype
+            self._note("attention", DTYPE_NAMES.get(runs, str(runs)))
+        if func is F.scaled_dot_product_attention:
+            return True
+        operands = [value for value in args if isinstance(value, Tensor)][-2:]
+        if func not in _PAIRS or len(operands) < 2 or min(x.ndim for x in operands) < 2:
+            return False
+        return not any(_is_weight(x) for x in operands)
+
     def _attend(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         dtype: Any = self.attention
-        query = args[0] if args else kwargs["query"]
-        original = query.dtype
+        original = next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)).dtype
 
         def cast(value: Any) -> Any:
             return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoprec.applying.operators import widen
+from autoprec.applying.operators import FLOAT32_FUNCTIONS, widen
 from autoprec.applying.policy import Policy
 from autoprec.applying.swap import root_of
 
@@ -45,7 +48,58 @@ PROTECTED = {
     "norm by hand": ("norm", hand_rms_norm),
     "loss": ("loss", lambda h: F.cross_entropy(h, torch.zeros(len(h), dtype=torch.long))),
     "loss module": ("loss", nn.SmoothL1Loss()),
+    "a power of x": ("norm", lambda h: 2**h),
+    "one over x": ("norm", lambda h: 1 / h),
+    "distances": ("norm", F.pdist),
+    "softplus": ("norm", F.softplus),
+    "log2": ("norm", lambda h: h.abs().log2()),
+    "renorm": ("norm", lambda h: torch.renorm(h, 2, 0, 1.0)),
 }
+
+
+def cuda_float32_names() -> set[str]:
+    """Return the names in the float32 lists by which torch tests CUDA's autocast."""
+    path = Path(torch.__file__).parent / "testing" / "_internal" / "autocast_test_lists.py"
+    class_ = next(
+        n for n in ast.parse(path.read_text()).body if isinstance(n, ast.ClassDef) and n.name == "AutocastTestLists"
+    )
+    found = set()
+    for node in ast.walk(class_):
+        target = node.targets[0] if isinstance(node, ast.Assign) else None
+        if isinstance(target, ast.Attribute) and target.attr in ("torch_fp32", "nn_fp32", "methods_fp32"):
+            found |= {row.elts[0].value for row in node.value.elts}
+    return found
+
+
+def test_the_float32_list_is_that_of_cuda_autocast() -> None:
+    names = cuda_float32_names()
+    assert len(names) > 45
+    owners = (torch, torch.Tensor, F)
+    missing = {n for n in names if not any(getattr(owner, n, None) in FLOAT32_FUNCTIONS for owner in owners)}
+    assert missing == {"nll_loss2d"}  # which F.nll_loss calls
+
+
+def test_every_listed_function_of_one_argument_really_runs_in_float32() -> None:
+    skipped = {"erfinv"}  # bfloat16 has it not, on some builds
+    for name in [
+        "acos",
+        "asin",
+        "cosh",
+        "erfinv",
+        "log10",
+        "log2",
+        "reciprocal",
+        "sinh",
+        "tan",
+        "exp",
+        "expm1",
+        "rsqrt",
+    ]:
+        for owner in (torch, torch.Tensor):
+            model = Probe(lambda h, owner=owner, name=name: getattr(owner, name)(h.sigmoid() * 0.5))
+            Policy(activations="bf16").apply(model)
+            model(torch.randn(4, 8))
+            assert model.seen["result"] is torch.float32 or name in skipped, (owner, name)
 
 
 @pytest.mark.parametrize("case", PROTECTED)
@@ -100,6 +154,57 @@ def test_attention_runs_in_its_own_dtype(wanted: str, activations: str) -> None:
     }
     native = torch.float32 if activations == "keep" or wanted == "fp32" else torch.bfloat16
     assert model.seen["result"] is native
+
+
+def by_matmul(q: torch.Tensor) -> torch.Tensor:
+    return F.softmax(q @ q.transpose(-1, -2), -1).to(q.dtype) @ q
+
+
+def by_bmm(q: torch.Tensor) -> torch.Tensor:
+    return torch.bmm(torch.baddbmm(torch.zeros(1, 1, 1, dtype=q.dtype), q, q.mT).softmax(-1).to(q.dtype), q)
+
+
+def by_einsum(q: torch.Tensor) -> torch.Tensor:
+    p = torch.einsum("bik,bjk->bij", q, q).softmax(-1)
+    return torch.einsum("bij,bjk->bik", p.to(q.dtype), q)
+
+
+@pytest.mark.parametrize("attend", [by_matmul, by_bmm, by_einsum])
+@pytest.mark.parametrize("wanted", ["fp32", "bf16"])
+def test_attention_written_by_hand_runs_in_its_own_dtype(attend, wanted: str) -> None:
+    model = Probe(lambda h: attend(h.reshape(1, *h.shape)))
+    policy = Policy.model_validate({"activations": "bf16", "operators": {"attention": wanted}})
+    policy.apply(model)
+    products = []
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if "bmm" in str(func):
+                products.append(args[-1].dtype)
+            return func(*args, **(kwargs or {}))
+
+    with Products():
+        model(torch.randn(4, 8))
+    assert products == [torch.float32 if wanted == "fp32" else torch.bfloat16] * 2
+    assert policy.audit(model).operators["attention"]["executed"] == wanted
+
+
+def test_products_with_weights_are_not_attention_and_what_torch_hides_fails_the_check() -> None:
+    weight = nn.Parameter(torch.randn(2, 8, 8))
+    model = Probe(lambda h: torch.bmm(h.expand(2, 4, 8), weight.to(h.dtype)) @ weight.mT)
+    model.weight = weight
+    policy = Policy.model_validate({"activations": "bf16", "operators": {"attention": "fp32"}})
+    policy.apply(model)
+    model(torch.randn(4, 8))
+    assert model.seen["result"] is torch.bfloat16
+    assert "attention" not in root_of(model).ran
+
+    hidden = nn.MultiheadAttention(8, 2)
+    model = Probe(lambda h: hidden(h, h, h)[0])
+    policy.apply(model)
+    model(torch.randn(4, 8))
+    row = policy.audit(model).operators["attention"]
+    assert (row["ok"], row["executed"]) == (False, "bf16")
 
 
 def test_fp16_activations_are_emulated_on_a_cpu() -> None:
