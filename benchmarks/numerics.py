@@ -1,8 +1,8 @@
 """Figures of the numerics and backends: exactness against torch and torchao, CPU speed of the emulation, overheads.
 
-    python benchmarks/numerics.py [--only exact,gemm,linear,gpt,overhead,gradients] [--compiled] [--rounds 7] [--write]
+    python benchmarks/numerics.py [--only exact,gemm,linear,gpt,trial,overhead,gradients] [--compiled] [--rounds 7] [--write]
 
-``--write`` keeps the table as ``benchmarks/results/DATE_numerics.md``, goals missed included. Times are process CPU
+``--write`` keeps the table as ``benchmarks/results/DATE_numerics[_PARTS].md``, goals missed included. Times are process CPU
 time of one thread, taken in interleaved rounds: trust ratios, not milliseconds.
 """
 
@@ -247,6 +247,37 @@ def gpt(args: argparse.Namespace) -> list[Row]:
     ]
 
 
+def trial(args: argparse.Namespace) -> list[Row]:
+    """A whole training step of a modelled trial (the GPT, 2 x 256 tokens, AdamW): what a search pays per policy."""
+    torch.manual_seed(0)
+    model, ids = GPT(), torch.randint(0, 1024, (2, 256))
+
+    def step(name: str) -> Callable[[], None]:
+        net = copy.deepcopy(model)
+        if name:
+            policy = Policy.model_validate({"recipes": {"r": RECIPES[name]}, "default": "r"})
+            policy.apply(net, backend="emulated")
+        optimizer = torch.optim.AdamW(net.parameters())
+
+        def run() -> None:
+            optimizer.zero_grad()
+            net(ids).backward()
+            optimizer.step()
+
+        return run
+
+    names = ("bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4")
+    found = times({"": step("")} | {name: step(name) for name in names}, args.rounds)
+    rows: list[Row] = []
+    for name in names:
+        ratio = found[name] / found[""]
+        bound = 2.0 if name == "bf16" or name.startswith("fp8") else None
+        goal = "said" if bound is None else f"<= {bound} x fp32"
+        met = None if bound is None else ratio <= bound
+        rows.append((f"step of an emulated trial, 512 tokens: {name}", goal, f"{ratio:.2f} x fp32", met))
+    return rows
+
+
 def overhead(args: argparse.Namespace) -> list[Row]:
     """What the swap costs per layer call at 64 x 64, against the same casts written by hand."""
     x = torch.randn(64, 64)
@@ -308,7 +339,7 @@ def processor() -> str:
     return f"{named} ({', '.join(units) or 'no matrix instructions'})"
 
 
-PARTS = {f.__name__: f for f in (exact, gemm, linear, gpt, overhead, gradients)}
+PARTS = {f.__name__: f for f in (exact, gemm, linear, gpt, trial, overhead, gradients)}
 
 
 def main() -> int:
@@ -326,6 +357,7 @@ def main() -> int:
         f"`{' '.join(['python', 'benchmarks/numerics.py', *sys.argv[1:]])}`",
         "",
         f"{processor()}; {versions}; one thread, process CPU time, median of {args.rounds} interleaved rounds; "
+        f"torch's kernels use {torch.backends.cpu.get_cpu_capability()} (ATEN_CPU_CAPABILITY=avx2 asks for less); "
         f"load average {os.getloadavg()[0]:.1f} at the start; {time.strftime('%Y-%m-%d')}.",
         "",
         "| what | goal | found | met |",
@@ -338,7 +370,8 @@ def main() -> int:
             lines.append(f"| {what} | {goal} | {found} | {'' if met is None else 'yes' if met else '**no**'} |")
             print(lines[-1], flush=True)
     if args.write:
-        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}_numerics.md"
+        parts = "" if args.only == parser.get_default("only") else "_" + args.only.replace(",", "_")
+        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}_numerics{parts}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"written to {path.name}", file=sys.stderr)
     return 1 if missed else 0
