@@ -1,9 +1,10 @@
 """Figures of the numerics and backends: exactness against torch and torchao, CPU speed of the emulation, overheads.
 
-    python benchmarks/numerics.py [--only exact,gemm,linear,gpt,trial,overhead,gradients] [--compiled] [--rounds 7] [--write]
+    python benchmarks/numerics.py [--only PART,...] [--compiled] [--rounds 7] [--write]
 
-``--write`` keeps the table as ``benchmarks/results/DATE_numerics[_PARTS].md``, goals missed included. Times are process CPU
-time of one thread, taken in interleaved rounds: trust ratios, not milliseconds.
+The parts are exact, gemm, linear, gpt, trial, overhead and gradients. ``--write`` keeps the table as
+``benchmarks/results/DATE_numerics[_PARTS].md``, goals missed included. Times are process CPU time of one thread, taken
+in interleaved rounds: trust ratios, not milliseconds.
 """
 
 from __future__ import annotations

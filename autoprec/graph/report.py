@@ -123,7 +123,8 @@ class GraphReport:
 
     ``model`` is ``{"class", "parameters", "fingerprint"}``; ``groups`` maps a group's name to the layers that must
     move together; ``batch`` is ``{"samples", "tokens"}`` of one step where they could be seen; ``memory`` holds
-    bytes of parameters, gradients, optimizer state and tensors saved for backward.
+    bytes of parameters, gradients, optimizer state and tensors saved for backward. ``root_called`` is False where the
+    script calls the model's parts, and never the model: what surrounds its forward cannot be changed there.
     """
 
     model: dict[str, Any]
@@ -136,6 +137,7 @@ class GraphReport:
     memory: dict[str, int] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     source: str = "real"
+    root_called: bool = True
 
     @property
     def tunable(self) -> tuple[Layer, ...]:
@@ -161,6 +163,7 @@ class GraphReport:
             "memory": dict(self.memory),
             "notes": list(self.notes),
             "source": self.source,
+            "root_called": self.root_called,
         }
 
     @classmethod
@@ -190,6 +193,7 @@ class GraphReport:
             memory=document["memory"],
             notes=tuple(document["notes"]),
             source=document["source"],
+            root_called=document.get("root_called", True),
         )
 
 

@@ -221,6 +221,10 @@ class SearchSpace(_Frozen):
         values = tuple(v for v in self.execution if v not in same) if measured else ("keep",)
         return self.model_copy(update={"execution": values or ("keep",)})
 
+    def without_surroundings(self) -> SearchSpace:
+        """Return the space without what surrounds the model's forward, for a script that calls the model's parts."""
+        return self.model_copy(update={"activations": ("keep",), "attention": ("keep",)})
+
     def recipes_with(self, parameters: Mapping[str, Any]) -> dict[str, Recipe]:
         """Return all recipes with the values of recipe parameters put in."""
         recipes = self.all_recipes

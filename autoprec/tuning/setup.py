@@ -115,6 +115,8 @@ class Setup:
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
         measured = here and scale is None
         space = space.executed(compiled=host.compiled, measured=measured)
+        if not graph.root_called:
+            space = space.without_surroundings()
         cost = CostModel(graph, target, scale=scale, compiled=host.compiled or not measured, calibration=calibration)
         problem = Problem.build(graph, space, cost.can_run)
         return cls(

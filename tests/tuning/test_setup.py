@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoprec.errors import UsageError
@@ -11,10 +13,11 @@ from autoprec.tuning.sixteen_bit import sixteen_bit_space
 from tests.simulated import simulated_graph
 
 
-def setup(device: str = "cpu", **changes: object) -> Setup:
+def setup(device: str = "cpu", root_called: bool = True, **changes: object) -> Setup:
+    graph = replace(simulated_graph(2, width=4096, tokens=16384), root_called=root_called)
     asked: dict[str, object] = {"command": ("train.py",), "target": "h100", "study": "s"}
     host = HostInfo("fork", {"class": "GPT"}, (), ("AdamW",), device)
-    return Setup.of(SearchOptions(**(asked | changes)), host, simulated_graph(2, width=4096, tokens=16384))  # type: ignore[arg-type]
+    return Setup.of(SearchOptions(**(asked | changes)), host, graph)  # type: ignore[arg-type]
 
 
 def test_another_device_is_a_rehearsal_and_the_same_one_is_timed() -> None:
@@ -50,3 +53,11 @@ def test_a_restricted_setup_asks_about_less_of_the_same_script() -> None:
     assert "fp8_rowwise" in made.problem.choice_names
     assert not any("fp8" in name for name in small.problem.choice_names)
     assert small.steps.script().time_ms == made.steps.script().time_ms
+
+
+def test_a_script_that_calls_the_models_parts_only_keeps_what_surrounds_its_forward() -> None:
+    """``agent.get_value(x)``, never ``agent(x)``: autocast around the forward would never run, every trial mismatch."""
+    whole, parts = setup(space="hopper-fp8"), setup(space="hopper-fp8", root_called=False)
+    assert whole.problem.fixed["activations"] == "bf16"
+    assert (parts.problem.fixed["activations"], parts.problem.fixed["attention"]) == ("keep", "keep")
+    assert parts.problem.choice_names == whole.problem.choice_names

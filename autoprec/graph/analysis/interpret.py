@@ -108,6 +108,11 @@ def _notes(trace: Trace, links: Links) -> list[str]:
         notes.append(f"{op}: {count} calls of an operator without a rule; treated as opaque (extend with --rules)")
     if links.unmatched:
         notes.append(f"{len(links.unmatched)} backward matrix products could not be mapped to a forward layer")
+    if not trace.calls_of.get(""):
+        notes.append(
+            "the model is not called in this step, only its parts are: layers can change, what surrounds the model's "
+            "forward (activations, attention) cannot"
+        )
     if not trace.backwards:
         notes.append("no backward pass was recorded")
     if trace.guesses:
@@ -141,4 +146,5 @@ def interpret(
         memory=step_memory(trace, names, optimizers),
         notes=tuple(_notes(trace, links)),
         source=trace.source,
+        root_called=bool(trace.calls_of.get("")),
     )

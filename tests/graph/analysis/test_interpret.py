@@ -4,6 +4,7 @@ import torch
 from torch import nn
 
 from autoprec.graph.recorder import StepRecorder, record_step
+from autoprec.graph.report import GraphReport
 from tests.graph.models import BATCH, TOKENS, Decoder, decoder_step
 
 
@@ -54,3 +55,19 @@ def test_a_group_holds_only_layers_that_can_be_decided():
     report = recorder.report()
     assert report.groups == {"{a,b}": ("a", "b")}
     assert not report.layer("unused").tunable
+
+
+def test_a_model_whose_parts_are_called_and_never_itself_is_noted():
+    class Agent(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.actor = nn.Linear(8, 4)
+
+    agent = Agent()
+    report = record_step(agent, lambda: agent.actor(torch.randn(2, 8)).sum().backward())
+    assert not report.root_called
+    assert any("only its parts are" in note for note in report.notes)
+    assert GraphReport.from_json(report.to_json()) == report
+    whole = record_step(agent.actor, lambda: agent.actor(torch.randn(2, 8)).sum().backward())
+    assert whole.root_called
+    assert not whole.notes
