@@ -27,6 +27,7 @@ from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.support.files import file_lock, keep_earlier, write_json
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.source import source_digests
 from autoprec.tuning.checks import check_early
 from autoprec.tuning.decide.reasons import stay_explanation
 from autoprec.tuning.events import Listener, SearchInfo
@@ -207,7 +208,10 @@ class Search:
             StudyError: the setup differs, or the stored one is lost.
         """
         signature = self.options.signature(
-            setup.space.model_dump_json(), str(setup.graph.model["fingerprint"]), self._calibration
+            setup.space.model_dump_json(),
+            str(setup.graph.model["fingerprint"]),
+            self._calibration,
+            source_digests(self.command),
         )
         stored = store.signature
         if stored is None and store.records:

@@ -80,9 +80,20 @@ class SearchOptions:
             raise UsageError("--workers must not be negative", fix="leave it out to let AutoPrec choose")
 
     def signature(
-        self, space_text: str, fingerprint: str, calibration: Mapping[str, Any] | None = None
+        self,
+        space_text: str,
+        fingerprint: str,
+        calibration: Mapping[str, Any] | None = None,
+        sources: Mapping[str, str] | None = None,
     ) -> dict[str, Any]:
-        """Return everything that would change the answer: a resumed search must agree on all of it."""
+        """Return everything that would change the answer: a resumed search must agree on all of it.
+
+        Args:
+            space_text: the search space.
+            fingerprint: of the model.
+            calibration: rates laid over the target's.
+            sources: file -> digest (:func:`autoprec.trial.source.source_digests`).
+        """
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
         out: dict[str, Any] = {key: value for key, value in asdict(self).items() if key in kept}
         out["script"] = shlex.join(redact_arguments(self.command))  # a new password does not make another script
@@ -91,6 +102,8 @@ class SearchOptions:
         if calibration is not None:  # by what it says: the file may move, and studies without one stay as they were
             digest = hashlib.sha256(canonical_json(dict(calibration)).encode()).hexdigest()[:16]
             out["calibration"] = f"{calibration['device']} ({calibration['date']}), sha256 {digest}"
+        if sources:
+            out["sources"] = dict(sources)
         return out
 
     def resume_command(self, *, stored: bool = False) -> str:
@@ -122,11 +135,21 @@ def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str
     Raises:
         StudyError: naming every field that differs.
     """
+    if "sources" not in stored:  # of a version that did not look at them
+        asked = {key: value for key, value in asked.items() if key != "sources"}
     if canonical_json(stored) == canonical_json(asked):
         return
+    was, now = stored.get("sources", {}), asked.get("sources", {})
+    edited = [name for name in sorted({*was, *now}) if was.get(name) != now.get(name)]
+    if edited and {**stored, "sources": now} == asked:
+        raise StudyError(
+            f"what the study was measured with has been edited since: {', '.join(edited[:8])}",
+            where=where,
+            fix="take the edit back, or start a new study with --study NAME: the old reference does not hold any more",
+        )
     changed = [
         f"{key}: was {stored.get(key)!r}, is {asked.get(key)!r}"
-        for key in sorted({*stored, *asked})
+        for key in sorted({*stored, *asked} - {"sources"})
         if stored.get(key) != asked.get(key)
     ]
     raise StudyError(

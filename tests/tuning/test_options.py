@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import shlex
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -106,3 +107,16 @@ def test_the_signature_covers_what_changes_the_answer_and_nothing_else() -> None
 )
 def test_advice_for_a_short_script_can_be_followed(seen: int, warmup: int, advice: str) -> None:
     assert advice in fewer_steps(seen, warmup)
+
+
+def test_an_edited_script_is_named_and_an_old_study_without_its_text_goes_on() -> None:
+    def sign(**sources: str) -> dict[str, Any]:
+        return SearchOptions(command=("train.py",)).signature("space", "model", sources=sources)
+
+    check_signature(sign(), sign(a="1"), where="study")
+    check_signature(sign(a="1"), sign(a="1"), where="study")
+    with pytest.raises(StudyError, match="edited since: b, c\n"):
+        check_signature(sign(a="1", b="1"), sign(a="1", b="2", c="1"), where="study")
+    other = SearchOptions(command=("train.py",)).signature("space", "another", sources={"a": "2"})
+    with pytest.raises(StudyError, match="another setup"):
+        check_signature(sign(a="1"), other, where="study")

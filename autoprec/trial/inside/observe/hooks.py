@@ -57,8 +57,16 @@ class Events:
 
 
 def raw_loss(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the loss a GradScaler scaled, or the tensor itself."""
+    """Return the loss a GradScaler scaled, the weighted sum of a vector that backward is called on, or the tensor."""
     return getattr(tensor, "_autoprec_raw", tensor)
+
+
+def _weigh(roots: tuple[torch.Tensor, ...], weights: Any) -> None:
+    """``losses.backward(w)`` has the gradients of the scalar ``sum(w * losses)``: that is the loss of such a step."""
+    given = (weights,) if isinstance(weights, torch.Tensor) else tuple(weights or ())
+    for root, weight in zip(roots, given, strict=False):
+        if isinstance(weight, torch.Tensor) and root.numel() != 1 and weight.shape == root.shape:
+            root._autoprec_raw = (raw_loss(root).detach() * weight.detach()).sum()  # type: ignore[attr-defined]
 
 
 class Hooks:
@@ -167,6 +175,7 @@ class Hooks:
                 if self._depth:  # reentrant checkpointing calls backward inside backward
                     return original(tensors, *args, **kwargs)
                 roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+                _weigh(roots, args[0] if args else kwargs.get("grad_tensors"))
                 with self.inside_backward(roots):
                     out = original(tensors, *args, **kwargs)
                 if self._in_method:

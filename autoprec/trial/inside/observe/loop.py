@@ -91,6 +91,7 @@ class Loop(Events):
         self._losses: list[torch.Tensor] = []
         self._norms: list[torch.Tensor] = []
         self._pending: list[torch.Tensor] = []
+        self._vectors: list[torch.Tensor] = []
         self._clip: torch.Tensor | None = None
         self._closure_call = 0
         self._rates: list[tuple[dict[str, Any], Any]] = []
@@ -100,7 +101,6 @@ class Loop(Events):
         self.memory: dict[str, int] = {}
         self.skipped = 0
         self.backwards = 0
-        self.non_scalar = 0
         self.graphs = [compiled_graphs()]  # how many there were before the first step, and after each
         self.steps = 0
 
@@ -125,12 +125,13 @@ class Loop(Events):
         if self._closure_call > 1:
             return
         for tensor in tensors:
-            if tensor.numel() != 1:
-                self.non_scalar += 1
-                continue
             value = raw_loss(tensor).detach()
+            if value.numel() != 1:
+                continue
             value = value.to_local() if hasattr(value, "to_local") else value
-            self._pending.append(value.to(_SUM_DTYPE.get(value.device.type, torch.float64)).reshape(()).clone())
+            # gradients that a stage of the model is given are not losses: vectors count where nothing else does
+            into = self._pending if tensor.numel() == 1 else self._vectors
+            into.append(value.to(_SUM_DTYPE.get(value.device.type, torch.float64)).reshape(()).clone())
 
     def after_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:  # noqa: ARG002
         self.backwards += 1
@@ -198,11 +199,12 @@ class Loop(Events):
     def _commit(self, parameters: Sequence[torch.Tensor]) -> None:
         self.clock.pause()
         device = parameters[0].device if parameters else torch.device("cpu")
-        loss = torch.stack([p.to(device) for p in self._pending]).sum() if self._pending else torch.tensor(float("nan"))
+        seen = self._pending or self._vectors
+        loss = torch.stack([p.to(device) for p in seen]).sum() if seen else torch.tensor(float("nan"))
         norm = self._clip if self._clip is not None else gradient_norm(parameters)
         self._losses.append(loss)
         self._norms.append(norm)
-        self._pending, self._clip, self._closure_call = [], None, 0
+        self._pending, self._vectors, self._clip, self._closure_call = [], [], None, 0
         self.steps += 1
         self._beat()
         self.graphs.append(compiled_graphs())

@@ -92,3 +92,32 @@ def test_gradient_norm_of_nothing_is_nan() -> None:
     p = torch.zeros(2, requires_grad=True)
     p.grad = torch.tensor([3.0, 4.0])
     assert float(gradient_norm([p])) == pytest.approx(5.0)
+
+
+def test_a_vector_loss_counts_as_its_weighted_sum_where_nothing_else_does() -> None:
+    class EnoughError(Exception):
+        pass
+
+    def then(_loop: Loop) -> None:
+        raise EnoughError
+
+    model = nn.Linear(3, 4, bias=False)
+    nn.init.ones_(model.weight)
+    optimizer, hooks = torch.optim.SGD(model.parameters(), lr=0.0), Hooks()
+    hooks.install()
+    loop = Loop(Found([model], [optimizer], [model.weight]), total=3, clock=CpuClock(), then=then)
+    hooks.events = loop
+    try:
+        loop.start()
+        model(torch.ones(3)).backward(torch.full((4,), 0.25))
+        optimizer.step()
+        torch.autograd.backward([model(torch.ones(3))], grad_tensors=[torch.full((4,), 0.5)])
+        optimizer.step()
+        out = model(torch.ones(3))  # a stage's gradient beside a true loss is not a loss
+        out.backward(torch.ones(4), retain_graph=True)
+        out.mean().backward()
+        with pytest.raises(EnoughError):
+            optimizer.step()
+    finally:
+        hooks.remove()
+    assert loop.losses == [3.0, 6.0, 3.0]
