@@ -17,7 +17,7 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
-from tests.faults.secrets import COMMAND_LINES, WAYS, leaks, planted
+from tests.faults.planted import COMMAND_LINES, WAYS, leaks, planted
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 PLANTED = list(zip(*planted(), strict=True))
