@@ -1,11 +1,13 @@
 """Files a trial writes go to private layers: the user's directories are read, never changed.
 
-Every path belongs to the longest matching prefix: the working directory, the script's directory and ``/`` are guarded;
-the temporary directory, caches, devices and our own directories are free. A write to a guarded path lands in the top
-layer, a read sees the layers from the top down and then the real file, a removal masks what lies below: what a trial
-writes it can read back, list, rename and change into. This file decides *where* a path is; ``overlay_calls`` puts that
-under ``open`` and ``os`` and so ``pathlib``, ``shutil``, ``tarfile`` and the rest of the standard library. Libraries
-that open files in C are given the right path by ``savers``; what is left is refused by the kernel (``landlock``).
+A path is followed first: links are resolved as the trial sees them, those it made itself included, so that
+``latest/metrics.csv`` is the file it stands for, under whatever name. Every path belongs to the longest matching
+prefix: the working directory, the script's directory and ``/`` are guarded; the temporary directory, caches, devices
+and our own directories are free. A write to a guarded path lands in the top layer, a read sees the layers from the top
+down and then the real file, a removal masks what lies below: what a trial writes it can read back, list, rename and
+change into. This file decides *where* a path is; ``overlay_calls`` puts that under ``open`` and ``os`` and so
+``pathlib``, ``shutil``, ``tarfile`` and the rest of the standard library. Libraries that open files in C are given the
+right path by ``savers``; what is left is refused by the kernel (``landlock``).
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import shutil
 import site
+import stat
 import sys
 import sysconfig
 import tempfile
@@ -31,7 +33,11 @@ _CACHES = (
     "TRITON_CACHE_DIR",
     "HF_DATASETS_CACHE",
 )
-real = {name: getattr(os, name) for name in ("lstat", "listdir", "readlink", "getcwd", "remove", "makedirs")}
+#: Links that may follow one another in a path, as for the kernel.
+_MOST_LINKS = 40
+#: The system's own calls, by which layers are reached; those of ``os`` are replaced (see ``overlay_calls``).
+_NAMES = "stat lstat listdir readlink getcwd remove rmdir mkdir open symlink utime chmod rename statvfs mkfifo"
+real = {name: getattr(os, name) for name in _NAMES.split()}
 
 
 def free_prefixes(extra: Iterable[str]) -> set[str]:
@@ -42,6 +48,24 @@ def free_prefixes(extra: Iterable[str]) -> set[str]:
     free |= {os.environ[name] for name in _CACHES if os.environ.get(name)}
     free |= {sys.prefix, sys.base_prefix, sysconfig.get_paths()["purelib"], site.getuserbase()}
     return {os.path.abspath(path) for path in free if path}
+
+
+def _both(paths: Iterable[str]) -> set[str]:
+    """Return paths as they are written and as they are when their links are followed."""
+    return {form for path in paths for form in (os.path.abspath(path), os.path.realpath(path))}
+
+
+def _parts(path: str) -> list[str]:
+    """Return the names of a path, the last one first."""
+    return [part for part in reversed(path.split("/")) if part not in ("", ".")]
+
+
+def kind(place: str) -> int:
+    """Return the type bits of what is really at a place, links not followed; 0 where nothing is."""
+    try:
+        return stat.S_IFMT(real["lstat"](place).st_mode)
+    except OSError:
+        return 0
 
 
 class Overlay:
@@ -56,8 +80,8 @@ class Overlay:
 
     def __init__(self, layer: str, guarded: Iterable[str], free: Iterable[str], below: Iterable[str] = ()) -> None:
         self.layers = [layer, *below]
-        self._rules = {os.path.abspath(path): False for path in free_prefixes([*free, layer])}
-        self._rules |= {path: True for path in ["/", *map(os.path.abspath, guarded)] if path not in self._rules}
+        self._rules = dict.fromkeys(_both(free_prefixes([*free, layer])), False)
+        self._rules |= dict.fromkeys({"/", *_both(guarded)} - set(self._rules), True)
         #: What was removed: the path, and how many layers there were; only that many and above are seen below it.
         self._masks: dict[str, int] = {}
         self.cwd: str | None = None  # the working directory as the script knows it, when it lies in a layer
@@ -68,46 +92,93 @@ class Overlay:
 
     def allow(self, *paths: str) -> None:
         """Let further directories of ours be written."""
-        self._rules |= {os.path.abspath(path): False for path in paths}
+        self._rules |= dict.fromkeys(_both(paths), False)
 
     # ---------------------------------------------------------------- paths
     def absolute(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """Return a path as the script means it, from the root; None for a descriptor."""
+        """Return a path as the script means it, from the root, links not followed; None for what is not a path."""
         if isinstance(path, int) or path is None:
             return None
         try:
             text = os.fsdecode(os.fspath(path))
         except TypeError:
             return None
-        if not os.path.isabs(text):
-            folder = real["readlink"](f"/proc/self/fd/{dir_fd}") if dir_fd is not None else self.cwd
-            if folder is not None:
-                text = os.path.join(self.logical(folder), text)
-            else:
-                text = os.path.join(self.logical(real["getcwd"]()), text)
-        return os.path.normpath(text)
+        if not text.startswith("/"):
+            folder = self.of_descriptor(dir_fd) if dir_fd is not None else self.cwd or real["getcwd"]()
+            text = f"{self.logical(folder)}/{text}"
+        return text
+
+    def of_descriptor(self, descriptor: int) -> str:
+        """Return the path behind an open descriptor, as the script knows it; what is not a file has a name like one."""
+        return self.logical(real["readlink"](f"/proc/self/fd/{descriptor}"))
 
     def logical(self, path: str) -> str:
         """Return the user's path that a path inside a layer stands for; any other as it is."""
         for layer in self.layers:
             if path.startswith(layer + "/"):
                 return path[len(layer) :]
-        return path
+        return "/" if path in self.layers else path
 
-    def guarded(self, path: Any, dir_fd: int | None = None) -> str | None:
-        """Return the absolute path when it is a guarded one, else None."""
+    def resolve(self, text: str, *, follow: bool = True) -> str:
+        """Return a path from the root without links, as this trial sees them; ``follow`` means its last name too.
+
+        Raises:
+            OSError: a circle of links (ELOOP).
+        """
+        done, todo, links = "", _parts(self.logical(text)), 0
+        follow = follow or text.endswith("/")
+        while todo:
+            name = todo.pop()
+            if name == "..":
+                done = os.path.dirname(done).rstrip("/")
+                continue
+            path = f"{done}/{name}"
+            link = self._link(path) if todo or follow else None
+            if link is None:
+                done = path
+                continue
+            links += 1
+            if links > _MOST_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), text)
+            if link.startswith("/"):
+                done = ""
+            todo += _parts(self.logical(link))
+        return done or "/"
+
+    def _link(self, path: str) -> str | None:
+        """Return what a link says; None for anything else, and for those of /proc that lead to what has no path."""
+        for place in self.places(path) if self._is_guarded(path) else [path]:
+            try:
+                link = os.fsdecode(real["readlink"](place))
+            except OSError as error:
+                if error.errno == errno.EINVAL:  # it is there, and is not a link
+                    return None
+                continue
+            return None if path.startswith("/proc/") and not kind(os.path.join("/proc/self", link)) else link
+        return None
+
+    def _is_guarded(self, path: str) -> bool:
+        while path not in self._rules:
+            path = os.path.dirname(path)
+        return self._rules[path]
+
+    def locate(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> tuple[str, bool] | None:
+        """Return a path with its links followed, and whether it is guarded; None for a descriptor."""
         absolute = self.absolute(path, dir_fd)
         if absolute is None:
             return None
-        prefix = absolute
-        while prefix not in self._rules:
-            prefix = os.path.dirname(prefix)
-        return absolute if self._rules[prefix] else None
+        resolved = self.resolve(absolute, follow=follow)
+        return resolved, self._is_guarded(resolved)
+
+    def guarded(self, path: Any, dir_fd: int | None = None, *, follow: bool = True) -> str | None:
+        """Return the path of :meth:`locate` when it is a guarded one, else None."""
+        found = self.locate(path, dir_fd, follow=follow)
+        return found[0] if found is not None and found[1] else None
 
     def places(self, absolute: str) -> list[str]:
         """Return where parts of a guarded path may be, from the top down; what was removed is left out."""
         lowest, path = 0, absolute
-        while path != "/":
+        while self._masks and path != "/":
             lowest = max(lowest, self._masks.get(path, 0))
             path = os.path.dirname(path)
         count = len(self.layers)
@@ -118,19 +189,20 @@ class Overlay:
         """Return where a guarded path is really read from; None when it was removed in this trial."""
         places = self.places(absolute)
         for place in places:
-            with contextlib.suppress(OSError):
-                real["lstat"](place)
+            if kind(place):
                 return place
-        return absolute if places[-1] == absolute else None
+        return absolute if places and places[-1] == absolute else None
+
+    def kind(self, absolute: str) -> int:
+        """Return the type bits of a guarded path as this trial sees it, 0 where nothing is."""
+        shown = self.shown(absolute)
+        return kind(shown) if shown is not None else 0
 
     def untouched(self, absolute: str) -> bool:
         """True for a directory that this trial has changed nothing in, however many files it has."""
         if any(mask == absolute or mask.startswith(absolute + "/") for mask in self._masks):
             return False
-        for place in self.places(absolute):
-            if place != absolute and os.path.lexists(place):
-                return False
-        return self.shown(absolute) == absolute
+        return not any(place != absolute and kind(place) for place in self.places(absolute))
 
     def seen(self, absolute: str) -> str:
         """Return :meth:`shown`; raises FileNotFoundError for what was removed."""
@@ -139,30 +211,40 @@ class Overlay:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), absolute)
         return shown
 
+    # ---------------------------------------------------------------- changes
+    def folder(self, absolute: str) -> str:
+        """Return the directory in the top layer that stands for one that the trial sees, making it if need be.
+
+        Raises:
+            FileNotFoundError, NotADirectoryError: there is none, as the script would have seen it.
+        """
+        found = self.kind(absolute)
+        if not stat.S_ISDIR(found):
+            code = errno.ENOTDIR if found else errno.ENOENT
+            raise OSError(code, os.strerror(code), absolute)
+        place = self.layers[0]
+        for part in absolute.split("/")[1:]:
+            place = f"{place}/{part}" if part else place
+            with contextlib.suppress(FileExistsError):
+                real["mkdir"](place)
+        return place
+
     def writable(self, absolute: str, *, keep: bool) -> str:
         """Return the path in the top layer to write to; with ``keep`` what is there now is copied first.
 
         Raises:
-            FileNotFoundError: the directory does not exist, as the script would have seen it.
+            FileNotFoundError, NotADirectoryError: as the script would have seen it.
         """
-        target = self.layers[0] + absolute
         current = self.shown(absolute)
-        parent = self.shown(os.path.dirname(absolute))
-        if parent is None or not os.path.isdir(parent):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), absolute)
-        real["makedirs"](os.path.dirname(target), exist_ok=True)
-        if keep and current not in (None, target) and os.path.isfile(str(current)):
-            shutil.copyfile(str(current), target)
+        target = os.path.join(self.folder(os.path.dirname(absolute)), os.path.basename(absolute))
+        if keep and current is not None and current != target and stat.S_ISREG(kind(current)):
+            copy_file(current, target)
         return target
 
     def hide(self, absolute: str) -> None:
         """Remove a path as far as this trial can see."""
         self.seen(absolute)
-        inside = self.layers[0] + absolute
-        if os.path.isdir(inside) and not os.path.islink(inside):
-            shutil.rmtree(inside)
-        elif os.path.lexists(inside):
-            real["remove"](inside)
+        remove_tree(self.layers[0] + absolute)
         self._masks[absolute] = len(self.layers)
 
     def listed(self, absolute: str) -> dict[str, str]:
@@ -172,3 +254,54 @@ class Overlay:
             with contextlib.suppress(FileNotFoundError, NotADirectoryError):
                 names |= {name: os.path.join(place, name) for name in real["listdir"](place)}
         return {name: shown for name in names if (shown := self.shown(os.path.join(absolute, name))) is not None}
+
+    def copy(self, source: str, guarded: bool, target: str) -> None:
+        """Copy what is at a path, as this trial sees it, to a place where nothing is."""
+        place = self.seen(source) if guarded else source
+        found = kind(place)
+        if stat.S_ISLNK(found):
+            real["symlink"](real["readlink"](place), target)
+        elif stat.S_ISDIR(found):
+            real["mkdir"](target)
+            names = self.listed(source) if guarded else real["listdir"](source)
+            for name in names:
+                self.copy(f"{source}/{name}", guarded, f"{target}/{name}")
+            copy_mode(place, target)
+        elif stat.S_ISFIFO(found):
+            real["mkfifo"](target)
+        else:
+            copy_file(place, target)
+
+
+# -------------------------------------------------------------------- real files
+def copy_mode(source: str, target: str) -> None:
+    """Give a file the permissions and times of another."""
+    found = real["stat"](source)
+    with contextlib.suppress(OSError):
+        real["chmod"](target, stat.S_IMODE(found.st_mode))
+        real["utime"](target, ns=(found.st_atime_ns, found.st_mtime_ns))
+
+
+def copy_file(source: str, target: str) -> None:
+    """Copy a regular file; nothing at the target is followed or overwritten."""
+    with contextlib.ExitStack() as stack:
+        reader = real["open"](source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        stack.callback(os.close, reader)
+        writer = real["open"](target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        stack.callback(os.close, writer)
+        while chunk := os.read(reader, 1 << 22):
+            os.write(writer, chunk)
+    copy_mode(source, target)
+
+
+def remove_tree(place: str) -> None:
+    """Remove a file or a directory of ours, with what is in it; nothing there is fine."""
+    found = kind(place)
+    if stat.S_ISDIR(found):
+        with contextlib.suppress(OSError):
+            real["chmod"](place, 0o700)
+        for name in real["listdir"](place):
+            remove_tree(f"{place}/{name}")
+        real["rmdir"](place)
+    elif found:
+        real["remove"](place)

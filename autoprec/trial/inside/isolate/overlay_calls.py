@@ -8,17 +8,22 @@ import functools
 import io
 import os
 import shutil
+import stat
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from autoprec.trial.inside.isolate.overlay import Overlay
+from autoprec.trial.inside.isolate.overlay import Overlay, kind, real, remove_tree
 
 __all__ = ["install"]
 
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_TMPFILE = getattr(os, "O_TMPFILE", 0)
 _READING = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr")
 _CHANGING = ("chmod", "utime", "truncate", "chown", "lchown", "setxattr", "removexattr")
+_OPENED = ("fchmod", "fchown")
+#: They mean a link itself, not what it leads to.
+_LINKS = ("lstat", "readlink", "lchown")
 
 
 def install(overlay: Overlay) -> None:
@@ -45,13 +50,15 @@ def install(overlay: Overlay) -> None:
         replace(os, name, calls.reading(name, getattr(os, name)))
     for name in _CHANGING:
         replace(os, name, calls.changing(name, getattr(os, name)))
+    for name in _OPENED:
+        replace(os, name, calls.changing(name, getattr(os, name)))
     for name in ("remove", "unlink", "rmdir"):
         replace(os, name, calls.removing(getattr(os, name), folder=name == "rmdir"))
     for name in ("rename", "replace"):
-        replace(os, name, calls.renaming(getattr(os, name)))
-    for name in ("symlink", "link"):
-        replace(os, name, calls.linking(getattr(os, name)))
-    for name in ("listdir", "scandir", "mkdir", "chdir", "getcwd", "getcwdb"):
+        replace(os, name, calls.rename)
+    for name in ("mkdir", "mkfifo", "mknod"):
+        replace(os, name, calls.making(getattr(os, name)))
+    for name in ("symlink", "link", "listdir", "scandir", "chdir", "fchdir", "getcwd", "getcwdb"):
         replace(os, name, getattr(calls, name))
     for module in list(sys.modules.values()):
         names = getattr(module, "__dict__", None)
@@ -65,11 +72,15 @@ def install(overlay: Overlay) -> None:
                 names[name] = replacement
 
 
+def _refuse(code: int, path: Any) -> OSError:
+    return OSError(code, os.strerror(code), path)
+
+
 class _Entry(os.PathLike[str]):
     """One entry of a directory that lies in several places; what ``os.DirEntry`` offers."""
 
-    def __init__(self, name: str, path: str, place: str) -> None:
-        self.name, self.path, self._place = name, path, place
+    def __init__(self, name: str, path: str, absolute: str) -> None:
+        self.name, self.path, self._absolute = name, path, absolute
 
     def __fspath__(self) -> str:
         return self.path
@@ -78,22 +89,28 @@ class _Entry(os.PathLike[str]):
         return f"<DirEntry {self.name!r}>"
 
     def inode(self) -> int:
-        return os.lstat(self._place).st_ino
+        return os.lstat(self._absolute).st_ino
+
+    def _is(self, test: Callable[[int], bool], follow: bool) -> bool:
+        try:
+            return test(self.stat(follow_symlinks=follow).st_mode)
+        except OSError:
+            return False
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        return os.path.isdir(self._place) and (follow_symlinks or not os.path.islink(self._place))
+        return self._is(stat.S_ISDIR, follow_symlinks)
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        return os.path.isfile(self._place) and (follow_symlinks or not os.path.islink(self._place))
+        return self._is(stat.S_ISREG, follow_symlinks)
 
     def is_symlink(self) -> bool:
-        return os.path.islink(self._place)
+        return self._is(stat.S_ISLNK, False)
 
     def is_junction(self) -> bool:
         return False
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        return os.stat(self._place) if follow_symlinks else os.lstat(self._place)
+        return os.stat(self._absolute, follow_symlinks=follow_symlinks)
 
 
 class _Entries:
@@ -119,98 +136,141 @@ class _Entries:
 
 
 class _Calls:
-    """The replacements. A path that is not guarded goes on to the original."""
+    """The replacements. What is not guarded goes on to the original, by the path that its links lead to."""
 
     def __init__(self, overlay: Overlay) -> None:
         self._overlay = overlay
         self._open, self._os_open = io.open, os.open
-        self._real = {name: getattr(os, name) for name in ("listdir", "scandir", "mkdir", "chdir", "getcwd", "getcwdb")}
-        self._move = os.rename
+        names = ("listdir", "scandir", "chdir", "fchdir", "getcwd", "rename", "symlink", "link", "stat")
+        self._real = {name: getattr(os, name) for name in names}
 
-    def _free(self, path: Any) -> Any:
-        """A free path, independent of a working directory that really lies in a layer."""
-        overlay = self._overlay
-        if overlay.cwd is None or isinstance(path, int) or path is None or os.path.isabs(os.fspath(path)):
-            return path
-        return overlay.absolute(path)
+    # ---------------------------------------------------------------- open
+    def open(
+        self,
+        file: Any,
+        mode: str = "r",
+        buffering: int = -1,
+        encoding: str | None = None,
+        errors: str | None = None,
+        newline: str | None = None,
+        closefd: bool = True,
+        opener: Any = None,
+    ) -> Any:
+        """``open``: the file is opened by :meth:`os_open`, and has the name the script gave it."""
+        if opener is None and not isinstance(file, int):
+            opener = self._opener
+        return self._open(file, mode, buffering, encoding, errors, newline, closefd, opener)
 
-    def open(self, file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        overlay, absolute = self._overlay, self._overlay.guarded(file)
-        if absolute is None:
-            return self._open(self._free(file), mode, *args, **kwargs)
-        if not any(letter in mode for letter in "wax+"):
-            return self._open(overlay.seen(absolute), mode, *args, **kwargs)
-        shown = overlay.shown(absolute)
-        exists = shown is not None and os.path.exists(shown)
-        if "x" in mode and exists:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), absolute)
-        if "r" in mode and not exists:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), absolute)
-        return self._open(overlay.writable(absolute, keep="w" not in mode), mode, *args, **kwargs)
+    def _opener(self, path: Any, flags: int) -> int:
+        return self.os_open(path, flags, 0o666)
 
     def os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
-        overlay, absolute = self._overlay, self._overlay.guarded(path, dir_fd)
-        if absolute is None:
-            return self._os_open(path if dir_fd is not None else self._free(path), flags, mode, dir_fd=dir_fd)
-        if not flags & _WRITING:
-            return self._os_open(overlay.seen(absolute), flags, mode)
-        shown = overlay.shown(absolute)
-        exists = shown is not None and os.path.lexists(shown)
-        if exists and flags & os.O_CREAT and flags & os.O_EXCL:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), absolute)
-        if not exists and not flags & os.O_CREAT:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), absolute)
-        return self._os_open(overlay.writable(absolute, keep=not flags & os.O_TRUNC), flags, mode)
+        overlay = self._overlay
+        exclusive = flags & os.O_CREAT and flags & os.O_EXCL
+        try:
+            found = overlay.locate(path, dir_fd, follow=not (exclusive or flags & os.O_NOFOLLOW))
+            if found is None:
+                return self._os_open(path, flags, mode, dir_fd=dir_fd)
+            absolute, guarded = found
+            if not guarded:
+                return self._os_open(absolute, flags, mode)
+            if _TMPFILE and flags & _TMPFILE == _TMPFILE:
+                return self._os_open(overlay.folder(absolute), flags, mode)
+            if not flags & _WRITING:
+                return self._os_open(overlay.seen(absolute), flags, mode)
+            there = overlay.kind(absolute)
+            if there and exclusive:
+                raise _refuse(errno.EEXIST, path)
+            if not there and not flags & os.O_CREAT:
+                raise _refuse(errno.ENOENT, path)
+            if stat.S_ISDIR(there):
+                raise _refuse(errno.EISDIR, path)
+            if there:  # it is only made anew in the layer
+                flags, mode = flags | os.O_CREAT, stat.S_IMODE(real["stat"](overlay.seen(absolute)).st_mode)
+            place = overlay.writable(absolute, keep=not flags & os.O_TRUNC)
+            return self._os_open(place, flags | os.O_NOFOLLOW, mode)
+        except OSError as error:
+            error.filename = path
+            raise
 
+    # ---------------------------------------------------------------- what is there
     def reading(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def read(path: Any, *args: Any, **kwargs: Any) -> Any:
-            absolute = self._overlay.guarded(path, kwargs.get("dir_fd"))
-            if absolute is None:
-                return original(path if kwargs.get("dir_fd") is not None else self._free(path), *args, **kwargs)
-            shown = self._overlay.shown(absolute)
-            if name == "access" and shown is None:
-                return False
-            kwargs.pop("dir_fd", None)
-            return original(self._overlay.seen(absolute), *args, **kwargs)
+            follow = kwargs.get("follow_symlinks", True) and name not in _LINKS
+            try:
+                found = self._overlay.locate(path, kwargs.get("dir_fd"), follow=follow)
+                if found is None:
+                    return original(path, *args, **kwargs)
+                kwargs.pop("dir_fd", None)
+                if name == "access" and found[1] and self._overlay.shown(found[0]) is None:
+                    return False
+                place = self._overlay.seen(found[0]) if found[1] else found[0]
+                told = original(place, *args, **kwargs)
+            except OSError as error:
+                error.filename = path
+                raise
+            return os.fsencode(told) if name == "readlink" and isinstance(path, bytes) else told
 
         return read
 
+    def _directory(self, path: Any) -> tuple[str, bool]:
+        """Return where a directory is, given by its path or by a descriptor, and whether it must be put together."""
+        overlay = self._overlay
+        text = overlay.of_descriptor(path) if isinstance(path, int) else path
+        try:
+            found = overlay.locate("." if text is None else text)
+            if found is None:
+                return path, False
+            absolute, guarded = found
+            if not guarded or overlay.untouched(absolute):
+                return absolute, False
+            if not stat.S_ISDIR(overlay.kind(absolute)):
+                return overlay.seen(absolute), False
+            return absolute, True
+        except OSError as error:
+            error.filename = path
+            raise
+
     def listdir(self, path: Any = ".") -> list[Any]:
-        absolute = self._overlay.guarded(path)
-        if absolute is None or self._overlay.untouched(absolute) or not os.path.isdir(path):
-            return list(self._real["listdir"](self._free(path) if absolute is None else self._overlay.seen(absolute)))
-        names = list(self._overlay.listed(absolute))
+        place, merged = self._directory(path)
+        names = list(self._overlay.listed(place)) if merged else self._real["listdir"](place)
         return [os.fsencode(name) for name in names] if isinstance(path, bytes) else names
 
     def scandir(self, path: Any = ".") -> Any:
-        absolute = self._overlay.guarded(path)
-        if absolute is None or self._overlay.untouched(absolute):
-            return self._real["scandir"](self._free(path))
-        if isinstance(path, bytes) or not os.path.isdir(path):
-            return self._real["scandir"](self._overlay.seen(absolute))
-        found = self._overlay.listed(absolute).items()
-        return _Entries([_Entry(name, os.path.join(os.fspath(path), name), place) for name, place in found])
+        place, merged = self._directory(path)
+        if isinstance(path, bytes):
+            return self._real["scandir"](os.fsencode(place))
+        if not merged and self._as_written(path, place):
+            return self._real["scandir"](path)
+        names = self._overlay.listed(place) if merged else self._real["listdir"](place)
+        shown = "." if path is None else "" if isinstance(path, int) else os.fspath(path)
+        return _Entries([_Entry(name, os.path.join(shown, name), f"{place}/{name}") for name in names])
 
-    def mkdir(self, path: Any, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
-        absolute = self._overlay.guarded(path, dir_fd)
-        if absolute is None:
-            self._real["mkdir"](path if dir_fd is not None else self._free(path), mode, dir_fd=dir_fd)
-            return
-        shown = self._overlay.shown(absolute)
-        if shown is not None and os.path.lexists(shown):
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), absolute)
-        self._real["mkdir"](self._overlay.writable(absolute, keep=False), mode)
+    def _as_written(self, path: Any, place: str) -> bool:
+        """True when the system finds the same directory under the script's spelling: a large one is read quickly."""
+        try:
+            return os.path.samestat(real["stat"]("." if path is None else path), real["stat"](place))
+        except OSError:
+            return False
 
     def chdir(self, path: Any) -> None:
-        absolute = self._overlay.guarded(path)
-        if absolute is None:
-            self._real["chdir"](self._free(path))
-            self._overlay.cwd = None
-            return
-        shown = self._overlay.seen(absolute)
-        self._real["chdir"](shown)
-        self._overlay.cwd = None if shown == absolute else absolute
+        overlay = self._overlay
+        try:
+            found = overlay.locate(overlay.of_descriptor(path) if isinstance(path, int) else path)
+            if found is None:
+                self._real["chdir"](path)
+                return
+            absolute, guarded = found
+            place = overlay.seen(absolute) if guarded else absolute
+            self._real["chdir"](place)
+        except OSError as error:
+            error.filename = path
+            raise
+        overlay.cwd = None if place == absolute else absolute
+
+    def fchdir(self, fd: int) -> None:
+        self.chdir(fd)
 
     def getcwd(self) -> str:
         return self._overlay.cwd or self._overlay.logical(str(self._real["getcwd"]()))
@@ -218,93 +278,143 @@ class _Calls:
     def getcwdb(self) -> bytes:
         return os.fsencode(self.getcwd())
 
+    # ---------------------------------------------------------------- changes
+    def making(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """``mkdir``, ``mkfifo`` and ``mknod``."""
+
+        @functools.wraps(original)
+        def make(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
+            found = self._overlay.locate(path, dir_fd, follow=False)
+            try:
+                if found is not None and found[1] and self._overlay.kind(found[0]):
+                    raise _refuse(errno.EEXIST, path)
+                place = path if found is None else found[0]
+                if found is not None and found[1]:
+                    place = self._overlay.writable(found[0], keep=False)
+                original(place, *args, **kwargs)
+            except OSError as error:
+                error.filename = path
+                raise
+
+        return make
+
     def removing(self, original: Callable[..., Any], *, folder: bool) -> Callable[..., Any]:
         @functools.wraps(original)
         def remove(path: Any, *, dir_fd: int | None = None) -> None:
-            absolute = self._overlay.guarded(path, dir_fd)
-            if absolute is None:
-                original(path if dir_fd is not None else self._free(path), dir_fd=dir_fd)
+            found = self._overlay.locate(path, dir_fd, follow=False)
+            if found is None or not found[1]:
+                original(path if found is None else found[0])
                 return
-            shown = self._overlay.shown(absolute)
-            if shown is None or not os.path.lexists(shown):
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), absolute)
-            real_folder = os.path.isdir(shown) and not os.path.islink(shown)
-            if folder and not real_folder:
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), absolute)
-            if folder and self._overlay.listed(absolute):
-                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), absolute)
-            if real_folder and not folder:
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), absolute)
-            self._overlay.hide(absolute)
+            there = self._overlay.kind(found[0])
+            if not there:
+                raise _refuse(errno.ENOENT, path)
+            if folder and not stat.S_ISDIR(there):
+                raise _refuse(errno.ENOTDIR, path)
+            if folder and self._overlay.listed(found[0]):
+                raise _refuse(errno.ENOTEMPTY, path)
+            if stat.S_ISDIR(there) and not folder:
+                raise _refuse(errno.EISDIR, path)
+            self._overlay.hide(found[0])
 
         return remove
 
-    def renaming(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def rename(src: Any, dst: Any, **kwargs: Any) -> None:
-            overlay = self._overlay
-            source = overlay.guarded(src, kwargs.get("src_dir_fd"))
-            target = overlay.guarded(dst, kwargs.get("dst_dir_fd"))
-            if source is None and target is None:
-                original(src if kwargs else self._free(src), dst if kwargs else self._free(dst), **kwargs)
-                return
-            shown = overlay.seen(source) if source is not None else self._free(src)
-            os.lstat(shown)  # what is not there cannot be renamed
-            if target is not None and os.path.isdir(dst) and os.path.isdir(shown) and overlay.listed(target):
-                raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), dst)
-            if target is not None and overlay.shown(target) is not None and os.path.lexists(dst):
-                overlay.hide(target)
-            place = overlay.writable(target, keep=False) if target is not None else self._free(dst)
-            if os.path.isdir(shown) and not os.path.islink(shown):
-                shutil.copytree(source or shown, place, symlinks=True, dirs_exist_ok=True)
-            else:
-                shutil.copy2(shown, place, follow_symlinks=False)
-            if source is not None:
-                overlay.hide(source)
-            elif os.path.isdir(shown):
-                shutil.rmtree(shown)
-            else:
-                os.remove(shown)
-
-        return rename
+    def rename(self, src: Any, dst: Any, *, src_dir_fd: int | None = None, dst_dir_fd: int | None = None) -> None:
+        overlay = self._overlay
+        found = overlay.locate(src, src_dir_fd, follow=False)
+        onto = overlay.locate(dst, dst_dir_fd, follow=False)
+        if found is None or onto is None or not (found[1] or onto[1]):
+            self._real["rename"](found[0] if found else src, onto[0] if onto else dst)
+            return
+        (source, guarded), (target, kept) = found, onto
+        there = overlay.kind(source) if guarded else kind(source)
+        before = overlay.kind(target) if kept else kind(target)
+        if not there:
+            raise _refuse(errno.ENOENT, src)
+        if source == target:
+            return
+        if stat.S_ISDIR(there) and target.startswith(source + "/"):
+            raise _refuse(errno.EINVAL, src)
+        if before and stat.S_ISDIR(before) != stat.S_ISDIR(there):
+            raise _refuse(errno.EISDIR if stat.S_ISDIR(before) else errno.ENOTDIR, dst)
+        if stat.S_ISDIR(before) and (overlay.listed(target) if kept else self._real["listdir"](target)):
+            raise _refuse(errno.ENOTEMPTY, dst)
+        place = overlay.writable(target, keep=False) if kept else target  # its directory must be there, too
+        if before and kept:
+            overlay.hide(target)
+        elif before:
+            remove_tree(target)
+        overlay.copy(source, guarded, place)
+        if guarded:
+            overlay.hide(source)
+        else:
+            remove_tree(source)
 
     def changing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def change(path: Any, *args: Any, **kwargs: Any) -> None:
-            overlay, absolute = self._overlay, self._overlay.guarded(path, kwargs.get("dir_fd"))
-            if absolute is None:
-                original(path if kwargs.get("dir_fd") is not None else self._free(path), *args, **kwargs)
+            overlay = self._overlay
+            if isinstance(path, int):
+                if not self._of_the_user(path):
+                    original(path, *args, **kwargs)
                 return
-            kwargs.pop("dir_fd", None)
-            top = overlay.layers[0] + absolute
-            if name == "truncate" and overlay.seen(absolute) != top:
-                overlay.writable(absolute, keep=True)
-            if os.path.lexists(top):
-                original(top, *args, **kwargs)
-            else:
-                os.lstat(overlay.seen(absolute))  # the user's own file: it must exist, and stays as it is
+            follow = kwargs.get("follow_symlinks", True) and name not in _LINKS
+            found = overlay.locate(path, kwargs.pop("dir_fd", None), follow=follow)
+            try:
+                if found is None or not found[1]:
+                    original(path if found is None else found[0], *args, **kwargs)
+                    return
+                absolute = found[0]
+                top = overlay.layers[0] + absolute
+                shown = overlay.seen(absolute)
+                if name == "truncate" and shown != top:
+                    shown = overlay.writable(absolute, keep=True)
+                if shown == top:
+                    original(top, *args, **kwargs)
+                else:
+                    os.lstat(absolute)  # the user's own file: it must exist, and stays as it is
+            except OSError as error:
+                error.filename = path
+                raise
 
         return change
 
-    def linking(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        hard = original is os.link
+    def _of_the_user(self, descriptor: int) -> bool:
+        """True for a descriptor of a file of the user's: it was opened to be read, and its mode can be changed."""
+        path = real["readlink"](f"/proc/self/fd/{descriptor}")
+        return self._overlay.logical(path) == path and self._overlay.guarded(path) is not None
 
-        @functools.wraps(original)
-        def link(src: Any, dst: Any, *args: Any, **kwargs: Any) -> None:
-            overlay, absolute = self._overlay, self._overlay.guarded(dst, kwargs.get("dir_fd"))
-            if absolute is None:
-                original(self._free(src) if hard else src, dst, *args, **kwargs)
-                return
-            kwargs.pop("dir_fd", None)
-            shown = overlay.shown(absolute)
-            if shown is not None and os.path.lexists(shown):
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), absolute)
-            place = overlay.writable(absolute, keep=False)
-            if hard:  # a second name for the user's own file would let it be written
-                shutil.copy2(src, place)
-                return
-            # A link in a layer must lead where the script means, whether that lies in a layer or not.
-            meant = overlay.guarded(os.path.join(os.path.dirname(absolute), os.fsdecode(os.fspath(src))))
-            original(src if meant is None else (overlay.shown(meant) or src), place, *args, **kwargs)
+    def symlink(self, src: Any, dst: Any, target_is_directory: bool = False, *, dir_fd: int | None = None) -> None:
+        """A link says what the script wrote: where it leads is found out when it is followed."""
+        place = self._new(dst, dir_fd)
+        self._real["symlink"](os.fspath(src), place, target_is_directory)
 
-        return link
+    def link(
+        self,
+        src: Any,
+        dst: Any,
+        *,
+        src_dir_fd: int | None = None,
+        dst_dir_fd: int | None = None,
+        follow_symlinks: bool = True,
+    ) -> None:
+        """A second name for a file of the user's would let it be written: it becomes a copy."""
+        overlay = self._overlay
+        found = overlay.locate(src, src_dir_fd, follow=False)
+        place = self._new(dst, dst_dir_fd)
+        if found is None or not found[1]:
+            self._real["link"](found[0] if found else src, place, follow_symlinks=follow_symlinks)
+            return
+        if stat.S_ISDIR(overlay.kind(found[0])):
+            raise _refuse(errno.EPERM, src)
+        overlay.copy(found[0], True, place)
+
+    def _new(self, path: Any, dir_fd: int | None) -> str:
+        """Return where a name that is not taken can be made."""
+        found = self._overlay.locate(path, dir_fd, follow=False)
+        if found is None:
+            raise TypeError(f"a path is needed, not {type(path).__name__}")
+        if not found[1]:
+            return found[0]
+        if self._overlay.kind(found[0]):
+            raise _refuse(errno.EEXIST, path)
+        return self._overlay.writable(found[0], keep=False)

@@ -11,13 +11,13 @@ import contextlib
 import functools
 import importlib.util
 import os
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import quote, unquote
 
-from autoprec.trial.inside.isolate.overlay import Overlay
+from autoprec.trial.inside.isolate.overlay import Overlay, real
 
 __all__ = ["PATHS", "SILENT", "charge", "install", "remarks", "suppressed"]
 
@@ -101,8 +101,10 @@ def _with_path(original: Any, label: str, overlay: Overlay, at: int, keyword: st
         absolute = overlay.guarded(given) if isinstance(given, (str, bytes, os.PathLike)) else None
         if absolute is None or given in (":memory:", ""):
             return original(*args, **kwargs)
-        uri = str(kwargs.get("uri", "")) == "True" and str(given).startswith("file:")
-        place = given if uri else _place(overlay, absolute, mode)
+        if kwargs.get("uri") and str(given).startswith("file:"):
+            place = _place_of_uri(overlay, str(given), mode)
+        else:
+            place = _place(overlay, absolute, mode)
         if len(args) > at:
             args = (*args[:at], place, *args[at + 1 :])
         else:
@@ -119,15 +121,24 @@ def _place(overlay: Overlay, absolute: str, mode: str) -> str:
         return overlay.seen(absolute)
     if mode == "d":
         os.makedirs(absolute, exist_ok=True)
-        place = overlay.layers[0] + absolute
-        if not os.path.isdir(place):
-            os.makedirs(place)
-        return place
+        return overlay.folder(absolute)
     return overlay.writable(absolute, keep=mode == "a")
 
 
+def _place_of_uri(overlay: Overlay, uri: str, mode: str) -> str:
+    """Return SQLite's ``file:PATH?mode=...`` with the path where the overlay has it."""
+    path, mark, query = uri.removeprefix("file:").partition("?")
+    path = unquote(path)
+    absolute = overlay.guarded(path.removeprefix("//") if path.startswith("///") else path) if path else None
+    if absolute is None or path == ":memory:" or "mode=memory" in query:
+        return uri
+    reads = "mode=ro" in query or "immutable=1" in query
+    return f"file:{quote(_place(overlay, absolute, 'r' if reads else mode))}{mark}{query}"
+
+
 def _save(original: Any, label: str, place: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    free = shutil.disk_usage(os.path.dirname(place)).free
+    disk = real["statvfs"](os.path.dirname(place))
+    free = disk.f_bavail * disk.f_frsize
     if _saved["bytes"] > MAX_SAVED_BYTES or free < MIN_FREE_BYTES:
         return _count(label)
     began = time.process_time()

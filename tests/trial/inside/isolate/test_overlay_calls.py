@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import bz2
+import contextlib
 import glob
 import gzip
 import os
 import shutil
+import sqlite3
 import tarfile
 import zipfile
 from pathlib import Path
@@ -15,6 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.overlay import Overlay
 from autoprec.trial.inside.isolate.overlay_calls import install
 
@@ -34,6 +37,7 @@ def user(tmp_path: Path) -> Path:
 def begin(user: Path, tmp_path: Path) -> Overlay:
     os.chdir(user)
     overlay = Overlay(str(tmp_path / "layer"), [str(user)], [])
+    savers.install(overlay)
     install(overlay)
     return overlay
 
@@ -112,7 +116,69 @@ def small_calls() -> None:
     assert Path("data/a.txt").read_text() == "b"
 
 
-@pytest.mark.parametrize("work", [archives, change_directory, merged_directories, small_calls])
+def links_are_followed() -> None:
+    os.symlink(os.path.abspath("data"), "latest")
+    with open("latest/a.txt", "w") as stream:
+        assert stream.name == "latest/a.txt"
+        stream.write("through the link")
+    assert Path("data/a.txt").read_text() == Path("latest/a.txt").read_text() == "through the link"
+    assert os.readlink("latest") == os.path.realpath("latest") == os.path.abspath("data")
+    os.symlink("latest/b.txt", "chain")
+    Path("chain").write_text("made")
+    assert sorted(os.listdir("data")) == ["a.txt", "b.txt"]
+    os.remove("chain")
+    assert Path("data/b.txt").read_text() == "made"
+    os.replace("latest", "data.link")
+    assert os.path.islink("data.link")
+    os.replace("log.txt", "log.txt")  # onto itself: nothing happens
+    assert Path("log.txt").read_text() == "one\n"
+    os.symlink("b", "a")
+    os.symlink("a", "b")
+    with pytest.raises(OSError, match="symbolic links"):
+        open("a", "w")  # noqa: SIM115
+    with pytest.raises(FileExistsError):
+        os.symlink("x", "data.link")
+
+
+def by_descriptor() -> None:
+    folder = os.open("data", os.O_RDONLY)
+    handle = os.open("a.txt", os.O_WRONLY | os.O_TRUNC, dir_fd=folder)
+    os.write(handle, b"changed")
+    os.close(handle)
+    assert Path("data/a.txt").read_text() == "changed"
+    with open("log.txt") as stream:
+        os.fchmod(stream.fileno(), 0o600)  # the user's own: left as it is
+        with open(f"/proc/self/fd/{stream.fileno()}", "a") as again:
+            again.write("two\n")
+    assert Path("log.txt").read_text() == "one\ntwo\n"
+    os.fchdir(folder)
+    assert os.path.basename(os.getcwd()) == "data"
+    Path("here").touch()
+    os.chdir("..")
+    assert os.path.exists("data/here")
+    with open(f"/dev/fd/{folder}/a.txt") as stream:
+        assert stream.read() == "changed"
+    reader, writer = os.pipe()
+    with open(f"/dev/fd/{writer}", "w") as stream:
+        stream.write("x")
+    assert os.read(reader, 2) == b"x"
+
+
+def databases_by_uri() -> None:
+    with contextlib.closing(sqlite3.connect("file:data/runs.db?mode=rwc", uri=True)) as database:
+        database.execute("create table t (x)")
+    assert os.path.exists("data/runs.db")
+    with contextlib.closing(sqlite3.connect("file:data/runs.db?mode=ro", uri=True)) as database:
+        assert database.execute("select count(*) from t").fetchone() == (0,)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        archives, change_directory, merged_directories, small_calls, links_are_followed, by_descriptor,
+        databases_by_uri,
+    ],
+)  # fmt: skip
 def test_what_is_written_is_read_back(work: object, user: Path, tmp_path: Path) -> None:
     before = snapshot(user)
     mode = (user / "data" / "a.txt").stat().st_mode
