@@ -359,6 +359,8 @@ class CostModel:
         if not device.ok:
             return False, device.reason
         family = recipe_family(recipe)
+        if "double_backward" in layer.flags and recipe.scaled:
+            return False, f"its gradients are differentiated (create_graph=True), which no {family} GEMM supports"
         if layer.kind == "conv" and family in _NO_CONV:
             return False, f"no {family} convolution kernel exists in the backends: convolutions run in 16 bits"
         if layer.kind == "rnn" and family in _NO_CONV:

@@ -302,8 +302,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         module, phase = self._where(task)
         op = func._schema.name if hasattr(func, "_schema") else f"higher_order::{getattr(func, '_name', func)}"
         function = self._functions.running
+        twice = phase == "backward" and torch.is_grad_enabled()
         self.trace.calls.append(
-            Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), module, phase, seq, task, node, function)
+            Call(
+                index, func, op, args, kwargs, tuple(ins), tuple(outs), module, phase, seq, task, node, function, twice
+            )
         )
 
     def _where(self, task: int) -> tuple[str, str]:

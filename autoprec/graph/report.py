@@ -47,8 +47,9 @@ class Layer:
     """A weighted GEMM or convolution of the model, the unit a policy decides about.
 
     ``name`` is the module's name relative to the user's root model (what policy globs match). ``kind`` is linear,
-    conv, conv1d (transformers), attention_projection, expert, functional or rnn. ``flags`` holds position facts:
-    first, head, tied, router, frozen, never_called. ``flops`` is per role; ``reason`` says why tunable or not.
+    conv, conv1d (transformers), attention_projection, expert, functional or rnn. ``flags`` holds position facts
+    (first, head, tied, router, frozen, never_called) and double_backward. ``flops`` is per role; ``reason`` says why
+    it is tunable or not.
     """
 
     name: str

@@ -65,7 +65,8 @@ class Call:
     """One operator call; ``args`` and ``kwargs`` hold :class:`Ref` in place of tensors.
 
     ``node`` is the autograd node that ran it (backward only); ``function`` the torch function it came from, where that
-    is one of those that hide what they do (einsum, scaled_dot_product_attention).
+    is one of those that hide what they do (einsum, scaled_dot_product_attention); ``differentiable`` is true in a
+    backward pass that is itself differentiated (``create_graph=True``).
     """
 
     index: int
@@ -81,6 +82,7 @@ class Call:
     task: int
     node: str = ""
     function: str = ""
+    differentiable: bool = False
 
     @property
     def name(self) -> str:

@@ -120,7 +120,7 @@ def _recurrent(trace: Trace, links: Links, records: dict[str, LayerRecord]) -> N
 
 
 def mark_positions(trace: Trace, names: ModelNames, links: Links, records: dict[str, LayerRecord]) -> None:
-    """Flag layers by position: first, head, tied, frozen, router."""
+    """Flag layers by position (first, head, tied, frozen, router) and those whose backward is differentiated."""
     forward = [r for r in records.values() if r.outputs]
     if forward:
         min(forward, key=lambda r: trace.values[r.outputs[0]].producer).flags.add("first")
@@ -133,8 +133,16 @@ def mark_positions(trace: Trace, names: ModelNames, links: Links, records: dict[
         parameter = names.parameters.get(record.weight)
         if parameter is not None and not parameter.requires_grad:
             record.flags.add("frozen")
+        if any(_differentiated(product) for product in record.products):
+            record.flags.add("double_backward")
         if "head" not in record.flags and _feeds_router(trace, links, consumers, record):
             record.flags.add("router")
+
+
+def _differentiated(product: Product) -> bool:
+    """Say whether a product is part of a backward that is differentiated in turn, and not of a recomputed forward."""
+    call = product.call
+    return call.differentiable and call.node.lower().startswith(product.layer_call.name.lower())
 
 
 def _before_backward(trace: Trace, record: LayerRecord) -> bool:

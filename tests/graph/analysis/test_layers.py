@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 from autoprec.graph.recorder import record_step
@@ -194,3 +195,21 @@ def test_a_borrowed_weight_names_who_multiplies_by_it():
     report = record_step(model, lambda: model(torch.randn(2, 5, 8)).sum().backward())
     layer = report.layer("0.dt_proj")
     assert layer.reason.startswith("its module's forward is not called: 0 multiplies by its weight")
+
+
+def test_a_layer_whose_gradients_are_differentiated_is_flagged_and_a_checkpointed_one_is_not():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def penalty():
+        x = torch.randn(16, 4, requires_grad=True)
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        slope.square().mean().backward()
+
+    assert all("double_backward" in layer.flags for layer in record_step(model, penalty).layers)
+
+    def checkpointed():
+        x = torch.randn(16, 4, requires_grad=True)
+        for reentrant in (False, True):
+            torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).sum().backward()
+
+    assert not any("double_backward" in layer.flags for layer in record_step(model, checkpointed).layers)
