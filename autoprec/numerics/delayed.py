@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 
 from autoprec.numerics.linear import LinearExecution, in_backward
 from autoprec.numerics.operand import QuantizerState, Spec
+from autoprec.numerics.scaling import DelayedScale, learn_together
 
 __all__ = ["DelayedReduction", "data_parallel_groups"]
 
@@ -61,36 +62,54 @@ def data_parallel_groups(root: nn.Module) -> list[Any]:
 
 
 class DelayedReduction:
-    """Runs before each forward of a model whose policy has delayed scaling; ``slots`` is empty where none has."""
+    """Runs before each forward of a model whose policy has delayed scaling; ``slots`` is empty where none has.
+
+    Compiled layers note what they see and learn here as well; in a graph of the whole model this is its first part.
+    """
 
     def __init__(self, root: nn.Module, executions: Iterable[Any]) -> None:
         self.root, self.slots = root, list(_slots(executions))
-        self.pending = False
+        self.pending = self.begun = False
         self.groups: list[Any] = []
+        device = next((p.device for p in root.parameters() if p.device.type != "meta"), None)
+        for state, operand, spec in self.slots:
+            if device is not None:
+                state.prepare([(operand, spec)], device)
+        self.scales = [state.history(operand, spec) for state, operand, spec in self.slots]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DelayedReduction:
         """A copied model reduces its own scales; process groups are found anew."""
         made = DelayedReduction(copy.deepcopy(self.root, memo), ())
         made.slots = copy.deepcopy(self.slots, memo)
+        made.scales = [state.history(operand, spec) for state, operand, spec in made.slots]
         return made
 
-    @_disable_dynamo
     def __call__(self) -> None:
-        """Reduce what the last training forward and backward have seen, and compute the scales of the next ones."""
+        """Compute the scales of the next training forward from what the last one and its backward have seen."""
         if not (self.root.training and torch.is_grad_enabled()) or in_backward():
             return
+        if torch.compiler.is_compiling() and not (dist.is_available() and dist.is_initialized()):
+            if self.begun:
+                _learn(self.scales)
+            self.begun = True
+        else:
+            self._eagerly()
+
+    @_disable_dynamo
+    def _eagerly(self) -> None:
         groups = [group for group in data_parallel_groups(self.root) if dist.get_world_size(group) > 1]
         for state, _, _ in self.slots:
             state.shared = bool(groups)
-        if groups:
-            self.settle()
+        self.settle()
         self.groups, self.pending = groups, bool(groups)
 
     def settle(self) -> None:
-        """Reduce what is pending now: after an optimizer step, so that a checkpoint has the scales of the next one."""
-        if self.pending:
-            self.pending = False
-            self._reduce(self.groups)
+        """Learn what is pending now: after an optimizer step, so that a checkpoint has the scales of the next one."""
+        if not self.pending:
+            _learn([scale for (state, _, _), scale in zip(self.slots, self.scales, strict=True) if state.traced])
+            return
+        self.pending = False
+        self._reduce(self.groups)
 
     def _reduce(self, groups: list[Any]) -> None:
         noted = [state.seen(operand, spec) for state, operand, spec in self.slots]
@@ -102,3 +121,11 @@ class DelayedReduction:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         for (state, operand, spec), amax in zip(self.slots, largest.unbind(), strict=True):
             state.learn(operand, spec, amax)
+
+
+def _learn(scales: list[DelayedScale]) -> None:
+    """Learn what compiled layers have noted; from the second step on their graphs take the scale as given."""
+    if scales:
+        learn_together(scales)
+    for scale in scales:
+        scale.given = True

@@ -55,6 +55,10 @@ class LinearExecution(Execution):
 
     def __post_init__(self) -> None:
         self.native = {device: native_dtype(self.plan, device) for device in ("cpu", "cuda")}
+        for device, native in self.native.items():
+            if native is None:  # all that Dynamo may read: a dictionary that grows later would be traced again
+                for dtype in DTYPE_NAMES:
+                    self.compiled[device, dtype] = compile_plan(self.plan, dtype, device, self.multiply)
 
     @property
     def executed(self) -> dict[str, str]:
@@ -125,14 +129,14 @@ class LinearExecution(Execution):
         grad = torch.is_grad_enabled()
         if torch.compiler.is_compiling():
             self.traced = steps.labels
+            if steps.delayed and training and grad:
+                self.quantizers.traced = True
         if autocast is None:
             return _run(input, weight, bias, self, steps, out_dtype, training, grad)
         with torch.autocast(device, enabled=False):
             return _run(input, weight, bias, self, steps, out_dtype, training, grad)
 
     def _steps(self, device: str, keep: torch.dtype) -> Steps:
-        if torch.compiler.is_compiling():  # Dynamo guards on a dictionary it sees read: no second trace for a miss
-            return compile_plan(self.plan, keep, device, self.multiply)
         steps = self.compiled.get((device, keep))
         if steps is None:
             steps = self.compiled[device, keep] = compile_plan(self.plan, keep, device, self.multiply)
@@ -169,16 +173,20 @@ def _note(layer: LinearExecution, gemm: Gemm, label: str) -> None:
 
 
 def _run(*args: Any) -> Tensor:
-    if torch.compiler.is_compiling() and args[4].stateful:
-        # histories and random streams live outside the graph: this layer runs as it does in eager mode
-        opaque: Tensor = _run_eagerly(*args)
-        return opaque
+    if torch.compiler.is_compiling():
+        input, layer, steps = args[0], args[3], args[4]
+        if steps.random or (steps.delayed and layer.quantizers.prepared != input.device):
+            # random streams, and scales that lie elsewhere, are outside the graph: the layer runs as in eager mode
+            opaque: Tensor = _run_eagerly(*args)
+            return opaque
     out: Tensor = _PlannedLinear.apply(*args)  # type: ignore[no-untyped-call]
     return out
 
 
 @_disable_dynamo
 def _run_eagerly(*args: Any) -> Any:
+    if args[4].delayed:
+        args[3].quantizers.prepare(args[4].delayed, args[0].device)
     return _PlannedLinear.apply(*args)  # type: ignore[no-untyped-call]
 
 

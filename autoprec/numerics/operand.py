@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,16 +69,20 @@ class QuantizerState:
 
     Nothing here touches torch's global random streams, so that paired runs stay paired. ``shared`` is true where ranks
     agree on delayed scales before they are computed (``numerics.delayed``). ``postponed`` counts training forwards
-    without a graph, which are the first of two where reentrant checkpointing recomputes.
+    without a graph, which are the first of two where reentrant checkpointing recomputes. ``traced`` is true where a
+    compiled graph updates the delayed scales, which then are learned by ``numerics.delayed`` as well, and ``prepared``
+    is the device on which a graph finds them.
     """
 
-    __slots__ = ("delayed", "generators", "last", "postponed", "seed", "shared")
+    __slots__ = ("delayed", "generators", "graph", "last", "postponed", "prepared", "seed", "shared", "traced")
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
-        self.shared = False
+        self.shared = self.traced = False
+        self.prepared: torch.device | None = None
         self.postponed = 0
         self.delayed: dict[tuple[str, Spec], DelayedScale] = {}
+        self.graph: dict[str, DelayedScale] = {}  # the same ones, by a key that Dynamo can look up
         self.last: dict[tuple[str, Spec], Tensor] = {}
         self.generators: dict[torch.device, torch.Generator] = {}
 
@@ -97,8 +102,10 @@ class QuantizerState:
         """Say whether delayed scaling learns from this training forward: once per step, however often it runs.
 
         Activation checkpointing runs it twice: first with gradients on and again in the backward pass, or (reentrant)
-        first with gradients off, where only the second run tells it from an evaluation.
+        first with gradients off, where only the second run tells it from an evaluation. A graph is traced once.
         """
+        if torch.compiler.is_compiling():
+            return grad
         if not grad:
             self.postponed += not recompute
             return False
@@ -108,11 +115,13 @@ class QuantizerState:
     def delayed_scale(self, operand: str, spec: Spec, amax: Tensor, *, update: bool, recompute: bool) -> Tensor:
         """Return the delayed scale of an operand; a recomputed forward reuses the scale of the forward it repeats."""
         key = (operand, spec)
+        if torch.compiler.is_compiling():
+            return self.graph[_slot(operand, spec)].traced(amax, update=update)
         if recompute and key in self.last:
             if update:
-                self._history(key).take(amax, shared=self.shared)
+                self.history(*key).take(amax, shared=self.shared)
             return self.last[key]
-        scale = self.last[key] = self._history(key).step(amax, update=update, shared=self.shared)
+        scale = self.last[key] = self.history(*key).step(amax, update=update, shared=self.shared)
         return scale
 
     def seen(self, operand: str, spec: Spec) -> Tensor | None:
@@ -122,16 +131,20 @@ class QuantizerState:
 
     def learn(self, operand: str, spec: Spec, amax: Tensor) -> None:
         """Take in an amax that all ranks agree on; zero, which no rank has seen, teaches nothing."""
-        self._history((operand, spec)).learn(amax)
+        self.history(operand, spec).learn(amax)
+
+    def prepare(self, operands: Iterable[tuple[str, Spec]], device: torch.device) -> None:
+        """Make the tensors of these delayed operands on ``device``, for a graph to be traced."""
+        for operand, spec in operands:
+            scale = self.graph[_slot(operand, spec)] = self.history(operand, spec)
+            scale.prepare(device)
+        self.prepared = device
 
     def history(self, operand: str, spec: Spec) -> DelayedScale:
         """Return the delayed scaling of an operand, begun where there was none."""
-        return self._history((operand, spec))
-
-    def _history(self, key: tuple[str, Spec]) -> DelayedScale:
+        key = (operand, spec)
         found = self.delayed.get(key)
         if found is None:
-            spec = key[1]
             scaling = spec.scaling or Scaling()
             found = self.delayed[key] = DelayedScale(
                 FORMATS[spec.format].max,
@@ -141,3 +154,9 @@ class QuantizerState:
                 power_of_2=scaling.power_of_2,
             )
         return found
+
+
+def _slot(operand: str, spec: Spec) -> str:
+    how = spec.scaling or Scaling()
+    history = f"{how.amax_history_len} {how.amax_compute_algo}"
+    return f"{operand} {spec.format} {history} {how.margin} {how.power_of_2} {how.amax_epsilon}"

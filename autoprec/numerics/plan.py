@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from autoprec.numerics.gemm import emulated_multiply, product_dtype
 from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, Spec
 from autoprec.numerics.quantize import spec_of
 from autoprec.policy import LayerPlan
-from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Recipe
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Operand, Recipe
 
 __all__ = [
     "DTYPE_NAMES",
@@ -65,7 +66,8 @@ class Steps:
     """A plan compiled for one device type and compute dtype of the script (what ``keep`` GEMMs run in).
 
     ``wide_output`` is true when fprop is asked to run in float32, whose result autocast would not narrow either;
-    ``stateful`` when a step remembers something between calls (delayed scales, a random stream).
+    ``stateful`` when a step remembers something between calls (delayed scales, a random stream), ``random`` when it
+    draws random numbers. ``delayed`` are the operands with delayed scales.
     """
 
     fprop: GemmStep
@@ -73,6 +75,8 @@ class Steps:
     wgrad: GemmStep
     wide_output: bool
     stateful: bool
+    random: bool
+    delayed: tuple[tuple[Operand, Spec], ...]
 
     @property
     def labels(self) -> dict[str, str]:
@@ -99,13 +103,30 @@ def _step(recipe: Recipe | None, gemm: Gemm, keep_dtype: torch.dtype, multiply: 
 def compile_plan(
     plan: LayerPlan, keep_dtype: torch.dtype, device_type: str, multiply: Mapping[Gemm, Multiply] | None = None
 ) -> Steps:
-    """Compile a plan for the dtype the script would have run the layer in; GEMMs not in ``multiply`` are emulated."""
-    who = multiply or {}
+    """Compile a plan for the dtype the script would have run the layer in; GEMMs not in ``multiply`` are emulated.
+
+    Layers with equal plans share their steps.
+    """
+    return _compiled(plan, keep_dtype, device_type, tuple((multiply or {}).items()))
+
+
+@lru_cache(maxsize=4096)
+def _compiled(
+    plan: LayerPlan, keep_dtype: torch.dtype, device_type: str, multiply: tuple[tuple[Gemm, Multiply], ...]
+) -> Steps:
+    who = dict(multiply)
     steps = {g: _step(plan.recipe(g), g, keep_dtype, who.get(g, multiply_emulated), device_type) for g in GEMMS}
     wide = plan.fprop is not None and plan.fprop.format in ("fp32", "tf32")
-    specs = [spec for step in steps.values() for spec in (step.first, step.second)]
-    stateful = any(s.stochastic or (s.scaling is not None and s.scaling.scale == "delayed") for s in specs)
-    return Steps(steps["fprop"], steps["dgrad"], steps["wgrad"], wide, stateful)
+    used = {(operand, spec): spec for g in GEMMS for operand, spec in _operands(g, steps[g])}
+    delayed = tuple(key for key, s in used.items() if s.scaling is not None and s.scaling.scale == "delayed")
+    random = any(spec.stochastic for spec in used.values())
+    stateful = random or bool(delayed)
+    return Steps(steps["fprop"], steps["dgrad"], steps["wgrad"], wide, stateful, random, delayed)
+
+
+def _operands(gemm: Gemm, step: GemmStep) -> tuple[tuple[Operand, Spec], tuple[Operand, Spec]]:
+    first, second = GEMM_OPERANDS[gemm]
+    return (first, step.first), (second, step.second)
 
 
 def native_dtype(plan: LayerPlan, device_type: str) -> torch.dtype | None:

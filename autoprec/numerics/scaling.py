@@ -7,12 +7,13 @@ Transformer Engine ``recipe/delayed_scaling.cu`` and ``DelayedScaling``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["DelayedScale", "amax_of", "inverse_of", "power_of_2_floor", "scale_of"]
+__all__ = ["DelayedScale", "amax_of", "inverse_of", "learn_together", "power_of_2_floor", "scale_of"]
 
 _FP32_MAX = torch.finfo(torch.float32).max
 
@@ -22,6 +23,12 @@ def amax_of(x: Tensor, axis: int | None = None) -> Tensor:
     if x.numel() == 0:
         shape = [] if axis is None else [1 if d == axis % x.ndim else n for d, n in enumerate(x.shape)]
         return x.new_zeros(shape, dtype=torch.float32)
+    if axis is None and torch.compiler.is_compiling():
+        # along rows first, which fuses with what makes and what casts the rows; aminmax would take three kernels more
+        return x.abs().amax(-1).amax().float()
+    if axis is None and x.device.type == "cuda":
+        largest: Tensor = torch.linalg.vector_norm(x, torch.inf)
+        return largest.float()
     if axis is None:
         low, high = torch.aminmax(x)
         return torch.maximum(-low, high).float()
@@ -67,13 +74,19 @@ class DelayedScale:
     ``length`` steps. And while there is no history each call uses its own amax (Transformer Engine uses scale 1, under
     which the first gradients underflow to zero, so that a short trial would measure the start-up and not the recipe).
 
+    In a graph of ``torch.compile`` the scale is an input and ``seen`` an input that is updated: nothing else happens
+    there, so that the cast waits for no reduction and costs one pass. What was seen is learned between two forwards, in
+    a few kernels for all layers (:func:`learn_together`).
+
     Attributes:
         history: float32 ``[length]``, latest first, 0 where nothing has been seen; None before the first amax.
         scale: float32, 0-d, of the next call; 0 while there is no history.
-        seen: the largest amax noted since ranks last compared theirs, or None.
+        seen: the largest amax noted and not learned yet (0: none), or None; float32, 0-d.
+        started: there is a history.
+        given: a graph traced from now on takes the scale as given, not from the amax it sees.
     """
 
-    __slots__ = ("algorithm", "history", "length", "limit", "margin", "power_of_2", "scale", "seen", "started")
+    __slots__ = ("algorithm", "given", "history", "length", "limit", "margin", "power_of_2", "scale", "seen", "started")
 
     def __init__(self, limit: float, *, length: int, algorithm: str, margin: int, power_of_2: bool = False) -> None:
         self.limit, self.length, self.algorithm = limit, length, algorithm
@@ -81,11 +94,35 @@ class DelayedScale:
         self.history: Tensor | None = None
         self.scale: Tensor | None = None
         self.seen: Tensor | None = None
-        self.started = False
+        self.started = self.given = False
 
     def _of(self, amax: Tensor, otherwise: Tensor | float) -> Tensor:
         scale = scale_of(amax, self.limit, power_of_2=self.power_of_2) * 2.0**-self.margin
         return torch.where(_usable(amax), scale, otherwise)
+
+    def prepare(self, device: torch.device) -> None:
+        """Make the tensors that a compiled graph reads and updates, on the device where it runs."""
+        if self.history is None or self.scale is None:
+            self.history, self.scale = torch.zeros(self.length, device=device), torch.zeros((), device=device)
+        if self.seen is None:
+            self.seen = torch.zeros((), device=device)
+        self.history, self.scale, self.seen = (x.to(device) for x in (self.history, self.scale, self.seen))
+
+    def ready(self, device: torch.device) -> bool:
+        """Say whether a graph can be traced on a device; see :meth:`prepare`."""
+        return self.scale is not None and self.seen is not None and self.scale.device == self.seen.device == device
+
+    def traced(self, amax: Tensor, *, update: bool) -> Tensor:
+        """Return the scale inside a graph, as :meth:`step` does; the amax is noted, see :func:`learn_together`.
+
+        One difference: an operand first seen when other layers have a history starts at scale 1.
+        """
+        if self.scale is None or self.seen is None:
+            raise RuntimeError("DelayedScale.traced needs tensors made before the trace: call prepare first")
+        scale = torch.where(self.scale > 0, self.scale, 1.0 if self.given else self._of(amax, 1.0))
+        if update:
+            self.seen.copy_(torch.maximum(self.seen, amax.detach()))
+        return scale
 
     def step(self, amax: Tensor, *, update: bool, shared: bool = False) -> Tensor:
         """Return the scale to use for a tensor whose amax is ``amax``; then, if ``update``, take the amax in."""
@@ -114,14 +151,32 @@ class DelayedScale:
         held = state["history"].to(device)[: self.length]
         self.history = torch.cat([held, held.new_zeros(self.length - held.numel())])
         self.scale, self.started = state["scale"].to(device, copy=True), False
-        self.seen = state["seen"].to(device, copy=True) if state["seen"] > 0 else None
+        self.seen = state["seen"].to(device, copy=True)
 
     def learn(self, amax: Tensor) -> None:
         """Take an amax into the history and compute the next scale; zero and non-finite ones teach nothing."""
-        self.seen = None
+        self.seen = None if self.seen is None else torch.zeros_like(self.seen)
         if self.history is None or self.scale is None:
             self.history, self.scale = amax.new_zeros(self.length), amax.new_zeros(())
         rolled = torch.cat([amax.reshape(1), self.history[:-1]])
         self.history = torch.where(_usable(amax), rolled, self.history)
         latest = self.history[0] if self.algorithm == "most_recent" else self.history.amax()
         self.scale = self._of(latest, self.scale)
+
+
+def learn_together(scales: Sequence[DelayedScale]) -> None:
+    """Let prepared delayed scales learn what they have seen: in a few kernels for each kind of scale, not for each."""
+    kinds: dict[tuple[Any, ...], list[DelayedScale]] = {}
+    for one in scales:
+        kinds.setdefault((one.limit, one.length, one.algorithm, one.margin, one.power_of_2), []).append(one)
+    for alike in kinds.values():
+        histories = [one.history for one in alike if one.history is not None]
+        before = [one.scale for one in alike if one.scale is not None]
+        seen = [one.seen for one in alike if one.seen is not None]
+        amax, history = torch.stack(seen), torch.stack(histories)
+        rolled = torch.cat([amax.unsqueeze(1), history[:, :-1]], 1)
+        history = torch.where(_usable(amax).unsqueeze(1), rolled, history)
+        latest = history[:, 0] if alike[0].algorithm == "most_recent" else history.amax(1)
+        torch._foreach_copy_(before, list(alike[0]._of(latest, torch.stack(before)).unbind()))
+        torch._foreach_copy_(histories, list(history.unbind()))
+        torch._foreach_zero_(seen)

@@ -72,3 +72,70 @@ def test_ranks_agree_on_the_largest_amax_once_per_training_forward(monkeypatch: 
     with torch.no_grad():
         reduction()
     assert wire.calls == 1  # evaluation neither learns nor communicates
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x)))
+
+
+def trained(how: str) -> tuple[list[torch.Tensor], list[Any], int]:
+    """Train three steps; return the outputs, the delayed scales, and how many graphs were made."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Model()
+    runs = {name: LinearExecution(LayerPlan.uniform(DELAYED)) for name in ("first", "second")}
+    for name, run in runs.items():
+        layer = model.get_submodule(name)
+        layer.forward = lambda x, run=run, layer=layer: run(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+    reduction = DelayedReduction(model, runs.values())
+
+    def whole(x: torch.Tensor) -> torch.Tensor:
+        reduction()
+        out: torch.Tensor = model(x)
+        return out
+
+    run_model = torch.compile(whole, backend=backend, fullgraph=True) if how == "whole" else whole
+    if how == "layers":
+        for name in runs:
+            model.get_submodule(name).compile(backend=backend, fullgraph=True)
+    outputs = []
+    for step in range(3):
+        out = run_model(torch.randn(16, 32) * 2.0**step)
+        out.square().sum().backward()
+        outputs.append(out.detach())
+    model.eval()
+    with torch.no_grad():
+        outputs.append(run_model(torch.randn(16, 32)))
+    scales = [scale.scale.item() for run in runs.values() for scale in run.quantizers.delayed.values()]
+    return outputs, scales, len(graphs)
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
+@pytest.mark.parametrize(("how", "graphs"), [("whole", 3), ("layers", 6)])
+def test_compiled_layers_scale_as_eager_ones_and_need_no_graph_break(how: str, graphs: int) -> None:
+    """One graph for the first step, which has no history, one for all others, one for evaluation (layers may share)."""
+    eager, compiled = trained("eager"), trained(how)
+    for one, other in zip(eager[0][:3], compiled[0][:3], strict=True):
+        assert torch.equal(one, other)
+    assert compiled[2] <= graphs
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
+def test_a_layer_moved_after_its_policy_was_applied_runs_outside_the_graph() -> None:
+    layer, run = nn.Linear(32, 32), LinearExecution(LayerPlan.uniform(DELAYED))
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: run(x, layer.weight, layer.bias), backend="eager")
+    x = torch.randn(4, 32)
+    torch.testing.assert_close(compiled(x), run(x, layer.weight, layer.bias))
+    assert run.quantizers.prepared == x.device  # from now on a graph can be traced

@@ -38,7 +38,7 @@ def test_shared_scales_are_noted_and_learnt_only_when_told() -> None:
         state.delayed_scale("input", DELAYED, torch.tensor(amax), update=True, recompute=False)
     assert state.seen("input", DELAYED) == 3.0
     state.learn("input", DELAYED, torch.tensor(7.0))  # another rank saw more
-    assert state.seen("input", DELAYED) is None
+    assert state.seen("input", DELAYED) == 0.0
     scale = state.delayed_scale("input", DELAYED, torch.tensor(1.0), update=False, recompute=False)
     assert scale == 64.0
 
