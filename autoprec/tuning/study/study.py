@@ -1,8 +1,9 @@
 """The durable study: an in-memory Optuna study that is asked, and an RDB that holds every finished trial.
 
 Optuna's RDB costs one transaction per suggested parameter; a trial is written here as one finished
-``FrozenTrial`` instead, so that a crash at any moment leaves only whole trials behind: none half-told, none RUNNING
-for ever. On resume the finished trials are replayed into a fresh in-memory study.
+``FrozenTrial`` instead, with all its parameters (:class:`~.storage.TrialStorage`), so that a crash at any moment leaves
+only whole trials behind: none half-told, none RUNNING for ever. On resume the finished trials are replayed into a fresh
+in-memory study.
 """
 
 from __future__ import annotations
@@ -27,10 +28,6 @@ optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 Distributions = Mapping[str, optuna.distributions.BaseDistribution]
 R = TypeVar("R")
-
-#: An RDB checks every parameter of a trial in queries of its own, which cost more than all else the driver does: beyond
-#: so many they are kept in the record alone, which is what a resumed search reads in any case.
-MOST_STORED_PARAMS = 12
 
 #: What SQLite and PostgreSQL say of a full disk, and SQLite of a file or folder that was removed or made read-only.
 _FULL = ("disk is full", "No space left", "could not extend file")
@@ -255,8 +252,6 @@ class StudyStore:
     def _frozen(self, record: TrialRecord, *, store: bool = False) -> FrozenTrial:
         known = getattr(self, "_distributions", {}) if record.kind in LEARNED else {}
         params = {key: value for key, value in record.params.items() if key in known}
-        if store and len(params) > MOST_STORED_PARAMS:
-            params = {}
         values = self._values(record)
         state = TrialState.COMPLETE
         if values is None:

@@ -125,3 +125,19 @@ def test_each_trial_is_one_transaction(tmp_path: Path) -> None:
         assert after.execute("select count(*) from trial_params").fetchone() == (len(SPACE),)
     before.close()
     after.close()
+
+
+def test_optuna_sees_every_parameter_of_a_large_study(tmp_path: Path) -> None:
+    wide = {f"layer:{i}": optuna.distributions.CategoricalDistribution(("keep", "bf16", "fp8")) for i in range(60)}
+    wide["fp8_delayed.scaling.margin"] = optuna.distributions.CategoricalDistribution((0, 1))
+    study = store(tmp_path)
+    study.start(optuna.samplers.RandomSampler(seed=0), wide, [])
+    asked = run(study, 4)
+    seen = optuna.load_study(study_name="study", storage=default_storage(tmp_path))
+    assert [trial.params for trial in seen.get_trials()] == asked
+    frame = seen.trials_dataframe()
+    assert {f"params_{name}" for name in wide} <= set(frame.columns)
+    assert frame[[f"params_{name}" for name in wide]].notna().all().all()
+    again = store(tmp_path, resume=True)
+    again.start(optuna.samplers.TPESampler(seed=0, n_startup_trials=4), wide, [])
+    assert set(again.ask().params) == set(wide)
