@@ -147,6 +147,20 @@ class Recipe(_Frozen):
             return str(getattr(self.operands, operand))
         return "e2m1" if self.format == "nvfp4" else self.format
 
+    def canonical(self, steps: int = 0) -> Recipe:
+        """Return the one recipe that stands for all that compute the same in a run of so many steps (0: any number).
+
+        Where the latest amax counts, the history has no length; one that is longer than the run never forgets.
+        """
+        scaling = self.scaling
+        if scaling is None or scaling.scale != "delayed":
+            return self
+        length = min(scaling.amax_history_len, steps) if steps else scaling.amax_history_len
+        algorithm = "most_recent" if length == 1 else scaling.amax_compute_algo
+        length = 1 if algorithm == "most_recent" else length
+        same = scaling.model_copy(update={"amax_history_len": length, "amax_compute_algo": algorithm})
+        return self.model_copy(update={"scaling": same})
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plain-data form: everything that has an effect is spelled out, nothing else is."""
         out = self.model_dump(exclude_defaults=True, exclude={"scaling", "operands"})

@@ -118,7 +118,7 @@ class Setup:
         if not graph.root_called:
             space = space.without_surroundings()
         cost = CostModel(graph, target, scale=scale, compiled=host.compiled or not measured, calibration=calibration)
-        problem = Problem.build(graph, space, cost.can_run)
+        problem = Problem.build(graph, space, cost.can_run, steps=_forwards(options, graph))
         return cls(
             options=options,
             host=host,
@@ -133,7 +133,7 @@ class Setup:
 
     def restricted(self, space: SearchSpace) -> Setup:
         """Return the same search in another space."""
-        problem = Problem.build(self.graph, space, self.cost.can_run)
+        problem = Problem.build(self.graph, space, self.cost.can_run, steps=self.problem.steps)
         return replace(
             self, space=space, problem=problem, steps=ModelledSteps(self.cost, problem, self.steps.reference)
         )
@@ -160,3 +160,9 @@ class Setup:
             return None
         activations = "bf16" if name == "bf16" else "keep"
         return Policy(recipes={name: BUILTIN_RECIPES[name]}, default=name, activations=activations).to_dict()
+
+
+def _forwards(options: SearchOptions, graph: GraphReport) -> int:
+    """Return how many training forwards a layer sees in a trial: what an amax history can hold of it."""
+    calls = max((sum(g.calls for g in layer.gemms if g.role == "fprop") for layer in graph.layers), default=1)
+    return (options.steps + options.warmup) * max(1, calls)

@@ -64,6 +64,7 @@ class Problem:
         fixed: name -> value of the parameters with one value.
         baseline: name of the baseline choice.
         refused: (group, choice, reason) of what the target or a shape rules out.
+        steps: training forwards of a trial; longer amax histories are one and the same there. 0: not known.
     """
 
     report: GraphReport
@@ -73,16 +74,21 @@ class Problem:
     fixed: dict[str, Any]
     baseline: str
     refused: tuple[tuple[str, str, str], ...] = ()
+    steps: int = 0
+    _recipes: dict[tuple[tuple[str, Any], ...], Recipe] = field(default_factory=dict, repr=False, compare=False)
     _globs: list[GlobTable] = field(default_factory=list, repr=False, compare=False)
 
     @classmethod
-    def build(cls, report: GraphReport, space: SearchSpace, can_run: CanRun | None = None) -> Problem:
+    def build(
+        cls, report: GraphReport, space: SearchSpace, can_run: CanRun | None = None, *, steps: int = 0
+    ) -> Problem:
         """Match a space against a recorded model.
 
         Args:
             report: the recorded step.
             space: what may be decided.
             can_run: says whether a layer can run a recipe on the target, and why not; None allows everything.
+            steps: training forwards of a trial, 0 where that is not known.
 
         Raises:
             NothingAcceptableError: the model has no tunable layer.
@@ -107,6 +113,7 @@ class Problem:
             fixed={name: options[0] for name, options in values.items() if len(options) == 1},
             baseline=Choice.parse(space.baseline).name,
             refused=tuple(refused),
+            steps=steps,
         )
 
     # --- names and shapes -------------------------------------------------------------------------------------------
@@ -235,11 +242,19 @@ class Problem:
         """Return what identifies the numerics of a point: equal keys run the same, whatever the params say."""
         index = self.indices(params)
         used = {recipe for column in set(index.tolist()) for recipe in self._recipes_of[column]}
-        values = []
-        for name in self.parameters:
-            inert = name in self.space.parameters and name.split(".")[0] not in used
-            values.append(None if inert else self.value(params, name))
-        return (index.tobytes(), *values)
+        values = [self.value(params, name) for name in self.parameters if name not in self.space.parameters]
+        return (index.tobytes(), *values, *self._canonical(used, params))
+
+    def _canonical(self, used: set[str], params: Params) -> tuple[Recipe, ...]:
+        """Return the recipes in use that have parameters, as what they compute in a trial."""
+        tuned = sorted(used & {name.split(".")[0] for name in self.parameters if name in self.space.parameters})
+        found = []
+        for name in tuned:
+            values = tuple((p, self.value(params, p)) for p in self.parameters if p.split(".")[0] == name)
+            if values not in self._recipes:
+                self._recipes[values] = self.space.recipes_with(dict(values))[name].canonical(self.steps)
+            found.append(self._recipes[values])
+        return tuple(found)
 
     @cached_property
     def _recipes_of(self) -> tuple[frozenset[str], ...]:

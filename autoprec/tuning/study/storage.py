@@ -67,7 +67,7 @@ def sqlite_file(url: str) -> Path | None:
     return Path(name) if parsed.get_backend_name() == "sqlite" and name not in ("", ":memory:") else None
 
 
-class TrialStorage(optuna.storages.RDBStorage):
+class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[misc]
     """Optuna's RDB, which stores the parameters of a finished trial in one statement of the trial's own transaction.
 
     Optuna looks the earlier distribution of every parameter up in a query of its own, which takes longer than all else

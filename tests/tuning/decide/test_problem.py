@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -20,7 +21,7 @@ CPU = Problem.build(gpt(), load_space("cpu-bf16"))
 
 def test_tables_follow_groups_and_choices() -> None:
     table = HOPPER.table(lambda _group, choice: float(len(choice)))
-    assert table.shape == (17, 6) == HOPPER.allowed.shape
+    assert table.shape == (17, 7) == HOPPER.allowed.shape
     assert np.isfinite(table).all()
     assert set(HOPPER.distributions()) == {layer_key(g.name) for g in HOPPER.groups} | set(HOPPER.parameters)
 
@@ -131,3 +132,20 @@ def test_every_parameter_of_the_space_reaches_the_policy() -> None:
     assert policy.evidence == {"speedup": 1.2}
     assert policy.model is not None
     assert policy.model.class_name == "GPT"
+
+
+def test_equal_numerics_have_one_key_and_long_histories_are_what_a_trial_can_show() -> None:
+    space = load_space("te-delayed")
+    known, short = Problem.build(gpt(), space), Problem.build(gpt(), space, steps=23)
+    names = [f"te_hybrid.scaling.{name}" for name in ("amax_history_len", "amax_compute_algo", "margin")]
+    points = [dict(zip(names, v, strict=True)) for v in itertools.product(*(space.parameters[n] for n in names))]
+    assert len(points) == 24
+    keys = [{problem.key(problem.params_of("te_hybrid", **p)) for p in points} for problem in (known, short)]
+    assert [len(found) for found in keys] == [15, 9]
+
+
+def test_the_default_space_of_a_hopper_gpu_searches_what_a_recipe_is_made_of() -> None:
+    fields = {name.split(".", 1)[1] for name in HOPPER.parameters if "." in name}
+    assert {"scaling.margin", "scaling.amax_compute_algo", "scaling.amax_history_len", "scaling.power_of_2"} <= fields
+    assert {"operands.grad_output", "accumulation"} <= fields
+    assert "fp8_delayed/wgrad=bf16" in HOPPER.choice_names
