@@ -173,8 +173,8 @@ def test_servers_listen_on_the_loopback_or_on_a_private_socket() -> None:
         assert "0.0.0.0" not in text, path.name
         for family in re.findall(r"socket\.socket\(([^)]*)\)", text):
             assert "AF_UNIX" in family or path.name == "server.py", path.name
-    text = (PACKAGE / "tracking" / "server.py").read_text(encoding="utf-8")
-    assert '"--host", "127.0.0.1"' in text
+    text = (PACKAGE / "tracking" / "page.py").read_text(encoding="utf-8")
+    assert text.count('"--host", "127.0.0.1"') == text.count('host="127.0.0.1"') == 1
 
 
 def test_the_folder_of_sockets_is_for_its_owner_alone() -> None:

@@ -21,7 +21,7 @@ from autoprec.support.redact import redact_text, redact_uri
 from autoprec.tracking.spool import Spool, State
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["ENVIRONMENT", "drain", "drain_until_end", "reachable"]
+__all__ = ["ENVIRONMENT", "child_environment", "drain", "drain_until_end", "reachable"]
 
 #: What MLflow is told in our processes: no telemetry, and no minutes of retries when a server is gone.
 ENVIRONMENT = {
@@ -37,6 +37,14 @@ ENVIRONMENT = {
 _POLL_S = 0.5
 _RETRY_S = 10.0
 _LINGER_S = 30.0
+
+
+def child_environment() -> dict[str, str]:
+    """Return the environment of a process of ours: it finds AutoPrec where this one did, and is not a trial."""
+    root = str(Path(__file__).resolve().parents[2])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    inherited = {key: value for key, value in os.environ.items() if key != "AUTOPREC_SPEC"}
+    return inherited | ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def reachable(uri: str, *, timeout_s: float = 1.0) -> str:

@@ -76,18 +76,21 @@ class TrackingListener:
 
     @staticmethod
     def _marked(recorded: Sequence[TrialRecord], result: SearchResult) -> list[TrialRecord]:
-        """Return the records whose marks are known only now: on the front, the best, or no longer either.
+        """Return the records whose marks are known only now: on the front, the best, rejected, or no longer so.
 
         A resumed study may have another answer than before, and its best may be a trial of the session before.
         """
         front = {row.get("name") for row in result.front}
+        rows = (*result.presets, *result.front)
+        rejected = {row.get("name") for row in rows if str(row.get("reason", "")).startswith("rejected")}
         own = [r for r in recorded if r.ok and r.kind in ("preset", "search")]
         own = own or [r for r in recorded if r.ok and r.kind == "finalist"]
         out = []
         for record in own:
             marks = {"pareto"} if record.name in front else set()
             marks |= {"best"} if record.name == result.best.get("name") else set()
-            tags = (*(tag for tag in record.tags if tag not in ("pareto", "best")), *sorted(marks))
+            marks |= {"infeasible"} if record.name in rejected else set()
+            tags = (*(tag for tag in record.tags if tag not in ("pareto", "best", "infeasible")), *sorted(marks))
             if set(tags) != set(record.tags):
                 out.append(replace(record, tags=tags))
         return out

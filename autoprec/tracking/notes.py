@@ -14,18 +14,19 @@ from autoprec.report.text import headings, row_cells
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["parent_note", "parent_params", "shown_metrics", "trial_name"]
+__all__ = ["parent_note", "parent_params", "reference_figures", "shown_metrics", "trial_name"]
 
 #: Reasons in a study's description; the report has them all.
 MOST_REASONS = 12
+#: A script of less than this share of the 16-bit run's speed is not drawn beside policies.
+_NEAR = 0.5
 
 
 def trial_name(record: TrialRecord) -> str:
-    """Return the run name of a trial: its number, its name and, for paired repeats, its seed."""
-    seed = f" (seed {record.seed})" if record.seed else ""
-    name = record.name or record.kind
-    plain = name if name.startswith("trial ") else f"{record.number:03d} {name}"
-    return f"{plain}{seed}"[:250]
+    """Return the run name of a trial: its name, a star where it is the answer and, for paired repeats, their seed."""
+    seed = f" (seed {record.seed})" if record.kind == "finalist" else ""
+    star = "\N{BLACK STAR} " if "best" in record.tags else ""
+    return f"{star}{record.name or record.kind}{seed}"[:250]
 
 
 def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -37,7 +38,7 @@ def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     parts = (
         ("gain", "speedup_over_16bit" if "speedup_over_16bit" in metrics else "speedup", 1.0, 2),
-        ("step_ms", "step_time_ms", 1.0, 2),
+        ("step_ms", "step_time_ms", 1.0, 1 if (metrics.get("step_time_ms") or 0.0) >= 100.0 else 2),
         ("divergence_pct", "divergence", 100.0, 3),
         ("memory_gib", "memory_bytes", 2.0**-30, 2),
         ("gradient_error_pct", "gradient_error", 100.0, 2),
@@ -48,6 +49,19 @@ def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
         if isinstance(value, (int, float)) and math.isfinite(value):
             out[name] = round(factor * value, digits)
     return out
+
+
+def reference_figures(metrics: Mapping[str, Any], *, drawn: bool = True) -> dict[str, float]:
+    """Return the script's figures of the table, once it is known how it compares with the 16-bit run.
+
+    Its divergence is from itself: 0, which says nothing. Without it the script is not drawn in the chart of time
+    against divergence, where an fp32 script that takes ten times as long as bf16 would push all policies into one
+    corner; a script that comes near the 16-bit run is drawn.
+    """
+    shown = shown_metrics(metrics)
+    if not drawn or metrics.get("speedup_over_16bit", 1.0) < _NEAR:
+        shown.pop("divergence_pct", None)
+    return shown
 
 
 def parent_params(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 from autoprec.errors import AutoPrecError, FileError, MissingDependencyError
 from autoprec.support.optional import installed_version
 from autoprec.support.redact import HIDDEN
-from autoprec.tracking.drain import ENVIRONMENT, reachable
+from autoprec.tracking.drain import child_environment, reachable
 from autoprec.tracking.spool import Spool, State, default_uri
 from autoprec.tracking.view import trials_url
 
@@ -35,13 +35,16 @@ class Study:
     tracking_uri: str
     experiment_id: str
 
-    def url(self, base: str) -> str:
-        """Return the address of its trials table on a server."""
-        return trials_url(base, self.experiment_id or "0", uid=self.uid)
+    def url(self, base: str, *, charts: bool = False) -> str:
+        """Return the address of its table of policies on a server, or that of their charts."""
+        return trials_url(base, self.experiment_id or "0", uid=self.uid, charts=charts)
 
 
 def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None = None) -> Study:
-    """Return the study last written under ``runs``, or the one named; one with trials before one that has none.
+    """Return the study last written under ``runs``, or the one named.
+
+    One with trials and an answer, or still running, comes before one that was cut short, and that before one without
+    any trial.
 
     Raises:
         FileError: there is none; the message lists those that exist.
@@ -52,7 +55,7 @@ def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None =
     if not chosen:
         known = f"studies here: {', '.join(names)}" if names else "name the autoprec-runs directory of a search"
         raise FileError("no tracked study" + (f" '{name}'" if name else "") + " here", where=str(runs), fix=known)
-    chosen.sort(key=_has_trials)  # stable: among equals the newest stays last
+    chosen.sort(key=_worth)  # stable: among equals the newest stays last
     spool = Spool.of(chosen[-1].parent.parent)
     opened = spool.target()
     recorded = opened.get("tracking_uri", "")
@@ -64,12 +67,14 @@ def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None =
     return Study(opened.get("study") or spool.directory.parent.name, spool.uid, uri, state.experiment_id)
 
 
-def _has_trials(path: Path) -> bool:
-    """Say whether a study tried anything: a "stay" from the cost model alone leaves nothing to look at."""
-    return any(
-        event["kind"] == "trial" and event["record"].get("kind") in ("preset", "search")
-        for event, _ in Spool.of(path.parent.parent).read()
-    )
+def _worth(path: Path) -> int:
+    """Say how much of a study there is to look at: 0 without trials, 1 with trials, 2 with an answer or one to come."""
+    tried = ended = answered = False
+    for event, _ in Spool.of(path.parent.parent).read():
+        tried |= event["kind"] == "trial" and event["record"].get("kind") in ("preset", "search")
+        answered |= event["kind"] == "finished" and event["result"].get("verdict") != "undecided"
+        ended = event["kind"] == "end"
+    return tried * (1 + (answered or not ended))
 
 
 def free_port(wanted: int) -> int:
@@ -100,10 +105,9 @@ def serve(uri: str, port: int, *, timeout_s: float = 300.0) -> Iterator[str]:
     if installed_version("mlflow") is None:
         raise MissingDependencyError("MLflow's web interface is not installed", fix="pip install 'autoprec[ui]'")
     base = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-P", "-m", "mlflow", "server"]
-    command += ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    command = [sys.executable, "-P", "-m", "autoprec.tracking.page", str(port)]
     # by the environment: everybody on the machine can read a command line, and the address may hold a password
-    environment = os.environ | ENVIRONMENT | {"MLFLOW_BACKEND_STORE_URI": uri}
+    environment = child_environment() | {"MLFLOW_BACKEND_STORE_URI": uri}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
@@ -121,9 +125,9 @@ def _wait(process: subprocess.Popen[bytes], base: str, timeout_s: float, log: IO
         if process.poll() is not None:
             log.seek(0)
             output = log.read().decode("utf-8", "replace")[-1500:]
-            raise AutoPrecError(f"mlflow server ended: {output}", fix="see the lines above")
+            raise AutoPrecError(f"MLflow ended: {output}", fix="see the lines above")
         if time.monotonic() > deadline:
-            raise AutoPrecError(f"mlflow server did not answer within {timeout_s:.0f} s", fix="try again")
+            raise AutoPrecError(f"MLflow did not answer within {timeout_s:.0f} s", fix="try again")
         time.sleep(0.2)
 
 

@@ -19,8 +19,8 @@ from urllib.parse import unquote, urlsplit
 from autoprec.policy.document import dump_yaml
 from autoprec.support.redact import redact, redact_text
 from autoprec.support.text import visible
-from autoprec.tracking.notes import parent_note, parent_params, shown_metrics, trial_name
-from autoprec.tracking.view import shared_view
+from autoprec.tracking.notes import parent_note, parent_params, reference_figures, shown_metrics, trial_name
+from autoprec.tracking.view import shared_view, telling_params
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["TRIAL_TAGS", "Store", "safe_key"]
@@ -84,7 +84,7 @@ class Store:
         if found:
             self.run_id = found[0].info.run_id
             self.client.update_run(self.run_id, status="RUNNING")
-            self._children = self._known_children()
+            self._children = {run.data.tags.get("autoprec.record", ""): run.info.run_id for run in self._trials()}
         else:
             tags = {"autoprec.record": record, "autoprec.role": "study", "autoprec.study": self.study}
             run = self.client.create_run(
@@ -98,19 +98,20 @@ class Store:
         self._log(self.run_id, params=settings, tags=tags, refuse_change=False)
         return self.run_id
 
-    def _share_view(self) -> None:
-        """Store the table view that ``autoprec ui`` opens; a server that refuses it shows its default table."""
+    def _share_view(self, params: Sequence[str] = ()) -> None:
+        """Store the view that ``autoprec ui`` opens; a server that refuses it shows its default table."""
         from mlflow.exceptions import MlflowException
 
         with contextlib.suppress(MlflowException):
-            self.client.set_experiment_tag(self.experiment_id, *shared_view(self.uid, self.study))
+            self.client.set_experiment_tag(self.experiment_id, *shared_view(self.uid, self.study, params))
             self.client.set_experiment_tag(self.experiment_id, "mlflow.experimentKind", "custom_model_development")
 
     def _find(self, condition: str, limit: int = 1) -> list[Any]:
         return list(self.client.search_runs([self.experiment_id], filter_string=condition, max_results=limit))
 
-    def _known_children(self) -> dict[str, str]:
-        found: dict[str, str] = {}
+    def _trials(self) -> list[Any]:
+        """Return the runs of the study's trials, those of earlier sessions included."""
+        found: list[Any] = []
         token: str | None = None
         while True:
             page = self.client.search_runs(
@@ -119,7 +120,7 @@ class Store:
                 max_results=1000,
                 page_token=token,
             )
-            found |= {run.data.tags.get("autoprec.record", ""): run.info.run_id for run in page}
+            found += page
             token = page.token
             if not token:
                 return found
@@ -137,6 +138,8 @@ class Store:
                 run_name=visible(trial_name(record)),
             )
             run_id = self._children[identity] = run.info.run_id
+        elif record.name:  # the answer is marked in its name, once it is known
+            self.client.update_run(run_id, name=visible(trial_name(record)))
         params = {f"layer/{group}": str(choice) for group, choice in (groups or {}).items()}
         params |= {
             key.replace("layer:", "layer/", 1): str(value)
@@ -177,27 +180,44 @@ class Store:
             "mlflow.note.content": redact_text(parent_note(result)),
         }
         self._log(self.run_id, metrics=metrics, tags=tags)
-        self._tell_reference(result, stamp)
+        trials = self._trials()
+        self._fold(trials, result, stamp)
+        important = [f"layer/{row['name'][6:]}" for row in result.explanation.get("importance", ())]
+        policies = [run.data.params for run in trials if run.data.tags.get("autoprec.row") == "policy"]
+        self._share_view(telling_params(policies, list(map(safe_key, important))))
         self.write_files(artifacts)
         if result.verdict == "adopt" and any(
             path.suffix in (".yaml", ".json") and path.is_file() for path in artifacts
         ):
             self._register(next(path for path in artifacts if path.suffix in (".yaml", ".json")).name)
 
-    def _tell_reference(self, result: SearchResult, stamp: int) -> None:
-        """Give the script's own runs their gain over 16 bit: it was not known yet when they were written.
+    def _fold(self, trials: Sequence[Any], result: SearchResult, stamp: int) -> None:
+        """Give each policy's row the figures that became known after its trial.
 
-        Without it the table of trials would show 1.00 for an fp32 script beside the 1.00 of bf16, ten times as fast.
+        The row of a policy that was measured again has the mean over its paired seeds, as the report has it. The
+        script's gain over 16 bit is known once a 16-bit run was measured; without it an fp32 script would show 1.00
+        beside the 1.00 of bf16, ten times as fast.
         """
         from mlflow.entities import Metric
 
-        over = result.reference.get("speedup_over_16bit")
-        if not isinstance(over, (int, float)) or not math.isfinite(over):
-            return
-        told = {"speedup_over_16bit": float(over), "gain": shown_metrics(result.reference)["gain"]}
-        for identity, run_id in self._children.items():
-            if identity.startswith(f"{self.uid}/reference/"):
-                self._log(run_id, metrics=[Metric(name, value, stamp, 0) for name, value in told.items()])
+        rows = {run.data.tags["autoprec.name"]: run for run in trials if run.data.tags.get("autoprec.row") == "policy"}
+        gaps: dict[str, list[float]] = {}
+        for run in trials:
+            if run.data.tags.get("autoprec.kind") == "finalist" and "divergence" in run.data.metrics:
+                gaps.setdefault(run.data.tags["autoprec.name"], []).append(run.data.metrics["divergence"])
+        told: dict[str, dict[str, float]] = {}
+        for name, values in gaps.items():
+            mean = shown_metrics({"divergence": sum(values) / len(values)})
+            told[name] = {**mean, "seeds": float(len(values))}
+        told[str(result.best.get("name"))] = shown_metrics(result.best) | {
+            "seeds": float(result.best.get("seeds") or 1)
+        }
+        reference = str(result.reference.get("name"))
+        told[reference] = reference_figures(result.reference)
+        for name, figures in told.items():
+            if name in rows:
+                metrics = [Metric(key, value, stamp, 0) for key, value in figures.items()]
+                self._log(rows[name].info.run_id, metrics=metrics)
 
     def _register(self, name: str) -> None:
         """Register the policy in the model registry, a version per study; a store without one goes without."""
@@ -260,6 +280,13 @@ class Store:
             self.client.log_artifact(run_id, os.fspath(path))
 
 
+def _shown(record: TrialRecord) -> dict[str, float]:
+    """Return a trial's figures of the table; whether the script is drawn among policies is known at the end only."""
+    return (
+        reference_figures(record.metrics, drawn=False) if record.kind == "reference" else shown_metrics(record.metrics)
+    )
+
+
 def _metrics(record: TrialRecord) -> list[Any]:
     """Return the trial's metrics: figures once, curves per step (thinned to 1000 points), stamped with its start."""
     from mlflow.entities import Metric
@@ -267,11 +294,14 @@ def _metrics(record: TrialRecord) -> list[Any]:
     stamp = int(record.started * 1000)
     out = [
         Metric(safe_key(name), float(value), stamp, 0)
-        for name, value in {**record.metrics, **shown_metrics(record.metrics), "seconds": record.seconds}.items()
+        for name, value in {**record.metrics, **_shown(record), "seconds": record.seconds}.items()
         if isinstance(value, (int, float)) and math.isfinite(value)
     ]
     stride = max(1, math.ceil(max(len(record.losses), len(record.reference_losses)) / _MAX_POINTS))
-    for name, values in (("loss", record.losses), ("reference_loss", record.reference_losses)):
+    pairs = zip(record.losses, record.reference_losses, strict=False)
+    gaps = tuple(round(100.0 * (own / other - 1.0), 4) if other else math.nan for own, other in pairs)
+    curves = {"loss": record.losses, "reference_loss": record.reference_losses, "loss_gap_pct": gaps}
+    for name, values in curves.items():
         out += [
             Metric(name, float(value), stamp, step)
             for step, value in enumerate(values)

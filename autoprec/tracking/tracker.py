@@ -15,7 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from autoprec.support.redact import redact, redact_uri
-from autoprec.tracking.drain import ENVIRONMENT
+from autoprec.tracking.drain import child_environment
 from autoprec.tracking.spool import Spool, State, default_uri
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
@@ -166,14 +166,7 @@ class Tracker:
         """Start the background process unless it runs; failing to start it is not the search's problem."""
         if self._process is not None and self._process.poll() is None:
             return
-        root = str(Path(__file__).resolve().parents[2])
-        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-        environment = {key: value for key, value in os.environ.items() if key != "AUTOPREC_SPEC"}
-        environment |= ENVIRONMENT | {
-            "AUTOPREC_TRACKING_STORE": self._uri,
-            "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)),
-            "PYTHONWARNINGS": "ignore",
-        }
+        environment = child_environment() | {"AUTOPREC_TRACKING_STORE": self._uri, "PYTHONWARNINGS": "ignore"}
         directory = str(self._spool.directory.parent)
         # -P: a file called mlflow.py beside the user's script must not be imported in place of MLflow
         command = [sys.executable, "-P", "-m", "autoprec.tracking", directory, self._experiment, str(os.getpid())]

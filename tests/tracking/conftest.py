@@ -100,8 +100,15 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         tracker = Tracker.open(runs / "demo", study="demo")
         tracker.study_started({"script": ["train.py", "--api-key", "s3cret", "--lr=1"], "target": "cpu", "groups": 3})
         for record in records:
-            tracker.trial(record, {"h.*.attn": "bf16"} if record.params else None)
-        tracker.finished(make_result(records), [policy, report], records=[replace(records[5], tags=("pareto",))])
+            groups = {"h.*.attn": "bf16", "h.*.mlp": "fp8" if record.kind == "search" else "bf16"}
+            tracker.trial(record, groups if record.params else None)
+        own = make_result(records)
+        finalists = [replace(records[6], name="search 5", number=8 + seed, seed=seed) for seed in range(2)]
+        for record, gap in zip(finalists, (6e-4, 1e-3), strict=True):
+            tracker.trial(replace(record, metrics={**record.metrics, "divergence": gap}))
+        best = {**own.best, "name": "search 5", "divergence": 8e-4, "seeds": 2}
+        marked = [replace(records[5], tags=("pareto", "best"))]
+        tracker.finished(replace(own, best=best), [policy, report], records=marked)
         state = tracker.close(120)
         reference = tracker.reference()
     with warnings.catch_warnings():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from markdown_it import MarkdownIt
 
-from autoprec.tracking.notes import parent_note, parent_params, shown_metrics, trial_name
+from autoprec.tracking.notes import parent_note, parent_params, reference_figures, shown_metrics, trial_name
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 
@@ -51,7 +51,7 @@ def test_the_table_of_trials_has_rounded_figures_in_the_units_people_read() -> N
         "divergence": 0.000248278,
         "memory_bytes": 130748741061.0,
     }
-    shown = {"gain": 9.36, "step_ms": 588.51, "divergence_pct": 0.025, "memory_gib": 121.77}
+    shown = {"gain": 9.36, "step_ms": 588.5, "divergence_pct": 0.025, "memory_gib": 121.77}
     assert shown_metrics(metrics) == shown
     assert shown_metrics({**metrics, "speedup_over_16bit": 1.4857})["gain"] == 1.49
     assert shown_metrics({"speedup": float("nan"), "divergence": None}) == {}
@@ -73,6 +73,15 @@ def test_parameters_are_flat_text() -> None:
 
 
 def test_names_of_trials(records: list[TrialRecord]) -> None:
-    assert trial_name(records[2]) == "002 preset 2"
-    assert trial_name(records[6]) == "006 finalist 6 (seed 1)"
-    assert trial_name(replace(records[4], name="trial 4")) == "trial 4"
+    assert trial_name(records[2]) == "preset 2"
+    assert trial_name(records[6]) == "finalist 6 (seed 1)"
+    assert trial_name(replace(records[4], name="trial 4", tags=("best", "pareto"))) == "★ trial 4"
+
+
+def test_a_script_much_slower_than_bf16_is_not_drawn_beside_the_policies() -> None:
+    metrics = {"speedup": 1.0, "step_time_ms": 2418.2, "divergence": 0.0}
+    slow = {"gain": 0.1, "step_ms": 2418.2}
+    assert reference_figures({**metrics, "speedup_over_16bit": 0.0975}) == slow
+    assert reference_figures({**metrics, "speedup_over_16bit": 0.9})["divergence_pct"] == 0.0
+    assert reference_figures(metrics)["divergence_pct"] == 0.0
+    assert "divergence_pct" not in reference_figures(metrics, drawn=False)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import html
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,56 +21,97 @@ import pytest
 from autoprec.errors import AutoPrecError, FileError, MissingDependencyError
 from autoprec.tracking import Tracker
 from autoprec.tracking.server import free_port, newest_study, serve
-from tests.tracking.conftest import make_records
+from tests.tracking.conftest import make_records, make_result
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_the_newest_study_with_trials_is_opened_rather_than_an_empty_stay(tmp_path: Path) -> None:
+def test_the_newest_study_with_an_answer_is_opened_rather_than_one_that_shows_nothing(tmp_path: Path) -> None:
     records = make_records()
-    for number, (name, own) in enumerate((("older", records), ("tried", records), ("stay", records[:2]))):
-        tracker = Tracker.open(tmp_path / name, study=name, tracking_uri="http://127.0.0.1:9")
+    answer = {"result": make_result(records).to_json()}
+    studies = {
+        "older": (records, answer),
+        "answered": (records, answer),
+        "cut short": (records, {"result": {**answer["result"], "verdict": "undecided"}}),
+        "stay": (records[:2], answer),
+    }
+    for number, (name, (own, finished)) in enumerate(studies.items()):
+        spool = Tracker.open(tmp_path / name, study=name, tracking_uri="http://127.0.0.1:9")._spool
         for record in own:
-            tracker._spool.append("trial", record=record.to_json())
+            spool.append("trial", record=record.to_json())
+        spool.append("finished", artifacts=[], **finished)
+        spool.append("end", status="FINISHED")
         os.utime(tmp_path / name / "tracking" / "spool.jsonl", (1e9 + number, 1e9 + number))
-    assert newest_study(tmp_path).name == "tried"
+    assert newest_study(tmp_path).name == "answered"
     assert newest_study(tmp_path, "stay").name == "stay"
+    running = Tracker.open(tmp_path / "running", study="running", tracking_uri="http://127.0.0.1:9")._spool
+    running.append("trial", record=records[4].to_json())
+    assert newest_study(tmp_path).name == "running", "to watch it while trials run"
 
 
-@pytest.mark.slow
-def test_the_page_is_served_and_the_server_ends_with_the_command(tracked: dict[str, Any]) -> None:
+@pytest.fixture(scope="module")
+def served(tracked: dict[str, Any]) -> Iterator[str]:
+    """Start ``autoprec ui`` on the tracked study and yield the address it prints; the server ends with the command."""
     code = "from autoprec.cli import cli; cli.main()"
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port(0)
     command = [sys.executable, "-W", "ignore", "-c", code, "ui", str(tracked["runs"]), "--no-open", "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
     try:
         assert process.stdout is not None
-        url = process.stdout.readline().decode().strip()
-        assert url.startswith(f"http://127.0.0.1:{port}/#/experiments/{tracked['state'].experiment_id}/runs?viewState")
-        base = url.split("/#")[0]
-        with urllib.request.urlopen(base + "/", timeout=30) as page:
-            assert page.status == 200
-        body = json.dumps(
-            {
-                "experiment_ids": [tracked["state"].experiment_id],
-                "filter": "tags.`autoprec.role` = 'trial' AND tags.`autoprec.study` = 'demo'",
-                "order_by": ["metrics.`speedup` DESC"],
-            }
-        ).encode()
-        request = urllib.request.Request(
-            base + "/api/2.0/mlflow/runs/search", data=body, headers={"Content-Type": "application/json"}
-        )
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            runs = json.load(answer)["runs"]
-        assert runs[0]["info"]["run_name"] == "006 finalist 6 (seed 1)"
+        yield process.stdout.readline().decode().strip()
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(timeout=30)
         process.stdout.close()
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.mark.slow
+def test_the_trials_are_served(tracked: dict[str, Any], served: str) -> None:
+    assert f"/#/experiments/{tracked['state'].experiment_id}/runs?workflowType" in served
+    base = served.split("/#")[0]
+    body = json.dumps(
+        {
+            "experiment_ids": [tracked["state"].experiment_id],
+            "filter": "tags.`autoprec.role` = 'trial' AND tags.`autoprec.study` = 'demo'",
+            "order_by": ["metrics.`speedup` DESC"],
+        }
+    ).encode()
+    request = urllib.request.Request(
+        base + "/api/2.0/mlflow/runs/search", data=body, headers={"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        runs = json.load(answer)["runs"]
+    assert "(seed" in runs[0]["info"]["run_name"]
+    with urllib.request.urlopen(base + "/", timeout=30) as answer:
+        assert b"autoOpenedOnFirstLoad" in answer.read()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("charts", "seen"),
+    [
+        (False, ["best", "pareto", "gain", "step_ms", "divergence_pct", "★ search 5", "0.08"]),
+        (True, ["★ search 5", "step_ms vs. divergence_pct", "loss vs reference_loss", "Parallel Coordinates",
+                "loss_gap_pct", "Model metrics"]),
+    ],
+    ids=["table", "charts"],
+)  # fmt: skip
+def test_a_person_sees_it_in_a_browser(served: str, charts: bool, seen: list[str], tmp_path: Path) -> None:
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("needs Chromium")
+    command = [chromium, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
+    command += ["--window-size=1600,1400", f"--virtual-time-budget={90_000 if charts else 20_000}", "--dump-dom"]
+    address = served + "&compareRunsMode=CHART" * charts
+    page = subprocess.run([*command, address], capture_output=True, text=True, timeout=240, check=False).stdout
+    text = html.unescape(re.sub(r"<(script|style).*?</\1>|<[^>]+>", "\n", page, flags=re.DOTALL))
+    places = {word: text.find(word) for word in seen}
+    assert -1 not in places.values(), places
+    assert not charts or list(places.values()) == sorted(places.values()), "the most telling chart comes first"
+    assert "(seed 1)" not in text, "one row per policy"
+    assert "Ask a question" not in text, "the assistant is closed"
 
 
 def test_the_newest_study_is_chosen_unless_named(tmp_path: Path) -> None:

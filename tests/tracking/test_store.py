@@ -40,7 +40,7 @@ def test_a_trial_has_its_policy_metrics_curves_and_tags(tracked: dict[str, Any])
     assert run.data.metrics["step_time_ms"] == 6.0
     assert run.data.tags["pareto"] == "true"
     assert run.data.tags["preset"] == "false"
-    for name in ("loss", "reference_loss"):
+    for name in ("loss", "reference_loss", "loss_gap_pct"):
         history = tracked["client"].get_metric_history(run.info.run_id, name)
         assert [point.step for point in history] == list(range(10))
     files = [artifact.path for artifact in tracked["client"].list_artifacts(run.info.run_id)]
@@ -54,6 +54,16 @@ def test_a_trial_has_a_row_of_its_own_and_its_paired_seeds_do_not(tracked: dict[
     (run,) = tracked_runs(tracked, "tags.`autoprec.number` = '4'")
     assert run.data.metrics["step_ms"] == 6.0
     assert run.data.metrics["divergence_pct"] == 0.04
+
+
+def test_a_policy_that_was_measured_again_has_the_mean_of_its_seeds_and_the_answer_is_marked(
+    tracked: dict[str, Any],
+) -> None:
+    (row,) = tracked_runs(tracked, "tags.`autoprec.row` = 'policy' and tags.`autoprec.name` = 'search 5'")
+    assert row.info.run_name == "★ search 5"
+    assert row.data.metrics["divergence_pct"] == 0.08, "the mean of 0.06 % and 0.10 %, not its own 0.05 %"
+    assert row.data.metrics["seeds"] == 2
+    assert row.data.metrics["divergence"] == 5e-4, "what the trial itself showed stays"
 
 
 def test_a_resumed_study_shows_one_answer_and_the_trials_it_was_given(tmp_path: Path) -> None:
@@ -86,7 +96,7 @@ def test_tags_that_change_later_update_the_same_run(tracked: dict[str, Any]) -> 
     assert run.data.tags["pareto"] == "true"
 
 
-@pytest.mark.parametrize(("tag", "count"), [("preset", 2), ("finalist", 1), ("pareto", 2), ("pruned", 0)])
+@pytest.mark.parametrize(("tag", "count"), [("preset", 2), ("finalist", 3), ("pareto", 2), ("pruned", 0)])
 def test_trials_can_be_filtered_by_tag(tracked: dict[str, Any], tag: str, count: int) -> None:
     assert len(tracked_runs(tracked, f"tags.`{tag}` = 'true'")) == count
 

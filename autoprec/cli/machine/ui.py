@@ -56,6 +56,7 @@ def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, no_op
         phases.close()
         url = chosen.url(base)
         echo(url)
+        echo(f"charts: {chosen.url(base, charts=True)}", err=True)
         if not no_open and _has_browser():
             click.launch(url)
         elif not no_open:

@@ -6,6 +6,7 @@ import datetime
 import math
 import platform
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import metadata
 from typing import Any
@@ -37,7 +38,7 @@ class Answer:
 
     ``chosen`` holds the finalist statistics, ``interval`` the half width of the interval of their mean divergence;
     ``caveat`` says how the policy was judged where the loss could not do it; ``explanation`` why each layer stays,
-    where that was known before any trial.
+    where that was known before any trial; ``rejected`` why finalists (by name) are not acceptable.
     """
 
     verdict: str
@@ -48,6 +49,7 @@ class Answer:
     interval: float = 0.0
     caveat: str = ""
     explanation: dict[str, Any] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
 
 
 def settled(answer: Answer, ledger: Ledger) -> Answer:
@@ -176,10 +178,12 @@ def _explanation(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]
     return explanation(problem, setup.cost.layer_time_ms, ledger.table, ledger.store.learned(), params)
 
 
-def _row(record: TrialRecord, sixteen_bit: float | None) -> dict[str, Any]:
+def _row(record: TrialRecord, sixteen_bit: float | None, rejected: Mapping[str, str]) -> dict[str, Any]:
+    """Return a trial as a row of the result; ``reason`` says why it failed or was rejected as a finalist."""
+    why = record.reason or (f"rejected: {rejected[record.name]}" if record.name in rejected else "")
     kept = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
     kept |= over_sixteen_bit(kept, sixteen_bit)
-    return {"name": record.name, "number": record.number, "status": record.status, "reason": record.reason, **kept}
+    return {"name": record.name, "number": record.number, "status": record.status, "reason": why, **kept}
 
 
 def search_result(
@@ -204,8 +208,8 @@ def search_result(
         policy=policy_path,
         best=final_metrics(setup, ledger, answer),
         reference=reference_metrics(setup, ledger),
-        presets=tuple(_row(r, sixteen_bit) for r in ledger.store.learned() if r.kind == "preset"),
-        front=tuple(_row(r, sixteen_bit) for r in front(ledger.store.learned())),
+        presets=tuple(_row(r, sixteen_bit, answer.rejected) for r in ledger.store.learned() if r.kind == "preset"),
+        front=tuple(_row(r, sixteen_bit, answer.rejected) for r in front(ledger.store.learned())),
         trials=ledger.store.count(),
         study=setup.options.study,
         storage=ledger.store.url,

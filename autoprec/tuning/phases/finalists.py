@@ -352,7 +352,10 @@ class _Final:
         self._ledger.timings["timing_noise"] = noise
         self.rejected = decision.rejected
         if decision.verdict != "adopt" or decision.index is None:
-            return Answer(decision.verdict, decision.reason, None, seeds=0, interval=decision.interval)
+            rejected = dict(decision.rejected)
+            return Answer(
+                decision.verdict, decision.reason, None, seeds=0, interval=decision.interval, rejected=rejected
+            )
         chosen = candidates[decision.index]
         return Answer(
             decision.verdict,
@@ -362,6 +365,7 @@ class _Final:
             chosen=chosen,
             interval=decision.interval,
             caveat=decision.caveat,
+            rejected=dict(decision.rejected),
         )
 
 
