@@ -13,8 +13,10 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["main", "opened"]
+__all__ = ["STORE", "main", "opened"]
 
+#: The variable by which ``mlflow server``, too, is told its store.
+STORE = "MLFLOW_BACKEND_STORE_URI"
 #: What MLflow's interface remembers in the browser, where nothing is remembered yet.
 _REMEMBERED = {
     "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true",
@@ -28,8 +30,8 @@ def opened(page: str) -> str:
     return page.replace("<head>", f"<head><script>try{{{''.join(lines)}}}catch{{}}</script>", 1)
 
 
-def _application(uri: str) -> Any:
-    """Return MLflow's ASGI application on a store.
+def _application() -> Any:
+    """Return MLflow's ASGI application on the store that :data:`STORE` names.
 
     Raises:
         ImportError: this MLflow has no such application.
@@ -37,7 +39,7 @@ def _application(uri: str) -> Any:
     """
     server = importlib.import_module("mlflow.server")
     # what `mlflow server` hands to its worker; artifacts are read from where the runs say they are
-    os.environ[server.BACKEND_STORE_URI_ENV_VAR] = uri
+    os.environ[server.BACKEND_STORE_URI_ENV_VAR] = os.environ[STORE]
 
     @server.app.after_request  # type: ignore[untyped-decorator]
     def greet(response: Any) -> Any:
@@ -55,7 +57,7 @@ def main(port: int) -> None:
     """Serve the store that ``MLFLOW_BACKEND_STORE_URI`` names on 127.0.0.1, until the process is ended."""
     os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
     try:
-        application = _application(os.environ["MLFLOW_BACKEND_STORE_URI"])
+        application = _application()
         uvicorn = importlib.import_module("uvicorn")
     except (ImportError, AttributeError):
         command = [sys.executable, "-P", "-m", "mlflow", "server"]

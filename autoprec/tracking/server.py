@@ -20,6 +20,7 @@ from autoprec.errors import AutoPrecError, FileError, MissingDependencyError
 from autoprec.support.optional import installed_version
 from autoprec.support.redact import HIDDEN
 from autoprec.tracking.drain import child_environment, reachable
+from autoprec.tracking.page import STORE
 from autoprec.tracking.spool import Spool, State, default_uri
 from autoprec.tracking.view import trials_url
 
@@ -107,7 +108,7 @@ def serve(uri: str, port: int, *, timeout_s: float = 300.0) -> Iterator[str]:
     base = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-P", "-m", "autoprec.tracking.page", str(port)]
     # by the environment: everybody on the machine can read a command line, and the address may hold a password
-    environment = child_environment() | {"MLFLOW_BACKEND_STORE_URI": uri}
+    environment = child_environment() | {STORE: uri}
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True

@@ -50,6 +50,7 @@ class TrialSpec:
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
         timeout_s: seconds of the trial's own time without a step after which it is ``hung``; time that the machine gave
             to others is not counted (:mod:`autoprec.trial.progress`).
+        side_by_side: probes that are answered at once where each is a fork of its own (CPU).
         memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
         record_graph: also record the graph in the last step (``check``: audit by recording).
     """
@@ -66,6 +67,7 @@ class TrialSpec:
     backend: str = "auto"
     probes: tuple[Probe, ...] = ()
     batches: int = 1
+    side_by_side: int = 1
     threads: int = 1
     timeout_s: float = 600.0
     record_graph: bool = False

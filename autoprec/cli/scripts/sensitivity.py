@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, pass
     from autoprec.policy.space import default_space, load_space
     from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
+    from autoprec.tuning.paired import MOST_SIDE_BY_SIDE
     from autoprec.tuning.target import resolve_target
 
     if target != "auto":
@@ -44,6 +46,7 @@ def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, pass
             batches=2,
             seed=None if host.launch == "fork" else 0,
             backend="auto" if timed else "emulated",
+            side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),
         )
         _scan(scan, runner, replace(spec, warmup=warmup), label, phases)
     return scan.table()

@@ -16,6 +16,7 @@ import select
 import signal
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -237,12 +238,15 @@ class Scan:
         answer = self._wait(*reference)
         if answer.get("failed") or answer.get("batches", 0) < 1:
             return {"failed": f"the reference step of the scan failed: {answer.get('failed', 'no gradients')}"}
-        rows = []
+        rows, running = [], deque[tuple[Probe, tuple[int, int]]]()
         for probe in self._spec.probes:
+            if len(running) >= max(1, self._spec.side_by_side):
+                rows.append(self._row(*running.popleft()))
             child = self._fork(probe)
             if child is None:
                 return None
-            rows.append({"id": probe.id, **self._wait(*child)})
+            running.append((probe, child))
+        rows += [self._row(*waited) for waited in running]
         seen = int(answer["batches"])
         return {
             "probes": rows,
@@ -266,6 +270,9 @@ class Scan:
         os.close(reader)
         self._run_probe(probe, writer)
         return None
+
+    def _row(self, probe: Probe, child: tuple[int, int]) -> dict[str, Any]:
+        return {"id": probe.id, **self._wait(*child)}
 
     def _wait(self, pid: int, reader: int) -> dict[str, Any]:
         data = b""

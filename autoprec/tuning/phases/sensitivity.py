@@ -102,6 +102,7 @@ def _probe(
             steps=1,
             probes=tuple(probes),
             batches=2,
+            side_by_side=runner.final_workers,
             timeout_s=max(300.0, 5.0 * len(probes) * one_run_s),
             memory_limit=None,
         )

@@ -7,6 +7,7 @@ import re
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -222,7 +223,7 @@ def test_replay_gives_what_forking_gives(host: Any) -> None:
     spec = TrialSpec(kind="sensitivity", warmup=1, probes=probes)
     for script in ("accumulation.py", "gan.py", "plain.py"):
         with host(script) as forking, host(script, launch="process") as plain:
-            expected, got = forking.run(spec), plain.run(spec)
+            expected, got = forking.run(replace(spec, side_by_side=2)), plain.run(spec)
         if script == "gan.py":
             expected = got
         assert got.status == "ok", got.reason + got.tail
