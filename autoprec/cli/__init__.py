@@ -19,7 +19,7 @@ import click
 from autoprec._version import __version__
 from autoprec.cli.echo import echo
 from autoprec.cli.signals import EXIT_INTERRUPTED, ended_once
-from autoprec.errors import AutoPrecError, NoSpaceError, UnknownNameError
+from autoprec.errors import AutoPrecError, NoSpaceError, UnknownNameError, UsageError
 
 __all__ = ["COMMANDS", "cli"]
 
@@ -82,6 +82,7 @@ class LazyGroup(click.Group):
     def main(self, args: Sequence[str] | None = None, prog_name: str | None = None, **extra: Any) -> NoReturn:  # type: ignore[override]
         """Run a command line and leave with its exit code (docs/exit-codes.md)."""
         extra["standalone_mode"] = False
+        _open_standard_streams()
         with ended_once():
             code = self._run(args, prog_name or "autoprec", extra)
         sys.exit(code)
@@ -105,9 +106,31 @@ class LazyGroup(click.Group):
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 return _report(NoSpaceError("no space left on the device", where=str(error.filename or "")))
+            if _directory_is_gone():
+                return _report(UsageError("the working directory has been removed", fix="cd to one that exists"))
             return _report_defect()
         except Exception:
             return _report_defect()
+
+
+def _open_standard_streams() -> None:
+    """Put ``/dev/null`` where a caller closed stdin, stdout or stderr: the next file opened would get that number."""
+    for number in range(3):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest free number
+    for name, number in (("stdout", 1), ("stderr", 2)):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w", closefd=False))  # noqa: SIM115
+
+
+def _directory_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def _say(line: str) -> None:

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import os
+import re
 import secrets
 import shutil
 import socket
@@ -40,6 +41,7 @@ __all__ = [
     "parse_document",
     "read_document",
     "read_text",
+    "sqlite_url",
     "with_checksum",
     "without_checksum",
     "write_atomic",
@@ -53,6 +55,14 @@ MAX_INTEGER = 2**63
 def canonical_json(value: Any) -> str:
     """Return the one JSON text of a value: sorted keys, no spaces, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def sqlite_url(path: Path) -> str:
+    """Return the SQLAlchemy URL of a database file, whatever its folder is called.
+
+    Only what has a meaning in a URL (or in a template, which Optuna takes it for) is quoted.
+    """
+    return f"sqlite:///{re.sub('[?%#{}]', lambda found: f'%{ord(found[0]):02X}', str(path.resolve()))}"
 
 
 def finite(value: Any) -> Any:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.report.html import write_charts
+from autoprec.tracking.spool import named_uri
 from autoprec.tracking.tracker import Tracker
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult, TrialRecord
@@ -28,6 +29,7 @@ class TrackingListener:
     """
 
     def __init__(self, runs_dir: Path | str, *, tracking_uri: str | None = None, experiment: str | None = None) -> None:
+        named_uri(tracking_uri)  # refused before anything is run
         self._runs_dir, self._uri, self._experiment = Path(runs_dir), tracking_uri, experiment
         self._tracker: Tracker | None = None
         self._study_dir: Path | None = None

@@ -14,7 +14,7 @@ from autoprec.support.files import file_lock
 from autoprec.support.redact import redact_uri
 from autoprec.support.text import visible
 from autoprec.tracking.drain import ENVIRONMENT, drain
-from autoprec.tracking.spool import Spool, default_uri
+from autoprec.tracking.spool import Spool, default_uri, named_uri
 
 __all__ = ["SyncReport", "sync"]
 
@@ -71,7 +71,7 @@ def _sync_one(spool: Spool, tracking_uri: str | None, experiment: str | None) ->
     study_dir = spool.directory.parent
     opened = spool.target()
     recorded = opened.get("tracking_uri", "")
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or recorded
+    uri = named_uri(tracking_uri) or recorded
     if uri and uri == recorded and not uri.startswith(_OF_A_FILE):
         return SyncReport(study_dir.name, uri, 0, False, _UNNAMED.format(visible(shlex.quote(uri))))
     uri = uri or default_uri(study_dir.resolve().parent)

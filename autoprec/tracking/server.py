@@ -21,7 +21,7 @@ from autoprec.support.optional import installed_version
 from autoprec.support.redact import HIDDEN
 from autoprec.tracking.drain import child_environment, reachable
 from autoprec.tracking.page import STORE
-from autoprec.tracking.spool import Spool, State, default_uri
+from autoprec.tracking.spool import Spool, State, default_uri, named_uri
 from autoprec.tracking.view import trials_url
 
 __all__ = ["Study", "free_port", "newest_study", "serve"]
@@ -62,7 +62,7 @@ def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None =
     recorded = opened.get("tracking_uri", "")
     if HIDDEN in recorded or not recorded.startswith(("sqlite:", "file:", "http:", "https:")):
         recorded = ""  # a folder of somebody else's must not choose the database that is sent the user's password
-    uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or recorded
+    uri = named_uri(tracking_uri) or recorded
     uri = uri or default_uri(runs.resolve())
     state: State = spool.load_state(uri)
     return Study(opened.get("study") or spool.directory.parent.name, spool.uid, uri, state.experiment_id)

@@ -15,17 +15,33 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-from autoprec.errors import AutoPrecError
-from autoprec.support.files import finite, write_json
+from autoprec.errors import AutoPrecError, UsageError
+from autoprec.support.files import finite, sqlite_url, write_json
 from autoprec.support.redact import redact_uri
 
-__all__ = ["Spool", "State", "default_uri"]
+__all__ = ["Spool", "State", "default_uri", "named_uri"]
 
 
 def default_uri(runs: Path) -> str:
     """Return the store used when nobody names one: SQLite beside the studies (MLflow refuses file stores)."""
-    return f"sqlite:///{(runs / 'mlflow.db').resolve()}"
+    return sqlite_url(runs / "mlflow.db")
+
+
+def named_uri(given: str | None) -> str:
+    """Return the store that an option or ``MLFLOW_TRACKING_URI`` names; empty when neither does.
+
+    Raises:
+        UsageError: it is not an address.
+    """
+    uri = given or os.environ.get("MLFLOW_TRACKING_URI") or ""
+    try:
+        _ = urlsplit(uri).port
+    except ValueError:  # what it says may quote a password
+        where = "--tracking-uri" if given else "MLFLOW_TRACKING_URI"
+        raise UsageError(f"{where} has no valid host and port", fix="e.g. http://127.0.0.1:5000") from None
+    return uri
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -43,6 +43,20 @@ def _sqlite_file(uri: str) -> Path | None:
     return Path(unquote(parts.path)[1:]) if parts.scheme.startswith("sqlite") and parts.path else None
 
 
+@contextlib.contextmanager
+def _without_stray_folder(uri: str) -> Iterator[None]:
+    """Remove the empty folder that MLflow makes beside one whose name is quoted in the URL (``a%3Fb`` for ``a?b``)."""
+    written = Path(uri.removeprefix("sqlite:///")).parent
+    quoted = uri.startswith("sqlite:///") and "%" in str(written)
+    missing = [folder for folder in (written, *written.parents) if quoted and not folder.exists()]
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            for folder in missing:
+                folder.rmdir()
+
+
 class Store:
     """A connection to one MLflow store for one study."""
 
@@ -54,9 +68,10 @@ class Store:
         if file is not None:
             file.parent.mkdir(parents=True, exist_ok=True)
             artifacts = (file.resolve().parent / "mlartifacts").as_uri()
-        self.client = MlflowClient(tracking_uri=uri)
         self.uid, self.study = uid, study
-        self.experiment_id = self._experiment(experiment, artifacts)
+        with _without_stray_folder(uri):
+            self.client = MlflowClient(tracking_uri=uri)
+            self.experiment_id = self._experiment(experiment, artifacts)
         self.run_id = ""
         self._children: dict[str, str] = {}
 

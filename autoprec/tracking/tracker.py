@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from autoprec.support.redact import redact, redact_uri
 from autoprec.tracking.drain import child_environment
-from autoprec.tracking.spool import Spool, State, default_uri
+from autoprec.tracking.spool import Spool, State, default_uri, named_uri
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["Tracker"]
@@ -57,7 +57,7 @@ class Tracker:
             experiment: MLflow experiment; else ``MLFLOW_EXPERIMENT_NAME``; else ``autoprec``.
         """
         study_dir = Path(study_dir).resolve()
-        named = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or ""
+        named = named_uri(tracking_uri)
         uri = named or default_uri(study_dir.parent)
         name = experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "autoprec"
         spool = Spool.of(study_dir)

@@ -58,7 +58,7 @@ class ScriptCommand:
         if Path(words[0]).name in _PYTHONS and len(words) > 1 and (words[1] == "-m" or not words[1].startswith("-")):
             words = words[1:]
         if words[0] == "-m":
-            if len(words) < 2:
+            if len(words) < 2 or not words[1].strip("."):
                 raise UsageError("-m needs a module name", fix="autoprec search -m package.module [args...]")
             return cls("module", words[1], tuple(words[2:]), where)
         if words[0].endswith((".py", ".pyw")) or (where / words[0]).is_file():

@@ -2,12 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
-__all__ = ["Lines", "receive_messages", "send_message"]
+__all__ = ["Lines", "connect", "listen", "receive_messages", "send_message"]
+
+#: Bytes that the address of a Unix socket may have (108 with the final zero on Linux, fewer elsewhere).
+_LONGEST = 100
+
+
+@contextlib.contextmanager
+def _address(path: Path | str) -> Iterator[str]:
+    """Give an address that is short enough: by the descriptor of its directory where the path itself is too long."""
+    if len(os.fsencode(path)) <= _LONGEST:
+        yield str(path)
+        return
+    directory = os.open(Path(path).parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{directory}/{Path(path).name}"
+    finally:
+        os.close(directory)
+
+
+def listen(path: Path | str, backlog: int) -> socket.socket:
+    """Return a listening stream socket at a path of any length."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    with _address(path) as address:
+        listener.bind(address)
+    listener.listen(backlog)
+    return listener
+
+
+def connect(path: Path | str) -> socket.socket:
+    """Return a stream socket connected to :func:`listen`'s; raises OSError when nobody listens."""
+    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _address(path) as address:
+            control.connect(address)
+    except OSError:
+        control.close()
+        raise
+    return control
 
 
 class Lines:

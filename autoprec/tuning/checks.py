@@ -66,7 +66,7 @@ def _check_storage(url: str) -> None:
 
     try:
         make_url(url).get_dialect().import_dbapi()
-    except (SQLAlchemyError, ImportError) as error:
+    except (SQLAlchemyError, ImportError, ValueError) as error:
         raise UsageError(
             f"--storage is not a database URL that can be used: {error}", fix="e.g. sqlite:///study.db"
         ) from error

@@ -78,7 +78,7 @@ class Search:
     ) -> None:
         name = options.study or free_name(options, command)
         self.options = replace(options, study=name)
-        self._numbered = not (options.study or options.resume) and is_numbered(name, options.runs_dir)
+        self._unnamed, self._is_new = not (options.study or options.resume), False
         self.command, self.listener = command, listener
         self.study_dir: Path = self.options.study_dir()
         self.graph: GraphReport | None = None
@@ -104,18 +104,17 @@ class Search:
         """
         check_early(self.options)
         calibration_of(self.options)
-        is_new = not self.study_dir.exists()
         try:
             return self._locked()
         except ScriptError:
-            if is_new and self.ledger is None:  # a mistake in its arguments leaves no study behind
+            if self._is_new and self.ledger is None:  # a mistake in its arguments leaves no study behind
                 shutil.rmtree(self.study_dir, ignore_errors=True)
             raise
 
     def _locked(self) -> SearchResult:
         """Search while no other process may."""
         with ExitStack() as stack:
-            stack.enter_context(file_lock(self.study_dir / "lock"))
+            self._claim(stack)
             named = sqlite_file(self.options.storage)
             if named is not None:  # it may be the storage of a search that was started in another directory
                 stack.enter_context(file_lock(named.with_name(f"{named.name}.{self.options.study}.lock")))
@@ -132,9 +131,28 @@ class Search:
                     error.fix += f"; then continue with:\n    {self.options.resume_command()}"
                 raise
 
+    def _claim(self, stack: ExitStack) -> None:
+        """Hold the study's folder; where nobody named the study, and another search got there first, the next one."""
+        held: list[str] = []
+        while True:
+            self._is_new = not self.study_dir.exists()
+            try:
+                with ExitStack() as attempt:
+                    attempt.enter_context(file_lock(self.study_dir / "lock"))
+                    if not (self._unnamed and (self.study_dir / "study.db").exists()):
+                        stack.push(attempt.pop_all())
+                        return
+            except StudyError:
+                if not self._unnamed:
+                    raise
+            held.append(self.options.study)
+            asked = replace(self.options, study="")
+            self.options = replace(asked, study=free_name(asked, self.command, held))
+            self.study_dir = self.options.study_dir()
+
     def _run(self, pool: HostPool, stack: ExitStack) -> SearchResult:
         self.listener.phase("script", self.command.label)
-        if self._numbered:
+        if self._unnamed and is_numbered(self.options.study, self.options.runs_dir):
             self.listener.note(f"this is the new study {self.options.study}; --resume would continue the latest one")
         pool.prepare(0)
         probe = self._probe_cpu()

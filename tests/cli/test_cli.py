@@ -13,6 +13,7 @@ from autoprec import __version__
 from autoprec import cli as door
 from autoprec.cli import COMMANDS, cli
 from autoprec.errors import NoSpaceError, ScriptError, StudyError
+from autoprec.tracking.spool import Spool
 from tests.cli.helpers import autoprec
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -152,3 +153,62 @@ def test_snake_case_is_accepted() -> None:
     )
     group.main(["c", "--max_n", "3"], standalone_mode=False)
     assert seen == [3]
+
+
+def test_a_command_works_with_its_streams_closed() -> None:
+    line = f"exec {sys.executable} -m autoprec validate /nowhere.yaml >&- 2>&- <&-"
+    assert subprocess.run(line, shell=True, cwd=ROOT, check=False).returncode == 2
+
+
+def test_streams_that_are_open_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[object] = []
+    monkeypatch.setattr(door.os, "open", lambda *args: opened.append(args))
+    door._open_standard_streams()
+    assert opened == []
+
+
+def test_a_working_directory_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    found = autoprec("run", "train.py")
+    monkeypatch.undo()
+    assert found.code == 2
+    assert "working directory has been removed" in found.err
+    assert "Traceback" not in found.err
+
+
+@pytest.mark.parametrize("address", ["http://h:99999", "http://user:pass/word@host", "http://[::1"])
+@pytest.mark.parametrize("command", ["ui", "search"])
+def test_an_address_that_is_none_is_told_without_its_password(
+    address: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", address)
+    monkeypatch.chdir(tmp_path)
+    Spool.of(tmp_path / "autoprec-runs" / "train").append("open", tracking_uri="", experiment="e", study="train")
+    (tmp_path / "train.py").touch()
+    found = autoprec(command, *(["train.py"] if command == "search" else []))
+    assert found.code == 2
+    assert "MLFLOW_TRACKING_URI has no valid host and port" in found.err
+    assert "pass" not in found.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["search", "-m", ""], "-m needs a module name"),
+        (["run", "-m", "."], "-m needs a module name"),
+        (["ui", "--port", "99999"], "not in the range"),
+        (["ui", "--port", "abc"], "not a valid integer"),
+        (["search", "--storage", "postgresql://h:abc/db", "train.py"], "not a database URL"),
+    ],
+)
+def test_nonsense_is_refused_with_a_message(
+    words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    found = autoprec(*words)
+    assert (found.code, "Traceback" in found.err) == (2, False)
+    assert says in found.err

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sqlalchemy
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -354,3 +355,16 @@ def test_finite_copies_of_mappings_and_tuples() -> None:
         "1": [None, None, 2.5],
         "a": {"b": [None]},
     }
+
+
+@pytest.mark.parametrize("name", ["plain", "a b", "q?x", "p%41", "b{0}", "h#h", "ü+&="])
+def test_a_database_lies_in_its_folder_whatever_that_is_called(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    url = files.sqlite_url(folder / "study.db").format(SCHEMA_VERSION=1)  # as Optuna does
+    engine = sqlalchemy.create_engine(url)
+    with engine.begin() as connection:
+        connection.execute(sqlalchemy.text("create table a (b)"))
+    engine.dispose()
+    assert (folder / "study.db").stat().st_size
+    assert os.listdir(tmp_path) == [name]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.tracking import Tracker
-from autoprec.tracking.store import safe_key
+from autoprec.tracking.store import _without_stray_folder, safe_key
 from tests.tracking.conftest import make_records, make_result, tracked_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -145,3 +145,14 @@ def test_on_a_gpu_every_gain_of_the_table_is_over_the_16bit_run(tmp_path: Path) 
     note = client.get_run(state.run_id).data.tags["mlflow.note.content"]
     assert "| what | over 16-bit | over the script |" in note
     assert "| **the policy** | 2.00x | 2.50x |" in note
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_the_empty_folder_that_mlflow_makes_of_a_quoted_name_does_not_stay(tmp_path: Path, there: bool) -> None:
+    stray = tmp_path / "q%3Fx" / "autoprec-runs"
+    if there:
+        stray.mkdir(parents=True)
+    with _without_stray_folder(f"sqlite:///{stray}/mlflow.db"):
+        stray.mkdir(parents=True, exist_ok=True)
+    assert stray.exists() == there
+    assert tmp_path.exists()

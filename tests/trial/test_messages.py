@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import socket
+from pathlib import Path
 
-from autoprec.trial.messages import Lines, receive_messages, send_message
+import pytest
+
+from autoprec.trial.messages import Lines, connect, listen, receive_messages, send_message
 
 
 def test_lines_arrive_whole_whatever_the_pieces() -> None:
@@ -29,3 +32,17 @@ def test_lines_keep_what_is_unfinished() -> None:
     lines = Lines()
     assert list(lines.feed(b'{"a": 1}\n{"b"')) == [{"a": 1}]
     assert list(lines.feed(b": 2}\n")) == [{"b": 2}]
+
+
+@pytest.mark.parametrize("folder", ["a", "a" * 200])
+def test_a_path_may_be_longer_than_the_address_of_a_socket(folder: str, tmp_path: Path) -> None:
+    (tmp_path / folder).mkdir()
+    path = tmp_path / folder / "control-1"
+    with pytest.raises(OSError, match=r".+"):
+        connect(path)
+    with listen(path, 1) as listener, connect(path) as control:
+        accepted, _ = listener.accept()
+        with accepted:
+            send_message(control, op="hello")
+            control.shutdown(socket.SHUT_WR)
+            assert list(receive_messages(accepted)) == [{"op": "hello"}]

@@ -41,7 +41,13 @@ def _has_browser() -> bool:
 @click.command("ui", short_help="Open MLflow at the trials of a study.")
 @click.argument("runs", type=click.Path(path_type=Path), default=Path("autoprec-runs"))
 @click.option("--study", metavar="NAME", help="Which study; default: the newest.")
-@click.option("--port", default=5000, show_default=True, help="Port on 127.0.0.1; another free one if it is taken.")
+@click.option(
+    "--port",
+    type=click.IntRange(1, 65535),
+    default=5000,
+    show_default=True,
+    help="Port on 127.0.0.1; another free one if it is taken.",
+)
 @click.option("--tracking-uri", metavar="URI", help="Store to show; default: MLFLOW_TRACKING_URI, or the study's.")
 @click.option("--no-open", is_flag=True, help="Print the address without opening a browser.")
 def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, no_open: bool) -> None:

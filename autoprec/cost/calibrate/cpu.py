@@ -14,6 +14,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -77,7 +78,9 @@ def _cpu_model() -> str:
 def cache_file() -> Path:
     """Return where the rates of this CPU and this torch are cached (``$XDG_CACHE_HOME/autoprec``)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if base and Path(base).is_absolute() else Path.home() / ".cache"
+    home = os.path.expanduser("~")  # stays as it is where neither HOME nor the list of users knows this one
+    here = Path(tempfile.gettempdir()) if home == "~" else Path(home) / ".cache"
+    root = Path(base) if base and Path(base).is_absolute() else here
     try:
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:

@@ -22,7 +22,7 @@ from typing import Any
 
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.process_tree import ProcessTree
-from autoprec.trial.messages import receive_messages, send_message
+from autoprec.trial.messages import listen, receive_messages, send_message
 from autoprec.trial.processes import private_folder, start_ticks, sweep
 
 __all__ = ["Launcher", "ZygoteProcess"]
@@ -82,9 +82,7 @@ class Launcher:
         self._children: dict[int, ZygoteProcess] = {}
         self._folders = 0
         self.address = str(self._folder / "zygote")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(self.address)
-        self._listener.listen(4)
+        self._listener = listen(self.address, 4)
         threading.Thread(target=self._accept, name="autoprec-zygote", daemon=True).start()
 
     @classmethod

@@ -28,7 +28,7 @@ from autoprec.trial.driver.failures import first_step_failed, nothing_trained, s
 from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
-from autoprec.trial.messages import receive_messages, send_message
+from autoprec.trial.messages import listen, receive_messages, send_message
 from autoprec.trial.processes import start_ticks
 from autoprec.trial.progress import Deadline, steps_file
 from autoprec.trial.protocol import SMALL_MODEL, HostInfo, TrialResult, TrialSpec
@@ -172,9 +172,7 @@ class TrialRunner(Runner):
             self._private = self._launcher.new_folder()
         self._starts += 1
         address = self._private / f"control-{self._starts}"
-        with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as listener:
-            listener.bind(str(address))
-            listener.listen(16)
+        with contextlib.closing(listen(address, 16)) as listener:
             listener.settimeout(0.05)
             config = self._config(mode="host", socket=str(address), launch=self._launch)
             self._host = self._launch_process(config, self._mark, threads=1, log=self._log)

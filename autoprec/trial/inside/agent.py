@@ -33,7 +33,7 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.policy_run import PolicyRun
 from autoprec.trial.inside.trial import Trial
 from autoprec.trial.inside.zygote import leave_zygote, leave_zygote_at_first_seed, preload
-from autoprec.trial.messages import send_message
+from autoprec.trial.messages import connect, send_message
 from autoprec.trial.processes import watch_driver
 from autoprec.trial.protocol import HostInfo, TrialSpec
 
@@ -299,9 +299,7 @@ class Agent:
         self._begin(spec, found, Path(request.result), request.asked, module, args, kwargs)
 
     def _connect(self) -> socket.socket:
-        control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        control.connect(str(self.config["socket"]))
-        return control
+        return connect(str(self.config["socket"]))
 
     # ---------------------------------------------------------------- the script ended
     def _at_exit(self) -> None:

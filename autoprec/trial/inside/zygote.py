@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from autoprec.trial.inside.isolate.entropy import fork
-from autoprec.trial.messages import send_message
+from autoprec.trial.messages import connect, send_message
 from autoprec.trial.processes import die_with_parent, end_group
 
 __all__ = ["leave_zygote", "leave_zygote_at_first_seed", "preload"]
@@ -78,9 +78,8 @@ def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None]) -> b
     if fork():
         return False
     os.setsid()
-    control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        control.connect(address)
+        control = connect(address)
         send_message(control, op="zygote")
     except OSError:
         os._exit(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
 
 from autoprec.errors import StudyError
@@ -12,8 +13,13 @@ from autoprec.tuning.options import SearchOptions
 __all__ = ["free_name", "is_numbered"]
 
 
-def free_name(options: SearchOptions, command: ScriptCommand) -> str:
+def free_name(options: SearchOptions, command: ScriptCommand, held: Collection[str] = ()) -> str:
     """Return the study's name: ``train_gpt``, ``train_gpt-2``, ...; with ``--resume`` the latest one of the script.
+
+    Args:
+        options: where studies lie, and for which target this one is.
+        command: the script.
+        held: names that other searches have begun on and not yet written to.
 
     Raises:
         StudyError: ``--resume``, and the script has no study here.
@@ -30,7 +36,7 @@ def free_name(options: SearchOptions, command: ScriptCommand) -> str:
             raise StudyError(f"no study of {stem} was found to resume", where=str(runs), fix="name it with --study")
         return max(existing, key=lambda p: p.stat().st_mtime).parent.name
     index, name = 1, stem
-    while (runs / name / "study.db").exists():
+    while name in held or (runs / name / "study.db").exists():
         index += 1
         name = f"{stem}-{index}"
     return name

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
-from pathlib import Path
 from urllib.parse import quote
 
 from autoprec.errors import StudyError
+from autoprec.tuning.study.storage import sqlite_file
 
 __all__ = ["check_sqlite"]
 
@@ -24,21 +24,22 @@ def _damaged(why: str, url: str) -> StudyError:
     )
 
 
-def check_sqlite(url: str, *, may_be_empty: bool = True) -> None:
+def check_sqlite(url: str, *, may_be_empty: bool = True, holds_studies: bool = False) -> None:
     """Check the structure of an existing SQLite database; other URLs, and a file that is not there yet, pass.
 
     To SQLite an empty file is a database without tables: it is what a crash before the first transaction leaves, and
     what is left of a study that was truncated to nothing (``may_be_empty`` is false where that cannot be the former).
 
+    With ``holds_studies`` a database of another program is refused: opening it as a storage would add tables to it.
+
     A transaction that a crash left half-written is rolled back, as SQLite does on every opening; nothing else is
     written.
 
     Raises:
-        StudyError: it is truncated, damaged, or no SQLite file.
+        StudyError: it is truncated, damaged, or not a SQLite file.
     """
-    prefix = "sqlite:///"
-    path = Path(url.removeprefix(prefix).partition("?")[0])
-    if not url.startswith(prefix) or not path.is_file():
+    path = sqlite_file(url)
+    if path is None or not path.is_file():
         return
     size = path.stat().st_size
     if size == 0 and not may_be_empty:
@@ -49,6 +50,7 @@ def check_sqlite(url: str, *, may_be_empty: bool = True) -> None:
         with contextlib.closing(sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=rw", uri=True)) as connection:
             found = [str(row[0]) for row in connection.execute("PRAGMA integrity_check(1)")]
             astray = connection.execute("PRAGMA foreign_key_check").fetchone()
+            tables = {str(row[0]) for row in connection.execute("select name from sqlite_master where type = 'table'")}
         why = "" if found == ["ok"] else found[0]
         why = why or (f"a row of {astray[0]} belongs to nothing" if astray is not None else "")
     except sqlite3.DatabaseError as error:
@@ -59,3 +61,9 @@ def check_sqlite(url: str, *, may_be_empty: bool = True) -> None:
         why = "its schema is not text"
     if why:
         raise _damaged(why, url)
+    if holds_studies and tables and "studies" not in tables:
+        raise StudyError(
+            "this is the database of another program: it holds no study to resume",
+            where=url,
+            fix="is the address right? nothing was changed",
+        )

@@ -17,7 +17,7 @@ import optuna
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import FileError, NoSpaceError, StudyError
-from autoprec.support.files import canonical_json, with_checksum, without_checksum
+from autoprec.support.files import canonical_json, sqlite_url, with_checksum, without_checksum
 from autoprec.tuning.study.records import TrialRecord
 from autoprec.tuning.study.sqlite_check import check_sqlite
 from autoprec.tuning.study.storage import Claim, open_storage, patiently, root_cause, without_password
@@ -39,7 +39,7 @@ LEARNED = ("preset", "search")
 
 def default_storage(study_dir: Path) -> str:
     """Return the URL of the study's own SQLite file."""
-    return f"sqlite:///{(study_dir / 'study.db').resolve()}"
+    return sqlite_url(study_dir / "study.db")
 
 
 _DAMAGED = (
@@ -75,7 +75,7 @@ class StudyStore:
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.url, self.name, self.objectives = without_password(url), name, tuple(objectives)
-        check_sqlite(url, may_be_empty=begun or not resume)
+        check_sqlite(url, may_be_empty=begun or not resume, holds_studies=resume)
         self._address, self._tell = url, tell
         self._storage = self._guarded(lambda: open_storage(url))
         existing = name in {s.study_name for s in self._guarded(self._storage.get_all_studies)}

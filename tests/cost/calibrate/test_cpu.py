@@ -165,3 +165,14 @@ def test_attention_written_by_hand_costs_what_its_multiplications_do() -> None:
     written = replace(attention(128, op="aten::bmm"), shapes=((8, 128, 32), (8, 32, 128)), flops=2 * 8 * 128 * 128 * 32)
     found = COST.rest_cost([written], CostScale(), activations="keep", attention="keep").seconds["attention"]
     assert found == pytest.approx(1e-11 * written.flops + 1e-11 * 1000 + 1e-5)
+
+
+def test_rates_are_kept_somewhere_for_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def nobody(_number: int) -> None:
+        raise KeyError
+
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", nobody)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cache_file().parent == tmp_path / "autoprec"

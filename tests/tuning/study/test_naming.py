@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from autoprec.errors import StudyError
 from autoprec.trial.command import ScriptCommand
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.naming import free_name, is_numbered
 
@@ -51,3 +54,29 @@ def test_resume_takes_the_latest(command: ScriptCommand) -> None:
     first = name(command)
     taken(first)
     assert name(command, resume=True) == first
+
+
+def test_a_name_that_another_search_holds_is_passed_over(command: ScriptCommand) -> None:
+    options = SearchOptions(command=("my train.py",))
+    first = free_name(options, command)
+    assert free_name(options, command, [first, f"{first}-3"]) == f"{first}-2"
+    assert free_name(options, command, [first, f"{first}-2"]) == f"{first}-3"
+
+
+def test_searches_that_start_at_once_take_the_next_names(command: ScriptCommand) -> None:
+    searches = [Search(SearchOptions(command=("my train.py",)), command, Listeners()) for _ in range(5)]
+    assert len({search.study_dir for search in searches}) == 1  # nothing is written yet
+    with ExitStack() as held:
+        for number, search in enumerate(searches):
+            search._claim(held)
+            if number == 2:  # one has a database by now
+                (search.study_dir / "study.db").touch()
+        assert len({search.study_dir for search in searches}) == 5
+        named = Search(SearchOptions(command=("my train.py",), study=searches[0].options.study), command, Listeners())
+        with pytest.raises(StudyError, match="in use"):
+            named._claim(held)
+    again = Search(SearchOptions(command=("my train.py",)), command, Listeners())
+    (searches[0].study_dir / "study.db").touch()  # finished since the name was chosen
+    with ExitStack() as held:
+        again._claim(held)
+        assert again.study_dir == searches[1].study_dir

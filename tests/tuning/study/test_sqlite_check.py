@@ -7,6 +7,7 @@ import pytest
 
 from autoprec.errors import StudyError
 from autoprec.tuning.study.sqlite_check import check_sqlite
+from autoprec.tuning.study.study import StudyStore
 
 
 @pytest.fixture
@@ -64,3 +65,10 @@ def test_an_empty_file_is_a_study_that_was_not_begun_or_was_truncated(path: Path
     check_sqlite(f"sqlite:///{path}")
     with pytest.raises(StudyError, match="it is empty"):
         check_sqlite(f"sqlite:///{path}", may_be_empty=False)
+
+
+def test_the_database_of_another_program_is_not_resumed_and_stays_as_it_is(path: Path) -> None:
+    before = path.read_bytes()
+    with pytest.raises(StudyError, match="another program"):
+        StudyStore(f"sqlite:///{path}", "any", ("step_time_ms",), resume=True)
+    assert path.read_bytes() == before
