@@ -237,6 +237,8 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
                 ok, reason = True, "inside a compiled graph"
             elif name in ("activations", "attention"):
                 reason = "never executed" if active else "the policy is not applied"
+                if active and found is not None and not found.called:
+                    reason = "the model was not called, only its parts were: what surrounds its forward never ran"
                 ok = name == "attention" and found is not None and found.called
                 reason = "the model calls no scaled_dot_product_attention" if ok else reason
             else:

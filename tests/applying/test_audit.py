@@ -40,6 +40,15 @@ def test_applied_but_never_run(model: nn.Sequential) -> None:
     assert p.audit(model).ok
 
 
+def test_activations_around_a_model_that_is_never_called_name_the_reason(model: nn.Sequential) -> None:
+    p = Policy.model_validate({"activations": "bf16"})
+    p.apply(model)
+    run(model)
+    row = p.audit(model).operators["activations"]
+    assert (row["ok"], row["executed"]) == (False, "-")
+    assert row["reason"].startswith("the model was not called, only its parts were")
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp8_rowwise"])
 def test_what_did_not_need_to_run_is_no_mismatch(model: nn.Sequential, name: str) -> None:
     model[1].weight.requires_grad_(False)

@@ -165,13 +165,14 @@ def audit_failure(audit: Mapping[str, Any] | None) -> str:
     An expert without tokens is fine, and its row says so; a layer whose weight is multiplied where the policy does not
     reach would fail `autoprec check` later, so it fails here.
     """
-    rows = [] if audit is None else [*audit.get("layers", ()), *audit.get("operators", {}).values()]
-    wrong = [row for row in rows if not row["ok"]]
+    found = {} if audit is None else audit
+    layers = [(row.get("name") or "(root)", row) for row in found.get("layers", ())]
+    wrong = [(name, row) for name, row in (*layers, *found.get("operators", {}).items()) if not row["ok"]]
     if not wrong:
         return ""
-    first = wrong[0]
+    name, first = wrong[0]
     why = first.get("reason") or f"ran as {first['executed']}"
-    return f"{len(wrong)} layers or operators did not run as asked, first {first.get('name', 'an operator')}: {why}"
+    return f"{len(wrong)} layers or operators did not run as asked, first {name}: {why}"
 
 
 def score(

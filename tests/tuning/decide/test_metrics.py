@@ -142,6 +142,9 @@ def test_a_trial_that_did_not_execute_its_policy_is_a_failure() -> None:
     scored = score(result(audit={"layers": [row], "operators": {}}), REFERENCE, estimate=None, gradient_error=0.0)
     assert scored.status == "mismatch"
     assert "blocks.0.fc" in scored.reason
+    around = {"ok": False, "executed": "-", "reason": "never executed"}
+    scored = score(result(audit={"operators": {"activations": around}}), REFERENCE, estimate=None, gradient_error=0.0)
+    assert scored.reason == "1 layers or operators did not run as asked, first activations: never executed"
 
 
 def test_an_expert_without_tokens_is_forgiven_and_a_weight_out_of_reach_is_not() -> None:
