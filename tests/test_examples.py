@@ -1,12 +1,11 @@
 """The examples: plain training scripts that learn something, repeat exactly, and know nothing of AutoPrec."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.warm import run_forked
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -14,11 +13,9 @@ pytestmark = pytest.mark.slow
 
 
 def run(*words: str, cwd: Path = ROOT) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, *words]
-    return subprocess.run(
-        line, cwd=cwd, env=environment, capture_output=True, text=True, timeout=300, check=True
-    ).stdout
+    ended = run_forked(words, cwd)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
 
 
 def losses(output: str) -> list[float]:

@@ -9,14 +9,17 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib
 import os
 import runpy
+import select
 import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -29,7 +32,7 @@ import pytest
 
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 
-__all__ = ["Ended", "run_forked", "run_ranks", "warm_scripts"]
+__all__ = ["Ended", "Forked", "run_forked", "run_ranks", "warm_scripts"]
 
 #: What any first optimizer imports, and what the hooks and a trial do: imported once here, not in every fork.
 WARM = (
@@ -94,6 +97,49 @@ def warm_scripts() -> Iterator[None]:
         yield
 
 
+class Forked:
+    """A function in a fork, watched and signalled like a :class:`subprocess.Popen` with one pipe for its output."""
+
+    def __init__(self, body: Callable[[], object], *words: str, cwd: Path) -> None:
+        reader, writer = os.pipe()
+        self.pid, self.returncode = os.fork(), 0
+        if self.pid == 0:
+            _become(["forked", *words], os.environ, cwd, writer, writer, body)
+        os.close(writer)
+        self._reader, self._read = reader, b""
+
+    def readline(self, timeout_s: float = 60) -> str:
+        """Return the next line of output; empty at its end."""
+        end = time.monotonic() + timeout_s
+        while b"\n" not in self._read and self._more(end):
+            pass
+        line, found, self._read = self._read.partition(b"\n")
+        return (line + found).decode("utf-8", "replace")
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def communicate(self, timeout_s: float = 120) -> str:
+        """Return the rest of the output when it has ended.
+
+        Raises:
+            TimeoutError: it has not; the output is kept for the next call.
+        """
+        end = time.monotonic() + timeout_s
+        while self._more(end):
+            pass
+        os.close(self._reader)
+        self.returncode = _end_of(self.pid)
+        return self._read.decode("utf-8", "replace")
+
+    def _more(self, end: float) -> bool:
+        if not select.select([self._reader], [], [], max(end - time.monotonic(), 0.0))[0]:
+            raise TimeoutError(self._read)
+        chunk = os.read(self._reader, 65536)
+        self._read += chunk
+        return bool(chunk)
+
+
 @dataclass(frozen=True)
 class Ended:
     """A script that has ended: exit code, and what it (its first rank) wrote."""
@@ -108,8 +154,8 @@ def run_forked(argv: Sequence[str | Path], cwd: Path) -> Ended:
     return _run([_script(argv[0])], argv, cwd, {})
 
 
-def run_ranks(body: str | Path | Callable[[], object], *args: str | Path, cwd: Path, ranks: int = 2) -> Ended:
-    """Run a script, or a function, in several processes with the environment that ``torchrun`` gives them."""
+def run_ranks(body: str | Path | Callable[[int], object], *args: str | Path, cwd: Path, ranks: int = 2) -> Ended:
+    """Run a script, or a function of the rank, in processes with the environment that ``torchrun`` gives them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -120,7 +166,8 @@ def run_ranks(body: str | Path | Callable[[], object], *args: str | Path, cwd: P
         "MASTER_PORT": str(port),
     }
     script = "" if callable(body) else body
-    return _run([body if callable(body) else _script(body)] * ranks, [script, *args], cwd, env)
+    bodies = [functools.partial(body, rank) if callable(body) else _script(body) for rank in range(ranks)]
+    return _run(bodies, [script, *args], cwd, env)
 
 
 def _script(path: str | Path) -> Callable[[], object]:
@@ -177,9 +224,8 @@ def _become(
         os.environ.update(env)
         os.chdir(cwd)
         warnings.resetwarnings()
-        import torch
-
-        torch.set_num_threads(1)
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(1)
         gc.freeze()  # like a new process, it has only the script's own objects to go through
         atexit._clear()
         sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
@@ -190,11 +236,14 @@ def _become(
         (body or _script(argv[0]))()
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        if stop.code is not None and not isinstance(stop.code, int):
+            print(stop.code, file=sys.stderr)
     except BaseException:
         code = 1
         sys.excepthook(*sys.exc_info())
         traceback.print_exc()
     finally:
+        threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter ends: threads are waited for
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(code)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from autoprec.applying.policy import Policy, remove_policy
 from autoprec.applying.swap import execution_of
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from tests.warm import run_ranks
 
 POLICY = Policy.model_validate(
     {
@@ -74,25 +73,23 @@ def compare_orders(rank: int, how: str) -> dict[str, list[float]]:
     return runs
 
 
-def worker(rank: int, port: int, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.save({how: compare_orders(rank, how) for how in ("ddp", "fsdp2")}, f"{out}.{rank}")
-    dist.destroy_process_group()
+def on_two_ranks(measure: Callable[[int, str], Any], hows: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
+    """Run ``measure(rank, how)`` on two ranks of gloo; return what each found."""
 
+    def work(rank: int) -> None:
+        dist.init_process_group("gloo")
+        torch.save({how: measure(rank, how) for how in hows}, folder / f"out.{rank}")
+        dist.destroy_process_group()
 
-def on_two_ranks(work: Callable[[int, int, str], None], folder: Path) -> list[Any]:
-    """Run ``work(rank, port, out)`` in two processes; return what each saved as ``out.<rank>``."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(work, args=(port, str(folder / "out")), nprocs=2, join=True)
+    ended = run_ranks(work, cwd=folder)
+    assert ended.returncode == 0, ended.stderr
     return [torch.load(folder / f"out.{rank}") for rank in range(2)]
 
 
 @pytest.mark.slow
 def test_order_does_not_matter_and_removal_restores(tmp_path: Path) -> None:
-    for runs in (found for saved in on_two_ranks(worker, tmp_path) for found in saved.values()):
+    saved = on_two_ranks(compare_orders, ("ddp", "fsdp2"), tmp_path)
+    for runs in (runs for rank in saved for runs in rank.values()):
         assert runs["before"] == runs["after"]
         assert runs["removed"] == runs["never"]
         assert runs["before"] != runs["never"]
@@ -146,16 +143,9 @@ def delayed_scales(rank: int, how: str) -> dict[str, list[float]]:
     return found
 
 
-def delayed_worker(rank: int, port: int, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    torch.save({how: delayed_scales(rank, how) for how in ("ddp", "fsdp2", "alone")}, f"{out}.{rank}")
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_delayed_scales_agree_on_all_ranks(tmp_path: Path) -> None:
-    first, second = on_two_ranks(delayed_worker, tmp_path)
+    first, second = on_two_ranks(delayed_scales, ("ddp", "fsdp2", "alone"), tmp_path)
     for how in ("ddp", "fsdp2"):
         assert first[how] == second[how], how
     assert {history for _, history in first["ddp"].values()} == {2}  # three forwards, two reductions between them

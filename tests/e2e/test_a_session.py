@@ -12,6 +12,7 @@ from torch import nn
 
 import autoprec as package
 from tests.cli.helpers import Outcome, autoprec
+from tests.warm import run_forked
 
 pytestmark = pytest.mark.slow
 
@@ -92,9 +93,15 @@ def run(*words: str) -> str:
     return subprocess.run(line, env=settings, capture_output=True, text=True, timeout=300, check=True).stdout
 
 
-def test_an_empty_policy_changes_no_bit_and_the_script_may_save(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def plain(folder: Path, searched: Outcome) -> str:
+    ended = run_forked(["train.py"], folder)
+    assert ended.returncode == 0, ended.stderr
+    return ended.stdout
+
+
+def test_an_empty_policy_changes_no_bit_and_the_script_may_save(folder: Path, plain: str) -> None:
     (folder / "empty.yaml").write_text("schema: autoprec.policy/1\n", encoding="utf-8")
-    plain = run("train.py")
     weights = torch.load("weights.pt", weights_only=True)
     Path("weights.pt").unlink()
     assert run("-m", "autoprec", "run", "--policy", "empty.yaml", "train.py") == plain
@@ -102,14 +109,12 @@ def test_an_empty_policy_changes_no_bit_and_the_script_may_save(folder: Path) ->
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
 
-def test_the_policy_trains_like_the_script_within_the_budget() -> None:
+def test_the_policy_trains_like_the_script_within_the_budget(plain: str) -> None:
     def losses(text: str) -> list[float]:
         return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("step")]
 
-    reference, found = (
-        losses(run("train.py")),
-        losses(run("-m", "autoprec", "run", "--policy", "policy.yaml", "train.py")),
-    )
+    reference = losses(plain)
+    found = losses(run("-m", "autoprec", "run", "--policy", "policy.yaml", "train.py"))
     assert len(found) == len(reference) == 40
     gaps = [abs(a - b) / abs(b) for a, b in zip(found[20:], reference[20:], strict=True)]
     assert sum(gaps) / len(gaps) <= 0.005

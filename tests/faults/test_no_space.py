@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 DRIVER = Path(__file__).with_name("cli_driver.py")
 ROOT = Path(__file__).resolve().parents[2]
 #: Of the file system, in KiB: from too small for an empty study to nearly enough for everything.
-SIZES = (60, 130, 190, 240, 420)
+SIZES = (60, 190, 420)
 FILL = """
 mount -t tmpfs -o size="$1"k none "$2" || exit 99
 cd "$2"
@@ -90,7 +90,7 @@ def test_a_file_system_that_fills_up_at_any_moment(tmp_path: Path) -> None:
         assert "Traceback" not in said
         assert load_policy(out).layers == expected.layers, size
         full += first == "6"
-    assert full >= 3
+    assert full >= 2
     print(f"{full} of {len(SIZES)} file systems filled up: exit 6 each, all continued to the same policy")
 
 
@@ -118,7 +118,7 @@ def test_no_room_at_the_kth_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             resumed = search(study=f"s{kth}", resume=True)
             assert resumed.run().policy == "policy.yaml"
             assert load_policy("policy.yaml").layers == expected.layers
-            kth += 1 if kth < 4 else 3
+            kth += max(kth // 2, 1)
         else:
             break
     assert kth > 4

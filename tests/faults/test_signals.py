@@ -14,22 +14,25 @@ from pathlib import Path
 import pytest
 
 from autoprec.policy import load_policy
+from tests.faults import cli_driver, driver
+from tests.warm import Forked
 
 pytestmark = pytest.mark.slow
 DRIVER = Path(__file__).with_name("cli_driver.py")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def start(folder: Path, delay: str, *words: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, str(DRIVER), delay, "search", "--no-mlflow", "-v", *words],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def start(folder: Path, delay: str, *words: str) -> Forked:
+    return Forked(cli_driver.main, delay, "search", "--no-mlflow", "-v", *words, cwd=folder)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One search in this process, which then has imported what every fork needs."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("imported"))
+        patch.setattr(sys, "argv", ["driver.py", "s", "1", "0.0"])
+        driver.main()
 
 
 @pytest.mark.parametrize(
@@ -46,16 +49,15 @@ def test_a_signal_ends_the_search_at_once_and_the_printed_command_continues(
     tmp_path: Path, signals: tuple[int, ...], code: int
 ) -> None:
     process = start(tmp_path, "0.1", "--trials", "12", "--study", "s")
-    assert process.stdout is not None
     lines: list[str] = []
     while sum("all bf16:" in line or "fp8" in line for line in lines) < 4:
-        lines.append(process.stdout.readline())
+        lines.append(process.readline())
         assert lines[-1], "".join(lines)
     began = time.monotonic()
     for number in signals:
         process.send_signal(number)
         time.sleep(0.002)
-    rest, _ = process.communicate(timeout=30)
+    rest = process.communicate(30)
     assert process.returncode == code, rest
     assert time.monotonic() - began < 5.0
     assert "Traceback" not in rest
@@ -68,7 +70,7 @@ def test_a_signal_ends_the_search_at_once_and_the_printed_command_continues(
     if code == 143:  # the others would only repeat it
         return
     again = start(tmp_path, "0", *_without(words, "--space", "--steps"))
-    output, _ = again.communicate(timeout=60)
+    output = again.communicate(60)
     assert again.returncode == 0, output
     print(f"{len(signals)} signals: exit {code}, resumed to its end")
 
@@ -85,13 +87,12 @@ def _without(words: list[str], *options: str) -> list[str]:
 
 def test_a_running_trial_is_not_waited_for(tmp_path: Path) -> None:
     process = start(tmp_path, "60", "--trials", "12", "--study", "s")
-    assert process.stdout is not None
-    while "recording" not in process.stdout.readline():
+    while "recording" not in process.readline():
         pass
     time.sleep(0.3)
     began = time.monotonic()
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=30)
+    output = process.communicate(30)
     assert process.returncode == 130, output
     assert time.monotonic() - began < 5.0
     assert "nothing was measured yet" in output
@@ -104,8 +105,8 @@ def test_nohup_is_respected(tmp_path: Path) -> None:
         ["sh", "-c", f"exec {words}"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     assert process.stdout is not None
-    while b"trials" not in process.stdout.readline():
-        pass
+    while b"trials" not in (line := process.stdout.readline()):
+        assert line, "it ended before its first trial"
     process.send_signal(signal.SIGHUP)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output

@@ -1,11 +1,9 @@
 import math
-import os
 from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from autoprec.errors import UnknownNameError, UnsupportedError
@@ -19,6 +17,7 @@ from autoprec.optim.communication import (
 from autoprec.optim.optimizer import runtime_of, wrap_optimizer
 from autoprec.policy.levels import LEVELS
 from benchmarks.state import compressed_mean
+from tests.warm import run_ranks
 
 
 def gradients(ranks: int, count: int = 5000, seed: int = 0) -> list[torch.Tensor]:
@@ -97,9 +96,7 @@ def gather(values: torch.Tensor) -> list[torch.Tensor]:
 
 
 def rank_main(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     found = {}
     for name in ("fp32", "bf16", "fp8"):
         model = network()
@@ -156,8 +153,8 @@ def rank_main(rank: int, folder: str) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_stay_bit_identical_and_train(tmp_path):
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(rank_main, (str(tmp_path),), nprocs=2)
+    ended = run_ranks(lambda rank: rank_main(rank, str(tmp_path)), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
     found = torch.load(tmp_path / "found")
     for name in ("bf16", "fp8"):
         assert found[name][0] == pytest.approx(found["fp32"][0], rel=0.05)

@@ -9,8 +9,9 @@ import pytest
 from tests.cli.helpers import autoprec
 from tests.cli.test_recording import TRAIN
 
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("warm")]
 
-@pytest.mark.slow
+
 def test_the_plan_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(TRAIN.replace("range(3)", "range(30)"), encoding="utf-8")
@@ -29,7 +30,6 @@ def test_the_plan_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
-@pytest.mark.slow
 def test_a_script_with_too_few_steps_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(TRAIN, encoding="utf-8")

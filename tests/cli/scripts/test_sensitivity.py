@@ -6,6 +6,8 @@ import pytest
 
 from tests.cli.helpers import autoprec
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 SCRIPT = """\
 import torch
 from torch import nn

@@ -25,6 +25,7 @@ from autoprec.support.optional import is_available
 from autoprec.testing.exporters import POLICIES
 from tests.export.readers import load_source
 from tests.export.toys import distance, one_rule, toy_model
+from tests.warm import run_ranks
 
 
 def test_torchao_never_shares_a_cast_config_and_always_names_its_dtype() -> None:
@@ -154,16 +155,15 @@ def _train(rank: int, gather: bool) -> tuple[list[float], set[str]]:
 
 def _rank(rank: int, folder: str) -> None:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", 2)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     torch.save([_train(rank, gather) for gather in (False, True)], Path(folder) / f"{rank}.pt")
     dist.destroy_process_group()
 
 
 @pytest.mark.skipif(not is_available("torchao.float8"), reason="torchao is not installed")
 def test_the_weights_travel_in_fp8_and_the_losses_are_those_without(tmp_path: Path) -> None:
-    torch.multiprocessing.spawn(_rank, args=(str(tmp_path),), nprocs=2)
+    ended = run_ranks(lambda rank: _rank(rank, str(tmp_path)), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
     for rank in range(2):
         (plain, nothing), (gathered, sent) = torch.load(tmp_path / f"{rank}.pt", weights_only=True)
         assert nothing == set()

@@ -9,6 +9,8 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.execute import command_from_json, command_to_json, main, request
 from autoprec.trial.protocol import TrialResult, TrialSpec
 
+pytestmark = pytest.mark.usefixtures("warm")
+
 TRAIN = """
 import torch
 torch.manual_seed(0)
