@@ -93,7 +93,8 @@ class Replay(Events):
         self._beat = beat
         self._spec, self._found, self._hooks, self._done = spec, found, hooks, done
         self._device = found.parameters[0].device
-        self._gradients = Gradients(found.root_parameters, NOISE_BATCHES, shared=False)
+        self._gradients = Gradients(found.root_parameters, 1, shared=False)
+        self._squares = self._deviation = 0.0
         self._micros = [_Micro()]
         self._mode: _Tape | None = None
         self._kept: list[Any] = []
@@ -204,7 +205,7 @@ class Replay(Events):
     def _ready(self) -> None:
         if self._batch == 0:
             self._stop_recording()
-        self._store(self._batch)
+        self._store()
         if self._batch == 0:
             self._loss = self._batch_loss
             self._probe_all()
@@ -220,8 +221,12 @@ class Replay(Events):
             self._mode = None
         nn.Module.__call__ = self._original  # type: ignore[method-assign]
 
-    def _store(self, slot: int) -> None:
-        self._gradients.store(slot, self._unclip, self._grads())
+    def _store(self) -> None:
+        if self._batch:
+            self._deviation += self._gradients.fold(self._batch, self._unclip, self._grads())
+            return
+        self._gradients.store(0, self._unclip, self._grads())
+        self._squares = self._gradients.square(0)
 
     def _grads(self) -> list[torch.Tensor | None]:
         return [None if p.grad is None else local_part(p.grad) for p in self._found.root_parameters]
@@ -297,7 +302,8 @@ class Replay(Events):
 
     def _finish(self) -> None:
         seen = self._batch
-        noise = relative_error(*self._over_ranks(*self._gradients.spread(seen))) if seen > 1 else float("nan")
+        spread = self._deviation / max(seen - 1, 1), self._squares
+        noise = relative_error(*self._over_ranks(*spread)) if seen > 1 else float("nan")
         self._done(
             {
                 "probes": self._rows,

@@ -36,6 +36,8 @@ __all__ = ["Gradients", "Scan", "StateSample", "Weights", "local_part", "relativ
 
 #: Mini-batch gradients are compared over this many batches when the caller asks for fewer.
 NOISE_BATCHES = 4
+#: Values compared at a time: a temporary of a whole embedding could be the last free gigabyte of a GPU.
+_PIECE = 1 << 22
 
 
 class Gradients:
@@ -64,7 +66,9 @@ class Gradients:
             if grad is not None:
                 grad = grad.to_dense() if grad.layout is not torch.strided else grad
                 grad = grad.detach().reshape(-1)
-            yield grad, unclip.get(id(parameter), 1.0), target
+            for start in range(0, target.numel(), _PIECE):
+                part = None if grad is None else grad[start : start + _PIECE]
+                yield part, unclip.get(id(parameter), 1.0), target[start : start + _PIECE]
 
     def store(self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None) -> None:
         """Copy the gradients of now (or ``grads``) into a slot, each times its factor; a missing one counts as zero."""
@@ -90,6 +94,22 @@ class Gradients:
                 difference = grad.float().mul(factor).sub_(target)
                 error += float(torch.dot(difference, difference))
         return error, norm
+
+    def square(self, slot: int) -> float:
+        """Return the squared norm of a slot."""
+        return sum(float(torch.dot(piece, piece)) for piece in self._slots[slot].split(_PIECE))
+
+    def fold(self, seen: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None) -> float:
+        """Take one more gradient into the mean of ``seen`` others, which slot 0 holds (at first: the reference).
+
+        Returns what it adds to the sum of squared deviations from the mean (Welford): one copy serves all batches.
+        """
+        added = 0.0
+        for grad, factor, mean in self._pieces(0, unclip, grads):
+            difference = -mean if grad is None else grad.float().mul(factor).sub_(mean)
+            added += float(torch.dot(difference, difference)) * seen / (seen + 1)
+            mean.add_(difference, alpha=1.0 / (seen + 1))
+        return added
 
     def spread(self, slots: int) -> tuple[float, float]:
         """Return the variance of the first ``slots`` gradients around their mean, and the square of the first."""
@@ -158,12 +178,17 @@ def _lost_share(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
     """Return the share, by magnitude, of the changes (before, after) that rounding to bfloat16 would swallow."""
     total = lost = 0.0
     with torch.no_grad():
-        for old, new in pairs:
+        for old, new in ((o, n) for pair in pairs for o, n in zip(*map(_pieces, pair), strict=True)):
             before, change = old.float(), new.float() - old.float()
             stored = before.bfloat16().float()
             unmoved = (stored + change).bfloat16().float() == stored
             total, lost = total + float(change.abs().sum()), lost + float(change.abs()[unmoved].sum())
     return lost / total if total > 0 else float("nan")
+
+
+def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return a tensor flat, in pieces that a temporary of each is small."""
+    return tensor.detach().reshape(-1).split(_PIECE)
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
