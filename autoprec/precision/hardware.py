@@ -394,10 +394,11 @@ def target(name: str) -> Target:
 def by_device_name(device: str) -> Target | None:
     """Return the packaged target of a device name as CUDA or ROCm prints it, or None; the longest match wins.
 
-    Whole words are compared (an ``RTX A1000`` is not an ``A100``), and a laptop's GPU is never the desktop's.
+    Whole words are compared (an ``RTX A1000`` is not an ``A100``), a laptop's GPU is never the desktop's, and a MIG
+    slice is not the whole card.
     """
     words = set(re.findall(r"[A-Za-z0-9]+", device))
-    if "Laptop" in words:
+    if words & {"Laptop", "MIG"}:
         return None
     fitting = [
         (len(pattern), entry) for entry in TARGETS.values() for pattern in entry.match if words >= set(pattern.split())

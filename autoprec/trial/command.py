@@ -21,6 +21,8 @@ _STARTERS = frozenset(
         *("deepspeed.launcher.runner", "colossalai"),
     )
 )
+#: How launchers are told the number of processes of this machine (torchrun, accelerate, deepspeed, mpirun, fabric).
+_PROCESS_FLAGS = frozenset(("nproc-per-node", "num-processes", "num-gpus", "np", "n", "devices"))
 _PYTHONS = ("python", "python3", "python3.11", "python3.12", "python3.13", "python3.14")
 
 
@@ -95,6 +97,20 @@ class ScriptCommand:
         if self.kind == "module":
             return self.target not in _STARTERS
         return Path(self.target).name not in _STARTERS and _is_python_file(Path(self.target))
+
+    @property
+    def processes(self) -> int:
+        """How many processes a launcher starts on this machine, each of which takes a GPU; 0 where it takes all."""
+        if self.single:
+            return 1
+        for index, word in enumerate(self.args):
+            if word.endswith(".py"):
+                break
+            flag, _, value = word.partition("=")
+            if flag.lstrip("-").replace("_", "-") in _PROCESS_FLAGS and word.startswith("-"):
+                value = value or next(iter(self.args[index + 1 : index + 2]), "")
+                return int(value) if value.isdecimal() else 0
+        return 1
 
     def argv(self) -> list[str]:
         """The command line that starts it with this Python."""

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["CONFIG_VARIABLE", "MARK_VARIABLE", "run_environment", "trial_environment"]
+__all__ = ["CONFIG_VARIABLE", "MARK_VARIABLE", "own_threads", "run_environment", "trial_environment"]
 
 #: Names the JSON file that tells the hooks what to do; its absence makes the injected code inert.
 CONFIG_VARIABLE = "AUTOPREC_TRIAL"
@@ -50,12 +50,30 @@ def trial_environment(
     """Return the environment of a trial: hooks, ``threads`` OpenMP threads, nothing uploaded, nothing cached beside us.
 
     A host that will be forked must be given one thread: a child of a process that has run a parallel region with
-    more hangs in its own first one.
+    more hangs in its own first one. ``threads`` 0 leaves the user's own settings: a script that feeds a GPU from the
+    CPU would look slower than it is, and is never forked.
     """
-    env = run_environment(config, mark, base)
-    env |= _QUIET
-    env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(threads)
+    own = run_environment(config, mark, base)
+    env = own | _QUIET
+    if threads:
+        env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(threads)
+    else:
+        env |= {name: own[name] for name in ("OMP_WAIT_POLICY", "TOKENIZERS_PARALLELISM") if name in own}
+        if "TOKENIZERS_PARALLELISM" not in own:
+            del env["TOKENIZERS_PARALLELISM"]
     env["MLFLOW_TRACKING_URI"] = (private / "mlruns").as_uri()
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_RUN_ID", "OPTUNA_STORAGE"):
         env.pop(name, None)
     return env
+
+
+def own_threads(base: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return what gives a copy of a one-thread process the thread settings that the user's own process would have."""
+    env = os.environ if base is None else base
+    cores = str(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    threads = env.get("OMP_NUM_THREADS", cores)
+    return {
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": env.get("MKL_NUM_THREADS", threads),
+        "TOKENIZERS_PARALLELISM": env.get("TOKENIZERS_PARALLELISM", "true"),
+    }

@@ -27,12 +27,15 @@ REQUIRED = [
     "h200",
     "h200-nvl",
     "h20",
+    "h800",
+    "gh200",
     "b200",
     "b300",
     "gb200",
     "l40s",
     "rtx4090",
     "rtx5090",
+    "rtx-pro-6000",
     "mi300x",
     "mi325x",
     "cpu",
@@ -122,6 +125,10 @@ def test_keep_always_runs_and_alignment_grows_with_block_size() -> None:
         ("NVIDIA H20", "h20"),
         ("NVIDIA GB200", "gb200"),
         ("NVIDIA B200", "b200"),
+        ("NVIDIA GB300", "b300"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA H800", "h800"),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", "rtx-pro-6000"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
         ("NVIDIA GeForce RTX 4090", "rtx4090"),
@@ -136,7 +143,12 @@ def test_device_names_are_recognised(device: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     "device",
-    ["Some Accelerator 9000", "NVIDIA RTX A1000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GH200 480GB"],
+    [
+        "Some Accelerator 9000",
+        "NVIDIA RTX A1000",
+        "NVIDIA GeForce RTX 4090 Laptop GPU",
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb",
+    ],
 )
 def test_an_unknown_device_is_not_guessed(device: str) -> None:
     assert by_device_name(device) is None

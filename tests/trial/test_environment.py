@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoprec.trial.environment import CONFIG_VARIABLE, INJECT, run_environment, trial_environment
+from autoprec.trial.environment import CONFIG_VARIABLE, INJECT, own_threads, run_environment, trial_environment
 
 
 def test_hooks_come_first_and_the_users_path_stays(tmp_path: Path) -> None:
@@ -24,3 +24,17 @@ def test_a_trial_is_quiet_and_uploads_nothing(tmp_path: Path) -> None:
     assert env["MLFLOW_TRACKING_URI"].startswith(tmp_path.as_uri())
     assert "MLFLOW_RUN_ID" not in env
     assert env["KEEP"] == "x"
+
+
+def test_a_trial_on_a_gpu_keeps_the_users_threads(tmp_path: Path) -> None:
+    base = {"OMP_NUM_THREADS": "12", "TOKENIZERS_PARALLELISM": "true", "OMP_WAIT_POLICY": "ACTIVE"}
+    env = trial_environment(tmp_path / "c.json", "mark", tmp_path, threads=0, base=base)
+    assert {name: env[name] for name in base} == base
+    plain = trial_environment(tmp_path / "c.json", "mark", tmp_path, threads=0, base={})
+    assert "OMP_NUM_THREADS" not in plain
+    assert "TOKENIZERS_PARALLELISM" not in plain
+    assert plain["WANDB_MODE"] == "disabled"
+    copied = own_threads({"MKL_NUM_THREADS": "3"})
+    assert int(copied["OMP_NUM_THREADS"]) >= 1
+    assert copied["MKL_NUM_THREADS"] == "3"
+    assert own_threads(base)["TOKENIZERS_PARALLELISM"] == "true"

@@ -27,7 +27,7 @@ from autoprec.trial.driver.classify import classify, describe_exit, exit_code, l
 from autoprec.trial.driver.failures import first_step_failed, nothing_trained, script_failed
 from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
-from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, trial_environment
+from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threads, trial_environment
 from autoprec.trial.messages import listen, receive_messages, send_message
 from autoprec.trial.processes import start_ticks
 from autoprec.trial.progress import Deadline, steps_file
@@ -233,14 +233,18 @@ class TrialRunner(Runner):
         }
 
     def _launch_process(self, config: dict[str, Any], mark: str, *, threads: int, log: Path | None) -> ProcessTree:
-        """Start the script: from the zygote if there is one and it may be used, else as a new process."""
+        """Start the script: from the zygote if there is one and it may be used, else as a new process.
+
+        ``threads`` 0 means the user's own settings.
+        """
         private = Path(config["private"])
         config["mark"] = mark
         path = private / f"{config['mode']}-{uuid.uuid4().hex[:12]}.json"
-        copies = self.command.single and threads == 1 and self._launch != "process"
+        copies = self.command.single and threads <= 1 and self._launch != "process"
         if copies and self._launcher.ready:
             path.write_text(json.dumps(config), encoding="utf-8")  # for what the script itself starts (mp.spawn)
-            extra = {**self._environment, MARK_VARIABLE: mark, CONFIG_VARIABLE: str(path)}
+            own = {} if threads else own_threads()
+            extra = {**own, **self._environment, MARK_VARIABLE: mark, CONFIG_VARIABLE: str(path)}
             forked = self._launcher.fork(config, extra, mark, log)
             if forked is not None:
                 return forked
@@ -400,7 +404,9 @@ class TrialRunner(Runner):
         path = private / f"result-{uuid.uuid4().hex[:12]}.json"
         config = self._config(mode="trial", launch=self._launch, spec=spec.to_json(), result=str(path), asked=began)
         mark = f"{self._mark}{path.stem}"
-        process = self._launch_process(config, mark, threads=max(spec.threads, self._threads), log=None)
+        on_gpu = self._info is not None and self._info.device != "cpu"
+        threads = 0 if on_gpu else max(spec.threads, self._threads)
+        process = self._launch_process(config, mark, threads=threads, log=None)
         self._running.add(process)
         try:
             timed_out = False

@@ -97,7 +97,7 @@ class Gradients:
 
     def square(self, slot: int) -> float:
         """Return the squared norm of a slot."""
-        return sum(float(torch.dot(piece, piece)) for piece in self._slots[slot].split(_PIECE))
+        return math.fsum(float(torch.dot(piece, piece)) for piece in torch.split(self._slots[slot], _PIECE))
 
     def fold(self, seen: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None) -> float:
         """Take one more gradient into the mean of ``seen`` others, which slot 0 holds (at first: the reference).
@@ -188,7 +188,7 @@ def _lost_share(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
 
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return a tensor flat, in pieces that a temporary of each is small."""
-    return tensor.detach().reshape(-1).split(_PIECE)
+    return tuple(torch.split(tensor.detach().reshape(-1), _PIECE))
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -131,6 +131,9 @@ def _serve(control: socket.socket) -> dict[str, Any]:
         os.close(descriptors[0])
         signal.set_wakeup_fd(-1)
         os.environ |= request["environment"]
+        threads = request["environment"].get("OMP_NUM_THREADS", "")
+        if threads.isdecimal():  # nothing has run in parallel before the fork, so that more threads may start now
+            torch.set_num_threads(int(threads))
         return dict(request["config"])
 
 

@@ -44,7 +44,7 @@ def runner_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFact
     if options.engine == "ray":
         return _ray_factory(options, command)
     gpus = visible_gpus(dict(os.environ))
-    slots = gpu_slots(gpus, options.gpus_per_trial)
+    slots = gpu_slots(gpus, _gpus_per_trial(options, command, len(gpus)))
     if options.workers:
         slots = slots[: options.workers]
     if len(slots) < 2:
@@ -66,13 +66,18 @@ def runner_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFact
     return on_slots
 
 
+def _gpus_per_trial(options: SearchOptions, command: ScriptCommand, visible: int) -> int:
+    """Return the GPUs that one trial takes: what was asked, and no fewer than the launcher starts processes."""
+    return max(options.gpus_per_trial, min(command.processes or visible, visible))
+
+
 def _ray_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFactory:
     from autoprec.tuning.workers.ray import RayRunner, connect
 
     ray = connect(options.ray_address)
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
-    per_trial = options.gpus_per_trial if gpus else 0
+    per_trial = _gpus_per_trial(options, command, gpus) if gpus else 0
     # trials that are timed on CPUs would disturb each other on one node: each claims all the cores of the smallest
     nodes = [int(node["Resources"]["CPU"]) for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     timed_on_cpus = not gpus and options.target in ("auto", "cpu")

@@ -37,3 +37,25 @@ def test_a_trial_that_needs_more_gpus_than_there_are_is_refused() -> None:
     assert gpu_slots(["4", "5", "6"], 1) == ["4", "5", "6"]
     with pytest.raises(UsageError, match="--gpus-per-trial 3, but 2 GPUs"):
         gpu_slots(["0", "1"], 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "slots"),
+    [
+        (("--nproc-per-node", "2"), ["0,1", "2,3"]),
+        (("--nproc_per_node=4",), []),
+        (("--nproc-per-node=gpu",), []),
+        (("--standalone",), ["0", "1", "2", "3"]),
+        (("--nproc-per-node", "8"), []),
+    ],
+)
+def test_a_trial_gets_a_gpu_for_each_process_that_its_launcher_starts(
+    words: tuple[str, ...], slots: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    (tmp_path / "train.py").write_text("")
+    command = ScriptCommand("launcher", "torchrun", (*words, "train.py", "--nproc-per-node=7"), tmp_path)
+    made = runner_factory(SearchOptions(("train.py",)), command)(0, tmp_path / "runs")
+    made.close()
+    found = [runner._environment["CUDA_VISIBLE_DEVICES"] for runner in getattr(made, "_slots", [])]
+    assert found == slots  # one trial on all GPUs needs no slots
