@@ -153,6 +153,12 @@ class _Binder:
 
     def bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
         """Return what runs one layer, or None (with ``strict`` off) where nothing can."""
+        execution = self._bind(name, unit, plan)
+        if execution is not None:
+            execution.name = name
+        return execution
+
+    def _bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
         seed = zlib.crc32(name.encode())
         if unit.kind == "conv":
             refusal = _conv_refusal(plan)

@@ -31,6 +31,7 @@ class Execution(ABC):
 
     Attributes:
         plan: what was asked for.
+        name: the layer's, for messages.
         backend: name of the backend that runs it.
         note: why something else than the plan runs, if so.
         called: a forward has run.
@@ -41,6 +42,7 @@ class Execution(ABC):
     """
 
     plan: LayerPlan
+    name: str = field(default="", kw_only=True)
     backend: str = field(default="emulated", kw_only=True)
     note: str = field(default="", kw_only=True)
     called: bool = field(default=False, kw_only=True)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
+from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, native_dtype
@@ -112,6 +113,8 @@ class LinearExecution(Execution):
         """
         self.called = True
         device = input.device.type
+        if device == "meta":  # shapes alone are asked for
+            return F.linear(input, weight, bias)
         autocast = autocast_dtype(device)
         if device not in self.native:
             self.native[device] = native_dtype(self.plan, device)
@@ -179,6 +182,12 @@ def _run(*args: Any) -> Tensor:
             # random streams, and scales that lie elsewhere, are outside the graph: the layer runs as in eager mode
             opaque: Tensor = _run_eagerly(*args)
             return opaque
+    elif torch._C._functorch.peek_interpreter_stack() is not None:  # grad, vmap, jvp of torch.func
+        raise UnsupportedError(
+            "the transforms of torch.func (grad, vmap, jvp, ...) do not go through a layer in scaled formats",
+            where=f"layer '{args[3].name}'",
+            fix="keep this layer as the script wrote it or in bf16, or take gradients with backward()",
+        )
     out: Tensor = _PlannedLinear.apply(*args)  # type: ignore[no-untyped-call]
     return out
 
@@ -235,8 +244,16 @@ class _PlannedLinear(torch.autograd.Function):
         return out.reshape(*input.shape[:-1], weight.shape[0])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            grads = _PlannedLinear.gradients(ctx, grad_output)
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return grads
+        return _only_once(grads, ctx.layer.name)
+
+    @staticmethod
+    def gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        """Return what :meth:`backward` does: dgrad, wgrad and the bias's gradient, then None for each other input."""
         steps: Steps = ctx.steps
         layer: LinearExecution = ctx.layer
         x, w = _restore(ctx)
@@ -305,3 +322,18 @@ def _restore(ctx: Any) -> list[QuantizedOperand | Tensor | None]:
         else:
             found.append(QuantizedOperand(codes, scale, meta[0], meta[1], meta[2], groups))
     return found
+
+
+def _only_once(grads: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """Let the gradients of ``create_graph=True`` be used but not differentiated: rounding has no second derivative.
+
+    ``once_differentiable`` would let them pass as constants where the gradient that arrived is one.
+    """
+    message = (
+        f"layer '{name}' runs in scaled formats and cannot be differentiated twice, as a gradient penalty or a Hessian "
+        "asks (create_graph=True): keep it as the script wrote it, or in bf16"
+    )
+    given = [grad.detach().requires_grad_() for grad in grads if grad is not None]
+    out = torch._C._functions.DelayedError(message.encode(), len(given))(*given)
+    held = iter([out] if isinstance(out, Tensor) else out)
+    return tuple(None if grad is None else next(held) for grad in grads)

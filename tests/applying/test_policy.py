@@ -255,3 +255,29 @@ def test_a_torchscript_model_is_refused_and_its_layers_are_not_tunable(make: Cal
     with pytest.raises(UnsupportedError, match="TorchScript"):
         uniform("bf16").apply(scripted)
     assert list(tunable_layers(nn.Sequential(scripted, nn.Linear(8, 8)))) == ["1"]
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_scaled_layer_that_is_differentiated_twice_is_named(frozen: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 16, bias=False))  # one layer: what arrives in its backward is a constant
+    model[0].weight.requires_grad_(not frozen)
+    uniform("fp8_rowwise").apply(model)
+    x = torch.randn(16, 16, requires_grad=True)
+    out = model(x)
+    (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    assert slope.isfinite().all()  # a first derivative may be asked for in this way
+    with pytest.raises(RuntimeError, match=r"layer '0' .* cannot be differentiated twice"):
+        (out.square().mean() + slope.square().mean()).backward()
+
+
+def test_transforms_of_torch_func_name_the_scaled_layer() -> None:
+    model = nn.Sequential(nn.Linear(16, 16))
+    uniform("fp8_rowwise").apply(model)
+    with pytest.raises(UnsupportedError, match="layer '0': the transforms"):
+        torch.func.vmap(model)(torch.randn(2, 16, 16))
+
+
+def test_shapes_are_computed_on_the_meta_device() -> None:
+    model = nn.Sequential(nn.Linear(16, 32, device="meta"))
+    uniform("fp8_rowwise", activations="bf16").apply(model)
+    assert model(torch.empty(8, 16, device="meta")).shape == (8, 32)
