@@ -184,7 +184,10 @@ def _accelerate(document: Mapping[str, Any], layers: Sequence[str], notes: list[
     if backend == "TE":
         return _te_recipe(keys, notes, history=1024, algo="most_recent")
     if backend == "MSAMP":
-        found = level("msamp-o1" if str(keys.get("opt_level", "O2")).upper() == "O1" else "msamp-o2")
+        asked = str(keys.get("opt_level", "O2")).upper()
+        if asked not in ("O1", "O2"):
+            raise FileError(f"opt_level {keys['opt_level']!r} is none of accelerate's", fix="O1 or O2")
+        found = level(f"msamp-{asked.lower()}")
         recipes = {found.recipe_name: found.recipe.to_dict()}
         return {"recipes": recipes, "default": found.recipe_name, **found.fragment()}
     if backend != "AO":

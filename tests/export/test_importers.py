@@ -55,6 +55,12 @@ def test_what_no_library_runs_is_refused(bad: dict[str, Any]) -> None:
         import_policy({**TE, **bad}, "te")
 
 
+@pytest.mark.parametrize("level", ["../../etc", "O3", 2, None])
+def test_an_optimisation_level_that_accelerate_does_not_have_is_refused(level: object) -> None:
+    with pytest.raises(FileError, match="opt_level"):
+        import_policy({"fp8_config": {"backend": "MSAMP", "opt_level": level}})
+
+
 def test_accelerate_backends() -> None:
     te = import_policy({"mixed_precision": "fp8", "fp8_config": {"backend": "TE", "fp8_format": "E4M3"}})
     recipe = te.policy.plan_of_rule(None).fprop

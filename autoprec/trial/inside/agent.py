@@ -357,6 +357,9 @@ def fork_obstacle(found: Found) -> str:
         return "the script has live worker processes"
     if any(p.device.type not in ("cpu", "meta") for p in found.parameters):
         return f"the model is on {found.parameters[0].device.type}"
+    if others := _other_threads():
+        count = f"{len(others)} other thread{'s' if len(others) > 1 else ''}"
+        return f"the script has {count}, which a fork would not have: {', '.join(others[:4])}"
     if any_shared(found):
         return "the model is in shared memory (share_memory()), which forks would train together"
     if not hasattr(os, "fork") or sys.platform != "linux":
@@ -366,6 +369,17 @@ def fork_obstacle(found: Found) -> str:
 
 #: Threads that no training needs: ours, and the one with which tqdm looks after bars that stand still.
 IDLE_THREADS = ("autoprec-watch", "tqdm_monitor")
+
+
+def _other_threads() -> list[str]:
+    """Return the names of threads that training may wait for, such as one that loads batches into a queue."""
+    return [
+        thread.name
+        for thread in threading.enumerate()
+        if thread is not threading.main_thread()
+        and thread.name not in IDLE_THREADS
+        and not str(getattr(getattr(thread, "_target", None), "__module__", "")).startswith("torch._inductor")
+    ]
 
 
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
@@ -381,11 +395,6 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         notes.append(f"trials are started as plain processes: {obstacle}")
     if clock_seeds:
         notes.append(f"{', '.join(clock_seeds)} is given the time as a seed: trials use one fixed seed instead")
-    others = [t.name for t in threading.enumerate() if t is not threading.main_thread() and t.name not in IDLE_THREADS]
-    if others and not obstacle:
-        notes.append(
-            f"the script has {len(others)} other threads, which forked trials do not have: {', '.join(others[:4])}"
-        )
     return HostInfo(
         launch=launch,
         model=model_info(root),
