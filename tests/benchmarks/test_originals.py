@@ -1,0 +1,25 @@
+"""The table of originals: its cheap rows, and that a difference is not overlooked."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks import originals
+from benchmarks.originals import Row
+
+
+def test_rows_that_need_no_package_agree() -> None:
+    runs = (originals.deepseek, originals.delayed, originals.transform, originals.msamp, originals.loss_scale)
+    rows = [row for run in runs for row in run()]
+    assert {row.verdict for row in rows} <= {"bit-equal", "within rounding"}, [(r.quantity, r.difference) for r in rows]
+    assert sum(row.verdict == "bit-equal" for row in rows) >= 11
+    assert len(originals.COMPARISONS) >= 15
+
+
+def test_a_difference_is_told() -> None:
+    one, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])
+    assert Row("x", "y", one, one + 1e-3).verdict == "DIFFERENT"
+    assert Row("x", "y", one, one + 1e-3, 1e-2).verdict == "within rounding"
+    assert Row("x", "y", one, one + 1e-3, 1e-5, "why").verdict == "DIFFERENT"
+    assert Row("x", "y", nan, nan).verdict == "bit-equal"
+    assert Row("x", "y", one, nan).verdict == "DIFFERENT"
