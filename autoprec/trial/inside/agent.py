@@ -28,6 +28,7 @@ from autoprec.trial.inside.isolate.entropy import repeat_entropy
 from autoprec.trial.inside.isolate.isolation import add_layer, isolate
 from autoprec.trial.inside.isolate.loaders import load_in_process
 from autoprec.trial.inside.isolate.seeding import clock_seeds, offset_seeds
+from autoprec.trial.inside.isolate.timers import stop_timers
 from autoprec.trial.inside.observe.discovery import Found, any_shared, discover, loss_parameters
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.policy_run import PolicyRun
@@ -93,6 +94,7 @@ class Agent:
         if self.mode == "run":
             return
         self._overlay = isolate(self.config)
+        stop_timers()
         self._seed()
         atexit.register(self._at_exit)
         first = os.environ.get(MARK_VARIABLE) == self.config["launcher_mark"]  # and not something the script started

@@ -77,8 +77,10 @@ def _isolate() -> None:
         return
     from autoprec.trial.inside.isolate.entropy import repeat_entropy
     from autoprec.trial.inside.isolate.isolation import isolate
+    from autoprec.trial.inside.isolate.timers import stop_timers
 
     isolate(config)
+    stop_timers()
     repeat_entropy(int(config.get("seed_offset", 0)))
 
 
