@@ -46,8 +46,8 @@ $(STAMP): $(READY)
 demo: $(READY)
 	$(BIN)/autoprec demo
 
-# Two processes share the tests of a file's folder out; PYTEST= is for one process and for options of your own.
-PYTEST ?= -n 2 --dist loadscope
+# Two processes take one file after the other, the longest first (tests/conftest.py); PYTEST= is for one process.
+PYTEST ?= -n 2 --dist loadscope --no-loadscope-reorder
 test: $(STAMP)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
 

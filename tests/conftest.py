@@ -38,7 +38,12 @@ def warm() -> Iterator[None]:
         yield
 
 
+#: Where the tests are that take longest. They come first, so that no worker is left alone with one of them at the end.
+LONGEST = ("tests/trial/driver", "tests/e2e", "tests/faults", "tests/tracking", "tests/test_readme", "tests/tuning")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

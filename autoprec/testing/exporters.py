@@ -197,35 +197,30 @@ class ExporterSuite(ABC):
             MissingDependencyError: the target's library is not installed; the check is skipped with that reason.
         """
 
-    @pytest.fixture(params=list(MODELS))
-    def layers(self, request: pytest.FixtureRequest) -> tuple[str, ...]:
-        """The layer names of each model of :data:`MODELS`."""
-        return MODELS[request.param]
-
     @pytest.fixture(params=list(POLICIES))
-    def policy(self, request: pytest.FixtureRequest) -> Policy:
-        """Each policy of :data:`POLICIES`."""
-        return POLICIES[request.param]
+    def requests(self, request: pytest.FixtureRequest) -> list[Request]:
+        """Each policy of :data:`POLICIES`, for every model of :data:`MODELS`."""
+        policy = POLICIES[request.param]
+        return [Request(policy, layers, f"{request.param}, {model}") for model, layers in MODELS.items()]
 
-    def test_it_runs_what_the_policy_says_or_lists_the_difference(
-        self, policy: Policy, layers: tuple[str, ...]
-    ) -> None:
+    def test_it_runs_what_the_policy_says_or_lists_the_difference(self, requests: list[Request]) -> None:
         """Layer by layer and GEMM by GEMM, as the target itself reads the files."""
-        request = Request(policy, layers)
-        done = self.exporter.export(request)
-        try:
-            executed = self.read(done, request)
-        except MissingDependencyError as error:
-            pytest.skip(str(error))
-        assert differences(request, done, executed) == []
+        for request in requests:
+            done = self.exporter.export(request)
+            try:
+                executed = self.read(done, request)
+            except MissingDependencyError as error:
+                pytest.skip(str(error))
+            assert differences(request, done, executed) == [], request.name
 
-    def test_its_files_are_whole(self, policy: Policy, layers: tuple[str, ...]) -> None:
+    def test_its_files_are_whole(self, requests: list[Request]) -> None:
         """They parse, hold no path of this machine, and two exports of one policy are the same."""
-        done = self.exporter.export(Request(policy, layers))
-        assert check_files(done) == []
-        assert self.exporter.export(Request(policy, layers)) == done
+        for request in requests:
+            done = self.exporter.export(request)
+            assert check_files(done) == [], request.name
+            assert self.exporter.export(request) == done, request.name
 
-    def test_it_speaks_of_every_operator_once(self, policy: Policy, layers: tuple[str, ...]) -> None:
+    def test_it_speaks_of_every_operator_once(self, requests: list[Request]) -> None:
         """What is kept in FP32 beside the layers is either kept by somebody who is named, or a listed loss."""
-        request = Request(policy, layers)
-        assert check_operators(request, self.exporter.export(request)) == []
+        for request in requests:
+            assert check_operators(request, self.exporter.export(request)) == [], request.name

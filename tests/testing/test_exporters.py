@@ -97,10 +97,10 @@ class Liar(ExporterSuite):
 def test_the_suite_catches_an_exporter_that_lies() -> None:
     liar, rowwise = Liar(), POLICIES["rowwise but the ends"]
     with pytest.raises(AssertionError, match="the policy says fp8 row current"):
-        liar.test_it_runs_what_the_policy_says_or_lists_the_difference(rowwise, MODELS["vit"])
-    liar.test_it_runs_what_the_policy_says_or_lists_the_difference(POLICIES["bf16"], MODELS["vit"])
+        liar.test_it_runs_what_the_policy_says_or_lists_the_difference([Request(rowwise, MODELS["vit"])])
+    liar.test_it_runs_what_the_policy_says_or_lists_the_difference([Request(POLICIES["bf16"], MODELS["vit"])])
     with pytest.raises(AssertionError, match=r"operators.softmax: fp32 is spoken of 0 times"):
-        liar.test_it_speaks_of_every_operator_once(rowwise, MODELS["vit"])
+        liar.test_it_speaks_of_every_operator_once([Request(rowwise, MODELS["vit"])])
 
 
 def test_a_listed_loss_excuses_its_rule_alone() -> None:

