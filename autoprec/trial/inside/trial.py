@@ -238,8 +238,8 @@ class Trial:
         self._recorder.__enter__()
         if self.loop is not None:
             self.loop.at_ready = self._end_record
-        if not any(child is self.found.root for child in module.modules()):
-            self._recorder.push_root()  # its forward runs already: this is one of its children
+        if not any(child is self.found.root for child in module.modules()) and _is_running(self.found.root):
+            self._recorder.push_root()  # this is one of its children
 
     def _end_record(self) -> None:
         self._recorder.__exit__(None, None, None)
@@ -378,3 +378,13 @@ def _rank() -> int:
     if distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank()
     return int(os.environ.get("RANK", "0"))
+
+
+def _is_running(model: nn.Module) -> bool:
+    """Say whether a model's forward is on the stack; a script may also call the model's parts alone."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name in ("forward", "_call_impl") and frame.f_locals.get("self") is model:
+            return True
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

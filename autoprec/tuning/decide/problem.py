@@ -304,7 +304,9 @@ class Problem:
         rules = []
         for glob, name in compact_rules(self._globs[0], self.assignment(params), KEEP):
             choice = Choice.parse(name)
-            rules.append(LayerRule(match=glob, recipe=choice.recipe, gemms=dict(choice.gemms)))
+            # a rule that only exempts what no policy reaches (a recurrent kernel) matches nothing where it is applied
+            spare = not any(glob_matches(glob, name) for name in self.layer_names)
+            rules.append(LayerRule(match=glob, recipe=choice.recipe, gemms=dict(choice.gemms), optional=spare))
         recipes = self.space.recipes_with(params)
         used = {name for rule in rules for name in (rule.recipe, *rule.gemms.values())} - {KEEP}
         activations = params["activations"]

@@ -108,6 +108,16 @@ def test_rules_do_not_touch_layers_that_are_not_tunable() -> None:
     assert not plans["h.1.x"].keeps
 
 
+def test_a_rule_that_exempts_a_recurrent_kernel_is_optional_since_no_policy_reaches_it() -> None:
+    layers = [replace(linear("rnn", 64, 64, 64), tunable=False), linear("fc1", 64, 64, 64), linear("fc2", 64, 64, 64)]
+    problem = Problem.build(report(layers), load_space("tiny"))
+    policy = problem.policy(problem.params_of("bf16"))
+    assert [(rule.match, rule.optional) for rule in policy.layers] == [("rnn", True), ("*", False)]
+    assert all(
+        not plan.keeps for plan in resolve(policy, ["fc1", "fc2"]).values()
+    )  # refused before: 'rnn' matches none
+
+
 def test_values_outside_the_space_are_refused() -> None:
     with pytest.raises(UsageError, match="not in the search space 'hopper-fp8'"):
         HOPPER.policy({"layer:lm_head": "nvfp4"})
