@@ -22,6 +22,7 @@ __all__ = [
     "marked_processes",
     "prefer_as_oom_victim",
     "private_folder",
+    "remove_folder",
     "start_ticks",
     "sweep",
     "watch_driver",
@@ -101,16 +102,28 @@ def private_folder() -> tuple[Path, int]:
     return folder, lock
 
 
+def remove_folder(path: Path) -> None:
+    """Remove a directory of ours as far as possible; the kernel's overlay leaves some in it that nobody may enter."""
+    shutil.rmtree(path, ignore_errors=True)
+    if path.is_dir():
+        for folder, names, _ in os.walk(path):
+            for place in (os.path.join(folder, name) for name in names):
+                if not os.path.islink(place):
+                    with contextlib.suppress(OSError):
+                        os.chmod(place, 0o700)
+        shutil.rmtree(path, ignore_errors=True)
+
+
 def _remove_unheld(folder: Path) -> None:
     """Remove a folder of :func:`private_folder` that nobody holds; one without a lock may just be being made."""
     if not (folder / _LOCK).exists():
         if time.time() - folder.lstat().st_mtime > _BEING_MADE_S:
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
         return
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
     finally:
         os.close(lock)
 

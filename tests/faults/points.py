@@ -18,6 +18,15 @@ POINTS: dict[int, tuple[str, tuple[str, ...]]] = {
             "faults/test_files_kept.py::test_random_programs_change_nothing",
         ),
     ),
+    2: (
+        "a shell that a step started emptied the user's folder",
+        (
+            "trial/inside/isolate/test_namespace.py::test_children_work_on_a_copy_and_each_fork_on_its_own",
+            "trial/inside/isolate/test_landlock.py::test_shells_and_c_libraries_cannot_write_elsewhere",
+            "trial/inside/isolate/test_isolation.py::test_a_script_and_its_children_change_nothing",
+            "faults/test_files_kept.py::test_random_programs_and_their_children_work_on_the_kernels_copy",
+        ),
+    ),
     3: (
         "-o on a device, FIFO or link replaced it by a regular file",
         (

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import threading
@@ -23,7 +22,7 @@ from typing import Any
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.process_tree import ProcessTree
 from autoprec.trial.messages import listen, receive_messages, send_message
-from autoprec.trial.processes import private_folder, start_ticks, sweep
+from autoprec.trial.processes import private_folder, remove_folder, start_ticks, sweep
 
 __all__ = ["Launcher", "ZygoteProcess"]
 
@@ -107,7 +106,7 @@ class Launcher:
         self._listener.close()
         self._replace(None)
         sweep(self.mark)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        remove_folder(self._folder)
         os.close(self._held)
 
     @property

@@ -9,7 +9,6 @@ import contextlib
 import errno
 import json
 import os
-import shutil
 import socket
 import threading
 import time
@@ -29,7 +28,7 @@ from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threads, trial_environment
 from autoprec.trial.messages import listen, receive_messages, send_message
-from autoprec.trial.processes import start_ticks
+from autoprec.trial.processes import remove_folder, start_ticks
 from autoprec.trial.progress import Deadline, steps_file
 from autoprec.trial.protocol import SMALL_MODEL, HostInfo, TrialResult, TrialSpec
 
@@ -339,7 +338,7 @@ class TrialRunner(Runner):
         finally:
             self._waiting.pop(number, None)
             steps_file(path).unlink(missing_ok=True)
-            shutil.rmtree(private / f"overlay-{number}", ignore_errors=True)
+            remove_folder(private / f"overlay-{number}")
         written = _load_result(path)
         if answer.get("lost") and written is None:
             if self._closed:
@@ -457,7 +456,7 @@ class TrialRunner(Runner):
         if control is not None:
             control.close()
         if self._private is not None:
-            shutil.rmtree(self._private, ignore_errors=True)
+            remove_folder(self._private)
             self._private = None
         if not self._left:
             self._left = True

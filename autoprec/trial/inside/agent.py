@@ -25,7 +25,7 @@ from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE
 from autoprec.trial.inside.fork_server import serve_forks, settle
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.entropy import repeat_entropy
-from autoprec.trial.inside.isolate.isolation import add_layer, isolate
+from autoprec.trial.inside.isolate.isolation import add_layer, isolate, programs
 from autoprec.trial.inside.isolate.loaders import load_in_process
 from autoprec.trial.inside.isolate.seeding import clock_seeds, offset_seeds
 from autoprec.trial.inside.isolate.timers import stop_timers
@@ -395,6 +395,12 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     notes = list(found.notes)
     if obstacle and obstacle != "not asked for":
         notes.append(f"trials are started as plain processes: {obstacle}")
+    if started := programs():
+        what = ", ".join(started[:4])
+        notes.append(
+            f"the script starts other programs ({what}), which here cannot work on a copy of your files: they are "
+            "refused to write outside caches and the temporary directory (docs/trials.md)"
+        )
     if clock_seeds:
         notes.append(f"{', '.join(clock_seeds)} is given the time as a seed: trials use one fixed seed instead")
     return HostInfo(

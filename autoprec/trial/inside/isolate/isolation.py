@@ -1,30 +1,38 @@
 """Keep a trial from changing anything of the user's, from the first line of the script on.
 
-Three nets, each for what the one before lets through: an overlay under Python's own calls, wrapped savers for libraries
-that open files in C, and the kernel's Landlock for shells and everything else. Standard library only: it starts with
-the interpreter, before the script and before torch.
+Where the kernel lets us, it lays a copy over the user's directories for the trial and whatever it starts
+(``namespace``). Elsewhere, and for the rest of the disk, there are three nets, each for what the one before lets
+through: an overlay under Python's own calls, wrapped savers for libraries that open files in C, and the kernel's
+Landlock, which refuses what shells and everything else would write. Standard library only: it starts with the
+interpreter, before the script and before torch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import getpass
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from autoprec.trial.inside.isolate import landlock, overlay_calls, savers
+from autoprec.trial.inside.isolate import landlock, namespace, overlay_calls, savers
 from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes
 
-__all__ = ["add_layer", "enforced", "isolate"]
+__all__ = ["add_layer", "enforced", "isolate", "programs"]
 
 #: The layers of this process, top first, for the processes that it starts: they must see what it wrote.
 _LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
-_state: dict[str, Any] = {"overlay": None, "enforced": False}
+#: The directories that the kernel lays a copy over, for the processes that this one starts; empty where it cannot.
+_MOUNTED_VARIABLE = "AUTOPREC_TRIAL_MOUNTED"
+_state: dict[str, Any] = {"overlay": None, "enforced": False, "mounts": None, "programs": set()}
+#: Programs whose work is to write files.
+_WRITERS = re.compile(r"(?:(?:ba)?sh|rm|mv|cp|mkdir|rmdir|ln|touch|tee|sed|tar|(?:un|g)?zip|rsync|dd|wget|curl)$")
 
 
 def isolate(config: dict[str, Any]) -> Overlay:
@@ -49,17 +57,66 @@ def isolate(config: dict[str, Any]) -> Overlay:
     temporary = tempfile.gettempdir()
     inside = any(os.path.abspath(path).startswith(temporary + os.sep) for path in guarded)
     cache = _compiler_cache() if inside else ""
-    crowded, beside = _split(free_prefixes(()), guarded)
-    if inside:
-        _own_temporary_directory(folder, cache)
-    overlay = Overlay(layer, [*crowded, *guarded], [*beside, *ours], below)
+    if mounted := _mounted(guarded, ours, layer):
+        overlay = Overlay(layer, [], [*mounted, *ours], below)
+        overlay.mounted = mounted
+        _state["enforced"] = True
+    else:
+        crowded, beside = _split(free_prefixes(()), guarded)
+        if inside:
+            _own_temporary_directory(folder, cache)
+        overlay = Overlay(layer, [*crowded, *guarded], [*beside, *ours], below)
+        writable = [*(free_prefixes(()) - set(crowded)), *beside, *ours]
+        _state["enforced"] = sys.platform == "linux" and landlock.restrict_writes(writable)
+    if not mounted:
+        _watch_programs()
     _state["overlay"] = overlay
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
-    writable = [*(free_prefixes(()) - set(crowded)), *beside, *ours]
-    _state["enforced"] = sys.platform == "linux" and landlock.restrict_writes(writable)
     savers.install(overlay)
     overlay_calls.install(overlay)
     return overlay
+
+
+def programs() -> list[str]:
+    """Return the programs that the script has started and that could not work on a copy of the user's files."""
+    return sorted(_state["programs"])
+
+
+def _watch_programs() -> None:
+    """Note what the script starts that usually writes files; it is refused that, and the user shall know beforehand."""
+    start, system = subprocess.Popen.__init__, os.system
+
+    @functools.wraps(start)
+    def watched(process: Any, args: Any, *rest: Any, **named: Any) -> None:
+        words = [args] if isinstance(args, (str, bytes, os.PathLike)) else list(args)[:1]
+        name = os.path.basename(os.fsdecode(words[0]).split(" ")[0]) if words else ""
+        if named.get("shell") or _WRITERS.match(name):
+            _state["programs"].add(name)
+        start(process, args, *rest, **named)
+
+    @functools.wraps(system)
+    def watched_system(command: Any) -> int:
+        _state["programs"].add(os.path.basename(os.fsdecode(command).split(" ")[0]))
+        return system(command)
+
+    subprocess.Popen.__init__ = watched  # type: ignore[method-assign]
+    os.system = watched_system
+
+
+def _mounted(guarded: list[str], ours: list[str], layer: str) -> tuple[str, ...]:
+    """Return the directories over which the kernel lays a copy for this process; empty where it cannot."""
+    if _MOUNTED_VARIABLE in os.environ:  # the process that started this one has settled it
+        return tuple(path for path in os.environ[_MOUNTED_VARIABLE].split(os.pathsep) if path)
+    mounts = namespace.enter(guarded, [*free_prefixes(()), *ours], _mounts_of(layer))
+    _state["mounts"] = mounts
+    mounted = mounts.guarded if mounts is not None else ()
+    os.environ[_MOUNTED_VARIABLE] = os.pathsep.join(mounted)
+    return mounted
+
+
+def _mounts_of(layer: str) -> str:
+    """Return where the layers of mounts lie, beside what the overlay in Python keeps."""
+    return os.path.join(layer, ".mounts")
 
 
 def enforced() -> bool:
@@ -70,6 +127,9 @@ def enforced() -> bool:
 def add_layer(overlay: Overlay, folder: Path) -> None:
     """From now on this process writes into a layer of its own (a fork must not write into its parent's)."""
     folder.mkdir()
+    if _state["mounts"] is not None:
+        os.mkdir(_mounts_of(str(folder)))
+        _state["mounts"].push(_mounts_of(str(folder)))
     overlay.push(str(folder))
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
 

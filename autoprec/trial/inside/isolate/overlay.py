@@ -84,6 +84,8 @@ class Overlay:
         self._rules |= dict.fromkeys({"/", *_both(guarded)} - set(self._rules), True)
         #: What was removed: the path, and how many layers there were; only that many and above are seen below it.
         self._masks: dict[str, int] = {}
+        #: Directories over which the kernel itself lays a copy: free here, and yet the trial's own (``namespace``).
+        self.mounted: tuple[str, ...] = ()
         self.cwd: str | None = None  # the working directory as the script knows it, when it lies in a layer
 
     def push(self, layer: str) -> None:

@@ -323,7 +323,7 @@ class _Calls:
         found = overlay.locate(src, src_dir_fd, follow=False)
         onto = overlay.locate(dst, dst_dir_fd, follow=False)
         if found is None or onto is None or not (found[1] or onto[1]):
-            self._real["rename"](found[0] if found else src, onto[0] if onto else dst)
+            self._rename_free(found[0] if found else src, onto[0] if onto else dst)
             return
         (source, guarded), (target, kept) = found, onto
         there = overlay.kind(source) if guarded else kind(source)
@@ -347,6 +347,19 @@ class _Calls:
         if guarded:
             overlay.hide(source)
         else:
+            remove_tree(source)
+
+    def _rename_free(self, source: str, target: str) -> None:
+        """Rename; a directory of which a part lies in the user's, below the kernel's copy, has to be copied."""
+        try:
+            self._real["rename"](source, target)
+        except OSError as error:
+            inside = [any(path.startswith(f"{top}/") for top in self._overlay.mounted) for path in (source, target)]
+            if error.errno != errno.EXDEV or not all(inside) or not stat.S_ISDIR(kind(source)):
+                raise
+            if kind(target):
+                os.rmdir(target)
+            self._overlay.copy(source, False, target)
             remove_tree(source)
 
     def changing(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -98,9 +98,13 @@ def _with_path(original: Any, label: str, overlay: Overlay, at: int, keyword: st
     @functools.wraps(original)
     def redirected(*args: Any, **kwargs: Any) -> Any:
         given = args[at] if len(args) > at else kwargs.get(keyword)
-        absolute = overlay.guarded(given) if isinstance(given, (str, bytes, os.PathLike)) else None
-        if absolute is None or given in (":memory:", ""):
+        found = overlay.locate(given) if isinstance(given, (str, bytes, os.PathLike)) else None
+        if found is None or given in (":memory:", ""):
             return original(*args, **kwargs)
+        absolute, guarded = found
+        if not guarded:
+            kept = mode == "w" and any(absolute.startswith(f"{folder}/") for folder in overlay.mounted)
+            return _save(original, label, absolute, args, kwargs) if kept else original(*args, **kwargs)
         if kwargs.get("uri") and str(given).startswith("file:"):
             place = _place_of_uri(overlay, str(given), mode)
         else:

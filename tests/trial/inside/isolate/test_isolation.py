@@ -14,6 +14,7 @@ from autoprec.trial.environment import trial_environment
 from autoprec.trial.inside.isolate.isolation import _split
 from autoprec.trial.inside.isolate.landlock import available
 
+from .test_namespace import allowed
 from .test_overlay import snapshot
 
 SCRIPT = """
@@ -24,15 +25,20 @@ child = "import pathlib; assert pathlib.Path('early.txt').read_text(); pathlib.P
 subprocess.run([sys.executable, "-c", child], check=True)
 assert pathlib.Path("child.txt").read_text() == "x"
 os.system("echo changed > precious.txt; rm -rf data; mkdir -p made")
+from autoprec.trial.inside.isolate.isolation import programs
+print("started", programs())
 import tempfile
 with tempfile.NamedTemporaryFile() as stream:
     stream.write(b"x")
+if os.path.isdir("made") and pathlib.Path("precious.txt").read_text() == "changed\\n" and not os.path.exists("data"):
+    print("made, precious changed, data gone")
 print("reached the end")
 """
 
 
+@pytest.mark.parametrize("mounts", [True, False], ids=["mounts", "no mounts"])
 @pytest.mark.parametrize("inside_tmp", [True, False])
-def test_a_script_and_its_children_change_nothing(inside_tmp: bool, tmp_path: Path) -> None:
+def test_a_script_and_its_children_change_nothing(inside_tmp: bool, mounts: bool, tmp_path: Path) -> None:
     user, private = tmp_path / "user", tmp_path / "private"
     (user / "data").mkdir(parents=True)
     (user / "data" / "a.txt").write_text("a")
@@ -46,9 +52,15 @@ def test_a_script_and_its_children_change_nothing(inside_tmp: bool, tmp_path: Pa
     config.write_text(json.dumps(settings | {"run_dir": str(tmp_path / "run")}))
     env = trial_environment(config, "m", private)
     env["TMPDIR"] = str(tmp_path if inside_tmp else tmp_path / "tmp")
+    if not mounts:
+        env["AUTOPREC_TRIAL_MOUNTED"] = ""
     done = subprocess.run([sys.executable, "train.py"], cwd=user, env=env, capture_output=True, text=True, check=False)
     assert "reached the end" in done.stdout, done.stderr
-    if not available():
+    held = mounts and allowed()
+    assert ("started []" if held else "started ['echo']") in done.stdout, "what is refused is named beforehand"
+    if held:
+        assert "made, precious changed, data gone" in done.stdout
+    elif not available():
         pytest.skip("this kernel has no Landlock: a shell is not held back")
     assert snapshot(user) == before
 

@@ -1,0 +1,196 @@
+"""A mount namespace with overlayfs (Linux, root or unprivileged user namespaces): a trial's files for whoever writes.
+
+The overlay in Python reaches Python. Here the kernel lays a directory of ours over the user's (``man 8 mount``,
+overlayfs): a shell, ``cp`` or a library in C that writes ``out/x`` writes the copy, reads it back, and removes what it
+likes; the user's directory is the lower layer and is never written. Everything else but temporary files and caches is
+mounted read-only. All that belongs to the process and those it starts, and is gone with the last of them.
+
+Each fork that is a trial of its own gets a namespace of its own, with one more layer on top: what the process it was
+forked from had written is below it and stays as it was. Whether all this works here is tried in a fork first, in which
+nothing can be lost; where it does not (most containers, Ubuntu's default for programs without a profile), the caller
+goes on with Landlock, which refuses such writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from autoprec.trial.inside.isolate.overlay import remove_tree
+
+__all__ = ["Mounts", "enter"]
+
+_NEWNS, _NEWUSER = 0x00020000, 0x10000000
+_BIND, _REC, _PRIVATE, _DETACH = 4096, 16384, 1 << 18, 2
+_MOUNT_SETATTR, _AT_FDCWD, _RDONLY = 442, -100, 1
+_CAP_SYS_ADMIN = 21
+
+
+class _Attributes(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns"))
+
+
+def _call(name: str, *values: str | int | None) -> None:
+    """Call a function of libc; raises OSError."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    arguments = [ctypes.c_char_p(os.fsencode(v)) if isinstance(v, str) else v for v in values]
+    if getattr(libc, name)(*arguments) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+
+
+def _bind(source: str, target: str) -> None:
+    _call("mount", source, target, None, ctypes.c_ulong(_BIND | _REC), None)  # type: ignore[arg-type]
+
+
+def _read_only(place: str, *, on: bool = True) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    wanted = _Attributes(set=_RDONLY) if on else _Attributes(clear=_RDONLY)
+    path, size = ctypes.c_char_p(os.fsencode(place)), ctypes.c_size_t(ctypes.sizeof(wanted))
+    if libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, 0, ctypes.byref(wanted), size):
+        number = ctypes.get_errno()
+        raise OSError(number, f"mount_setattr: {os.strerror(number)}")
+
+
+def _mountpoints() -> list[str]:
+    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    places = [line.split(" ")[4] for line in lines]
+    return [re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), place) for place in places]
+
+
+def _below(path: str, folders: Iterable[str]) -> bool:
+    return any(path == folder or path.startswith(folder.rstrip("/") + "/") for folder in folders)
+
+
+def _is_admin() -> bool:
+    text = Path("/proc/self/status").read_text(encoding="utf-8")
+    return bool(int(text.partition("CapEff:")[2].split()[0], 16) >> _CAP_SYS_ADMIN & 1)
+
+
+class Mounts:
+    """The directories of the user's that are laid over, and the layers on them, of this process.
+
+    Args:
+        guarded: directories of the user's, none in another.
+        writable: what stays as it is: temporary files, caches, our own directories.
+        folder: an empty directory of ours.
+    """
+
+    def __init__(self, guarded: Sequence[str], writable: Sequence[str], folder: str) -> None:
+        self.guarded = tuple(guarded)
+        self._writable = [path for path in dict.fromkeys(map(os.path.realpath, writable)) if os.path.exists(path)]
+        self._folder, self._layers = folder, [folder]
+
+    def lay(self) -> None:
+        """Leave the others' mounts, and lay the first layer; raises OSError."""
+        cwd = os.getcwd()
+        flags, user, group = _NEWNS, os.getuid(), os.getgid()
+        if not _is_admin():
+            flags |= _NEWUSER
+        _call("unshare", flags)
+        if flags & _NEWUSER:
+            Path("/proc/self/setgroups").write_text("deny")
+            Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+            Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+        self._options = ",userxattr" if flags & _NEWUSER else ""
+        _call("mount", None, "/", None, ctypes.c_ulong(_REC | _PRIVATE), None)  # type: ignore[arg-type]
+        for number, path in enumerate(self.guarded):
+            lower = f"{self._folder}/lower-{number}"
+            os.mkdir(lower)
+            _bind(path, lower)
+        kept = [path for path in self._writable if not _below(path, self.guarded)]
+        for path in kept:
+            _bind(path, path)
+        for place in _mountpoints():
+            if not _below(place, kept):
+                _read_only(place)
+        for number in range(len(self.guarded)):  # it lies among temporary files, and a script may clear those
+            _read_only(f"{self._folder}/lower-{number}")
+        self._overlay()
+        os.chdir(cwd)
+
+    def push(self, folder: str) -> None:
+        """In a fork: from now on write into another layer; raises OSError."""
+        cwd = os.getcwd()
+        _call("unshare", _NEWNS)
+        os.chdir("/")
+        for path in self.guarded:
+            _call("umount2", path, _DETACH)
+        self._layers.insert(0, folder)
+        self._overlay()
+        os.chdir(cwd)
+
+    def _overlay(self) -> None:
+        for number, path in enumerate(self.guarded):
+            upper, work = f"{self._layers[0]}/upper-{number}", f"{self._layers[0]}/work-{number}"
+            os.mkdir(upper)
+            os.mkdir(work)
+            found = os.stat(f"{self._folder}/lower-{number}")
+            os.chmod(upper, found.st_mode & 0o7777)
+            below = [f"{layer}/upper-{number}" for layer in self._layers[1:]] + [f"{self._folder}/lower-{number}"]
+            options = f"lowerdir={':'.join(below)},upperdir={upper},workdir={work}{self._options}"
+            _call("mount", "overlay", path, "overlay", ctypes.c_ulong(0), options)  # type: ignore[arg-type]
+            for kept in self._writable:
+                if _below(kept, [path]) and kept != path:  # a cache or a study inside the user's directory
+                    _bind(f"{self._folder}/lower-{number}{kept[len(path) :]}", kept)
+                    _read_only(kept, on=False)
+
+
+def _touch(folders: Iterable[str]) -> None:
+    for folder in folders:
+        with open(os.path.join(folder, ".autoprec-probe"), "a") as stream:
+            stream.write("x")
+
+
+def _works(mounts: Mounts) -> bool:
+    """Try everything in a fork: also that a file can be copied up, and a layer be put on a layer."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            mounts.lay()
+            second = f"{mounts._folder}/second"
+            os.mkdir(second)
+            _touch(mounts.guarded)
+            mounts.push(second)
+            _touch(mounts.guarded)
+            code = 0
+        except BaseException:  # whatever it is: not here
+            code = 1
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1] == 0
+
+
+def enter(guarded: Iterable[str], writable: Sequence[str], folder: str) -> Mounts | None:
+    """Lay a layer over the user's directories for this process and those it starts; None where that cannot be.
+
+    Call it before there are other threads.
+    """
+    if sys.platform != "linux":
+        return None
+    paths = sorted({os.path.realpath(path) for path in guarded})
+    top = [path for path in paths if not _below(path, [other for other in paths if other != path])]
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        free = {os.path.realpath(path) for path in writable}
+        if any(path == "/" or path in free or _below(folder, [path]) for path in top):
+            return None
+        if any(_below(place, top) for place in _mountpoints()) or len(os.listdir("/proc/self/task")) > 1:
+            return None  # another disk below the directory would not be seen in it
+        probe = f"{folder}-probe"
+        os.mkdir(probe)
+        try:
+            if not _works(Mounts(top, writable, probe)):
+                return None
+        finally:
+            remove_tree(probe)
+        os.makedirs(folder, exist_ok=True)
+        mounts = Mounts(top, writable, folder)
+        mounts.lay()
+        return mounts
+    return None

@@ -1,0 +1,119 @@
+"""The kernel's copy of the user's directories: for children and libraries in C as for Python (in a fork)."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from autoprec.trial.inside.isolate import namespace, overlay_calls
+from autoprec.trial.inside.isolate.namespace import enter
+from autoprec.trial.inside.isolate.overlay import Overlay
+from autoprec.trial.processes import remove_folder
+
+from .test_overlay import in_fork, snapshot
+
+
+@pytest.fixture
+def user(tmp_path: Path) -> Path:
+    folder = tmp_path / "user"
+    (folder / "data" / "deep").mkdir(parents=True)
+    (folder / "cache").mkdir()
+    (folder / "data" / "a.txt").write_text("a")
+    (folder / "log.txt").write_text("one\n")
+    (tmp_path / "ours").mkdir()
+    return folder
+
+
+def shell(command: str) -> str:
+    return subprocess.run(command, shell=True, capture_output=True, text=True, check=False).stdout
+
+
+def allowed() -> bool:
+    """Whether this machine lets us: tried in a fork, on a directory of no importance."""
+    folder = Path(os.environ.get("TMPDIR", "/tmp"), f"autoprec-may-mount-{os.getpid()}")
+    (folder / "user").mkdir(parents=True)
+
+    def work() -> None:
+        assert enter([str(folder / "user")], ["/dev", "/proc", str(folder.parent)], str(folder / "ours")) is not None
+
+    try:
+        return in_fork(work)
+    finally:
+        remove_folder(folder)
+
+
+needs_mounts = pytest.mark.skipif(not allowed(), reason="no mount namespace here: Landlock holds children back")
+
+
+@needs_mounts
+def test_children_work_on_a_copy_and_each_fork_on_its_own(user: Path, tmp_path: Path) -> None:
+    before = snapshot(user)
+    ours = tmp_path / "ours"
+
+    def work() -> None:
+        os.chdir(user)
+        mounts = enter(
+            [str(user), str(user / "data")], ["/dev", "/proc", str(ours), str(user / "cache")], str(ours / "a")
+        )
+        assert mounts is not None
+        assert mounts.guarded == (str(user),)
+        assert sorted(os.listdir(ours)) == ["a"]
+        shell("rm -rf data; mkdir data; echo two >> log.txt; echo kept > cache/x; chmod 600 log.txt")
+        assert Path("log.txt").read_text() == "one\ntwo\n"
+        assert os.listdir("data") == []
+        assert os.getcwd() == str(user)
+        shell(f"echo x > {tmp_path}/beside; rm -rf {ours}/a/lower-0/*")
+        assert not (tmp_path / "beside").exists(), "elsewhere is read-only"
+
+        def trial() -> None:
+            (ours / "b").mkdir()
+            mounts.push(str(ours / "b"))
+            assert shell("cat log.txt; echo three >> log.txt; cat log.txt") == "one\ntwo\n" + "one\ntwo\nthree\n"
+            shell("touch data/new")
+
+        assert in_fork(trial)
+        assert Path("log.txt").read_text() == "one\ntwo\n"
+        assert os.listdir("data") == []
+
+    assert in_fork(work)
+    assert (user / "cache" / "x").read_text() == "kept\n", "a cache inside the directory stays the user's own"
+    (user / "cache" / "x").unlink()
+    assert snapshot(user) == before
+    remove_folder(ours)
+    assert not ours.exists()
+
+
+@needs_mounts
+def test_a_directory_of_the_users_can_be_renamed(user: Path, tmp_path: Path) -> None:
+    """overlayfs refuses that for one that lies below (EXDEV); in a shell ``mv`` copies it."""
+    before = snapshot(user)
+    ours = str(tmp_path / "ours")
+
+    def work() -> None:
+        os.chdir(user)
+        mounts = enter([str(user)], ["/dev", "/proc", ours], f"{ours}/a")
+        assert mounts is not None
+        overlay = Overlay(f"{ours}/layer", [], [str(user), ours])
+        overlay.mounted = mounts.guarded
+        overlay_calls.install(overlay)
+        os.rename("data", "moved")
+        assert Path("moved/a.txt").read_text() == "a"
+        assert not os.path.exists("data")
+        shutil.move("moved", "back")
+        assert sorted(os.listdir("back")) == ["a.txt", "deep"]
+
+    assert in_fork(work)
+    assert snapshot(user) == before
+
+
+def test_where_it_cannot_be_nothing_is_changed(user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = str(tmp_path / "ours")
+    assert enter([str(user)], ["/dev", str(user)], ours) is None  # a cache is not copied
+    assert enter([str(tmp_path)], ["/dev"], ours) is None  # our own folder would be below it
+    monkeypatch.setattr(namespace, "_works", lambda _mounts: False)
+    assert enter([str(user)], ["/dev"], f"{ours}/a") is None
+    assert os.listdir(ours) == []
