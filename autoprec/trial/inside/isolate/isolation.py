@@ -99,7 +99,7 @@ def _watch_programs() -> None:
         _state["programs"].add(os.path.basename(os.fsdecode(command).split(" ")[0]))
         return system(command)
 
-    subprocess.Popen.__init__ = watched  # type: ignore[method-assign]
+    subprocess.Popen.__init__ = watched  # type: ignore[method-assign, assignment]
     os.system = watched_system
 
 
