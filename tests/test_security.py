@@ -7,8 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +22,7 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.report import write_html, write_markdown
 from autoprec.support.text import visible
 from autoprec.tuning.study.records import TrialRecord
+from tests.cli.helpers import autoprec
 from tests.tracking.conftest import make_records, make_result
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -189,13 +188,9 @@ def test_the_folder_of_sockets_is_for_its_owner_alone() -> None:
 
 
 @pytest.mark.parametrize("name", ["../evil", "a/b", "/etc/x", "..", ".", "a\x00b"])
-def test_a_study_name_leads_nowhere_else(name: str, tmp_path: Path) -> None:
+def test_a_study_name_leads_nowhere_else(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").write_text("")
-    words = [sys.executable, "-m", "autoprec", "search", "--study", name.replace("\x00", "\n"), "train.py"]
-    ended = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=False, env=environment())
-    assert ended.returncode == 2, ended.stderr
+    monkeypatch.chdir(tmp_path)
+    ended = autoprec("search", "--study", name, "train.py")
+    assert ended.code == 2, ended.err
     assert [p.name for p in tmp_path.iterdir()] == ["train.py"]
-
-
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import traceback
@@ -18,6 +19,7 @@ def in_fork(work: Callable[[], None]) -> bool:
     pid = os.fork()
     if pid == 0:
         code = 1
+        gc.disable()  # going over all that this process holds would copy it
         try:
             work()
             code = 0

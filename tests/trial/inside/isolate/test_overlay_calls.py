@@ -218,7 +218,7 @@ def apply(kind: str, name: str, other: str) -> str:
     return "done"
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS)
 def test_an_overlay_behaves_like_the_directory(steps: list[tuple[str, str, str]], tmp_path_factory: object) -> None:
     """The same operations on a real directory and under the overlay: the same errors, and the same files at the end."""
