@@ -55,7 +55,7 @@ def _application() -> Any:
 
 def main(port: int) -> None:
     """Serve the store that ``MLFLOW_BACKEND_STORE_URI`` names on 127.0.0.1, until the process is ended."""
-    os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] = "false"
+    os.environ |= {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     try:
         application = _application()
         uvicorn = importlib.import_module("uvicorn")
