@@ -18,8 +18,9 @@ from pathlib import Path
 
 __all__ = ["Beat", "Deadline", "Usage", "steps_file", "tree_usage"]
 
-#: A tree is looked at no more often than this (s): one look reads a line of /proc per process of the machine.
-_LOOK_S = 0.2
+#: A tree is looked at so many times per limit, at least and at most so often (s): one look reads a line of /proc per
+#: process of the machine, and five a second for each of two trials took a twelfth of a core.
+_LOOKS, _SHORTEST_S, _LONGEST_S = 60, 0.2, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class Deadline:
         self.limit_s, self._leader, self._steps = limit_s, leader, steps
         self._usage, self._clock = usage, clock
         self._looked = clock()
+        self._every_s = min(max(_SHORTEST_S, limit_s / _LOOKS), _LONGEST_S, limit_s / 4)
         self._before: dict[int, Usage] = {}
         self._seen = ""
         self.own_s = 0.0
@@ -120,7 +122,7 @@ class Deadline:
     def passed(self) -> bool:
         """Look at the tree, if it is time to; True when it has stood still for too long."""
         now = self._clock()
-        if now - self._looked >= min(_LOOK_S, self.limit_s / 4):
+        if now - self._looked >= self._every_s:
             self._look(now - self._looked)
             self._looked = now
         return self.own_s > self.limit_s
