@@ -17,10 +17,11 @@ TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 ADD    := $(PIP) install --no-compile -c $(VENV)/constraints.txt
 
-.PHONY: demo test lint gpu gpu-bundle docs clean install
+.PHONY: ready demo test lint gpu gpu-bundle docs clean install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
+ready: $(READY)
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
