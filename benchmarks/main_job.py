@@ -171,7 +171,8 @@ def rehearsal(cwd: Path) -> list[Row]:
     result = json.loads(made.stdout)
     best, trials, timings = result["best"], result["trials"], result["timings"]
     acceptable = [row for row in result["presets"] if _acceptable(row, result["budget"])]
-    preset = max(acceptable, key=lambda row: row["speedup"], default={"speedup": 1.0, "name": "none"})
+    nothing: dict[str, Any] = {"speedup": 1.0, "name": "none"}
+    preset = max(acceptable, key=lambda row: float(row["speedup"]), default=nothing)
     formats = set(re.findall(r"format: (\w+)", (cwd / "h100.yaml").read_text()))
     where = ", ".join(f"{name[:-2]} {timings[name]:.0f} s" for name in ("verdict_s", "sensitivity_s", "finalists_s"))
     return [
