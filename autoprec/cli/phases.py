@@ -120,7 +120,7 @@ class Phases:
     def _tail(self) -> str:
         left = self.left_s()
         counted = f"{self._done}/{self._total}, " if self._total else ""
-        remaining = f", about {clock(left)} left" if left is not None else ""
+        remaining = f", about {clock(left)} left" if left else ""  # an estimate that was passed says nothing
         return f"{counted}{clock(time.monotonic() - self._phase_began)}{remaining}"
 
     def _show(self) -> None:

@@ -9,6 +9,7 @@ durable, and leaves a policy behind however it ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
@@ -109,6 +110,8 @@ class Search:
         except ScriptError:
             if self._is_new and self.ledger is None:  # a mistake in its arguments leaves no study behind
                 shutil.rmtree(self.study_dir, ignore_errors=True)
+                with contextlib.suppress(OSError):  # other studies may be there
+                    self.study_dir.parent.rmdir()
             raise
 
     def _locked(self) -> SearchResult:

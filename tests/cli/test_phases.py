@@ -40,6 +40,14 @@ def test_what_can_be_counted_tells_the_time_left(capsys: pytest.CaptureFixture[s
         assert "still gradient errors (1/4, 0:00, about 0:0" in wait_for("about", capsys)
 
 
+def test_an_estimate_that_was_passed_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    with Phases(still_s=0.05) as phases:
+        phases.begin("gradient errors")
+        phases.expect(0.0)
+        told = wait_for("still", capsys)
+    assert "left" not in told
+
+
 def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     with Phases(quiet=True, still_s=0.01) as phases:
         phases.begin("a", total=2)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.errors import NothingAcceptableError, SearchInterruptedError, StudyError
+from autoprec.errors import NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
@@ -48,6 +48,18 @@ def engine(simulated: SimulatedScript, asked: SearchOptions) -> Search:
 def search(simulated: SimulatedScript, asked: SearchOptions) -> tuple[Search, SearchResult]:
     made = engine(simulated, asked)
     return made, made.run()
+
+
+def test_a_mistake_in_the_scripts_arguments_leaves_nothing_behind(here: Path) -> None:
+    class Refuses(SimulatedRunner):
+        def start(self) -> HostInfo:
+            raise ScriptError("the script ended with exit code 2 before its first training step")
+
+    made = engine(script(), options())
+    made._factory = lambda seed, _folder: Refuses(script(), seed)
+    with pytest.raises(ScriptError, match="exit code 2"):
+        made.run()
+    assert [path.name for path in here.iterdir()] == ["train.py"]
 
 
 def trained(simulated: SimulatedScript) -> list[tuple[int, str, bool]]:
