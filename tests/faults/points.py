@@ -89,4 +89,141 @@ POINTS: dict[int, tuple[str, tuple[str, ...]]] = {
         "files that were written ignored umask and mode",
         ("support/test_files.py::test_a_write_keeps_the_mode_of_a_file_and_follows_the_umask_for_a_new_one",),
     ),
+    13: (
+        "a model with parametrised weights recursed without end",
+        (
+            "trial/inside/observe/test_hooks.py::test_what_the_watcher_calls_itself_is_not_watched",
+            "applying/test_units.py::test_looking_at_a_parametrised_layer_does_not_change_it",
+        ),
+    ),
+    14: (
+        "os.makedirs and os.chdir in a trial",
+        ("trial/inside/isolate/test_overlay_calls.py::test_what_is_written_is_read_back",),
+    ),
+    15: (
+        "a directory written to hid the user's files from glob, scandir and walk",
+        ("trial/inside/isolate/test_overlay_calls.py::test_what_is_written_is_read_back",),
+    ),
+    16: (
+        "torch.save, then os.replace, getsize or torch.load; torch.save into a buffer",
+        ("trial/inside/isolate/test_savers.py::test_what_c_libraries_save_is_loaded_again",),
+    ),
+    17: (
+        "a script with a prefetch thread was forked and hung",
+        ("trial/inside/test_agent.py::test_threads_that_training_may_wait_for_are_an_obstacle",),
+    ),
+    18: (
+        "a TMPDIR of over 70 characters",
+        ("trial/test_messages.py::test_a_path_may_be_longer_than_the_address_of_a_socket",),
+    ),
+    19: (
+        "a user without HOME and without an entry among the users",
+        ("cost/calibrate/test_cpu.py::test_rates_are_kept_somewhere_for_a_user_without_a_home",),
+    ),
+    20: (
+        "folders whose names mean something in a URL",
+        (
+            "support/test_files.py::test_a_database_lies_in_its_folder_whatever_that_is_called",
+            "tracking/test_store.py::test_the_empty_folder_that_mlflow_makes_of_a_quoted_name_does_not_stay",
+        ),
+    ),
+    21: (
+        "evidence keys that look like markup",
+        ("cli/policies/test_show.py::test_keys_that_look_like_markup_are_printed_as_they_are",),
+    ),
+    22: (
+        "layer names of 3,000 characters",
+        ("policy/test_document.py::test_names_of_thousands_of_characters_are_written_and_read",),
+    ),
+    23: (
+        "of several models only the first was run under the policy, and the audit was content",
+        (
+            "trial/inside/test_policy_run.py::test_every_fold_is_under_the_policy_and_in_the_audit",
+            "trial/inside/test_policy_run.py::test_another_kind_of_model_is_named_and_left_as_it_is",
+        ),
+    ),
+    24: (
+        "a script that swallows everything trained on without the policy",
+        ("trial/inside/test_policy_run.py::test_a_script_that_swallows_everything_does_not_train_without_its_policy",),
+    ),
+    25: (
+        "a study was continued with an edited script",
+        (
+            "trial/test_source.py::test_another_text_is_another_script_and_another_comment_is_not",
+            "tuning/test_options.py::test_an_edited_script_is_named_and_an_old_study_without_its_text_goes_on",
+        ),
+    ),
+    26: (
+        "a model pickled under a policy could not be loaded without AutoPrec",
+        ("applying/test_swap.py::test_a_pickle_names_nothing_of_autoprec",),
+    ),
+    27: (
+        "a policy on a TorchScript model did nothing",
+        ("applying/test_policy.py::test_a_torchscript_model_is_refused_and_its_layers_are_not_tunable",),
+    ),
+    28: (
+        "a vector loss was called not finite",
+        ("trial/inside/observe/test_loop.py::test_a_vector_loss_counts_as_its_weighted_sum_where_nothing_else_does",),
+    ),
+    29: (
+        "signals to autoprec run left an orphan and a folder",
+        ("trial/driver/test_script.py::test_the_script_gets_the_signals_and_does_not_outlive_the_command",),
+    ),
+    31: (
+        "removed directories, closed streams, empty names and impossible ports ended in tracebacks",
+        (
+            "cli/test_cli.py::test_a_command_works_with_its_streams_closed",
+            "cli/test_cli.py::test_a_working_directory_that_is_gone_is_told",
+            "cli/test_cli.py::test_an_address_that_is_none_is_told_without_its_password",
+            "cli/test_cli.py::test_nonsense_is_refused_with_a_message",
+        ),
+    ),
+    32: (
+        "of unnamed searches begun at once all but one failed",
+        ("tuning/study/test_naming.py::test_searches_that_start_at_once_take_the_next_names",),
+    ),
+    33: (
+        "run --audit on a script that never trains said nothing",
+        ("trial/driver/test_script.py::test_a_script_that_never_trains_is_told_that_no_policy_ran",),
+    ),
+    34: (
+        "a script's alarm per step went off in a trial",
+        ("trial/inside/isolate/test_timers.py::test_neither_a_running_alarm_nor_a_later_one_goes_off",),
+    ),
+    35: (
+        "a model replaced by another was told as a script that ended",
+        ("trial/driver/test_runner.py::test_a_throw_away_model_is_passed_over_and_named",),
+    ),
+    36: (
+        "a Ray head that died ended the driver without a word",
+        ("tuning/workers/test_head.py::test_a_lost_head_ends_the_waiting",),
+    ),
+    37: (
+        "a database of another program was given tables by --resume",
+        ("tuning/study/test_sqlite_check.py::test_the_database_of_another_program_is_not_resumed_and_stays_as_it_is",),
+    ),
+    38: (
+        "gradient penalties, torch.func and the meta device ended in torch's own words",
+        (
+            "applying/test_policy.py::test_a_scaled_layer_that_is_differentiated_twice_is_named",
+            "applying/test_policy.py::test_transforms_of_torch_func_name_the_scaled_layer",
+            "applying/test_policy.py::test_shapes_are_computed_on_the_meta_device",
+        ),
+    ),
+    39: (
+        "an optimisation level that does not exist was imported",
+        ("export/test_importers.py::test_an_optimisation_level_that_accelerate_does_not_have_is_refused",),
+    ),
+    40: (
+        "an interrupted apply left half a policy",
+        ("applying/test_policy.py::test_an_interrupted_apply_leaves_the_model_as_it_was",),
+    ),
+    41: (
+        "classes of models that are gone stayed",
+        ("applying/test_swap.py::test_classes_live_no_longer_than_the_models_that_have_them",),
+    ),
+    42: (
+        "each autoprec ui left a folder in shared memory",
+        ("tracking/test_page.py::test_another_mlflow_is_run_as_its_users_run_it",),
+    ),
 }

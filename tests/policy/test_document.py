@@ -20,6 +20,7 @@ from autoprec.policy import (
     load_policy,
     parse_policy,
     policy_from_dict,
+    resolve,
     save_policy,
 )
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS
@@ -190,3 +191,11 @@ def test_the_block_of_every_builtin_recipe_is_valid_as_it_is_shown(name: str) ->
     with pytest.raises(PolicyError) as caught:
         parse_policy(text)
     assert parse_policy(text + caught.value.fix.split("this block: ")[1]).recipes[name] == BUILTIN_RECIPES[name]
+
+
+def test_names_of_thousands_of_characters_are_written_and_read(tmp_path: Path) -> None:
+    name = "block." * 500 + "fc"
+    rules = {"recipes": {"bf16": {"format": "bf16"}}, "layers": [{"match": name, "recipe": "bf16"}]}
+    policy = policy_from_dict({"schema": "autoprec.policy/1", **rules})
+    assert load_policy(save_policy(policy, tmp_path / "policy.yaml")) == policy
+    assert not resolve(policy, [name])[name].keeps

@@ -36,4 +36,6 @@ def test_another_mlflow_is_run_as_its_users_run_it(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "execv", execv)
     with pytest.raises(ExecutedError) as caught:
         page.main(5000)
+    # its job queue would leave a folder in shared memory each time
+    assert os.environ["MLFLOW_SERVER_ENABLE_JOB_EXECUTION"] == "false"
     assert caught.value.args[0][:5] == [sys.executable, "-P", "-m", "mlflow", "server"]

@@ -129,3 +129,13 @@ def test_a_missing_policy_names_the_nearest_file_or_study(tmp_path: Path, monkey
 @pytest.mark.parametrize("name", ["speedup", "effective_speedup", "speedup_over_16bit"])
 def test_every_gain_is_printed_as_one(name: str) -> None:
     assert _value(name, 1.276) == "1.28x"
+
+
+def test_keys_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> None:
+    evidence = {"[bold]x[/bold]": 1, "[/red]": 2, "[link=http://x]": "[blink]a[/blink]", "notes": ["[/b]"]}
+    path = tmp_path / "policy.json"
+    path.write_text(json.dumps({"schema": "autoprec.policy/1", "evidence": evidence}), encoding="utf-8")
+    found = autoprec("show", path)
+    assert found.code == 0
+    for text in (*evidence, "[blink]a[/blink]", "[/b]"):
+        assert text in found.out
