@@ -24,6 +24,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "benchmarks" / "gpu" / "train_transformer.py"
+#: How a run fails that lacks a package, which says nothing about the preset.
+ABSENT = re.compile(r"No module named|is not installed|ModuleNotFoundError|ImportError")
 PRESETS = ("bf16", "torchao-tensorwise", "torchao-rowwise", "torchao-auto", "te-delayed", "te-current", "te-block")
 
 
@@ -99,7 +101,8 @@ class Parts:
             return dict(json.loads(path.read_text()))
         print(f"... {name}", file=sys.stderr, flush=True)
         value = make()
-        path.write_text(json.dumps(value))
+        if not ABSENT.search(str(value.get("failed", ""))):  # a package may be there the next time
+            path.write_text(json.dumps(value))
         return value
 
 

@@ -1,8 +1,10 @@
 """``make gpu``: everything a GPU is needed for, in one command, resumable in parts, within a time limit.
 
-    python benchmarks/gpu_run.py [--limit 480] [--out DIR] [--parts tests,numerics,calibrate,fidelity,end_to_end]
+    python benchmarks/gpu_run.py [--limit 480] [--out DIR] [--pack FILE] [--parts tests,calibrate,fidelity,end_to_end]
 
 Parts that finished are kept in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again.
+After each part all of ``DIR`` is packed into ``FILE`` (default: ``DIR.tar.gz``): give it to another machine with
+``--pack`` and it goes on from there. A Transformer Engine kit beside the bundle's wheels is unpacked and used.
 The last part writes ``benchmarks/results/<date>_<gpu>.{json,md}`` with commands, versions and hardware. Wheels that
 the machine lacks are taken from the folder that ``make gpu-bundle`` wrote; nothing is downloaded here.
 """
@@ -16,6 +18,8 @@ import platform
 import re
 import subprocess
 import sys
+import tarfile
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
@@ -26,21 +30,54 @@ sys.path.insert(0, str(ROOT))
 
 from autoprec.trial.inside.observe.conditions import QUERY, Conditions, ask_driver  # noqa: E402 - nothing need be installed for it
 
-PARTS = ("tests", "numerics", "calibrate", "fidelity", "end_to_end")
+PARTS = ("tests", "calibrate", "fidelity", "end_to_end")
 
 
-def commands(out: Path) -> dict[str, list[str]]:
+def commands(out: Path, limit: float) -> dict[str, list[str]]:
     python = sys.executable
     return {
         "tests": [python, "-m", "pytest", "-m", "gpu", "-rs", "-q"],
-        "numerics": [python, "benchmarks/numerics.py", "--device", "cuda"],
         "calibrate": [python, "-m", "autoprec", "calibrate", "--output", str(out / "calibration.json")],
         "fidelity": [
             *(python, "benchmarks/gpu_fidelity.py", "--out", str(out / "fidelity.md")),
             *("--calibration", str(out / "calibration.json")),
         ],
-        "end_to_end": [python, "benchmarks/gpu_end_to_end.py", "--out", str(out / "end_to_end")],
+        "end_to_end": [
+            *(python, "benchmarks/gpu_end_to_end.py", "--out", str(out / "end_to_end")),
+            *("--budget", f"{limit * SEARCH_SHARE:.0f}"),
+        ],
     }
+
+
+#: Of one call's limit: the reference, the presets and the finalists of a search need the rest.
+SEARCH_SHARE = 0.5
+
+
+def pack(out: Path, archive: Path) -> None:
+    """Put everything measured so far into one file, replacing the last one at once."""
+    made = archive.with_name(archive.name + ".new")
+    with tarfile.open(made, "w:gz") as stream:
+        stream.add(out, arcname=".")
+    made.replace(archive)
+
+
+def unpack(archive: Path, out: Path) -> None:
+    """Go on from what another machine packed; what is here already stays."""
+    with tarfile.open(archive) as stream:
+        for member in stream.getmembers():
+            if not (out / member.name).exists() or member.isdir():
+                stream.extract(member, out, filter="data")
+
+
+def unpack_kit(folder: Path, into: Path) -> str:
+    """Unpack a Transformer Engine kit once; return what belongs on the Python path, empty without a kit."""
+    kit = next(iter(sorted(folder.glob("te_kit.tar.*"))), None)
+    if kit is None:
+        return ""
+    if not (into / "site").is_dir():
+        with tarfile.open(kit) as stream:
+            stream.extractall(into, filter="data")
+    return str(into / "site")
 
 
 def gpu_name() -> str:
@@ -110,6 +147,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="everything that needs a GPU")
     parser.add_argument("--limit", type=float, default=480.0, help="seconds")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu-parts")
+    parser.add_argument("--pack", type=Path, help="one file with all parts: read first, written after each part")
+    parser.add_argument("--bundle", type=Path, default=ROOT / "gpu-bundle", help="folder of `make gpu-bundle`")
     parser.add_argument("--parts", default=",".join(PARTS))
     arguments = parser.parse_args()
     gpu = gpu_name()
@@ -117,6 +156,12 @@ def main() -> int:
         print("no NVIDIA GPU here (nvidia-smi found none): nothing was run")
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
+    archive = arguments.pack or arguments.out.with_name(arguments.out.name + ".tar.gz")
+    if archive.exists():
+        unpack(archive, arguments.out)
+    kit = unpack_kit(arguments.bundle, Path(tempfile.gettempdir()) / "autoprec-te-kit")
+    if kit:
+        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (kit, os.environ.get("PYTHONPATH", "")) if p)
     deadline = time.monotonic() + arguments.limit
     wanted = arguments.parts.split(",")
     results = []
@@ -126,7 +171,8 @@ def main() -> int:
             results.append({"name": name, "code": 124, "seconds": 0.0, "unfinished": True})
             continue
         print(f"... {name}, {left:.0f} s left", flush=True)
-        results.append(run_part(name, commands(arguments.out)[name], arguments.out, left))
+        results.append(run_part(name, commands(arguments.out, arguments.limit)[name], arguments.out, left))
+        pack(arguments.out, archive)
     text, document = report(results, gpu, wanted)
     stem = f"{document['date']}_{re.sub(r'[^A-Za-z0-9]+', '-', gpu).strip('-').lower()}"
     target = ROOT / "benchmarks" / "results"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from autoprec.cost.rates import Rates
 from autoprec.cost.scale import GemmWork
 from autoprec.policy.schema import LayerPlan
-from autoprec.precision.hardware import Target, recipe_family
+from autoprec.precision.hardware import Target, alignment, recipe_family
 from autoprec.precision.recipes import Gemm, Recipe
 
 __all__ = [
@@ -57,6 +57,12 @@ def gemm_seconds(
     scaling = 0.0 if backward else batch * m * n * rates.epilogue.get(family, 0.0)
     speed = target.bandwidth * rates.bandwidth
     return max(compute, moved / speed) + scaling / speed + rates.launch_us * 1e-6
+
+
+def _padded(size: int, family: str) -> int:
+    """Return a size of a GEMM as the backends run it: with zeros up to the multiple that the kernels of 8 bits need."""
+    multiple = alignment(family)
+    return -(-size // multiple) * multiple
 
 
 def cast_traffic(
@@ -192,7 +198,8 @@ def layer_cost(
         recipe = plan.recipe(gemm)
         family = kept if recipe is None else recipe_family(recipe)
         backward = gemm != "fprop"
-        seconds = gemm_seconds(target, rates, family, *work.dims(role), batch=work.batch, backward=backward)
+        m, k, n = (_padded(size, family) for size in work.dims(role))
+        seconds = gemm_seconds(target, rates, family, m, k, n, batch=work.batch, backward=backward)
         gemm_time += seconds
         error += seconds * rates.error.get(family, 0.2)
         if recipe is None and activations != "keep":

@@ -369,7 +369,8 @@ class CostModel:
             return True, device.reason
         multiple = alignment(family)
         for work in self._works.get(layer.name, ()):
-            for what, size in (("in_features", work.inp), ("out_features", work.out), ("tokens", work.tokens)):
+            # tokens are padded with zeros inside the GEMMs (numerics unchanged), features would change the layer
+            for what, size in (("in_features", work.inp), ("out_features", work.out)):
                 if size % multiple:
                     return False, f"{what} {size} is not a multiple of {multiple}, which {family} needs"
         return True, device.reason

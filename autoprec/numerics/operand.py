@@ -69,9 +69,9 @@ class QuantizerState:
 
     Nothing here touches torch's global random streams, so that paired runs stay paired. ``shared`` is true where ranks
     agree on delayed scales before they are computed (``numerics.delayed``). ``postponed`` counts training forwards
-    without a graph, which are the first of two where reentrant checkpointing recomputes. ``traced`` is true where a
-    compiled graph updates the delayed scales, which then are learned by ``numerics.delayed`` as well, and ``prepared``
-    is the device on which a graph finds them.
+    without a graph, which are the first of two where reentrant checkpointing recomputes. ``traced`` is true where
+    amaxes are only noted, in a compiled graph and on a GPU, and ``numerics.delayed`` learns them for all layers at
+    once; ``prepared`` is the device on which the tensors for that lie.
     """
 
     __slots__ = ("delayed", "generators", "graph", "last", "postponed", "prepared", "seed", "shared", "traced")
@@ -119,8 +119,13 @@ class QuantizerState:
             return self.graph[_slot(operand, spec)].traced(amax, update=update)
         if recompute and key in self.last:
             if update:
-                self.history(*key).take(amax, shared=self.shared)
+                self.history(*key).take(amax, shared=self.shared or self.traced)
             return self.last[key]
+        if self.prepared is not None and self.prepared == amax.device and amax.is_cuda:
+            # the host neither waits for the device nor launches a history per operand
+            self.traced = self.traced or update
+            scale = self.last[key] = self.history(*key).traced(amax, update=update)
+            return scale
         scale = self.last[key] = self.history(*key).step(amax, update=update, shared=self.shared)
         return scale
 

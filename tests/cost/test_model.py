@@ -202,3 +202,14 @@ def test_transformer_engines_casts_are_faster_than_compiled_ones(large: GraphRep
     plans = {layer.name: LayerPlan.uniform(R["fp8_delayed"]) for layer in large.layers}
     library, compiled = (CostModel(large, H100, fused_casts=fused).estimate(plans) for fused in (True, False))
     assert library.breakdown["quantise"] < compiled.breakdown["quantise"]
+
+
+def test_ragged_tokens_are_padded_in_the_gemms_and_their_cost(large: GraphReport) -> None:
+    """Tokens of an expert or a ViT are no feature of the layer: 8-bit GEMMs run them with zeros behind them."""
+    layer = next(layer for layer in large.tunable)
+    plan = LayerPlan.uniform(R["fp8_rowwise"])
+    ragged = CostModel(large, H100, scale=CostScale(tokens=8191 / 8192))
+    full = CostModel(large, H100)
+    assert ragged.works(layer.name)[0].tokens % 16
+    assert ragged.can_run(layer, R["fp8_rowwise"])[0]
+    assert ragged.layer_cost(layer.name, plan).gemm == pytest.approx(full.layer_cost(layer.name, plan).gemm)

@@ -1,0 +1,259 @@
+"""What can be said about GPUs without one: code generated for a pretended card is counted, nothing is timed.
+
+    python benchmarks/gpu_ready.py [--out FILE]
+
+Prints one table: operators of an eager linear layer, kernels and bytes of a compiled block, graph breaks, bytes per
+parameter of the sensitivity scan, and which share of a hand-written MoE's and a ViT's FLOPs may run in FP8 on an H100.
+Every row is counted on this machine by this command. Kernels are Triton kernels and library calls in Inductor's output
+for compute capability 9.0 (10.0 for MX and NVFP4); bytes are its scheduler's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+HOPPER = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block")
+BLACKWELL = ("mxfp8", "nvfp4")
+TOKENS, WIDTH, HIDDEN = 16384, 768, 3072
+
+
+def _policy(recipe: str) -> Any:
+    from autoprec.policy import policy_from_dict
+    from autoprec.precision.recipes import BUILTIN_RECIPES
+
+    recipes = {recipe: BUILTIN_RECIPES[recipe].model_dump(exclude_none=True)}
+    document = {"schema": "autoprec.policy/1", "recipes": recipes, "layers": [{"match": "*", "recipe": recipe}]}
+    return policy_from_dict(document | {"activations": "bf16"})
+
+
+def _block() -> Any:
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+        def forward(self, x: Any) -> Any:
+            return x + self.down(F.gelu(self.up(self.norm(x))))
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Any) -> Any:
+            return self.block(x)
+
+    return Model()
+
+
+def compiled(recipe: str, backend: str) -> dict[str, Any]:
+    """Compile one block (norm, two linears, GELU, residual) under a recipe; count a step that is not the first."""
+    import torch
+    from torch._dynamo.utils import counters
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from autoprec.applying.policy import apply_policy
+    from benchmarks.fake_cuda import Generated
+
+    generated = Generated()
+    generated.install()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        model = _block()
+        if backend == "torchao":
+            from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+            convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
+        elif recipe != "bf16":
+            apply_policy(_policy(recipe), model, backend=backend)
+        model.block.compile()
+        x = torch.randn(16, TOKENS // 16, WIDTH, requires_grad=True)
+        for _ in range(2 if recipe == "fp8_delayed" else 1):  # a first step without a history is traced apart
+            generated.clear()
+            with torch.autocast("cuda", torch.bfloat16):
+                out = model(x)
+            out.float().sum().backward()
+    kernels = dict(generated.kernels)
+    return {
+        "kernels": sum(kernels.values()),
+        "MB": round(generated.bytes / 1e6),
+        "graphs": generated.graphs,
+        "breaks": sum(counters["graph_break"].values()),
+        "by_kind": kernels,
+    }
+
+
+def eager(recipe: str, backend: str) -> dict[str, Any]:
+    """Count what one linear layer launches, forward and backward, without a compiler."""
+    import torch
+    from torch import nn
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from autoprec.applying.policy import apply_policy
+    from benchmarks.fake_cuda import counter
+
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        layer = nn.Sequential(nn.Linear(WIDTH, HIDDEN))
+        if recipe != "bf16":
+            apply_policy(_policy(recipe), layer, backend=backend)
+        execution = layer[0]
+        x = torch.randn(TOKENS, WIDTH, dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2):
+            x.grad = None
+            layer.zero_grad()
+            with torch.autocast("cuda", torch.bfloat16, cache_enabled=False):
+                counted = counter()
+                with counted:
+                    out = execution(x)
+            gradient = torch.randn_like(out)
+            with counted:
+                out.backward(gradient)
+    return {"operators": sum(counted.operators.values()), "MB": round(counted.bytes / 1e6)}
+
+
+def scan() -> dict[str, Any]:
+    """Peak bytes per parameter that the sensitivity scan without forks holds beside the script's own tensors."""
+    import torch
+    from torch import nn
+
+    from autoprec.trial.inside.observe.discovery import Found
+    from autoprec.trial.inside.observe.hooks import Hooks
+    from autoprec.trial.inside.replay import Replay
+    from autoprec.trial.protocol import Probe, TrialSpec
+    from benchmarks.held import Held
+
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(parameters)
+    hooks, held, ended = Hooks(), Held(), []
+    hooks.install()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(2, 1024)).square().mean().backward()
+        optimizer.step()
+
+    step()
+    probes = tuple(Probe(name, _policy(name).to_dict()) for name in ("fp8_rowwise", "fp8_tensorwise"))
+    spec = TrialSpec(kind="sensitivity", probes=probes)
+    with held:
+        replay = Replay(spec, Found([model], [optimizer], parameters), hooks, ended.append)
+        hooks.watch(lambda module, args, kwargs: (hooks.unwatch(), replay.start(module, args, kwargs)))
+        while not ended:
+            step()
+    hooks.remove()
+    own = 4.0  # gradients that zero_grad dropped before the scan, made anew by the script itself
+    return {"bytes_per_parameter": round(held.peak / sum(p.numel() for p in parameters) - own, 1)}
+
+
+def ragged() -> dict[str, Any]:
+    """Share of the tunable FLOPs that an H100 may run in FP8: experts with 37 tokens each, a ViT with 65 tokens."""
+    import torch
+    from torch import nn
+
+    from autoprec.cost import CostModel
+    from autoprec.graph.recorder import record_step
+    from autoprec.precision.hardware import TARGETS
+    from autoprec.precision.recipes import BUILTIN_RECIPES
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.ModuleList(nn.Linear(64, 128) for _ in range(4))
+            self.down = nn.ModuleList(nn.Linear(128, 64) for _ in range(4))
+
+        def forward(self, x: Any) -> Any:
+            parts = x.split([37, 5, 59, 27])
+            return torch.cat([d(u(p).relu()) for p, u, d in zip(parts, self.up, self.down, strict=True)])
+
+    vit = nn.Sequential(nn.Linear(64, 192), nn.GELU(), nn.Linear(192, 64))
+    out = {}
+    for name, model, x in (("moe", Experts(), torch.randn(128, 64)), ("vit", vit, torch.randn(1, 65, 64))):
+        report = record_step(model, lambda m=model, x=x: m(x).square().mean().backward())
+        cost = CostModel(report, TARGETS["h100"])
+        flops = {layer.name: sum(work.flops for work in cost.works(layer.name)) for layer in report.tunable}
+        runs = [n for n in flops if cost.can_run(n, BUILTIN_RECIPES["fp8_rowwise"])[0]]
+        out[name] = round(sum(flops[n] for n in runs) / sum(flops.values()), 3)
+    return out
+
+
+def _child(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any]:
+    """Run one count in a process of its own: a pretended card cannot be taken out of torch again."""
+    words = [sys.executable, str(Path(__file__)), "--one", what, recipe, backend, capability]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    with contextlib.suppress(IndexError, json.JSONDecodeError):
+        return dict(json.loads(done.stdout.splitlines()[-1]))
+    lines = [line for line in done.stderr.splitlines() if "Error" in line or "Exception" in line]
+    return {"failed": (lines or done.stderr.splitlines() or ["no output"])[-1][:160]}
+
+
+def _one(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any]:
+    if what == "scan":
+        return scan()
+    if what == "ragged":
+        return ragged()
+    from benchmarks.fake_cuda import pretend
+
+    pretend((int(capability.split(".")[0]), int(capability.split(".")[1])))
+    return compiled(recipe, backend) if what == "compiled" else eager(recipe, backend)
+
+
+def _text(found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return f"fails: {found['failed']}"
+    return ", ".join(f"{name} {value}" for name, value in found.items() if name != "by_kind")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="what can be said about GPUs without one")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        print(json.dumps(_one(*arguments.one)))
+        return 0
+    import importlib.metadata as metadata
+
+    versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "triton", "torchao"))
+    lines = [f"# Ready for a GPU, without one: {time.strftime('%Y-%m-%d')}", "", "`python benchmarks/gpu_ready.py`", ""]
+    lines += [f"{versions}; Python {sys.version.split()[0]}; {os.cpu_count()} CPU cores, a pretended card.", ""]
+    lines += ["| what | card | backend, recipe | counted |", "|---|---|---|---|"]
+    asked = [("eager", r, "native", "9.0") for r in ("bf16", *HOPPER)]
+    asked += [("compiled", r, "native", "9.0") for r in ("bf16", *HOPPER)]
+    asked += [("compiled", r, "torchao", "9.0") for r in ("tensorwise", "rowwise")]
+    asked += [("compiled", r, "native", "10.0") for r in BLACKWELL]
+    asked += [("scan", "-", "-", "-"), ("ragged", "-", "-", "-")]
+    for what, recipe, backend, capability in asked:
+        print(f"... {what} {backend} {recipe}", file=sys.stderr, flush=True)
+        found = _text(_child(what, recipe, backend, capability))
+        lines.append(f"| {what} | {capability} | {backend}, {recipe} | {found} |")
+    lines += [
+        "",
+        "eager: one linear of 768 to 3072 with 16,384 tokens, operators that start a kernel, forward and backward.",
+    ]
+    lines += [
+        "compiled: norm, two linears, GELU, residual, as one compiled block. scan: beside the script's own tensors."
+    ]
+    lines += ["ragged: share of tunable FLOPs that may run in FP8: experts of 37, 5, 59 and 27 tokens; 65 tokens."]
+    text = "\n".join(lines) + "\n"
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
