@@ -12,7 +12,7 @@ from typing import Any
 
 from autoprec.errors import StudyError, UsageError
 from autoprec.support.files import canonical_json
-from autoprec.support.redact import redact_arguments, redact_uri
+from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
 
 __all__ = [
     "FEWEST_STEPS",
@@ -137,6 +137,8 @@ def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str
     """
     if "sources" not in stored:  # of a version that did not look at them
         asked = {key: value for key, value in asked.items() if key != "sources"}
+    if _same_command(str(stored.get("script")), str(asked.get("script"))):
+        asked = {**asked, "script": stored["script"]}
     if canonical_json(stored) == canonical_json(asked):
         return
     was, now = stored.get("sources", {}), asked.get("sources", {})
@@ -157,6 +159,15 @@ def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str
         where=where,
         fix="repeat the original options, or start a new study with --study NAME",
     )
+
+
+def _same_command(stored: str, asked: str) -> bool:
+    """Compare two command lines; what either hides is the same: an earlier version knew other names of secrets."""
+    try:
+        pairs = list(zip(shlex.split(stored), shlex.split(asked), strict=True))
+    except ValueError:
+        return False
+    return all(was == now or HIDDEN in was or HIDDEN in now for was, now in pairs)
 
 
 def fewer_steps(seen: int, warmup: int) -> str:

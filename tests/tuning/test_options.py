@@ -120,3 +120,10 @@ def test_an_edited_script_is_named_and_an_old_study_without_its_text_goes_on() -
     other = SearchOptions(command=("train.py",)).signature("space", "another", sources={"a": "2"})
     with pytest.raises(StudyError, match="another setup"):
         check_signature(sign(a="1"), other, where="study")
+
+
+def test_a_study_goes_on_though_another_version_hid_other_arguments() -> None:
+    stored = {"script": "train.py --private-key K --text-key '[hidden]' --lr 1"}
+    check_signature(stored, {"script": "train.py --private-key '[hidden]' --text-key caption --lr 1"}, where="x")
+    with pytest.raises(StudyError, match="another setup"):
+        check_signature(stored, {"script": "train.py --private-key '[hidden]' --text-key caption --lr 2"}, where="x")
