@@ -52,7 +52,7 @@ def search(
         script: the command line of the script, as text (``"train.py --lr 3e-4"``) or as tokens.
         target: ``auto`` (the device the script trains on, timed), or a name of ``autoprec targets`` (modelled).
         space: a shipped search space, or a file; empty: the one that suits the target.
-        trials, budget_s: at most so many trials and seconds; it ends earlier when nothing left is worth a trial.
+        trials, budget_s: the most trials and seconds; it ends earlier when nothing left is worth a trial.
         steps, warmup: training steps of a trial that are scored, and those before them that are not.
         max_divergence: accepted mean relative loss gap, as a fraction (0.0025 is 0.25 %).
         max_gradient_error: accepted gradient error, as a share of the mini-batch gradient noise.

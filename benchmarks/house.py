@@ -43,8 +43,8 @@ ENTRANCES = (
     "autoprec.export.standalone",
 )
 COMPARATIVE = "longer|more|less|fewer|slower|faster|better|worse|larger|smaller|higher|lower|different|further"
-#: "is no" for "is not a"; "is no longer" and comparatives are good English.
-PRIVATE_WORDS = re.compile(rf"\b(?:is|are|was|were) no\b(?! (?:{COMPARATIVE})\b)")
+#: "is no" for "is not a"; "there is no", "is no longer" and comparatives are good English.
+PRIVATE_WORDS = re.compile(rf"(?<!there )\b(?:is|are|was|were) no\b(?! (?:{COMPARATIVE})\b)")
 #: figure -> (what the first house had, the goal)
 GOALS = {
     "files lying loose in autoprec/": (22, 5),

@@ -22,7 +22,7 @@ from autoprec.cli.console import clock, stderr_console
 
 __all__ = ["Phases"]
 
-#: Where no line ticks, a phase that lasts longer is told about every so many seconds.
+#: Where no line ticks, a phase that lasts longer is told about at this interval, in seconds.
 STILL_S = 15.0
 
 

@@ -15,7 +15,7 @@ __all__ = ["EXIT_INTERRUPTED", "EXIT_TERMINATED", "ended_once"]
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 
-#: After so many seconds of tidying up a further signal ends the process at once; its children end by themselves then.
+#: After this many seconds of tidying up a further signal ends the process at once; its children end by themselves then.
 _PATIENCE_S = 10.0
 
 

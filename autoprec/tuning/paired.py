@@ -25,7 +25,7 @@ __all__ = ["PairedRunner", "baseline_of", "perturbed_runs"]
 
 #: Trials that are repeated because a GPU was throttled or shared; more would only double the search.
 MOST_REPEATED = 5
-#: A rehearsal runs so many emulated trials side by side at most: each holds a copy of the model.
+#: A rehearsal runs this many emulated trials side by side at most: each holds a copy of the model.
 MOST_SIDE_BY_SIDE = 8
 
 #: Own seconds without a step: before anything is known, at least, and in runs of the reference.

@@ -53,7 +53,7 @@ def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, pass
 
 
 def _scan(scan: SensitivityScan, runner: TrialRunner, spec: TrialSpec, label: str, phases: Phases) -> None:
-    """Ask a scan's questions, round after round, each on so many batches as it wants."""
+    """Run a scan's probes, round after round, each on as many batches as the scan wants."""
     while probes := scan.next_round():
         payloads: list[dict[str, Any]] = []
         batches = f", on up to {scan.batches} batches" if scan.batches > 1 else ""
@@ -98,8 +98,8 @@ def _print(table: SensitivityTable) -> None:
 
 
 @script_command("sensitivity")
-@click.option("--target", default="auto", metavar="NAME", help="Whose recipes are asked about; default: this device.")
-@click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are asked about.")
+@click.option("--target", default="auto", metavar="NAME", help="Device whose recipes are probed; default: this one.")
+@click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are probed.")
 @click.option("--warmup", default=5, show_default=True, type=click.IntRange(min=1), help="Steps before the scan.")
 @click.option("--passes", default=60, show_default=True, type=click.IntRange(min=2), help="Gradients to spend.")
 @options.as_json("The table")

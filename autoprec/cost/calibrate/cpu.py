@@ -151,7 +151,7 @@ def _operator_kind(operator: Operator) -> str:
     return _OPERATOR.get(operator.cls, "pointwise")
 
 
-#: From so many query rows on, PyTorch's fused attention works on larger blocks (``q_split_size`` in
+#: From this many query rows on, PyTorch's fused attention works on larger blocks (``q_split_size`` in
 #: aten/src/ATen/native/cpu/FlashAttentionKernel.cpp), which in bf16 makes its backward pass several times faster.
 _LONG_ROWS = 192
 

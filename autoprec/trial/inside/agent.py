@@ -44,7 +44,7 @@ _agent: Agent | None = None
 _LOADER_NOTE = (
     "DataLoader workers are replaced by loading in the process, so that trials can be forked; that time is not counted"
 )
-#: After so many forwards in training mode without a backward, or steps of tensors that no module owns, none will come.
+#: After this many training forwards without a backward, or steps of tensors that no module owns, none will come.
 _MOST_FORWARDS, _MOST_UNOWNED = 5000, 50
 _STREAM_NOTE = "; an IterableDataset that shards by worker gives its data in another order"
 

@@ -33,7 +33,7 @@ __all__ = ["APPLIED", "REFUSED", "PolicyRun"]
 
 #: Files beside the configuration that tell the driver what became of the policy.
 APPLIED, REFUSED = "applied", "refused"
-#: After so many training forwards a new optimizer that none of them needed is forgotten.
+#: After this many training forwards a new optimizer that none of them needed is forgotten.
 _PATIENCE = 2000
 
 

@@ -77,7 +77,7 @@ _ONE_TRIAL = 2.0
 #: Standard deviation of ln(gap) known beforehand where training is chaotic, and the degrees of freedom it counts for.
 _PRIOR_SD, _PRIOR_DF = 0.5, 4
 #: The loss of the reference has learnt when its last third lies apart from its first third by this share of it, and by
-#: so many standard errors; fewer steps than this say nothing about it.
+#: this many standard errors; fewer steps than this say nothing about it.
 _LEAST_FALL, _SURE, _FEWEST_STEPS = 0.01, 2.0, 6
 #: Gaps below this are float32 rounding of the loss.
 _TINY = 1e-7

@@ -1,4 +1,9 @@
-"""The points every study starts with: what people run today, so that the answer is never worse than any of them."""
+"""Presets: the policies that every study measures first, so that its answer is at least as good as the best of them.
+
+They are what people run today: the script as written, bf16 everywhere, one FP8 recipe everywhere, and that recipe with
+the usual exceptions (first and last block, attention or the output layer in bf16, the MLPs only, torchao's filter by
+layer size). A study that ends early has compared these at least.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ def presets(problem: Problem, limit: int | None = None) -> list[tuple[str, dict[
 
     The script as written, all bf16, each uniform choice, each of them with the first and last block in the baseline,
     with attention in the baseline, in the MLPs only, with the head out, and where torchao's filter would put it; and
-    the presets of the space. Names are unique. ``limit`` keeps the first so many: uniform ones come first.
+    the presets of the space. Names are unique. ``limit`` is how many are kept; uniform ones come first.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     seen: set[tuple[Any, ...]] = set()

@@ -26,7 +26,7 @@ __all__ = ["MOST_REASONS", "explanation", "stay_explanation", "told"]
 MOST_REASONS, MOST_DECISIONS = 40, 8
 #: Decisions below this share of both variances are not told: what noise explains has a share of zero.
 LEAST_SHARE = 0.005
-#: The models are fitted to so many trials at most, the first and the newest, as the sampler's are.
+#: The models are fitted to this many trials at most, the first and the newest, as the sampler's are.
 MOST_RECORDS = 200
 
 

@@ -1,4 +1,9 @@
-"""Short glob rules that say exactly which layer gets which choice: what a person would have written by hand."""
+"""From a choice per layer to the few glob rules of a policy file, as a person would have written them by hand.
+
+A policy's rules are ordered and the first match wins, so a general rule (``blocks.*.mlp.*``) may stand behind its
+exceptions (``blocks.0.*``). The rules are found greedily from the last to the first, and say exactly what the search
+decided: a layer that no rule could name by a pattern gets a rule with its own name.
+"""
 
 from __future__ import annotations
 

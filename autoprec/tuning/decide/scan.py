@@ -1,11 +1,12 @@
-"""The adaptive sensitivity scan: coarse questions first, finer ones only where a difference shows.
+"""The adaptive sensitivity scan: which probes to run, coarse ones first and finer ones where layers differ.
 
-On a small model every group is asked under every choice. On a large one each *family* (the same layer in every block)
-is asked as a whole under every choice, and the passes that are left split, under the most telling choice, the segments
-whose halves could differ most; the other choices follow that depth profile.
+A probe is one forward and backward pass with some groups quantised. On a small model every group is probed under every
+choice. On a large one that would be thousands of passes, so each *family* (the same layer in every block) is probed as
+a whole under every choice; the passes that are left bisect, under the choice that tells layers apart best, the ranges
+of blocks whose halves could differ most, and the other choices are given the same profile over depth.
 
-What one batch says of a layer is partly true of that batch only, the more so the fewer rows its GEMMs have: where there
-is room, a script with tiny batches is asked everything on several of them, and the squares are averaged.
+The error that one batch shows is in part particular to that batch, the more so the fewer rows its GEMMs have. A script
+with tiny batches is therefore probed on several of them where the budget allows, and the squared errors are averaged.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from autoprec.tuning.decide.table import (
 
 __all__ = ["SensitivityScan", "scan_batches"]
 
-#: Rows (tokens) that a table should have seen, and how many batches are asked at most to get there. Over 256 rows the
+#: Rows (tokens) that a table should rest on, and the most batches that are probed to get there. Over 256 rows the
 #: predicted and the measured error of random mixtures correlate at 0.96 to 0.97 (benchmarks/search_quality.py).
 _ROWS, _MOST_BATCHES = 256, 4
 
 
 def scan_batches(report: GraphReport) -> int:
-    """Return on how many batches the scan of a recorded step should ask its questions."""
+    """Return on how many batches each probe should run, from the rows of the recorded step's GEMMs."""
     rows = max((gemm.m for layer in report.tunable for gemm in layer.gemms if gemm.role == "fprop"), default=_ROWS)
     return min(_MOST_BATCHES, max(1, math.ceil(_ROWS / max(rows, 1))))
 

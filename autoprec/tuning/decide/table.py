@@ -5,7 +5,7 @@ backward pass with only the probed groups changed. Errors of different groups ar
 **squares** add over a mixed assignment; the table holds squares, and a few mixed probes check the addition on every
 model.
 
-Probes are named by what they ask: ``3,4,5|mxfp8`` (groups 3, 4 and 5 under mxfp8, the rest as written),
+A probe is named by what it changes: ``3,4,5|mxfp8`` (groups 3, 4 and 5 under mxfp8, the rest as written),
 ``parameter|activations=bf16``, ``mixed|2`` (the third random assignment). A probe over several groups gives the sum of
 their squares; :mod:`autoprec.tuning.decide.scan` decides which sums are worth splitting.
 """

@@ -33,7 +33,7 @@ __all__ = ["pick_finalists", "run_finals"]
 
 #: Bounds of the relative timing noise of a median over the seeds.
 LEAST_NOISE, MOST_NOISE = 0.01, 0.10
-#: A mean below this share of the budget is worth more seeds; so many finalists get them.
+#: A mean below this share of the budget is worth more seeds; this many finalists get them.
 UNCERTAIN_SHARE, MOST_UNCERTAIN = 0.7, 3
 #: Shares of the divergence budget that safer finalists must keep to, round after round.
 SAFER_SHARES = (0.35, 0.15)

@@ -24,7 +24,7 @@ from autoprec.tuning.setup import Setup
 
 __all__ = ["measure_errors", "measure_table"]
 
-#: A complete scan may take as many passes as this share of the trials has steps, and so many at most.
+#: A complete scan may take as many passes as this share of the trials has steps, and this many at most.
 SCAN_SHARE, MOST_PASSES = 0.2, 300
 
 

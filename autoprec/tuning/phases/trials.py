@@ -33,13 +33,13 @@ from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["measured", "run_trials"]
 
-#: So many failures in a row end the search: the cause is then not the policy.
+#: This many failures in a row end the search: the cause is then not the policy.
 FAILURES_IN_A_ROW = 5
 #: Presets may take half of the trials, but never fewer than these are tried.
 FEWEST_PRESETS = 8
 #: At most this share of the time left after the setup is kept for finalists: the trials before them find them.
 FINALISTS_SHARE = 0.4
-#: Ask at most so many times per wanted trial when a sampler proposes what was already measured.
+#: Ask at most this many times per wanted trial when a sampler proposes what was already measured.
 ASKS_PER_TRIAL = 20
 
 

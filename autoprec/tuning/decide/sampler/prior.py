@@ -31,7 +31,7 @@ __all__ = [
     "observation",
 ]
 
-#: An error in the output layer moves the loss itself, not only the weights: its squared gradient error counts so many
+#: An error in the output layer moves the loss itself, not only the weights: its squared gradient error counts this many
 #: times, on a small GPT and a small ViT alike (benchmarks/search_quality.py); the fit to the trials corrects it.
 HEAD_WEIGHT = 3.0
 #: All trials run under one paired seed, and much of what they say about single layers is true of that seed only: on the

@@ -42,12 +42,12 @@ _SPREAD, _WIDENING, _ATTEMPTS, _AIMED_ATTEMPTS = 0.25, 0.35, 6, 3
 #: Trials see one paired seed, whose ln(divergence) is off by so much for all of them alike (standard deviation over
 #: seeds; benchmarks/search_quality.py): points that aim at the budget are spread accordingly.
 _SEED_SD = 0.25
-#: The models are fitted to this many trials at most, and beyond it only once in so many: fitting costs their square.
+#: The models are fitted to this many trials at most, and beyond it only every few trials: fitting costs their square.
 #: The first ones (presets and the scan of every group) and the newest ones (near the answer) are kept.
 _MOST_FITTED, _FIRST_FITTED, _REFIT_EVERY = 160, 40, 16
-#: In one of so many trials Optuna's TPE picks the parameters: it learns interactions that additive models cannot.
+#: In one of this many trials Optuna's TPE picks the parameters: it learns interactions that additive models cannot.
 _TPE_EVERY = 3
-#: Combinations of parameter values up to which all are solved for; else the cheapest, the defaults, and so many random.
+#: Combinations of parameter values up to which all are solved for; else the cheapest, the defaults and some at random.
 _FEW_OPTIONS, _RANDOM_OPTIONS = 8, 3
 #: A neighbour's merit: what a factor e of divergence is worth in step times, and the jitter that breaks ties.
 _GAP_WEIGHT, _JITTER = 0.1, 0.02
