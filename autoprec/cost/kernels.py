@@ -18,6 +18,7 @@ from autoprec.precision.recipes import Gemm, Recipe
 __all__ = [
     "LayerCost",
     "cast_traffic",
+    "eager_traffic",
     "gemm_seconds",
     "kept_family",
     "layer_cost",
@@ -100,6 +101,24 @@ def cast_traffic(
     return 0.0, 0
 
 
+#: Operators per operand (for row scales and MX per use of it) that uncompiled casts of this package launch on a GPU, as
+#: `benchmarks/gpu_ready.py` counts them; GEMMs and the bias apart.
+_EAGER_OPERATORS = {"fp8_tensor": 25, "fp8_delayed": 39, "fp8_row": 28, "int8": 28, "fp8_block": 46, "mxfp8": 34}
+
+
+def eager_traffic(family: str, uses: tuple[int, ...], source: float) -> tuple[float, int]:
+    """Return bytes moved per value and operators launched where no compiler fuses the casts of one operand.
+
+    A cast reads and writes float32 for widening, scaling and rounding; a tensor scale reads the operand once before, a
+    row scale writes its magnitudes as well, and a second layout is a copy of the codes.
+    """
+    count = len(uses)
+    cast = (source + 4.0 if source < 4 else 0.0) + 8.0 + 5.0
+    if family in ("fp8_tensor", "fp8_delayed", "fp8_block"):
+        return source + cast + 2.0 * (count - 1), _EAGER_OPERATORS[family]
+    return count * (3 * source + cast), count * _EAGER_OPERATORS.get(family, 34)
+
+
 @dataclass(frozen=True, slots=True)
 class LayerCost:
     """Seconds of one layer in one step, split into GEMMs and casts, with its kernel count and GEMM error."""
@@ -136,6 +155,7 @@ def operand_cast_seconds(
     *,
     fused: bool = False,
     weight: bool = False,
+    eager: bool = False,
 ) -> float:
     """Return the time to cast one operand to a recipe's format.
 
@@ -149,6 +169,7 @@ def operand_cast_seconds(
         fused: the operator before writes the codes itself (a norm or activation fused with the cast), so one read
             of the source and one kernel are spared.
         weight: the operand is a weight, see :func:`cast_traffic`.
+        eager: nobody fuses the cast, see :func:`eager_traffic`.
     """
     family = recipe_family(recipe)
     if recipe.scaled:
@@ -156,6 +177,9 @@ def operand_cast_seconds(
             family, uses, source, layouts=target.layouts, weight=weight, library=rates.library
         )
         fixed = rates.quantise_us.get(family, 5.0) * 1e-6
+        if eager:
+            moved, kernels = eager_traffic(family, uses, source)
+            fixed = max(fixed, kernels * rates.launch_us * 1e-6)
         if fused:
             moved, fixed = moved - source, fixed * (1.0 - 1.0 / kernels)
         return elements * moved / (target.bandwidth * rates.cast.get(family, 0.5)) + fixed
@@ -176,6 +200,7 @@ def layer_cost(
     weight_reuse: float = 1.0,
     input_reuse: float = 1.0,
     fused: bool = False,
+    eager: bool = False,
 ) -> LayerCost:
     """Return the time of one layer's GEMMs and casts under a plan.
 
@@ -189,6 +214,7 @@ def layer_cost(
         weight_reuse: how many calls share one cast of the weight (gradient accumulation with cached casts).
         input_reuse: how many layers share one cast of the input (q, k and v in a compiled step).
         fused: the operator before the layer writes the quantised input itself.
+        eager: casts are this package's own and no compiler fuses them.
     """
     kept = kept_family(activations, script)
     gemm_time = error = 0.0
@@ -224,11 +250,15 @@ def layer_cost(
                 source,
                 fused=fused and operand == "input" and 0 in uses,
                 weight=operand == "weight",
+                eager=eager,
             )
             cast += spent * share
             if spent:
                 family = recipe_family(chosen)
-                kernels += share * max(1, cast_traffic(family, uses, source, layouts=target.layouts)[1])
+                if eager and chosen.scaled:
+                    kernels += share * eager_traffic(family, uses, source)[1]
+                else:
+                    kernels += share * max(1, cast_traffic(family, uses, source, layouts=target.layouts)[1])
     return LayerCost(
         gemm=gemm_time * work.copies,
         cast=cast * work.copies,

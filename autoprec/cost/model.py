@@ -217,6 +217,7 @@ class CostModel:
                 weight_reuse=self.weight_reuse,
                 input_reuse=self._input_reuse.get(name, 1.0) if self.compiled else 1.0,
                 fused=self.fused_casts or self.compiled,
+                eager=not (self.fused_casts or self.compiled),
             )
             for work in self._works[name]
         ]
