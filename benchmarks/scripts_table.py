@@ -87,7 +87,7 @@ def outcome(record: Record) -> str:
     if record["skipped"]:
         return "skipped"
     steps = record["steps"]
-    if "run" not in steps:
+    if any(step not in steps for step in COMMANDS):
         failed = "bare" in steps and steps["bare"]["code"] != 0 and not record.get("endless")
         return "script fails" if failed else "unfinished"
     if any(faults(record, step) for step in COMMANDS):
