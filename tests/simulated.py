@@ -26,6 +26,7 @@ __all__ = ["SimulatedRunner", "SimulatedScript", "simulated_graph"]
 ERROR = {
     "keep": 0.0,
     "fp32": 0.0,
+    "tf32": 0.0005,
     "bf16": 0.003,
     "fp16": 0.001,
     "fp8": 0.02,
@@ -33,7 +34,17 @@ ERROR = {
     "nvfp4": 0.09,
     "int8": 0.004,
 }
-TIME = {"keep": 1.0, "fp32": 1.0, "bf16": 0.3, "fp16": 0.3, "fp8": 0.2, "mxfp8": 0.2, "nvfp4": 0.15, "int8": 0.2}
+TIME = {
+    "keep": 1.0,
+    "fp32": 1.0,
+    "tf32": 0.6,
+    "bf16": 0.3,
+    "fp16": 0.3,
+    "fp8": 0.2,
+    "mxfp8": 0.2,
+    "nvfp4": 0.15,
+    "int8": 0.2,
+}
 _ROLES = (("qkv", 3, 1), ("proj", 1, 1), ("fc", 4, 1), ("down", 1, 4))
 
 

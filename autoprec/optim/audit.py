@@ -47,7 +47,8 @@ def audit_optimizer(
 ) -> dict[str, dict[str, Any]]:
     """Return ``{part: {requested, executed, ok, reason}}`` after at least one real step.
 
-    Parts are weights, gradients, exp_avg, exp_avg_sq, loss_scaling and, for a distributed model, communication.
+    Parts are weights, gradients, exp_avg, exp_avg_sq, loss_scaling and, where the model is distributed or the policy
+    asks for it, communication.
     Emulated weight storage is executed (the numerics are) and says why its bytes are not saved. A part that nothing
     has used yet is not ok and says so.
     """
@@ -74,4 +75,12 @@ def audit_optimizer(
     if wrapper is not None:
         hook: GradientHook | None = getattr(wrapper, "_autoprec_gradient_hook", None)
         out["communication"] = _entry(policy.communication.gradients, "fp32" if hook is None else hook.name)
+    elif policy.communication.gradients != "fp32":
+        alone = "one process, or no DistributedDataParallel around the model: nothing goes over a wire that we hook"
+        out["communication"] = {
+            "requested": policy.communication.gradients,
+            "executed": "-",
+            "ok": True,
+            "reason": alone,
+        }
     return out

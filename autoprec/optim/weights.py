@@ -9,6 +9,7 @@ says why.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ class StoredWeights:
         self.gradients: Codec | None = None
         self.rounded: set[int] = set()  # ids of parameters whose gradient is rounded at the step instead of stored
         self.gradients_stored = 0
+        self.waiting: set[int] = set()  # ids of parameters whose stored gradient no step has used yet
+        self.warned = False
         self._handles: list[Any] = []
 
     @classmethod
@@ -108,6 +111,7 @@ class StoredWeights:
 
     def gradient(self, parameter: Tensor) -> Tensor:
         """Return the gradient the update uses, as FP32: decoded, or rounded now where it could not be stored."""
+        self.waiting.discard(id(parameter))
         gradient: Tensor = decoded(parameter.grad).float()
         if self.gradients is not None and id(parameter) in self.rounded:
             self.gradients_stored += 1
@@ -117,8 +121,21 @@ class StoredWeights:
     def _store_gradient(self, parameter: Tensor) -> None:
         assert self.gradients is not None
         self.gradients_stored += 1
+        if id(parameter) in self.waiting:  # autograd has added to what was stored, which stored it again
+            self._warn_of_accumulation()
+        self.waiting.add(id(parameter))
         if parameter.grad is not None and not isinstance(parameter.grad, StoredTensor):
             parameter.grad = StoredTensor.store(parameter.grad, self.gradients)
+
+    def _warn_of_accumulation(self) -> None:
+        if self.warned or self.gradients is None:
+            return
+        self.warned = True
+        warnings.warn(
+            f"gradients: {self.gradients.name} is rounded after every micro-step of gradient accumulation: over 64 of "
+            "them the sum is off by about 0.8 % in bf16, 14 % in e4m3; set gradients: fp32 where many are accumulated",
+            stacklevel=2,
+        )
 
     def read(self, parameter: Tensor) -> Tensor:
         """Return the FP32 value the optimizer updates: the parameter itself when it is plain FP32, else a copy."""

@@ -75,12 +75,15 @@ def sixteen_bit_space(space: SearchSpace) -> SearchSpace:
     """Return a space without quantised choices: what is left to try where the model says that none of them gains."""
     recipes = space.all_recipes
 
-    def quantised(choice: Choice) -> bool:
-        named = [choice.recipe_of(gemm) for gemm in GEMMS]
-        return any(recipes[name].scaled for name in named if name != KEEP)
+    narrow = space.baseline in recipes and recipes[space.baseline].format in ("bf16", "fp16")
+
+    def left_out(choice: Choice) -> bool:
+        named = [recipes[name] for name in map(choice.recipe_of, GEMMS) if name != KEEP]
+        # where 16 bit is the baseline, a wider choice is for the loss, which 16 bit alone does not strain
+        return any(recipe.scaled or (narrow and recipe.format in ("fp32", "tf32")) for recipe in named)
 
     def plain(rule: ChoiceRule) -> ChoiceRule:
-        kept = tuple(choice for choice in rule.choices if not quantised(choice))
+        kept = tuple(choice for choice in rule.choices if not left_out(choice))
         return rule.model_copy(update={"choices": kept}) if kept else rule
 
     return space.model_copy(update={"choices": tuple(map(plain, space.choices)), "parameters": {}, "presets": ()})

@@ -21,7 +21,8 @@ def test_a_level_that_was_wrapped_is_executed(name):
     step(model, optimizer)
     found = audit_optimizer(policy, optimizer, model)
     assert all(entry["ok"] for entry in found.values()), found
-    assert "communication" not in found  # nothing is distributed here
+    sent = found.get("communication")  # nothing is distributed here
+    assert (sent is None) == (policy.communication.gradients == "fp32")
 
 
 @pytest.mark.parametrize("name", ["msamp-o2", "bf16-kahan", "amp-fp16"])
@@ -31,7 +32,7 @@ def test_a_level_that_was_not_wrapped_is_a_mismatch(name):
     step(model, optimizer)
     found = audit_optimizer(policy, optimizer, model)
     assert not all(entry["ok"] for entry in found.values())
-    assert {entry["executed"] for entry in found.values()} <= {"fp32", "none"}
+    assert {entry["executed"] for entry in found.values()} <= {"fp32", "none", "-"}
 
 
 def test_before_the_first_step_it_says_so():
@@ -50,6 +51,14 @@ def test_gradients_that_were_cleared_since_still_count():
     assert audit_optimizer(policy, optimizer)["gradients"]["ok"]
     plain = torch.optim.AdamW(model.parameters())
     assert audit_optimizer(LEVELS["amp-bf16"].policy(), plain)["gradients"]["ok"]
+
+
+def test_communication_in_one_process_has_a_row_that_says_so():
+    model, policy = nn.Linear(8, 8), LEVELS["msamp-o2"].policy()
+    optimizer = wrap_optimizer(torch.optim.AdamW(model.parameters()), policy, model)
+    row = audit_optimizer(policy, optimizer, model)["communication"]
+    assert (row["requested"], row["executed"], row["ok"]) == ("fp8", "-", True)
+    assert "one process" in row["reason"]
 
 
 def test_emulated_storage_says_why():

@@ -301,10 +301,16 @@ def test_the_script_may_use_its_own_grad_scaler_and_clipping():
 def test_gradient_accumulation_adds_stored_gradients():
     model, plain = network(), network()
     wrap_optimizer(adamw(model), OptimizerPolicy(gradients="e4m3"), model)
-    for net in (model, plain):
-        for step in range(2):
-            x, y = batch(step)
-            (net(x) - y).square().mean().backward()
+
+    def accumulate():
+        for net in (model, plain):
+            for step in range(3):
+                x, y = batch(step)
+                (net(x) - y).square().mean().backward()
+
+    with pytest.warns(UserWarning, match="after every micro-step") as told:
+        accumulate()
+    assert len(told) == 1
     assert isinstance(model[0].weight.grad, StoredTensor)
     expected = plain[0].weight.grad
     assert float((model[0].weight.grad.decode() - expected).norm() / expected.norm()) < 0.05

@@ -16,6 +16,7 @@ from tests.tuning.models import gpt
 
 SHIPPED = [
     "ada-fp8",
+    "amp-fp16",
     "ampere-bf16",
     "blackwell-mx",
     "blackwell-nvfp4",
@@ -23,6 +24,7 @@ SHIPPED = [
     "cpu-bf16",
     "hopper-fp8",
     "hopper-fp8-block",
+    "int8",
     "msamp-levels",
     "te-delayed",
     "tiny",
@@ -187,3 +189,11 @@ def test_execution_is_offered_where_it_differs() -> None:
     assert space.executed(compiled=False, measured=True).execution == ("keep", "compile")
     assert space.executed(compiled=True, measured=True).execution == ("keep", "eager")
     assert space.executed(compiled=True, measured=False).execution == ("keep",)
+
+
+@pytest.mark.parametrize("name", [n for n in SHIPPED if n not in ("cpu-bf16", "conservative", "tiny")])
+def test_a_gpu_space_leaves_the_output_layer_a_way_to_float32(name: str) -> None:
+    # what the two packages run, and nothing else; hopper-fp8 has no such choice yet
+    if name in ("msamp-levels", "te-delayed", "hopper-fp8"):
+        return
+    assert {"fp32", "tf32"} & {choice.name for choice in load_space(name).rule_for("lm_head", ("head",))}

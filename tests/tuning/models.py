@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autoprec.graph.report import GemmCall, GraphReport, Layer
+from autoprec.policy.space import SearchSpace, load_space
 
 
 def linear(name: str, m: int, k: int, n: int, group: str = "", flags: tuple[str, ...] = ()) -> Layer:
@@ -35,6 +36,12 @@ def gpt(blocks: int = 4, width: int = 64, tokens: int = 256, vocabulary: int = 9
         ]
     layers.append(linear("lm_head", tokens, width, vocabulary, flags=("head",)))
     return report(layers)
+
+
+def even_space(name: str) -> SearchSpace:
+    """A shipped space in which the head may run what every other layer may."""
+    space = load_space(name)
+    return space.model_copy(update={"choices": tuple(rule for rule in space.choices if rule.flag != "head")})
 
 
 def report(layers: list[Layer]) -> GraphReport:

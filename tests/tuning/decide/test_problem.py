@@ -13,9 +13,9 @@ from autoprec.policy import resolve
 from autoprec.policy.space import load_space, space_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.tuning.decide.problem import Problem, layer_key
-from tests.tuning.models import gpt, linear, report
+from tests.tuning.models import even_space, gpt, linear, report
 
-HOPPER = Problem.build(gpt(), load_space("hopper-fp8"))
+HOPPER = Problem.build(gpt(), even_space("hopper-fp8"))
 CPU = Problem.build(gpt(), load_space("cpu-bf16"))
 
 
@@ -75,7 +75,7 @@ def test_groups_of_the_graph_move_together_and_the_space_can_widen_them() -> Non
 
 def test_a_model_that_is_itself_a_layer_has_a_rule_of_its_own() -> None:
     """``model = nn.Linear(512, 512)``: the name of its only layer is the empty one."""
-    problem = Problem.build(report([linear("", 512, 512, 512)]), load_space("hopper-fp8"))
+    problem = Problem.build(report([linear("", 512, 512, 512)]), even_space("hopper-fp8"))
     policy = problem.policy(problem.params_of("fp8_rowwise"))
     assert [rule.match for rule in policy.layers] == [""]
     assert resolve(policy, [""])[""].fprop == BUILTIN_RECIPES["fp8_rowwise"]
@@ -85,7 +85,7 @@ def test_what_the_target_refuses_is_not_offered_and_the_reason_is_kept() -> None
     def can_run(layer: object, recipe: Recipe) -> tuple[bool, str]:
         return (recipe.format != "fp8", "no FP8 units")
 
-    problem = Problem.build(gpt(), load_space("hopper-fp8"), can_run)
+    problem = Problem.build(gpt(), even_space("hopper-fp8"), can_run)
     assert problem.choice_names == ("bf16",)
     assert set(problem.distributions()) == {"execution"}  # only torch.compile is left to decide
     assert ("lm_head", "fp8_rowwise", "no FP8 units") in problem.refused

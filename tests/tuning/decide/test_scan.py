@@ -7,12 +7,11 @@ from typing import Any
 import numpy as np
 
 from autoprec.graph.report import GraphReport
-from autoprec.policy.space import load_space
 from autoprec.trial.protocol import Probe
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.table import SensitivityTable, mixed_params, plan_probes
-from tests.tuning.models import gpt
+from tests.tuning.models import even_space, gpt
 
 
 def answer(problem: Problem, error2: np.ndarray, probes: list[Probe]) -> dict[str, Any]:
@@ -48,7 +47,7 @@ def true_errors(problem: Problem, seed: int = 0) -> np.ndarray:
 
 
 def test_a_small_model_is_scanned_completely_in_one_round() -> None:
-    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    problem = Problem.build(gpt(2), even_space("hopper-fp8"))
     scan = run(problem, true_errors(problem), 200)
     table = scan.table()
     assert table.measured is not None
@@ -57,7 +56,7 @@ def test_a_small_model_is_scanned_completely_in_one_round() -> None:
 
 
 def test_a_large_model_stays_within_its_passes_and_is_ranked_right() -> None:
-    problem = Problem.build(gpt(12), load_space("hopper-fp8"))
+    problem = Problem.build(gpt(12), even_space("hopper-fp8"))
     truth = true_errors(problem)
     scan = run(problem, truth, 60)
     assert scan.passes <= 60
@@ -74,7 +73,7 @@ def test_a_large_model_stays_within_its_passes_and_is_ranked_right() -> None:
 
 
 def test_passes_are_spent_where_depth_matters() -> None:
-    problem = Problem.build(gpt(12), load_space("hopper-fp8"))
+    problem = Problem.build(gpt(12), even_space("hopper-fp8"))
     truth = true_errors(problem)
     outlier = next(i for i, g in enumerate(problem.groups) if g.name == "h.11.mlp.c_proj")
     truth[outlier, 1:] *= 300
@@ -85,13 +84,13 @@ def test_passes_are_spent_where_depth_matters() -> None:
 
 
 def test_a_budget_too_small_for_anything_still_ends() -> None:
-    problem = Problem.build(gpt(12), load_space("hopper-fp8"))
+    problem = Problem.build(gpt(12), even_space("hopper-fp8"))
     scan = run(problem, true_errors(problem), 5)
     assert np.isfinite(scan.table().error2).all()
 
 
 def test_lost_updates_reach_the_table_and_its_json() -> None:
-    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    problem = Problem.build(gpt(2), even_space("hopper-fp8"))
     table = run(problem, true_errors(problem), 200).table()
     for found in (table, SensitivityTable.from_json(table.to_json())):
         assert (found.lost_updates, found.lost_state) == (0.25, {"exp_avg_sq": 0.5})
@@ -108,7 +107,7 @@ def test_tiny_batches_are_asked_several_times() -> None:
 
 
 def test_batches_and_completeness_need_room() -> None:
-    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    problem = Problem.build(gpt(2), even_space("hopper-fp8"))
     every = len(plan_probes(problem)) + 1
     cases = {(every, every): 1, (every, 3 * every - 1): 2, (every, 9 * every): 4, (every - 1, 0): 1}
     for (most, room), batches in cases.items():
@@ -118,7 +117,7 @@ def test_batches_and_completeness_need_room() -> None:
 
 
 def test_squares_are_averaged_over_batches() -> None:
-    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    problem = Problem.build(gpt(2), even_space("hopper-fp8"))
     one, other = true_errors(problem), true_errors(problem, seed=1)
     scan = SensitivityScan(problem, room=200, batches=2)
     asked = 0
@@ -130,7 +129,7 @@ def test_squares_are_averaged_over_batches() -> None:
 
 
 def test_a_probe_that_fails_on_one_batch_has_failed() -> None:
-    problem = Problem.build(gpt(2), load_space("hopper-fp8"))
+    problem = Problem.build(gpt(2), even_space("hopper-fp8"))
     scan = SensitivityScan(problem, room=200, batches=2)
     probes = scan.next_round()
     good, bad = answer(problem, true_errors(problem), probes), answer(problem, true_errors(problem), probes)

@@ -12,9 +12,9 @@ from autoprec.policy import policy_from_dict, resolve
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.table import SensitivityTable, families, mixed_params, plan_probes
-from tests.tuning.models import gpt
+from tests.tuning.models import even_space, gpt
 
-HOPPER = Problem.build(gpt(), load_space("hopper-fp8"))
+HOPPER = Problem.build(gpt(), even_space("hopper-fp8"))
 CPU = Problem.build(gpt(), load_space("cpu-bf16"))
 
 
