@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from autoprec.support.redact import redact_arguments, redact_text
+from autoprec.trial.processes import remove_folder
 from tests.faults.file_programs import OPERATIONS, build, run_program, snapshot
 from tests.faults.planted import COMMAND_LINES, WAYS, leaks, planted
 
@@ -21,7 +22,7 @@ __all__ = ["files", "policy", "secrets"]
 
 Row = tuple[str, str, str]
 ROOT = Path(__file__).resolve().parent.parent
-PROGRAMS, OPERATIONS_EACH = 2000, 12
+PROGRAMS, PROGRAMS_EACH, OPERATIONS_EACH = 2000, 50, 12
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 #: Prints its arguments in every way that scripts do, and ends badly in its last step.
@@ -38,22 +39,31 @@ for step in range(40):
 """
 
 
-def _held(program: int, user: Path, config: dict[str, str]) -> bool:
-    """Run one program in a fork of this process, held as a trial is; every other one without mounts.
+def _host(programs: range, user: Path, config: dict[str, str], *, mounts: bool) -> bool:
+    """Hold a fork of this process as a host is, and run each program in a fork of that, as a trial is.
 
-    Returns whether it worked on the kernel's copy.
+    Returns whether the programs worked on the kernel's copy.
     """
     pid = os.fork()
     if pid == 0:
         mounted = False
         try:
-            from autoprec.trial.inside.isolate.isolation import isolate
+            from autoprec.trial.inside.isolate.isolation import add_layer, isolate
 
             os.chdir(user)
-            if program % 2:
+            if not mounts:
                 os.environ["AUTOPREC_TRIAL_MOUNTED"] = ""
-            mounted = bool(isolate(config).mounted)
-            run_program(program, user, operations=OPERATIONS_EACH, children=True)
+            overlay = isolate(config)
+            mounted = bool(overlay.mounted)
+            for program in programs:
+                trial = os.fork()
+                if trial == 0:
+                    try:
+                        add_layer(overlay, Path(config["private"]) / f"overlay-{program}")
+                        run_program(program, user, operations=OPERATIONS_EACH)
+                    finally:
+                        os._exit(0)
+                os.waitpid(trial, 0)
         finally:
             os._exit(int(mounted))
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
@@ -66,22 +76,23 @@ def files() -> list[Row]:
         base = Path(scratch)
         user, other = build(base)
         before = snapshot(user, other)
-        for program in range(PROGRAMS):
-            private = base / f"autoprec-{program}"
+        for first in range(0, PROGRAMS, PROGRAMS_EACH):
+            private = base / "private"
             private.mkdir()
             config = dict.fromkeys(("private", "run_dir"), str(private)) | {"cwd": str(user)}
             config["script"] = str(other / "train.py")
-            mounted += _held(program, user, config)
+            programs = range(first, first + PROGRAMS_EACH)
+            mounted += PROGRAMS_EACH * _host(programs, user, config, mounts=first // PROGRAMS_EACH % 2 == 0)
             after = snapshot(user, other)
-            changed += after != before
+            changed += len(set(before.items()) ^ set(after.items()))
             before = after
-            subprocess.run(["rm", "-rf", str(private)], check=False)
+            remove_folder(private)
     rate = PROGRAMS / (time.monotonic() - began)
     what = f"random programs of {OPERATIONS_EACH} of {len(OPERATIONS)} file operations, children included"
     return [
         (what, ">= 2,000", f"{PROGRAMS:,} ({rate:.0f} per second)"),
         ("of them on the kernel's copy (the others: overlay in Python and Landlock)", "", f"{mounted:,}"),
-        ("programs after which a file of the user's was changed", "0", str(changed)),
+        ("files of the user's that were changed, made or removed", "0", str(changed)),
     ]
 
 
