@@ -105,7 +105,8 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         own = make_result(records)
         finalists = [replace(records[6], name="search 5", number=8 + seed, seed=seed) for seed in range(2)]
         for record, gap in zip(finalists, (6e-4, 1e-3), strict=True):
-            tracker.trial(replace(record, metrics={**record.metrics, "divergence": gap}))
+            records.append(replace(record, metrics={**record.metrics, "divergence": gap}))
+            tracker.trial(records[-1])
         best = {**own.best, "name": "search 5", "divergence": 8e-4, "seeds": 2}
         marked = [replace(records[5], tags=("pareto", "best"))]
         tracker.finished(replace(own, best=best), [policy, report], records=marked)
