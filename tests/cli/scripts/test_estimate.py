@@ -90,7 +90,7 @@ def test_a_recorded_step_says_what_fp8_does_to_memory(tmp_path: Path) -> None:
 
 def test_the_choices_and_the_space_are_named(graph: str) -> None:
     found = run("--target", "b200", "--graph", graph).output
-    assert "choices   bf16, mxfp8, fp8_tensorwise, mxfp8/wgrad=bf16 (space blackwell-mx)" in found
+    assert "choices   bf16, mxfp8, fp8_tensorwise, mxfp8/wgrad=bf16, tf32 (space blackwell-mx)" in found
 
 
 def test_a_users_own_hopper_is_offered_fp8(tmp_path: Path) -> None:
