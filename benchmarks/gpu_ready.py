@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,7 @@ def _text(found: dict[str, Any]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description="what can be said about GPUs without one")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--processes", type=int, default=1, help="counts at a time")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -231,15 +233,16 @@ def main() -> int:
     lines = [f"# Ready for a GPU, without one: {time.strftime('%Y-%m-%d')}", "", "`python benchmarks/gpu_ready.py`", ""]
     lines += [f"{versions}; Python {sys.version.split()[0]}; {os.cpu_count()} CPU cores, a pretended card.", ""]
     lines += ["| what | card | backend, recipe | counted |", "|---|---|---|---|"]
-    asked = [("eager", r, "native", "9.0") for r in ("bf16", *HOPPER)]
+    asked = [("scan", "-", "-", "-"), ("ragged", "-", "-", "-")]
+    asked += [("eager", r, "native", "9.0") for r in ("bf16", *HOPPER)]
     asked += [("compiled", r, "native", "9.0") for r in ("bf16", *HOPPER)]
     asked += [("compiled", r, "torchao", "9.0") for r in ("tensorwise", "rowwise")]
     asked += [("compiled", r, "native", "10.0") for r in BLACKWELL]
-    asked += [("scan", "-", "-", "-"), ("ragged", "-", "-", "-")]
-    for what, recipe, backend, capability in asked:
-        print(f"... {what} {backend} {recipe}", file=sys.stderr, flush=True)
-        found = _text(_child(what, recipe, backend, capability))
-        lines.append(f"| {what} | {capability} | {backend}, {recipe} | {found} |")
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        for row, found in zip(asked, pool.map(lambda row: _child(*row), asked), strict=True):
+            what, recipe, backend, capability = row
+            lines.append(f"| {what} | {capability} | {backend}, {recipe} | {_text(found)} |")
+            print(lines[-1], file=sys.stderr, flush=True)
     lines += [
         "",
         "eager: one linear of 768 to 3072 with 16,384 tokens, operators that start a kernel, forward and backward.",
