@@ -243,7 +243,11 @@ def _become(
         sys.excepthook(*sys.exc_info())
         traceback.print_exc()
     finally:
-        threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter ends: threads are waited for
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(code)
+        try:
+            threading._shutdown()  # type: ignore[attr-defined]  # as an interpreter ends: threads are waited for
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+        except BaseException:
+            traceback.print_exc()
+        finally:  # whatever happens: this fork must never return into the test that made it
+            os._exit(code)
