@@ -7,6 +7,7 @@ objects. What real processes do (injection, launch modes, launchers) is tested w
 from __future__ import annotations
 
 import atexit
+import concurrent.futures.thread
 import contextlib
 import faulthandler
 import functools
@@ -228,6 +229,7 @@ def _become(
             sys.modules["torch"].set_num_threads(1)
         gc.freeze()  # like a new process, it has only the script's own objects to go through
         atexit._clear()
+        concurrent.futures.thread._threads_queues.clear()  # type: ignore[attr-defined]  # this thread may be one of them
         sys.argv, sys.path[0] = argv, str(Path(argv[0]).resolve().parent)
         if "AUTOPREC_TRIAL" in env:
             from autoprec.trial.inside import agent

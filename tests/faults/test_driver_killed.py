@@ -52,7 +52,8 @@ def test_killed_at_random_moments_it_ends_with_the_same_policy(tmp_path: Path, m
         pytest.fail("the last start did not finish the study")
     assert kills >= 2
     searched = [line for line in told if line.split()[1] in ("preset", "search")]
-    assert len(searched) == len(set(searched)) == 12
+    assert len(searched) == len(set(searched)), "a trial ran twice"
+    assert 12 - kills <= len(searched) <= 12, "a kill may fall between storing a trial and telling it"
     finalists = [line for line in told if line.split()[1] == "finalist"]
     assert len(finalists) >= len(set(finalists))
     one, two = load_policy(tmp_path / "plain.yaml"), load_policy(tmp_path / "cut.yaml")
