@@ -163,7 +163,7 @@ time.sleep(60)
     child.wait()
     child.stdout.close()
     client, state = tracked["client"], tracked["state"]
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     status = ""
     while status != "KILLED" and time.monotonic() < deadline:
         time.sleep(0.5)

@@ -53,7 +53,7 @@ def test_a_dead_server_costs_less_than_two_seconds_and_loses_nothing(
     seconds, reference = _track(tmp_path / "study", f"http://127.0.0.1:{port}", records, result)
     assert seconds < 2.0
     assert reference["run_id"] is None
-    (failed,) = sync(tmp_path)
+    (failed,) = sync(tmp_path, tracking_uri=f"http://127.0.0.1:{port}")
     assert not failed.ok
     assert "does not answer" in failed.reason
     (sent,) = sync(tmp_path, tracking_uri=tracked["state"].tracking_uri, experiment="replayed")
