@@ -13,7 +13,8 @@ STAMP  := $(VENV)/.installed-$(KEY)
 INDEX  := https://download.pytorch.org/whl/cpu
 # A working nvidia-smi means a GPU that this user can train on; TORCH=cpu or TORCH=cuda overrides.
 TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
-# Compiling every module of every package takes longer than the installation; Python compiles what it imports.
+# Compiling every module of every package takes longer than the installation. So what every script imports is compiled
+# once, by importing it: a trial writes no bytecode, and each would compile PyTorch again.
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 ADD    := $(PIP) install --no-compile -c $(VENV)/constraints.txt
 
@@ -36,6 +37,7 @@ $(READY): $(BIN)/python
 	 else sed 's/^torch==.*/torch==2.13.0/' constraints.txt | uniq > $(VENV)/constraints.txt; fi
 	@$(ADD) torch 2>/dev/null || $(ADD) --extra-index-url $(INDEX) torch
 	@$(ADD) -e .
+	@PYTHONDONTWRITEBYTECODE= $(BIN)/python -c "import torch._dynamo, optuna, mlflow, autoprec.trial.inside.agent"
 	@rm -f $(VENV)/.ready-* $(VENV)/.installed-*
 	@touch $@
 
@@ -50,7 +52,7 @@ demo: $(READY)
 # Two processes take one file after the other, the longest first (tests/conftest.py); PYTEST= is for one process.
 PYTEST ?= -n 2 --dist loadscope --no-loadscope-reorder
 test: $(STAMP)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(PYTEST)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
