@@ -71,10 +71,10 @@ def _sync_one(spool: Spool, tracking_uri: str | None, experiment: str | None) ->
     study_dir = spool.directory.parent
     opened = spool.target()
     recorded = opened.get("tracking_uri", "")
-    uri = named_uri(tracking_uri) or recorded
-    if uri and uri == recorded and not uri.startswith(_OF_A_FILE):
-        return SyncReport(study_dir.name, uri, 0, False, _UNNAMED.format(visible(shlex.quote(uri))))
-    uri = uri or default_uri(study_dir.resolve().parent)
+    named = named_uri(tracking_uri)
+    if not named and recorded and not recorded.startswith(_OF_A_FILE):
+        return SyncReport(study_dir.name, recorded, 0, False, _UNNAMED.format(visible(shlex.quote(recorded))))
+    uri = named or recorded or default_uri(study_dir.resolve().parent)
     name = experiment or opened.get("experiment") or "autoprec"
     sent = 0
 
