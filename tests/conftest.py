@@ -38,6 +38,16 @@ def warm() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def fresh_plans() -> Iterator[None]:
+    """A test that changes what compiled plans depend on has its own; layers of a process share them."""
+    from autoprec.numerics.plan import _compiled
+
+    _compiled.cache_clear()
+    yield
+    _compiled.cache_clear()
+
+
 #: Where the tests are that take longest. They come first, so that no worker is left alone with one of them at the end.
 LONGEST = ("tests/trial/driver", "tests/e2e", "tests/faults", "tests/tracking", "tests/test_readme", "tests/tuning")
 

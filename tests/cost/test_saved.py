@@ -110,6 +110,7 @@ def record(model: nn.Module, x: Tensor) -> GraphReport:
 CASES = [(n, p) for n in MODELS for p in POLICIES if n != "convolutions" or p.startswith("bf16")]
 
 
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize(("name", "policy"), CASES)
 def test_modelled_bytes_are_what_autograd_saves(name: str, policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     # what is modelled is a device that saves 8-bit codes; a CPU without bf16 units saves float32 values in their place

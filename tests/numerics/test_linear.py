@@ -238,6 +238,7 @@ def test_without_bf16_units_bf16_is_float32_arithmetic_on_bf16_values(
         assert (real - ours).float().norm() <= 2e-3 * real.float().norm()  # half a unit here and there
 
 
+@pytest.mark.usefixtures("fresh_plans")
 @pytest.mark.parametrize("name", [n for n, recipe in BUILTIN_RECIPES.items() if recipe.scaled])
 def test_values_and_codes_train_alike_bit_by_bit(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoprec.numerics.gemm.fast_bf16_gemm", lambda device: False)
