@@ -179,21 +179,7 @@ def _script(path: str | Path) -> Callable[[], object]:
 def _run(
     bodies: Sequence[Callable[[], object]], argv: Sequence[str | Path], cwd: Path, env: Mapping[str, str]
 ) -> Ended:
-    """Run one fork per body, and all of them once more where one did not end.
-
-    A fork holds what other threads of this process held when it was made (a lock of gloo's, say), and then waits for
-    ever, which says nothing about the code under test; what hangs by itself hangs twice.
-    """
     warm_up()
-    try:
-        return _run_once(bodies, argv, cwd, env)
-    except TimeoutError:
-        return _run_once(bodies, argv, cwd, env)
-
-
-def _run_once(
-    bodies: Sequence[Callable[[], object]], argv: Sequence[str | Path], cwd: Path, env: Mapping[str, str]
-) -> Ended:
     words = list(map(str, argv))
     children: list[int] = []
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "wb") as nowhere:
@@ -253,7 +239,8 @@ def _become(
             from autoprec.trial.inside import agent
 
             agent.install(env["AUTOPREC_TRIAL"])
-        (body or _script(argv[0]))()
+        # Held to the end, as a module is: DDP's destructor waits for a thread of gloo that may be waiting for the GIL.
+        held = (body or _script(argv[0]))()  # noqa: F841
     except SystemExit as stop:
         code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
         if stop.code is not None and not isinstance(stop.code, int):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from autoprec.support.optional import is_available
-from tests.warm import Ended, run_forked
+from tests.warm import run_forked, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "integrations"
@@ -28,15 +25,6 @@ NEEDS = {
 }
 
 
-def run_real_ranks(script: Path, policy: Path, folder: Path) -> Ended:
-    """Under the launcher that the example names: ranks that are forks of this process may hang at their end."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-W", "ignore", *launcher, str(script), str(policy)]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
-    return Ended(done.returncode, done.stdout, done.stderr)
-
-
 def test_every_example_is_tested() -> None:
     names = {path.stem for path in FOLDER.glob("*.py")} - {"toy"}
     assert names == {"plain_torch", "ddp", "fsdp2", *NEEDS}
@@ -52,7 +40,7 @@ def test_example(tmp_path: Path, name: str) -> None:
     policy.write_text(POLICY, encoding="utf-8")
     script = FOLDER / f"{name}.py"
     if name in ("ddp", "fsdp2"):
-        done = run_real_ranks(script, policy, tmp_path)
+        done = run_ranks(script, policy, cwd=tmp_path)
     else:
         done = run_forked([script, policy], tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]
