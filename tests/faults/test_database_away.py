@@ -9,7 +9,8 @@ import tempfile
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,16 @@ pytestmark = [
 
 
 class Notes:
-    """Collects notes."""
+    """Collects notes, and calls a function when the search says that the server is away."""
 
-    def __init__(self) -> None:
+    def __init__(self, away: Callable[[], Any] = lambda: None) -> None:
         self.texts: list[str] = []
+        self.away = away
 
     def note(self, text: str) -> None:
         self.texts.append(text)
+        if "does not answer" in text:
+            self.away()
 
     def phase(self, name: str, detail: str = "") -> None: ...
     def started(self, info: Any) -> None: ...
@@ -59,8 +63,13 @@ def server() -> Iterator[Any]:
 
 
 def kill(server: Any) -> None:
-    """End the server at once, as a crash would."""
+    """End the server at once, as a crash would, and return when nobody listens any more."""
+    stat = Path(f"/proc/{server.get_pid()}/stat")
     os.kill(server.get_pid(), signal.SIGQUIT)
+    until = time.monotonic() + 30
+    with suppress(FileNotFoundError, ProcessLookupError):
+        while " Z " not in stat.read_text() and time.monotonic() < until:
+            time.sleep(0.01)
 
 
 def search(server: Any, notes: Notes, study: str, hook: Any, **changes: Any) -> Search:
@@ -88,16 +97,14 @@ def test_a_server_that_restarts_is_waited_for_and_one_that_does_not_is_named(
     search(server, Notes(), "plain", lambda _: None).run()
     expected = load_policy("policy.yaml")
 
-    restarts: list[threading.Thread] = []
+    restarts: list[threading.Timer] = []
 
-    def away_for_two_seconds(calls: int) -> None:
-        if calls in (7, 12):
-            kill(server)
-            restarts.append(threading.Timer(2.0, server.ensure_postgres_running))
-            restarts[-1].start()
+    def back_in_a_second() -> None:
+        restarts.append(threading.Timer(1.0, server.ensure_postgres_running))
+        restarts[-1].start()
 
-    notes = Notes()
-    restarted = search(server, notes, "restarted", away_for_two_seconds)
+    notes = Notes(away=back_in_a_second)
+    restarted = search(server, notes, "restarted", lambda calls: kill(server) if calls in (7, 12) else None)
     restarted.run()
     for thread in restarts:
         thread.join()
