@@ -7,8 +7,9 @@
 ``scripts.yaml`` names the scripts: repository, path, the arguments that make the run tiny, the data to generate. DIR of
 ``--from`` holds one clone per repository (``git clone https://github.com/karpathy/nanoGPT DIR/nanoGPT``); what is not
 there is listed as skipped. ``odd_loops/`` holds loops of our own that frameworks rarely test. Every script runs in a
-scratch copy of its repository: bare, through inspect, search, check and run, and bare again where the search says that
-it is not deterministic (are its losses the same bits?). All files are hashed before and after each command. Results are
+scratch copy of its repository: bare, through inspect, search, check and run, through verify over fresh paired seeds
+where a policy was adopted, and bare again where the search says that it is not deterministic (are its losses the same
+bits?). All files are hashed before and after each command. Results are
 kept per script in ``--work``, so that a rerun does only what is missing.
 """
 
@@ -33,11 +34,15 @@ import yaml
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-STEPS = ("bare", "inspect", "search", "check", "run", "again")
-LIMITS = {"bare": 120.0, "again": 120.0, "inspect": 240.0, "search": 600.0, "check": 240.0, "run": 180.0}
+STEPS = ("bare", "inspect", "search", "check", "run", "verify", "again")
+LIMITS = {"bare": 120.0, "again": 120.0, "inspect": 240.0, "check": 240.0, "run": 180.0} | dict.fromkeys(
+    ("search", "verify"), 600.0
+)
 #: An endless script is stopped here; that it was still training then is what is asked of it.
 ENDLESS = 25.0
 SEARCH = "--target h100 --force --trials 3 --steps 4 --warmup 1 --seeds 2 --finalists 1 --no-mlflow --json"
+#: Runs like those of the search's finalists; the paired seeds after theirs are fresh ones.
+VERIFY, KNOWN_SEEDS = "--steps 4 --warmup 1 --seeds 6 --json", 2
 #: Written by AutoPrec, or by Python itself, on purpose.
 OURS = ("autoprec-runs", "__pycache__")
 
@@ -196,6 +201,7 @@ class Trial:
             "search": [*SEARCH.split(), "-o", str(policy)],
             "check": ["--policy", str(policy), "--json"],
             "run": ["--policy", str(policy)],
+            "verify": ["--policy", str(policy), *VERIFY.split()],
         }[step]
         words = ["--", *self.script.words] if self.script.launcher else self.script.words
         limit = ENDLESS if self.script.endless and step == "run" else LIMITS[step]
@@ -205,6 +211,9 @@ class Trial:
         except json.JSONDecodeError:
             answer = {}
         shown = SHOWN[step](answer) if answer else {}
+        if step == "verify" and answer:
+            stated = yaml.safe_load(policy.read_text(encoding="utf-8"))["evidence"]
+            shown["stated"] = {name: stated.get(name, 0.0) for name in ("divergence", "interval", "noise_floor")}
         if step == "search":
             self.adopted = answer.get("verdict") == "adopt"
         if step == "inspect":
@@ -238,7 +247,19 @@ def shown_of_check(answer: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in answer.items() if isinstance(value, (str, int, float, bool))}
 
 
-SHOWN = {"inspect": shown_of_inspect, "search": shown_of_search, "check": shown_of_check}
+def shown_of_verify(answer: dict[str, Any]) -> dict[str, Any]:
+    policy = answer["rows"][0]
+    fresh = policy["divergences"][KNOWN_SEEDS:]
+    failed = len(policy["failures"])
+    return {"fresh": fresh, "failed": failed, "floor": answer["noise_floor"], "reason": answer["reason"]}
+
+
+SHOWN = {
+    "inspect": shown_of_inspect,
+    "search": shown_of_search,
+    "check": shown_of_check,
+    "verify": shown_of_verify,
+}
 
 
 def commit() -> str:
@@ -261,6 +282,8 @@ def try_script(script: Script, clones: Path | None, work: Path, again: set[str])
     trial = Trial(script, clones, work, adopted, tunable)
     for step in STEPS if not record["skipped"] else ():
         if step in kept or (step == "again" and not scripts_table.called_random(record)):
+            continue
+        if step == "verify" and not trial.adopted:
             continue
         began = time.strftime("%H:%M:%S")
         record["commit"] = commit()

@@ -13,6 +13,7 @@ from collections import Counter
 from datetime import date
 from importlib import metadata
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 COMMANDS = ("inspect", "search", "check", "run")
@@ -75,6 +76,24 @@ def faults(record: Record, step: str) -> list[str]:
         if deterministic(record) and called_random(record):
             found.append("search: called not deterministic")
     return found
+
+
+#: The divergence within which a search adopts by default.
+BUDGET = 0.0025
+
+
+def fresh_seeds(record: Record) -> tuple[float, float, bool] | None:
+    """Return what an adopted policy's divergence is over fresh paired seeds, what was stated, and whether it holds.
+
+    Stated is the mean over the search's own seeds with the half width of its interval, at least the script's own noise.
+    """
+    answer = record["steps"].get("verify", {}).get("answer", {})
+    if not answer.get("fresh"):
+        return None
+    stated = answer["stated"]
+    most = max(stated["divergence"] + stated["interval"], stated["noise_floor"], answer["floor"])
+    mean = fmean(answer["fresh"])
+    return mean, most, mean <= BUDGET and not answer["failed"]
 
 
 def message(done: dict[str, Any]) -> str:
@@ -151,12 +170,18 @@ def summary(records: list[Record], third: set[str]) -> list[str]:
     wrong = [record["name"] for record in tried if deterministic(record) and called_random(record)]
     changed = [record["name"] for record in tried if any(touched(record, step) for step in COMMANDS)]
     outside = sum(record["name"] in third for record in tried)
+    fresh = {record["name"]: found for record in tried if (found := fresh_seeds(record))}
+    beyond = [name for name, (_, _, holds) in fresh.items() if not holds]
+    above = [f"{name} ({mean:.3%} for {most:.3%})" for name, (mean, most, _) in fresh.items() if mean > most]
     rows = [
         ("scripts tried, of them from other people's repositories", f"{len(tried)}, {outside}"),
         ("from inspect to run without a fault of AutoPrec", f"{good} of {len(tried)} ({good / count:.0%})"),
         ("of these, stopped with a message that says what to do", str(kinds["told"])),
         ("deterministic alone, called not deterministic", f"{len(wrong)} {', '.join(wrong)}".strip()),
         ("scripts of which a command changed a file", f"{len(changed)} {', '.join(changed)}".strip()),
+        ("policies adopted, and their divergence looked at over four fresh paired seeds", str(len(fresh))),
+        (f"of these, mean divergence beyond the budget of {BUDGET:.2%}", f"{len(beyond)} {', '.join(beyond)}".strip()),
+        ("of these, beyond the mean and interval that the answer states", f"{len(above)} {', '.join(above)}".strip()),
         ("skipped here, or failing without AutoPrec", str(kinds["skipped"] + kinds["script fails"])),
     ]
     return ["| what | figure |", "|---|---|", *(f"| {what} | {figure} |" for what, figure in rows)]
@@ -173,7 +198,7 @@ here; only that every command ends as it should.
 seeds and the loss bits are compared. **inspect** gives the layers found and the share of FLOPs that is tunable,
 **search** the verdict of three trials for a modelled H100, **check** whether each layer executed what was asked,
 **run** whether the script ends under the policy as it does alone; where nothing was adopted, these two are given
-uniform bf16.
+uniform bf16. What was adopted runs under four paired seeds that the search has not seen.
 All files of the user are hashed before and after each command. The search is
 `{search}`.
 

@@ -100,6 +100,7 @@ class SimulatedScript:
     """What the simulated script is like.
 
     ``fail`` may return (status, reason) for a policy document and so fail that trial; ``delay_s`` is slept per trial;
+    ``probe_s`` is what a probe would take, so that some are left out of a scan with too little time;
     ``noise`` is how far any change at all moves the loss of a run, as a gradient error would; ``calls`` lists every
     spec that ran, by seed. ``error_scale`` multiplies every gradient error: a layer's share of the whole gradient
     shrinks with the root of their number, so a model of 500 layers is no worse than one of nine.
@@ -112,6 +113,7 @@ class SimulatedScript:
     step_ms: float = 100.0
     fail: Callable[[Mapping[str, Any] | None], tuple[str, str] | None] | None = None
     delay_s: float = 0.0
+    probe_s: float = 0.0
     device: str = "cpu"
     calls: list[tuple[int, TrialSpec]] = field(default_factory=list)
 
@@ -173,7 +175,9 @@ class SimulatedRunner(Runner):
         if spec.kind == "record":
             return TrialResult("ok", payload={"graph": script.graph.to_json()})
         if spec.kind == "sensitivity":
-            rows = [{"id": p.id, "gradient_error": script.error(p.policy), "nonfinite": False} for p in spec.probes]
+            most = max(1, int(spec.within_s / script.probe_s)) if spec.within_s is not None and script.probe_s else None
+            asked = spec.probes[:most]
+            rows = [{"id": p.id, "gradient_error": script.error(p.policy), "nonfinite": False} for p in asked]
             return TrialResult("ok", payload={"probes": rows, "gradient_noise": 0.5})
         return self._train(spec)
 

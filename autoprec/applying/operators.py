@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoprec.numerics.delayed import DelayedReduction
 from autoprec.numerics.plan import DTYPE_NAMES
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.policy import OperatorPolicy
@@ -236,7 +237,7 @@ class RootExecution:
         low_precision: the model holds bfloat16 or float16 parameters.
         emulates_casts: bfloat16 products are emulated where a CPU has no units for them.
         context: what a backend needs around the whole forward, if anything.
-        before: called before each forward, if anything.
+        before: learns delayed scales before each forward, where the policy has any.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
     """
 
@@ -250,7 +251,7 @@ class RootExecution:
     traced: bool = False
     modes: dict[bool, OperatorMode] = field(init=False, default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] | None = None
-    before: Callable[[], None] | None = None
+    before: DelayedReduction | None = None
 
     def __post_init__(self) -> None:
         slow = {torch.float16} if self.device == "cpu" else set()

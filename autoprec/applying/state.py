@@ -91,9 +91,8 @@ def _under(prefix: str, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def _settle(model: nn.Module, *_args: Any) -> None:
     """Post-hook of ``step``: ranks agree on what they have seen before anything is saved."""
     root = root_of(unwrap(model))
-    settle = None if root is None else getattr(root.before, "settle", None)
-    if settle is not None:
-        settle()
+    if root is not None and root.before is not None:
+        root.before.settle()
 
 
 def carry_state(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:

@@ -83,15 +83,13 @@ class TrackingListener:
         A resumed study may have another answer than before, and its best may be a trial of the session before.
         """
         front = {row.get("name") for row in result.front}
-        rows = (*result.presets, *result.front)
-        rejected = {row.get("name") for row in rows if str(row.get("reason", "")).startswith("rejected")}
         own = [r for r in recorded if r.ok and r.kind in ("preset", "search")]
         own = own or [r for r in recorded if r.ok and r.kind == "finalist"]
         out = []
         for record in own:
             marks = {"pareto"} if record.name in front else set()
             marks |= {"best"} if record.name == result.best.get("name") else set()
-            marks |= {"infeasible"} if record.name in rejected else set()
+            marks |= {"infeasible"} if record.name in result.rejected else set()
             tags = (*(tag for tag in record.tags if tag not in ("pareto", "best", "infeasible")), *sorted(marks))
             if set(tags) != set(record.tags):
                 out.append(replace(record, tags=tags))

@@ -13,9 +13,11 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 __all__ = [
     "adopt_orphans",
+    "call_libc",
     "die_with_parent",
     "end_group",
     "end_orphans",
@@ -34,10 +36,25 @@ _PR_SET_CHILD_SUBREAPER = 36
 _LOCK, _BEING_MADE_S = "lock", 60.0
 
 
+def call_libc(name: str, *values: Any) -> int:
+    """Call a function of the C library, ``syscall`` among them, that tells a failure by a negative value.
+
+    Raises:
+        OSError: it failed; the number is libc's errno.
+        AttributeError: this system's C library has none of that name.
+    """
+    arguments = [os.fsencode(value) if isinstance(value, str) else value for value in values]
+    found = int(getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments))
+    if found < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")
+    return found
+
+
 def die_with_parent(sent: signal.Signals = signal.SIGKILL) -> None:
     """Ask the kernel for a signal when the thread that started this process ends (Linux; elsewhere nothing happens)."""
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, sent, 0, 0, 0)
+        call_libc("prctl", _PR_SET_PDEATHSIG, sent, 0, 0, 0)
 
 
 def adopt_orphans() -> set[int]:
@@ -46,7 +63,7 @@ def adopt_orphans() -> set[int]:
     A process that leaves its session and clears its environment can be found in no other way.
     """
     with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        call_libc("prctl", _PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     return _children(os.getpid())
 
 

@@ -94,6 +94,7 @@ class Deadline:
         limit_s: own seconds that may pass without a step.
         leader: the process that leads the tree.
         steps: the file in which the trial counts its steps (:class:`Beat`).
+        told: is given how many steps there were, whenever there are more.
         usage, clock: how to look; exchanged in tests.
     """
 
@@ -102,11 +103,12 @@ class Deadline:
         limit_s: float,
         leader: int,
         steps: Path | None = None,
+        told: Callable[[int], None] | None = None,
         *,
         usage: Callable[[int], dict[int, Usage]] = tree_usage,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limit_s, self._leader, self._steps = limit_s, leader, steps
+        self.limit_s, self._leader, self._steps, self._told = limit_s, leader, steps, told
         self._usage, self._clock = usage, clock
         self._looked = clock()
         self._every_s = min(max(_SHORTEST_S, limit_s / _LOOKS), _LONGEST_S, limit_s / 4)
@@ -115,9 +117,9 @@ class Deadline:
         self.own_s = 0.0
 
     @property
-    def stepped(self) -> bool:
-        """True once the trial has completed a step."""
-        return bool(self._seen)
+    def steps(self) -> int:
+        """How many steps the trial had completed when it was last looked at."""
+        return int(self._seen or 0)
 
     def passed(self) -> bool:
         """Look at the tree, if it is time to; True when it has stood still for too long."""
@@ -131,6 +133,8 @@ class Deadline:
         seen = _read(str(self._steps)) if self._steps is not None else ""
         if seen != self._seen:
             self._seen, self.own_s = seen, 0.0
+            if self._told is not None:
+                self._told(int(seen))
         usage = self._usage(self._leader)
         kept = [_kept_waiting(self._before.get(pid), now, passed_s) for pid, now in usage.items()]
         # A wait is counted when it ends, so one look may see more of it than has passed since the last: that is repaid.

@@ -50,6 +50,7 @@ class TrialSpec:
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
         timeout_s: seconds of the trial's own time without a step after which it is ``hung``; time that the machine gave
             to others is not counted (:mod:`autoprec.trial.progress`).
+        within_s: seconds after which a scan begins no further probe (the first one is always answered); None: no limit.
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
         memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
         record_graph: also record the graph in the last step (``check``: audit by recording).
@@ -67,6 +68,7 @@ class TrialSpec:
     backend: str = "auto"
     probes: tuple[Probe, ...] = ()
     batches: int = 1
+    within_s: float | None = None
     side_by_side: int = 1
     threads: int = 1
     timeout_s: float = 600.0

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,10 @@ class Machine:
     def usage(self, _leader: int) -> dict[int, Usage]:
         return {7: Usage(self.state, self.cpu, self.waited if self.known else None)}
 
-    def deadline(self, limit_s: float, steps: Path | None = None) -> Deadline:
-        return Deadline(limit_s, 7, steps, usage=self.usage, clock=lambda: self.now)
+    def deadline(
+        self, limit_s: float, steps: Path | None = None, told: Callable[[int], None] | None = None
+    ) -> Deadline:
+        return Deadline(limit_s, 7, steps, told, usage=self.usage, clock=lambda: self.now)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +75,15 @@ def test_own_time_is_what_the_machine_gave(shares: list[float]) -> None:
 def test_a_step_starts_a_new_deadline(tmp_path: Path) -> None:
     steps = steps_file(tmp_path / "result.json")
     beat, machine = Beat(steps), Machine()
-    deadline = machine.deadline(10.0, steps)
+    told: list[int] = []
+    deadline = machine.deadline(10.0, steps, told.append)
     for tick in range(60):
         machine.tick(1.0, 0.0)
         if tick % 8 == 0:
             beat()
         assert not deadline.passed()
-    assert deadline.stepped
+    assert deadline.steps == 8
+    assert told == [1, 2, 3, 4, 5, 6, 7, 8]
     for _ in range(12):
         machine.tick(1.0, 0.0)
     assert deadline.passed()

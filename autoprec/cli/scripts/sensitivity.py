@@ -57,14 +57,18 @@ def _scan(scan: SensitivityScan, runner: TrialRunner, spec: TrialSpec, label: st
     while probes := scan.next_round():
         payloads: list[dict[str, Any]] = []
         batches = f", on up to {scan.batches} batches" if scan.batches > 1 else ""
-        phases.begin(f"gradient errors of {len(probes)} changes to the policy{batches}", total=scan.batches)
+        # steps before each batch, the step that all are compared with, and the probes
+        lasts = [spec.warmup + later + 1 + len(probes) for later in range(scan.batches)]
+        phases.begin(f"gradient errors of {len(probes)} changes to the policy{batches}", total=sum(lasts))
         for later in range(scan.batches):
-            result = runner.run(replace(spec, probes=tuple(probes), warmup=spec.warmup + later))
+            before = sum(lasts[:later])
+            asked = replace(spec, probes=tuple(probes), warmup=spec.warmup + later)
+            result = runner.run(asked, lambda done, before=before: phases.advance(before + done))  # type: ignore[misc]
             if payloads and result.status == "too_short":
                 scan.batches = len(payloads)  # the script has no more of them
                 break
             payloads.append(payload_of(result, label))
-            phases.advance(later + 1, scan.batches)
+            phases.advance(before + lasts[later])
         scan.add(*payloads)
 
 

@@ -13,7 +13,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +41,10 @@ _MAX_LOST = 3
 _MAX_PASSED_OVER = 5
 #: What a host is given to end a trial that hangs (s), before it is taken to hang itself.
 _HOST_GRACE_S = 30.0
+
+
+#: Hears how many steps a trial has completed.
+Told = Callable[[int], None] | None
 
 
 class _HostLostError(Exception):
@@ -273,14 +277,18 @@ class TrialRunner(Runner):
                 )
 
     # ---------------------------------------------------------------- trials
-    def run(self, spec: TrialSpec) -> TrialResult:
+    def run(self, spec: TrialSpec, told: Told = None) -> TrialResult:
         """Run one trial and return how it ended, whatever it does. Safe to call from several threads at once.
+
+        Args:
+            spec: what to run.
+            told: is given how many steps (and probes) it has completed, about once a second.
 
         Raises:
             NoSpaceError: its files do not fit on the disk, which says nothing about the policy.
         """
         try:
-            result = self._run(spec)
+            result = self._run(spec, told)
         except ScriptError as error:
             return TrialResult("crashed", str(error))
         except OSError as error:
@@ -291,12 +299,12 @@ class TrialRunner(Runner):
             raise self._no_space(result.reason)
         return result
 
-    def _run(self, spec: TrialSpec) -> TrialResult:
+    def _run(self, spec: TrialSpec, told: Told) -> TrialResult:
         if self.start().launch != "fork":
-            return self._run_process(spec)
+            return self._run_process(spec, told)
         for _ in range(1 + _RETRIES):
             with contextlib.suppress(_HostLostError):
-                return self._run_fork(spec)
+                return self._run_fork(spec, told)
         code = self._host.poll() if self._host is not None else None
         ended = describe_exit(code) if code is not None else "ended"
         reason = f"the host process {ended} {1 + _RETRIES} times while this trial ran; see {self._log}"
@@ -309,7 +317,7 @@ class TrialRunner(Runner):
             fix="free some space there, or name another place with TMPDIR; then --resume",
         )
 
-    def _run_fork(self, spec: TrialSpec) -> TrialResult:
+    def _run_fork(self, spec: TrialSpec, told: Told = None) -> TrialResult:
         began = time.monotonic()
         future: Future[dict[str, Any]] = Future()
         with self._lock:
@@ -332,7 +340,8 @@ class TrialRunner(Runner):
         try:
             with self._lock:
                 send_message(control, op="run", **request)
-            answer = self._await(future, Deadline(spec.timeout_s + _HOST_GRACE_S, self.host_pid, steps_file(path)))
+            deadline = Deadline(spec.timeout_s + _HOST_GRACE_S, self.host_pid, steps_file(path), told)
+            answer = self._await(future, deadline)
         except OSError as error:
             raise _HostLostError from error
         finally:
@@ -395,7 +404,7 @@ class TrialRunner(Runner):
         for future in [f for f in self._waiting.values() if not f.done()]:
             future.set_result(answer)
 
-    def _run_process(self, spec: TrialSpec) -> TrialResult:
+    def _run_process(self, spec: TrialSpec, told: Told = None) -> TrialResult:
         began = time.monotonic()
         private = self._private
         if private is None:
@@ -409,12 +418,12 @@ class TrialRunner(Runner):
         self._running.add(process)
         try:
             timed_out = False
-            deadline = Deadline(spec.timeout_s + self._setup_allowance(), process.pid, steps_file(path))
+            deadline = Deadline(spec.timeout_s + self._setup_allowance(), process.pid, steps_file(path), told)
             while process.poll() is None:
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
                     process.wait(5.0)
                     break
-                if deadline.stepped:
+                if deadline.steps:
                     deadline.limit_s = spec.timeout_s
                 if deadline.passed() or self._closed:
                     timed_out = True

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +27,8 @@ __all__ = ["run_script"]
 _MEANT_FOR_THE_SCRIPT = frozenset(
     {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}
 )
+#: Within this many seconds a signal to a group has reached all of it.
+_DELIVERY_S = 0.01
 _AWAITED = _MEANT_FOR_THE_SCRIPT | {signal.SIGCHLD}
 
 
@@ -42,15 +45,55 @@ def _held_back() -> Iterator[set[signal.Signals] | None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+class _GroupMember:
+    """One more process of this process group, which keeps what it is sent pending and does nothing else.
+
+    ``kill -- -PGID``, ``timeout`` and job schedulers signal the whole group, so the script has such a signal already. A
+    second one would end a script that is writing its checkpoint because of the first. What is pending here went to all.
+    """
+
+    def __init__(self) -> None:
+        self._pid = os.fork()
+        while self._pid == 0:  # it inherits the mask of :func:`_held_back`
+            die_with_parent()
+            signal.pause()
+
+    def has(self, number: int) -> bool:
+        """Whether it was sent this signal, too."""
+        time.sleep(_DELIVERY_S)
+        with contextlib.suppress(OSError):
+            _, _, rest = (
+                Path(f"/proc/{self._pid}/status").read_text(encoding="ascii", errors="replace").partition("ShdPnd:")
+            )
+            return bool(int(rest.split()[0], 16) >> (number - 1) & 1)
+        return False
+
+    def end(self) -> None:
+        """End it."""
+        with contextlib.suppress(OSError):
+            os.kill(self._pid, signal.SIGKILL)
+            os.waitpid(self._pid, 0)
+
+
 def _wait(process: subprocess.Popen[bytes]) -> int:
     """Wait for the script, and pass on every signal that this process alone was sent.
 
     What the terminal sends (Ctrl-C, its end) comes from the kernel, to the whole foreground group: the script has it.
     """
-    while process.poll() is None:
-        sent = signal.sigtimedwait(_AWAITED, 1.0)
-        if sent is not None and sent.si_signo in _MEANT_FOR_THE_SCRIPT and sent.si_code <= 0:
-            process.send_signal(sent.si_signo)
+    member = _GroupMember()
+    try:
+        while process.poll() is None:
+            sent = signal.sigtimedwait(_AWAITED, 1.0)
+            if sent is None or sent.si_signo not in _MEANT_FOR_THE_SCRIPT or sent.si_code > 0:
+                continue
+            if not member.has(sent.si_signo):
+                process.send_signal(sent.si_signo)
+                continue
+            signal.sigtimedwait({sent.si_signo}, 0)  # ``timeout`` signals its child, and then the group of both
+            member.end()
+            member = _GroupMember()
+    finally:
+        member.end()
     return process.returncode
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,7 +25,15 @@ from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
-from autoprec.trial.inside.sensitivity import NOISE_BATCHES, Gradients, StateSample, Weights, local_part, relative_error
+from autoprec.trial.inside.sensitivity import (
+    NOISE_BATCHES,
+    Gradients,
+    StateSample,
+    Weights,
+    is_over,
+    local_part,
+    relative_error,
+)
 from autoprec.trial.protocol import TrialSpec
 
 __all__ = ["Replay"]
@@ -90,7 +99,7 @@ class Replay(Events):
         done: Callable[[dict[str, Any]], None],
         beat: Callable[[], None] = lambda: None,
     ) -> None:
-        self._beat = beat
+        self._beat, self._began = beat, time.monotonic()
         self._spec, self._found, self._hooks, self._done = spec, found, hooks, done
         self._device = found.parameters[0].device
         self._gradients = Gradients(found.root_parameters, 1, shared=False)
@@ -238,6 +247,8 @@ class Replay(Events):
         random = _random_state(self._device)
         events, self._hooks.events = self._hooks.events, Events()
         for probe in self._spec.probes:
+            if self._rows and self._is_over():
+                break
             for parameter in self._found.parameters:
                 parameter.grad = None
             try:
@@ -299,6 +310,15 @@ class Replay(Events):
         both = torch.tensor(values, dtype=torch.float64, device=self._device)
         torch.distributed.all_reduce(both)
         return [float(x) for x in both]
+
+    def _is_over(self) -> bool:
+        """Whether the time is used up, by the clock of the first rank: all ranks answer the same probes."""
+        over = is_over(self._began, self._spec.within_s)
+        if self._spec.within_s is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            told = torch.tensor(int(over), device=self._device)
+            torch.distributed.broadcast(told, 0)
+            over = bool(told)
+        return over
 
     def _finish(self) -> None:
         seen = self._batch

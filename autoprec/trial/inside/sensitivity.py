@@ -15,6 +15,7 @@ import os
 import select
 import signal
 import sys
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +33,7 @@ from autoprec.trial.processes import die_with_parent
 from autoprec.trial.progress import Deadline
 from autoprec.trial.protocol import Probe, TrialSpec
 
-__all__ = ["Gradients", "Scan", "StateSample", "Weights", "local_part", "relative_error"]
+__all__ = ["Gradients", "Scan", "StateSample", "Weights", "is_over", "local_part", "relative_error"]
 
 #: Mini-batch gradients are compared over this many batches when the caller asks for fewer.
 NOISE_BATCHES = 4
@@ -201,6 +202,11 @@ def relative_error(error2: float, norm2: float) -> float:
     return math.sqrt(error2 / norm2) if norm2 > 0 else float("nan")
 
 
+def is_over(began: float, within_s: float | None) -> bool:
+    """Whether the time of a scan that began then (``time.monotonic()``) is used up."""
+    return within_s is not None and time.monotonic() - began > within_s
+
+
 class _Watch(Events):
     """Waits for the gradients of one step, remembering its loss and how it was clipped."""
 
@@ -251,7 +257,7 @@ class Scan:
         self._spec, self._found, self._hooks, self._on_exit = spec, found, hooks, on_exit
         self._batches = max(NOISE_BATCHES, spec.batches)
         self._gradients = Gradients(found.root_parameters, self._batches)
-        self._beat = beat
+        self._beat, self._began = beat, time.monotonic()
         self._lost: float | None = None
         self._lost_state: dict[str, float] = {}
 
@@ -265,6 +271,8 @@ class Scan:
             return {"failed": f"the reference step of the scan failed: {answer.get('failed', 'no gradients')}"}
         rows, running = [], deque[tuple[Probe, tuple[int, int]]]()
         for probe in self._spec.probes:
+            if rows and is_over(self._began, self._spec.within_s):
+                break
             if len(running) >= max(1, self._spec.side_by_side):
                 rows.append(self._row(*running.popleft()))
             child = self._fork(probe)

@@ -12,8 +12,9 @@ with tiny batches is therefore probed on several of them where the budget allows
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 from autoprec.graph.report import GraphReport
@@ -60,6 +61,7 @@ class SensitivityScan:
 
     Attributes:
         batches: on how many batches every question is to be asked.
+        unanswered: questions that no batch had time for; the table has them from the same group and choice.
     """
 
     def __init__(self, problem: Problem, max_passes: int = 60, room: int = 0, batches: int = 1) -> None:
@@ -71,6 +73,7 @@ class SensitivityScan:
         self._asked: set[str] = set()
         self._rounds = 0
         self._passes = 0
+        self.unanswered = 0
         every, room = len(plan_probes(problem)) + 1, max(room, max_passes)
         self._complete = every <= room
         self.batches = max(1, min(batches, room // every))
@@ -83,8 +86,8 @@ class SensitivityScan:
     def next_round(self) -> list[Probe]:
         """Return the next probes to run; empty when the scan is done."""
         if self._rounds == 0:
-            probes = plan_probes(self.problem) if self._complete else self._coarse()
-        elif self._complete or self._rounds > 5:
+            probes = spread(plan_probes(self.problem) if self._complete else self._coarse())
+        elif self._complete or self._rounds > 5 or self.unanswered:
             probes = []
         else:
             probes = self._splits()
@@ -99,6 +102,7 @@ class SensitivityScan:
         """Take in the payloads of one round, one per batch."""
         for row in _averaged(payloads):
             self._rows[str(row["id"])] = row
+        self.unanswered = len(self._asked - self._rows.keys())
         for payload in payloads:
             if not self._lost and payload.get("lost_updates") is not None:
                 self._lost = {name: payload.get(name) for name in ("lost_updates", "lost_state")}
@@ -172,6 +176,21 @@ class SensitivityScan:
             else:
                 leaves.append(segment)
         return leaves
+
+
+def spread(probes: Iterable[Probe]) -> list[Probe]:
+    """Return the probes in an order of which every beginning says most of all groups and choices.
+
+    A scan may run out of time. What is missing then is told from the same group and the same choice, so these come in
+    turns; what nothing else tells (activations and attention) comes second, checks of what the table predicts last.
+    """
+    of: dict[str, list[Probe]] = {}
+    for probe in probes:
+        of.setdefault(probe.id.partition("|")[0], []).append(probe)
+    alone, mixed = of.pop("parameter", []), of.pop("mixed", [])
+    rows = [row[turn % len(row) :] + row[: turn % len(row)] for turn, row in enumerate(of.values())]
+    groups = [probe for turn in zip_longest(*rows) for probe in turn if probe is not None]
+    return [*groups[:1], *alone, *groups[1:], *mixed]
 
 
 def _contrast(leaves: Sequence[tuple[int, ...]], column: FloatTable) -> float:

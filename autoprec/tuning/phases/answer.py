@@ -230,4 +230,5 @@ def search_result(
         cut_short="; ".join(ledger.cut_short),
         resume=setup.options.resume_command(stored=True) if ledger.cut_short else "",
         explanation=_explanation(setup, ledger, answer),
+        rejected=answer.rejected,
     )

@@ -24,8 +24,11 @@ from autoprec.tuning.setup import Setup
 
 __all__ = ["measure_errors", "measure_table"]
 
-#: A complete scan may take as many passes as this share of the trials has steps, and this many at most.
-SCAN_SHARE, MOST_PASSES = 0.2, 300
+#: A complete scan may take as many passes as this share of the trials has steps, and this many at most; where there is
+#: a time budget, this share of what is left of it. An incomplete one takes the usual number.
+SCAN_SHARE, MOST_PASSES, USUAL_PASSES = 0.2, 300, 60
+#: What a pass under an emulated recipe takes, as a factor of a step as written (2026-11-22_numerics_trial.md).
+EMULATED = 2.0
 
 
 def _warmup(steps: int) -> int:
@@ -50,9 +53,25 @@ def measure_table(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Sensiti
     # batches that the script surely has after the scan's first
     later = options.warmup + options.steps - _warmup(options.steps)
     room = min(MOST_PASSES, int(SCAN_SHARE * options.trials * (options.warmup + options.steps)))
-    scan = SensitivityScan(setup.problem, room=room, batches=max(1, min(scan_batches(setup.graph), later)))
+    passes, within_s = USUAL_PASSES, _within(setup, ledger)
+    if within_s is not None and (affordable := _affordable(setup, runner, ledger, within_s)) < room:
+        ledger.note(f"the time budget leaves about {affordable} forward and backward passes for gradient errors")
+        passes, room = min(passes, affordable), affordable
+    scan = SensitivityScan(setup.problem, passes, room, max(1, min(scan_batches(setup.graph), later)))
     while probes := scan.next_round():
-        scan.add(*(_probe(setup, runner, ledger, probes, later) for later in range(scan.batches)))
+        payloads: list[dict[str, Any]] = []
+        for later in range(scan.batches):
+            left_s = None if within_s is None else within_s - (time.monotonic() - began)
+            if payloads and left_s is not None and left_s < 0:
+                scan.batches = later
+                break
+            payloads.append(_probe(setup, runner, ledger, probes, later, within_s=left_s))
+        scan.add(*payloads)
+    if scan.unanswered:
+        ledger.cut(
+            f"the time budget of {options.budget_s:.0f} s ended the gradient errors: {scan.unanswered} were not "
+            "measured but told from others of the same layers and recipes"
+        )
     table = ledger.table = scan.table()
     _refuse_without_gradient(setup, table)
     ledger.timings["sensitivity_s"] = time.monotonic() - began
@@ -89,8 +108,27 @@ def measure_errors(
     }
 
 
+def _within(setup: Setup, ledger: Ledger) -> float | None:
+    """Return the seconds that the scan may take; None where there is no time budget."""
+    budget = setup.options.budget_s
+    return None if budget is None else max(0.0, SCAN_SHARE * (budget - ledger.elapsed()))
+
+
+def _affordable(setup: Setup, runner: PairedRunner, ledger: Ledger, within_s: float) -> int:
+    """Return how many forward and backward passes fit into some seconds, by what the reference took."""
+    steps = setup.options.warmup + setup.options.steps
+    pass_s = ledger.timings.get("reference_run_s", 0.0) / steps * (1.0 if setup.measured else EMULATED)
+    return max(2, int(within_s * runner.final_workers / max(pass_s, 1e-3)))
+
+
 def _probe(
-    setup: Setup, runner: PairedRunner, ledger: Ledger, probes: Sequence[Probe], later: int = 0
+    setup: Setup,
+    runner: PairedRunner,
+    ledger: Ledger,
+    probes: Sequence[Probe],
+    later: int = 0,
+    *,
+    within_s: float | None = None,
 ) -> dict[str, Any]:
     """Ask on the batch ``later`` steps after the scan's first."""
     one_run_s = ledger.timings.get("reference_run_s", 30.0)
@@ -102,6 +140,7 @@ def _probe(
             steps=1,
             probes=tuple(probes),
             batches=2,
+            within_s=within_s,
             side_by_side=runner.final_workers,
             timeout_s=max(300.0, 5.0 * len(probes) * one_run_s),
             memory_limit=None,

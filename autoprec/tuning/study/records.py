@@ -110,6 +110,7 @@ class SearchResult:
     mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
     divergence's confidence interval over the finalist seeds. ``explanation`` is that of
     :func:`autoprec.tuning.decide.reasons.explanation`, or of ``stay_explanation`` where no trial was needed.
+    ``rejected`` says, by name, why a finalist is not acceptable.
     """
 
     verdict: str
@@ -131,6 +132,7 @@ class SearchResult:
     timings: dict[str, float] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     explanation: dict[str, Any] = field(default_factory=dict)
+    rejected: dict[str, str] = field(default_factory=dict)
     cut_short: str = ""
     resume: str = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -80,6 +81,42 @@ def test_the_script_gets_the_signals_and_does_not_outlive_the_command(sent: sign
         time.sleep(0.02)
     assert not Path(f"/proc/{pid}").exists()
     assert sent is signal.SIGKILL or not Path(config).parent.exists()  # then the next command removes it
+
+
+#: counts SIGUSR1, says so, and ends at SIGTERM
+COUNTER = """
+import os, signal, sys, time
+seen = []
+def told(number, frame):
+    seen.append(number)
+    print("got", len(seen), flush=True)
+signal.signal(signal.SIGUSR1, told)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(len(seen)))
+print("ready", flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+def test_a_signal_to_the_whole_group_reaches_the_script_once(tmp_path: Path) -> None:
+    script = tmp_path / "count.py"
+    script.write_text(COUNTER)
+    argv = [sys.executable, "-c", CODE, "null", "", str(script)]
+    folder = Path(__file__).parents[3]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, cwd=folder, process_group=0) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR1)  # to the command alone: passed on
+        assert process.stdout.readline() == "got 1\n"
+        os.killpg(process.pid, signal.SIGUSR1)
+        assert process.stdout.readline() == "got 2\n"
+        time.sleep(0.2)  # time enough for a third
+        os.killpg(process.pid, signal.SIGUSR1)
+        assert process.stdout.readline() == "got 3\n"
+        time.sleep(0.2)
+        process.terminate()
+        assert process.stdout.read() == ""
+        assert process.wait(30) == 3
 
 
 def test_a_script_that_never_trains_is_told_that_no_policy_ran(tmp_path: Path) -> None:

@@ -67,6 +67,34 @@ def test_loss_outside_the_model_dropout_autocast_and_scaling(autocast: bool) -> 
     assert not any(changed[1:]) or not autocast  # weights of the scan stay; the last update is the script's own
 
 
+def test_a_scan_out_of_time_answers_one_probe_and_ends() -> None:
+    model = nn.Linear(6, 5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    hooks = Hooks()
+    hooks.install()
+    payloads: list[dict[str, Any]] = []
+
+    def done(payload: dict[str, Any]) -> None:
+        payloads.append(payload)
+        raise DoneError
+
+    probes = tuple(Probe(name, uniform("bf16")) for name in "abc")
+    spec = TrialSpec(kind="sensitivity", probes=probes, within_s=0.0)
+    replay = Replay(spec, Found([model], [optimizer], list(model.parameters())), hooks, done)
+    try:
+        hooks.watch(lambda module, args, kwargs: (hooks.unwatch(), replay.start(module, args, kwargs)))
+        for _ in range(10):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().mean().backward()
+            optimizer.step()
+    except DoneError:
+        pass
+    finally:
+        hooks.remove()
+    assert [row["id"] for row in payloads[0]["probes"]] == ["a"]
+    assert payloads[0]["gradient_noise"] > 0
+
+
 def test_a_scan_holds_few_bytes_per_parameter() -> None:
     """A model of 1.3 billion parameters is scanned on an 80 GB card: under 20 bytes each beside what the script has."""
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from autoprec.graph.report import GraphReport
 from autoprec.trial.protocol import Probe
@@ -126,6 +127,31 @@ def test_squares_are_averaged_over_batches() -> None:
         scan.add(answer(problem, one, probes), answer(problem, other, probes))
     np.testing.assert_allclose(scan.table().error2, (one + other) / 2, rtol=1e-9)
     assert scan.table().passes == scan.passes == 2 * asked
+
+
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_a_scan_that_runs_out_of_time_still_ranks_every_group_and_choice(share: float) -> None:
+    problem = Problem.build(gpt(4), even_space("hopper-fp8"))
+    error2 = true_errors(problem)
+    scan = SensitivityScan(problem, room=10_000)
+    probes = scan.next_round()
+    most = int(share * len(probes))
+    scan.add(answer(problem, error2, probes[:most]))
+    assert scan.unanswered == len(probes) - most
+    assert scan.next_round() == []
+    found = scan.table()
+    assert found.parameters  # nothing else would tell these
+    offered = np.isfinite(error2) & (error2 > 0)
+    assert np.isfinite(found.error2[offered]).all()
+    ranks = [np.argsort(np.argsort(table[offered])) for table in (error2, found.error2)]
+    assert np.corrcoef(*ranks)[0, 1] > 0.8
+
+
+def test_one_probe_is_enough_for_a_table() -> None:
+    problem = Problem.build(gpt(2), even_space("hopper-fp8"))
+    scan = SensitivityScan(problem)
+    scan.add(answer(problem, true_errors(problem), scan.next_round()[:1]))
+    assert np.isfinite(scan.table().error2).any()
 
 
 def test_a_probe_that_fails_on_one_batch_has_failed() -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from autoprec.tuning.phases.sensitivity import _warmup
@@ -11,6 +12,24 @@ from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 @pytest.mark.parametrize(("steps", "warmup"), [(4, 2), (8, 4), (20, 10), (500, 10)])
 def test_the_scan_comes_after_the_initialisation_and_early(steps: int, warmup: int) -> None:
     assert _warmup(steps) == warmup
+
+
+def test_a_time_budget_cuts_the_scan_and_the_answer_says_so(here: Path) -> None:  # noqa: F811
+    slow = script(probe_s=10.0)
+    made, result = search(slow, options(study="mine", trials=4, seeds=1, finalists=1, budget_s=300.0))
+    specs = [spec for _, spec in slow.calls if spec.kind == "sensitivity" and not spec.probes[0].id.isdigit()]
+    assert [spec.within_s for spec in specs] == [pytest.approx(60.0, abs=3.0)]
+    assert "the time budget of 300 s ended the gradient errors" in result.cut_short
+    assert result.resume
+    assert made.ledger is not None
+    assert np.isfinite(made.ledger.table.error2).any()  # type: ignore[union-attr]
+
+
+def test_without_a_time_budget_every_question_is_asked(here: Path) -> None:  # noqa: F811
+    slow = script(probe_s=10.0)
+    _, result = search(slow, options(study="mine", trials=4, seeds=1, finalists=1))
+    assert {spec.within_s for _, spec in slow.calls} == {None}
+    assert result.cut_short == ""
 
 
 def test_a_resumed_search_reads_its_table_and_measures_a_damaged_one_again(here: Path) -> None:  # noqa: F811

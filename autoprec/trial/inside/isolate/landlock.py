@@ -13,6 +13,8 @@ import ctypes
 import os
 from collections.abc import Iterable
 
+from autoprec.trial.processes import call_libc
+
 __all__ = ["available", "restrict_writes"]
 
 _CREATE, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
@@ -37,7 +39,7 @@ class _PathBeneath(ctypes.Structure):
 def available() -> int:
     """Return the version of Landlock that this kernel offers; 0 where there is none."""
     with contextlib.suppress(OSError, AttributeError):
-        return max(int(ctypes.CDLL(None).syscall(_CREATE, None, ctypes.c_size_t(0), _VERSION_FLAG)), 0)
+        return call_libc("syscall", _CREATE, None, ctypes.c_size_t(0), _VERSION_FLAG)
     return 0
 
 
@@ -49,28 +51,26 @@ def restrict_writes(allowed: Iterable[str]) -> bool:
     version = available()
     if not version:
         return False
-    libc = ctypes.CDLL(None)
     rights = _ABI_1 | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     attributes = _Attributes(rights)
-    rules = int(libc.syscall(_CREATE, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)), 0))
-    if rules < 0:
-        return False
-    try:
-        for path in allowed:
-            with contextlib.suppress(OSError):  # a path that is not there needs no rule
-                _allow(libc, rules, path, rights)
-        if libc.prctl(_NO_NEW_PRIVILEGES, 1, 0, 0, 0):
-            return False
-        return int(libc.syscall(_RESTRICT_SELF, rules, 0)) == 0
-    finally:
-        os.close(rules)
+    with contextlib.suppress(OSError):
+        rules = call_libc("syscall", _CREATE, ctypes.byref(attributes), ctypes.c_size_t(ctypes.sizeof(attributes)), 0)
+        try:
+            for path in allowed:
+                with contextlib.suppress(OSError):  # a path that is not there needs no rule
+                    _allow(rules, path, rights)
+            call_libc("prctl", _NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+            call_libc("syscall", _RESTRICT_SELF, rules, 0)
+            return True
+        finally:
+            os.close(rules)
+    return False
 
 
-def _allow(libc: ctypes.CDLL, rules: int, path: str, rights: int) -> None:
+def _allow(rules: int, path: str, rights: int) -> None:
     descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     try:
         granted = rights if os.path.isdir(path) else rights & _FILE_RIGHTS
-        rule = _PathBeneath(granted, descriptor)
-        libc.syscall(_ADD_RULE, rules, _PATH_BENEATH, ctypes.byref(rule), 0)
+        call_libc("syscall", _ADD_RULE, rules, _PATH_BENEATH, ctypes.byref(_PathBeneath(granted, descriptor)), 0)
     finally:
         os.close(descriptor)

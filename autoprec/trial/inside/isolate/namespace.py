@@ -22,6 +22,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from autoprec.trial.inside.isolate.overlay import remove_tree
+from autoprec.trial.processes import call_libc
 
 __all__ = ["Mounts", "enter"]
 
@@ -35,26 +36,14 @@ class _Attributes(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_uint64) for name in ("set", "clear", "propagation", "userns"))
 
 
-def _call(name: str, *values: str | int | None) -> None:
-    """Call a function of libc; raises OSError."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    arguments = [ctypes.c_char_p(os.fsencode(v)) if isinstance(v, str) else v for v in values]
-    if getattr(libc, name)(*arguments) != 0:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{name}: {os.strerror(number)}")
-
-
 def _bind(source: str, target: str) -> None:
-    _call("mount", source, target, None, ctypes.c_ulong(_BIND | _REC), None)  # type: ignore[arg-type]
+    call_libc("mount", source, target, None, ctypes.c_ulong(_BIND | _REC), None)
 
 
 def _read_only(place: str, *, on: bool = True) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
     wanted = _Attributes(set=_RDONLY) if on else _Attributes(clear=_RDONLY)
-    path, size = ctypes.c_char_p(os.fsencode(place)), ctypes.c_size_t(ctypes.sizeof(wanted))
-    if libc.syscall(_MOUNT_SETATTR, _AT_FDCWD, path, 0, ctypes.byref(wanted), size):
-        number = ctypes.get_errno()
-        raise OSError(number, f"mount_setattr: {os.strerror(number)}")
+    size = ctypes.c_size_t(ctypes.sizeof(wanted))
+    call_libc("syscall", _MOUNT_SETATTR, _AT_FDCWD, place, 0, ctypes.byref(wanted), size)
 
 
 def _mountpoints() -> list[str]:
@@ -92,13 +81,13 @@ class Mounts:
         flags, user, group = _NEWNS, os.getuid(), os.getgid()
         if not _is_admin():
             flags |= _NEWUSER
-        _call("unshare", flags)
+        call_libc("unshare", flags)
         if flags & _NEWUSER:
             Path("/proc/self/setgroups").write_text("deny")
             Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
             Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
         self._options = ",userxattr" if flags & _NEWUSER else ""
-        _call("mount", None, "/", None, ctypes.c_ulong(_REC | _PRIVATE), None)  # type: ignore[arg-type]
+        call_libc("mount", None, "/", None, ctypes.c_ulong(_REC | _PRIVATE), None)
         for number, path in enumerate(self.guarded):
             lower = f"{self._folder}/lower-{number}"
             os.mkdir(lower)
@@ -117,10 +106,10 @@ class Mounts:
     def push(self, folder: str) -> None:
         """In a fork: from now on write into another layer; raises OSError."""
         cwd = os.getcwd()
-        _call("unshare", _NEWNS)
+        call_libc("unshare", _NEWNS)
         os.chdir("/")
         for path in self.guarded:
-            _call("umount2", path, _DETACH)
+            call_libc("umount2", path, _DETACH)
         self._layers.insert(0, folder)
         self._overlay()
         os.chdir(cwd)
@@ -134,7 +123,7 @@ class Mounts:
             os.chmod(upper, found.st_mode & 0o7777)
             below = [f"{layer}/upper-{number}" for layer in self._layers[1:]] + [f"{self._folder}/lower-{number}"]
             options = f"lowerdir={':'.join(below)},upperdir={upper},workdir={work}{self._options}"
-            _call("mount", "overlay", path, "overlay", ctypes.c_ulong(0), options)  # type: ignore[arg-type]
+            call_libc("mount", "overlay", path, "overlay", ctypes.c_ulong(0), options)
             for kept in self._writable:
                 if _below(kept, [path]) and kept != path:  # a cache or a study inside the user's directory
                     _bind(f"{self._folder}/lower-{number}{kept[len(path) :]}", kept)
