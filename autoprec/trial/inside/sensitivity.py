@@ -269,7 +269,8 @@ class Scan:
         answer = self._wait(*reference)
         if answer.get("failed") or answer.get("batches", 0) < 1:
             return {"failed": f"the reference step of the scan failed: {answer.get('failed', 'no gradients')}"}
-        rows, running = [], deque[tuple[Probe, tuple[int, int]]]()
+        rows: list[dict[str, Any]] = []
+        running = deque[tuple[Probe, tuple[int, int]]]()
         for probe in self._spec.probes:
             if rows and is_over(self._began, self._spec.within_s):
                 break
