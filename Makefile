@@ -1,6 +1,6 @@
 # make demo   install into .venv and run `autoprec demo`: a search on this machine, or a rehearsal for a GPU
 # make test   the whole test suite           make lint   ruff and mypy
-# make docs   write docs/cli.md, then test every page
+# make docs   write docs/cli.md, then test every page      make site   build the pages as a site, in site/
 # make gpu    everything that needs a GPU, resumable; make gpu-bundle collects the wheels a GPU machine may lack
 
 PYTHON ?= python3
@@ -18,7 +18,7 @@ TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 ADD    := $(PIP) install --no-compile -c $(VENV)/constraints.txt
 
-.PHONY: ready demo test lint gpu gpu-bundle docs clean install
+.PHONY: ready demo test lint gpu gpu-bundle docs site clean install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -69,6 +69,11 @@ gpu-bundle: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m autoprec.cli.reference docs/cli.md
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_docs.py tests/test_examples.py
+
+# A dead link, or a page that the navigation lacks, ends it.
+site: $(READY)
+	@$(ADD) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -100,6 +100,15 @@ def test_links_inside_the_documentation_lead_somewhere() -> None:
                 assert (path.parent / target).exists(), f"{path.name} -> {target}"
 
 
+def test_links_to_a_heading_lead_to_one() -> None:
+    for path in PAGES:
+        for page, anchor in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", path.read_text(encoding="utf-8")):
+            text = (path.parent / page if page else path).read_text(encoding="utf-8")
+            headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{path.name} -> {page}#{anchor}"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: path.name)
 def test_every_source_file_that_is_named_exists(page: Path) -> None:
     text = page.read_text(encoding="utf-8")

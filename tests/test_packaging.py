@@ -6,8 +6,10 @@ import shutil
 import subprocess
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -49,6 +51,7 @@ def test_pins_satisfy_what_the_project_asks_for() -> None:
     [
         ("demo", "autoprec demo"),
         ("test", "-m pytest"),
+        ("site", "mkdocs build --strict"),
         ("gpu", "benchmarks/gpu_run.py"),
         ("gpu-bundle", "benchmarks/gpu_bundle.py"),
     ],
@@ -80,3 +83,59 @@ def test_data_files_travel_with_the_wheel() -> None:
 def test_the_licence_is_apache() -> None:
     assert PROJECT["project"]["license"] == "Apache-2.0"
     assert "Apache License" in (ROOT / "LICENSE").read_text(encoding="utf-8")[:400]
+
+
+REPOSITORY = PROJECT["project"]["urls"]["Repository"]
+VERSION = re.findall(r'"(\d+\.\d+\.\d+)"', (ROOT / "autoprec" / "_version.py").read_text())[0]
+
+
+def document(name: str) -> dict[Any, Any]:
+    return dict(yaml.safe_load((ROOT / name).read_text(encoding="utf-8")))
+
+
+def test_links_that_a_package_index_shows_lead_to_files_of_the_repository() -> None:
+    """On an index there is nothing beside the README that a relative link could lead to."""
+    links = re.findall(r"\]\(([^)#]+)", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert links
+    for link in links:
+        assert link.startswith(f"{REPOSITORY}/blob/main/"), link
+        assert (ROOT / link.removeprefix(f"{REPOSITORY}/blob/main/")).exists(), link
+    for name in (*PROJECT["project"]["urls"].values(), document("mkdocs.yml")["repo_url"]):
+        assert name.startswith((REPOSITORY, PROJECT["project"]["urls"]["Documentation"]))
+
+
+def test_every_extra_that_installs_anywhere_is_in_all() -> None:
+    extras = PROJECT["project"]["optional-dependencies"]
+    (line,) = extras["all"]
+    assert set(line.removeprefix("autoprec[").rstrip("]").split(",")) == set(extras) - {"all", "te", "dev", "docs"}
+
+
+def test_the_workflow_runs_this_suite_on_every_python_that_is_promised() -> None:
+    jobs = document(".github/workflows/ci.yml")["jobs"]
+    promised = [c.rpartition(" ")[2] for c in PROJECT["project"]["classifiers"] if re.search(r":: 3\.\d+$", c)]
+    assert jobs["tests"]["strategy"]["matrix"]["python"] == promised
+    lines = {name: [step.get("run", "") for step in job["steps"]] for name, job in jobs.items()}
+    assert "bash .ci/run" in lines["tests"]
+    assert "python -m build" in lines["package"]
+    assert "make site" in lines["docs"]
+    assert "--strict" in (ROOT / "Makefile").read_text(encoding="utf-8").split("\nsite:")[1]
+
+
+def test_what_names_a_version_names_the_same() -> None:
+    assert document("CITATION.cff")["version"] == VERSION
+    assert f"\n## {VERSION}\n" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    (ruff,) = [one for one in document(".pre-commit-config.yaml")["repos"] if one["repo"].endswith("ruff-pre-commit")]
+    assert pins()["ruff"] == [f"ruff=={ruff['rev'].removeprefix('v')}"]
+    assert f"ARG TORCH={re.findall(r'==([0-9.]+)', pins()['torch'][1])[0]}\n" in (ROOT / "Dockerfile").read_text()
+
+
+def test_the_top_level_holds_what_people_look_for_and_nothing_else() -> None:
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("not a checkout")
+    assert {name.split("/")[0] for name in listed.stdout.splitlines()} == {
+        *("README.md", "pyproject.toml", "constraints.txt", "Makefile", "mkdocs.yml", "Dockerfile"),
+        *("LICENSE", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "SECURITY.md"),
+        *(".ci", ".github", ".gitignore", ".dockerignore", ".pre-commit-config.yaml"),
+        *("autoprec", "search_spaces", "examples", "tests", "benchmarks", "docs"),
+    }
