@@ -84,7 +84,8 @@ def _answers(capability: tuple[int, int]) -> None:
     cuda.amp.common.amp_definitely_not_available = lambda: False
     for name, value in {
         "is_bf16_supported": True, "is_available": True, "device_count": 1, "current_device": 0,
-        "is_initialized": False, "_lazy_init": None, "get_device_capability": capability, "synchronize": None,
+        "is_initialized": False, "is_current_stream_capturing": False,
+        "_lazy_init": None, "get_device_capability": capability, "synchronize": None,
         "get_device_properties": properties, "get_device_name": properties.name,
         "get_rng_state": torch.zeros(16, dtype=torch.uint8), "set_rng_state": None,
     }.items():  # fmt: skip

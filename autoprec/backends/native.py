@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec.backends.base import Backend, Capability, feature_sizes
+from autoprec.backends.fused import fused_casts
 from autoprec.backends.scaled_mm import blocked_multiply, scaled_multiply
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
@@ -126,4 +127,5 @@ class NativeBackend(Backend):
             kind = "" if recipe is None else _kind(recipe)
             if kind:
                 multiply[gemm] = scaled_multiply if kind in ("tensor", "row") else blocked_multiply
-        return LinearExecution(plan, multiply, QuantizerState(seed), backend=self.name)
+        state = QuantizerState(seed)
+        return LinearExecution(plan, multiply, state, fused_casts(state) if multiply else None, backend=self.name)

@@ -78,7 +78,10 @@ def scaled_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, ou
 def _vector(scale: Tensor, length: int) -> Tensor:
     """Return row scales (or one tensor scale) as a contiguous vector, ones for padded rows."""
     flat = scale.reshape(-1)
-    flat = flat.expand(length) if flat.numel() == 1 else F.pad(flat, (0, length - flat.numel()), value=1.0)
+    if flat.numel() == 1:
+        flat = flat.expand(length)
+    elif flat.numel() < length:
+        flat = F.pad(flat, (0, length - flat.numel()), value=1.0)
     return flat.contiguous()
 
 

@@ -101,21 +101,24 @@ def cast_traffic(
     return 0.0, 0
 
 
-#: Operators per operand (for row scales and MX per use of it) that uncompiled casts of this package launch on a GPU, as
-#: `benchmarks/gpu_ready.py` counts them; GEMMs and the bias apart.
-_EAGER_OPERATORS = {"fp8_tensor": 25, "fp8_delayed": 39, "fp8_row": 28, "int8": 28, "fp8_block": 46, "mxfp8": 34}
+#: Operators per use of an operand that uncompiled casts launch on a GPU where no kernel of ours fuses them, counted by
+#: `benchmarks/gpu_ready.py`; GEMMs and the bias apart.
+_EAGER_OPERATORS = {"int8": 28, "mxfp8": 34}
 
 
 def eager_traffic(family: str, uses: tuple[int, ...], source: float) -> tuple[float, int]:
-    """Return bytes moved per value and operators launched where no compiler fuses the casts of one operand.
+    """Return bytes moved per value and kernels launched where no compiler fuses the casts of one operand.
 
-    A cast reads and writes float32 for widening, scaling and rounding; a tensor scale reads the operand once before, a
-    row scale writes its magnitudes as well, and a second layout is a copy of the codes.
+    FP8 goes through ``backends.fused``: once over the operand for its magnitudes (not for delayed scales and blocks),
+    once to write a layout for each use. Other formats are cast operator by operator: a cast reads and writes float32
+    for widening, scaling and rounding, and its magnitudes are written as well.
     """
     count = len(uses)
+    if family in ("fp8_tensor", "fp8_row"):
+        return 2 * source + count, 2
+    if family in ("fp8_delayed", "fp8_block"):
+        return source + count, 1
     cast = (source + 4.0 if source < 4 else 0.0) + 8.0 + 5.0
-    if family in ("fp8_tensor", "fp8_delayed", "fp8_block"):
-        return source + cast + 2.0 * (count - 1), _EAGER_OPERATORS[family]
     return count * (3 * source + cast), count * _EAGER_OPERATORS.get(family, 34)
 
 

@@ -121,6 +121,7 @@ class DelayedReduction:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         for (state, operand, spec), amax in zip(self.slots, largest.unbind(), strict=True):
             state.learn(operand, spec, amax)
+            state.history(operand, spec).given = True
 
 
 def _learn(scales: list[DelayedScale]) -> None:

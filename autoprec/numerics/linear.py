@@ -8,9 +8,9 @@ through the function its backend supplies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -33,6 +33,23 @@ def in_backward() -> bool:
     return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
 
 
+Pair = tuple[QuantizedOperand | None, QuantizedOperand | None]
+
+
+class Casts(Protocol):
+    """Quantises an operand for both of its GEMMs at once; None in the place of what torch's operators must cast."""
+
+    def pair(
+        self, x: Tensor, first: Spec | None, second: Spec | None, operand: str, *, update: bool, recompute: bool
+    ) -> Pair:
+        """Quantise ``[rows, columns]`` for a GEMM that sums along rows, and for one that sums along columns."""
+
+    def weight(
+        self, weight: Tensor, first: Spec | None, second: Spec | None, *, training: bool, recompute: bool
+    ) -> Pair:
+        """Do so with a weight, which several micro-batches may share."""
+
+
 @dataclass(slots=True)
 class LinearExecution(Execution):
     """Runs one linear layer under its plan.
@@ -42,6 +59,7 @@ class LinearExecution(Execution):
         emulates_casts: a plan in bfloat16 runs as float32 GEMMs of bfloat16 values on a CPU without bfloat16 units,
             where bfloat16 GEMMs take 3 to 40 times as long; for trials whose time is modelled.
         quantizers: delayed scales and the private random stream.
+        fused: casts an operand for both of its GEMMs at once where no compiler fuses casts; None: torch's operators do.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
         native: dtype of a plan autograd runs by itself, by device type.
         compiled: steps of any other plan, by device type and the script's dtype.
@@ -49,6 +67,7 @@ class LinearExecution(Execution):
 
     multiply: Mapping[Gemm, Multiply] = field(default_factory=dict)
     quantizers: QuantizerState = field(default_factory=QuantizerState)
+    fused: Casts | None = None
     emulates_casts: bool = False
     traced: dict[str, str] | None = None
     native: dict[str, torch.dtype | None] = field(default_factory=dict)
@@ -225,20 +244,27 @@ class _PlannedLinear(torch.autograd.Function):
     ) -> Tensor:
         recompute = in_backward()
         update = training and steps.stateful and layer.quantizers.learns(grad=grad, recompute=recompute)
-        options: dict[str, Any] = {"state": layer.quantizers, "update": update, "recompute": recompute}
         x = input.reshape(-1, input.shape[-1])
-        values = steps.fprop.values
-        a = quantize(x, steps.fprop.first, operand="input", values=values, **options)
-        b = quantize(weight, steps.fprop.second, operand="weight", values=values, **options)
+        needs = [grad and need for need in ctx.needs_input_grad[:2]]
+        how = {"update": update, "recompute": recompute}
+        a, b, saved_x, saved_w = _fused_operands(x, weight, layer, steps, needs, grad=training and grad, **how)
+        options: dict[str, Any] = how | {"state": layer.quantizers, "values": steps.fprop.values}
+        if a is None:
+            a = quantize(x, steps.fprop.first, operand="input", **options)
+        if b is None:
+            b = quantize(weight, steps.fprop.second, operand="weight", **options)
         out = steps.fprop.multiply(a, b, steps.fprop, out_dtype)
         _note(layer, "fprop", steps.fprop.label)
         if bias is not None:
             out += bias
         if grad:
-            need_dgrad, need_wgrad = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
-            saved_x = _for_backward(x, a, steps.wgrad.second, "input", options) if need_wgrad else None
-            saved_w = _for_backward(weight, b, steps.dgrad.second, "weight", None) if need_dgrad else None
-            _save(ctx, saved_x, saved_w)
+            kept_x: QuantizedOperand | Tensor | None = saved_x
+            kept_w: QuantizedOperand | Tensor | None = saved_w
+            if needs[1] and saved_x is None:
+                kept_x = _for_backward(x, a, steps.wgrad.second, "input", how | {"state": layer.quantizers})
+            if needs[0] and saved_w is None:
+                kept_w = _for_backward(weight, b, steps.dgrad.second, "weight", None)
+            _save(ctx, kept_x, kept_w)
             ctx.layer, ctx.steps = layer, steps
             ctx.shapes = (input.shape, input.dtype, weight.dtype, None if bias is None else bias.dtype)
         return out.reshape(*input.shape[:-1], weight.shape[0])
@@ -260,25 +286,46 @@ class _PlannedLinear(torch.autograd.Function):
         shape, x_dtype, w_dtype, bias_dtype = ctx.shapes
         g = grad_output.reshape(-1, grad_output.shape[-1])
         options: dict[str, Any] = {"operand": "grad_output", "state": layer.quantizers}
-        grad_input = grad_weight = grad_bias = d = None
+        grad_input = grad_weight = grad_bias = d = e = None
+        if not torch.compiler.is_compiling() and layer.fused is not None:
+            wanted = steps.dgrad.first if w is not None else None, steps.wgrad.first if x is not None else None
+            d, e = layer.fused.pair(g, *wanted, "grad_output", update=True, recompute=False)
         if w is not None:
             step = steps.dgrad
-            d = quantize(g, step.first, values=step.values, **options)
+            if d is None:
+                d = quantize(g, step.first, values=step.values, **options)
             if isinstance(w, Tensor):
                 w = quantize(w, step.second, operand="weight", state=layer.quantizers, update=False, values=step.values)
             grad_input = step.multiply(d, w, step, x_dtype).reshape(shape)
             _note(layer, "dgrad", step.label)
         if x is not None:
             step = steps.wgrad
-            if d is None or d.spec != step.first or step.first.stochastic:
-                d = quantize(g, step.first, values=step.values, **options)
+            if e is None and d is not None and d.spec == step.first and not step.first.stochastic:
+                e = d
+            if e is None:
+                e = quantize(g, step.first, values=step.values, **options)
             if isinstance(x, Tensor):
                 x = quantize(x, step.second, operand="input", state=layer.quantizers, update=False, values=step.values)
-            grad_weight = step.multiply(d, x, step, w_dtype)
+            grad_weight = step.multiply(e, x, step, w_dtype)
             _note(layer, "wgrad", step.label)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
+
+
+def _fused_operands(
+    x: Tensor, weight: Tensor, layer: LinearExecution, steps: Steps, needs: Sequence[bool], *, grad: bool, **how: bool
+) -> tuple[QuantizedOperand | None, ...]:
+    """Return input and weight for fprop, then both for the backward pass, where ``layer.fused`` casts them; else None.
+
+    ``needs`` says whether dgrad and wgrad will run.
+    """
+    if torch.compiler.is_compiling() or layer.fused is None:
+        return None, None, None, None
+    a, saved_x = layer.fused.pair(x, steps.fprop.first, steps.wgrad.second if needs[1] else None, "input", **how)
+    second = steps.dgrad.second if needs[0] else None
+    b, saved_w = layer.fused.weight(weight, steps.fprop.second, second, training=grad, **how)
+    return a, b, saved_x, saved_w
 
 
 def _for_backward(
