@@ -1,0 +1,48 @@
+"""The Triton kernels compile for real cards without one, and nothing is contracted where rounding must be exact."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+POINTERS = {"x": "*bf16", "row_codes": "*u8", "column_codes": "*u8", "given": "*fp32"}
+INTEGERS = ("row_largest", "column_largest", "seen", "whole", "by_row", "by_column")
+CONSTANTS: dict[str, Any] = {
+    "BY_ROW": True, "BY_COLUMN": True, "EXPONENT": 121, "MANTISSA": 3, "LIMIT": 0x43E00000, "FORMAT_MAX": 448.0,
+    "POWER_OF_2": True, "EPSILON": 0.0, "EPSILON_BITS": 0, "NOTE": True, "WHOLE": True, "BLOCK_R": 64, "BLOCK_C": 128,
+    "stride_c": 1,
+}  # fmt: skip
+
+
+def compiled_for_hopper(kernel: Any, **constants: Any) -> str:
+    """Compile as a launch on contiguous tensors would; return the PTX."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    fixed = {name: value for name, value in (CONSTANTS | constants).items() if name in names}
+    signature = dict.fromkeys(names, "i32") | {n: k for n, k in POINTERS.items() if n in names}
+    inverse = "*i32" if constants.get("SCHEME") == "delayed" else "*fp32"
+    signature |= {n: "*i32" for n in INTEGERS if n in names}
+    signature |= {n: inverse for n in ("row_inverse", "column_inverse") if n in names}
+    signature |= dict.fromkeys(fixed, "constexpr")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in fixed}
+    source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()}, aligned)
+    found = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    assert found.asm["cubin"]
+    return str(found.asm["ptx"])
+
+
+def test_kernels_compile_for_hopper(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    sys.modules.pop("autoprec.backends.fused_kernels", None)
+    from autoprec.backends import fused_kernels
+
+    cast = compiled_for_hopper(fused_kernels.cast_kernel, SCHEME="delayed")
+    assert "fma.rn" not in cast  # a product contracted with an addition would round once instead of twice
+    assert "st.global.v4" in cast  # both layouts are written 16 bytes at a time
+    assert "atom" in compiled_for_hopper(fused_kernels.largest_kernel)
