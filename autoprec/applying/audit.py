@@ -243,6 +243,8 @@ def _audit_operators(policy: Policy, root: nn.Module, layers_changed: bool) -> d
                 reason = "the model calls no scaled_dot_product_attention" if ok else reason
             else:
                 ok, reason = True, "nothing of low precision reached it"
+        elif name == "output" and found is not None and found.narrowed:
+            reason = "widened after its last product had rounded it; a head with output: fp32 returns FP32 sums"
         rows[name] = {"requested": requested, "executed": ran or "-", "ok": ok, "reason": reason}
     if policy.execution != KEEP:
         rows["execution"] = executed_as(root, policy.execution)

@@ -239,6 +239,7 @@ class RootExecution:
         context: what a backend needs around the whole forward, if anything.
         before: learns delayed scales before each forward, where the policy has any.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
+        narrowed: the model's output was rounded to 16 bits before it was widened to FP32.
     """
 
     activations: torch.dtype | None
@@ -249,6 +250,7 @@ class RootExecution:
     executed: dict[str, str] = field(default_factory=dict)
     called: bool = False
     traced: bool = False
+    narrowed: bool = False
     modes: dict[bool, OperatorMode] = field(init=False, default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] | None = None
     before: DelayedReduction | None = None
@@ -325,7 +327,17 @@ class RootExecution:
         if self.activations is None or self.operators.output != "fp32":
             return output
         self._note("output", "fp32")
+        if not torch.compiler.is_compiling():
+            self.narrowed = holds_low(output)
         return widen(output)
+
+
+def holds_low(value: Any) -> bool:
+    """Say whether a nest of containers holds a tensor of 16 bits."""
+    if isinstance(value, Tensor):
+        return value.dtype in _LOW
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return any(holds_low(item) for item in items)
 
 
 def widen(value: Any) -> Any:

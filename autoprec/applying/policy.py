@@ -22,7 +22,7 @@ from autoprec.applying.attention import AttentionExecutions, attention_refusal
 from autoprec.applying.compiling import restore_execution, set_execution
 from autoprec.applying.operators import RootExecution
 from autoprec.applying.raw_weights import RawWeightExecutions
-from autoprec.applying.swap import install, install_root, swapped_base, uninstall, uninstall_root
+from autoprec.applying.swap import ShrunkGradient, install, install_root, swapped_base, uninstall, uninstall_root
 from autoprec.applying.units import Unit, tunable_layers, tunable_units, unwrap
 from autoprec.backends import Backend, choose, get
 from autoprec.errors import UnsupportedError
@@ -76,7 +76,15 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
         remove_policy(root)
         _install_all({name: made for name, made in executions.items() if made is not None}, units)
         _install_root(root, policy, chosen, device, executions)
+        _shrink_embeddings(root, policy.stability.embedding_gradient)
         set_execution(root, policy.execution)
+
+
+def _shrink_embeddings(root: nn.Module, factor: float) -> None:
+    """Multiply the gradients that come back to look-ups (GLM-130B's embedding gradient shrink)."""
+    for module in root.modules() if factor != 1.0 else ():
+        if isinstance(module, nn.Embedding):
+            install(module, "embedding", ShrunkGradient(factor))
 
 
 def _install_root(
@@ -209,6 +217,8 @@ def _conv_refusal(plan: LayerPlan) -> str:
     found = formats.pop()
     if formats:
         return "a convolution runs one recipe in all three passes"
+    if plan.fprop is not None and plan.fprop.output == "fp32":
+        return "a convolution returns the dtype that it runs in: leave output: fp32 to a linear layer"
     if found not in CONV_FORMATS:
         return f"no device runs a {found} convolution in training: fp32, bf16 or fp16 only"
     return ""

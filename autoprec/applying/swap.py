@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -23,6 +24,7 @@ from autoprec.backends import Execution
 
 __all__ = [
     "ATTRIBUTE",
+    "ShrunkGradient",
     "execution_of",
     "install",
     "install_root",
@@ -43,6 +45,33 @@ _NOT_PICKLED = (
 )
 #: (id of a class, kind) -> the class made from it. Not held: it lives while a module has it, and holds its base.
 _CLASSES: weakref.WeakValueDictionary[tuple[int, str], type[nn.Module]] = weakref.WeakValueDictionary()
+
+
+class ShrunkGradient:
+    """Installed in an embedding: what it returns is unchanged, the gradient that comes back is multiplied."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def __call__(self, out: Tensor) -> Tensor:
+        """Return ``out``, through which gradients are multiplied by ``factor``."""
+        shrunk: Tensor = _Shrink.apply(out, self.factor)  # type: ignore[no-untyped-call]
+        return shrunk
+
+    def describe(self) -> str:
+        """Return what ``print(model)`` shows."""
+        return f"gradient x {self.factor:g}"
+
+
+class _Shrink(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output * ctx.factor, None
 
 
 def execution_of(module: nn.Module) -> Any:
@@ -80,6 +109,12 @@ def _convolution_forward(self: Any, input: Tensor) -> Tensor:
     return run(input, self.weight, self.bias, training=self.training)  # type: ignore[no-any-return]
 
 
+def _embedding_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    out = swapped_base(self).forward(self, *args, **kwargs)
+    run: ShrunkGradient | None = self.__dict__.get(ATTRIBUTE)
+    return out if run is None else run(out)
+
+
 def _functional_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
     run = self.__dict__.get(ATTRIBUTE)
     own = functools.partial(swapped_base(self).forward, self)
@@ -97,6 +132,7 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "linear": _linear_forward,
     "conv1d": _conv1d_forward,
     "conv": _convolution_forward,
+    "embedding": _embedding_forward,
     "functional": _functional_forward,
     "attention": _attention_forward,
 }

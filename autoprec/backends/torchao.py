@@ -27,7 +27,7 @@ _HIGH = ("bf16",)
 
 def _float8_refusal(recipe: Recipe, device: str) -> str:
     scaling = recipe.scaling
-    if recipe.format in _HIGH or recipe.format == "mxfp8":
+    if (recipe.format in _HIGH and recipe.output == "keep") or recipe.format == "mxfp8":
         return ""
     if recipe.format != "fp8" or scaling is None:
         return f"torchao trains no {recipe.describe()} GEMM"

@@ -94,8 +94,8 @@ class TransformerEngineBackend(Backend):
         if not found:
             return found
         if not recipe.scaled:
-            ok = recipe.format == "bf16"
-            return Capability(ok, "bf16 inside TE" if ok else f"leave {recipe.format} layers to another backend")
+            ok = recipe.format == "bf16" and recipe.output == "keep"
+            return Capability(ok, "bf16 inside TE" if ok else f"leave {recipe.describe()} layers to another backend")
         refused = refusal(recipe)
         if refused:
             return Capability(False, refused)

@@ -44,9 +44,21 @@ def operand_bytes(family: str) -> float:
 
 
 def gemm_seconds(
-    target: Target, rates: Rates, family: str, m: int, k: int, n: int, batch: int = 1, *, backward: bool = False
+    target: Target,
+    rates: Rates,
+    family: str,
+    m: int,
+    k: int,
+    n: int,
+    batch: int = 1,
+    *,
+    backward: bool = False,
+    wide: bool = False,
 ) -> float:
-    """Return the time of one GEMM ``[m, k] x [k, n]`` with a 16-bit (or 32-bit) result; inf where none exists."""
+    """Return the time of one GEMM ``[m, k] x [k, n]``; inf where none exists.
+
+    The result has 16 bits, or 32 where the operands have or it is ``wide``.
+    """
     peak, capability = target.peak(family), target.recipes.get(family)
     if not peak or (capability is not None and not capability.ok):
         return float("inf")
@@ -54,7 +66,8 @@ def gemm_seconds(
     fill = tiles / (tiles + 0.5 * target.units)
     compute = 2.0 * m * k * n * batch / (peak * rates.gemm.get(family, 0.6) * fill)
     size = operand_bytes(family)
-    moved = batch * (size * (m * k + k * n) + (4.0 if family in ("fp32", "tf32") else 2.0) * m * n)
+    written = 4.0 if wide or family in ("fp32", "tf32") else 2.0
+    moved = batch * (size * (m * k + k * n) + written * m * n)
     scaling = 0.0 if backward else batch * m * n * rates.epilogue.get(family, 0.0)
     speed = target.bandwidth * rates.bandwidth
     return max(compute, moved / speed) + scaling / speed + rates.launch_us * 1e-6
@@ -228,7 +241,8 @@ def layer_cost(
         family = kept if recipe is None else recipe_family(recipe)
         backward = gemm != "fprop"
         m, k, n = (_padded(size, family) for size in work.dims(role))
-        seconds = gemm_seconds(target, rates, family, m, k, n, batch=work.batch, backward=backward)
+        wide = recipe is not None and recipe.wide_output
+        seconds = gemm_seconds(target, rates, family, m, k, n, batch=work.batch, backward=backward, wide=wide)
         gemm_time += seconds
         error += seconds * rates.error.get(family, 0.2)
         if recipe is None and activations != "keep":

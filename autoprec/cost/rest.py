@@ -27,6 +27,7 @@ _CATEGORY = {
     "pointwise": "pointwise",
     "transcendental": "pointwise",
     "cast": "pointwise",
+    "output": "pointwise",
 }
 #: Share of traffic and of kernels that is left when pointwise chains and norms are fused by a compiler.
 _FUSED_TRAFFIC = {"pointwise": 0.45, "norm": 0.6, "attention": 0.9, "other": 0.8}
@@ -71,7 +72,7 @@ def growth(operator: Operator, scale: CostScale) -> tuple[float, float]:
         return scale.tokens * scale.seq * scale.width * depth, scale.tokens * scale.width * depth
     if operator.cls == "softmax":
         return scale.tokens * scale.seq * depth, scale.tokens * scale.seq * depth
-    if operator.cls == "loss":  # over the vocabulary, which does not widen
+    if operator.cls in ("loss", "output"):  # over the vocabulary, which does not widen
         return scale.tokens, scale.tokens
     return scale.tokens * scale.width * depth, scale.tokens * scale.width * depth
 

@@ -216,7 +216,8 @@ def _width(walk: _Walk, operator: Operator, script: float, name: str, layer: Lay
     if not walk.low:
         return script
     if (layer is not None or operator.cls in _PRODUCTS) and name not in _NOT_AUTOCAST:
-        return walk.low
+        recipe = None if layer is None else walk.plans.get(layer.name, _KEEP).fprop
+        return 4.0 if recipe is not None and recipe.wide_output else walk.low
     if name == "_to_copy":  # the script asks for this dtype
         return script
     reads = [read for read in walk.reads(operator) if read.dtype in _BYTES]

@@ -27,8 +27,8 @@ _UNTOUCHED = "nothing is run in less than the script's own precision"
 def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], lost: Mapping[str, str]) -> None:
     """Say of every operator that the policy wants in FP32 who keeps it so, or what it runs in instead.
 
-    And of ``execution`` and ``operators.attention``, where the policy says how the model is compiled or what attention
-    computes in: ``kept`` may name who sees to that too.
+    And of ``execution``, ``operators.attention`` and FP32 outputs of 16-bit products (``wide``), where the policy says
+    how the model is compiled, what attention computes in or what the head returns: ``kept`` may name who sees to it.
 
     Args:
         request: the policy.
@@ -37,6 +37,14 @@ def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], 
         lost: operator -> what the target does instead; every operator must be in one of the two.
     """
     _report_attention(request, losses, kept.get("attention", ""), lost.get("attention", ""))
+    for rule in request.rules():
+        if rule.plan.fprop is not None and rule.plan.fprop.output == "fp32" and request.runs(rule.plan):
+            if "wide" in kept:
+                losses.kept[f"layers '{rule.match}': {rule.plan.fprop.describe()}"] = kept["wide"]
+            else:
+                losses.add(rule.plan.fprop.describe(), f"{rule.plan.fprop.format}: the product is rounded", rule.match)
+    for name, value in request.policy.stability.model_dump(exclude_defaults=True).items():
+        losses.add(f"stability.{name}: {value:g}", "nothing: the training loop must do it")
     execution = request.policy.execution
     if execution != "keep" and "execution" in kept:
         losses.kept[f"execution: {execution}"] = kept["execution"]

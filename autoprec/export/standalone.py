@@ -117,6 +117,10 @@ def _product(
     if recipe is None or recipe["format"] != "fp8":
         dtype = keep if recipe is None else DTYPES[recipe["format"]]
         a, b = first.to(dtype), second.to(dtype)
+        if recipe is not None and recipe.get("output") == "fp32" and gemm == "fprop":
+            a, b = a if axes[0] == 1 else a.t(), b.t() if axes[1] == 1 else b
+            # 16-bit operands, FP32 sums; elsewhere than on a GPU the same sums come from a float32 product
+            return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a.float(), b.float())
         return torch.mm(a if axes[0] == 1 else a.t(), b.t() if axes[1] == 1 else b)
     names = OPERANDS[gemm]
     a, scale_a = _quantize(first, recipe, names[0], axes[0], memory, step)
@@ -135,6 +139,10 @@ def _product(
     return torch.mm(a if axes[0] == 1 else a.t(), b.t() if axes[1] == 1 else b)
 
 
+def _wide(plan: dict[str, Any]) -> bool:
+    return bool(plan["fprop"]) and plan["fprop"].get("output") == "fp32"
+
+
 class _Planned(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -143,8 +151,9 @@ class _Planned(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.plan, ctx.memory, ctx.keep, ctx.bias, ctx.step = plan, memory, keep, bias, step
         flat = x.reshape(-1, x.shape[-1])
-        out = _product(flat, weight, "fprop", plan["fprop"], keep, memory, step).to(keep)
-        out = out if bias is None else out + bias.to(keep)
+        out = _product(flat, weight, "fprop", plan["fprop"], keep, memory, step)
+        out = out if _wide(plan) else out.to(keep)
+        out = out if bias is None else out + bias.to(out.dtype)
         return out.reshape(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -173,7 +182,8 @@ class _PlannedLinear:
         plan = layer._precision_plan
         formats = {None if recipe is None else recipe["format"] for recipe in plan.values()}
         with torch.autocast(device, enabled=False):
-            if len(formats) == 1 and (only := next(iter(formats))) in DTYPES:  # autograd does the rest
+            only = next(iter(formats))
+            if len(formats) == 1 and only in DTYPES and not _wide(plan):  # autograd does the rest
                 dtype = DTYPES[only]
                 bias = None if layer.bias is None else layer.bias.to(dtype)
                 out = F.linear(x.to(dtype), layer.weight.to(dtype), bias)

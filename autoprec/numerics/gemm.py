@@ -19,13 +19,25 @@ from autoprec.numerics.rounding import fast_bf16_gemm
 __all__ = ["contract", "emulated_multiply", "product_dtype"]
 
 
-def contract(a: Tensor, a_axis: int, b: Tensor, b_axis: int) -> Tensor:
-    """Sum the product of two matrices over ``a``'s axis ``a_axis`` and ``b``'s axis ``b_axis``."""
-    return torch.mm(a if a_axis == 1 else a.t(), b if b_axis == 0 else b.t())
+def contract(a: Tensor, a_axis: int, b: Tensor, b_axis: int, *, wide: bool = False) -> Tensor:
+    """Sum the product of two matrices over ``a``'s axis ``a_axis`` and ``b``'s axis ``b_axis``.
+
+    ``wide`` returns the FP32 sums of a 16-bit product on a GPU (cuBLAS with a float32 C), instead of rounding them.
+    """
+    left, right = a if a_axis == 1 else a.t(), b if b_axis == 0 else b.t()
+    if wide and left.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return torch.mm(left, right)
 
 
-def product_dtype(a: Spec, b: Spec, device_type: str) -> torch.dtype:
-    """Return the narrowest dtype that holds the values of both operands exactly and multiplies fast on a device."""
+def product_dtype(a: Spec, b: Spec, device_type: str, *, wide: bool = False) -> torch.dtype:
+    """Return the narrowest dtype that holds the values of both operands exactly and multiplies fast on a device.
+
+    A ``wide`` product (FP32 sums returned) of 16-bit operands has a kernel on GPUs only; elsewhere the operands'
+    values are multiplied in float32, which is the same arithmetic.
+    """
+    if wide and device_type != "cuda":
+        return torch.float32
     formats = {a.format, b.format}
     if "fp64" in formats:
         return torch.float64
@@ -45,6 +57,7 @@ def emulated_multiply(
     *,
     product: torch.dtype,
     fast: bool = False,
+    wide: bool = False,
 ) -> Tensor:
     """Multiply quantised operands and return the scaled product as ``out_dtype``.
 
@@ -53,6 +66,7 @@ def emulated_multiply(
         out_dtype: dtype of the result.
         product: dtype in which the values are multiplied; see :func:`product_dtype`.
         fast: emulate Hopper's limited-precision accumulator.
+        wide: keep the FP32 sums of 16-bit operands.
     """
     if a.spec.format == b.spec.format == "int8":
         out = _integer_matmul(a.codes if axes[0] == 1 else a.codes.t(), b.codes if axes[1] == 0 else b.codes.t())
@@ -60,8 +74,8 @@ def emulated_multiply(
         left, right = operand_values(a, torch.float32), operand_values(b, torch.float32)
         out = limited_matmul(left if axes[0] == 1 else left.t(), right if axes[1] == 0 else right.t())
     else:
-        out = contract(operand_values(a, product), axes[0], operand_values(b, product), axes[1])
-    if "fp16" in (a.spec.format, b.spec.format):
+        out = contract(operand_values(a, product), axes[0], operand_values(b, product), axes[1], wide=wide)
+    if "fp16" in (a.spec.format, b.spec.format) and not wide:
         out = out.to(torch.float16)  # overflow becomes infinity, as it does on the GPU
     scales = _scales(a, b, axes)
     # widen first, scale in place: one pass each, where mixed dtypes would copy as well

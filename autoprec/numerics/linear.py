@@ -128,7 +128,7 @@ class LinearExecution(Execution):
 
         Returns:
             ``[..., out_features]`` in the dtype the script would see: autocast's if it is active, else the input's;
-            float32 where an fp32 recipe runs under autocast.
+            float32 where an fp32 recipe runs under autocast, and where a recipe has ``output: fp32``.
         """
         self.called = True
         device = input.device.type
@@ -145,7 +145,8 @@ class LinearExecution(Execution):
             return self._native(input, weight, bias, native, autocast)
         keep = autocast or input.dtype
         steps = self._steps(device, keep)
-        out_dtype = torch.float32 if steps.wide_output and autocast is not None else keep
+        wide = steps.fprop.wide or (steps.wide_output and autocast is not None)
+        out_dtype = torch.promote_types(keep, torch.float32) if wide else keep
         if input.numel() == 0:
             return _cast_linear(input, weight, bias, out_dtype)  # nothing to quantise, nothing to learn from
         grad = torch.is_grad_enabled()

@@ -39,6 +39,7 @@ class GemmStep:
         axes: their contraction axes.
         product: dtype in which an emulated product is computed.
         fast: limited-precision accumulation.
+        wide: the FP32 sums are returned, not rounded to the operands' 16 bits.
         label: what the audit says when it has run.
         multiply: who multiplies.
     """
@@ -48,6 +49,7 @@ class GemmStep:
     axes: tuple[int, int]
     product: torch.dtype
     fast: bool
+    wide: bool
     label: str
     multiply: Multiply
 
@@ -65,7 +67,7 @@ Multiply = Callable[[QuantizedOperand, QuantizedOperand, GemmStep, torch.dtype],
 class Steps:
     """A plan compiled for one device type and compute dtype of the script (what ``keep`` GEMMs run in).
 
-    ``wide_output`` is true when fprop is asked to run in float32, whose result autocast would not narrow either;
+    ``wide_output`` is true when fprop is asked to return float32, which autocast would not narrow either;
     ``stateful`` when a step remembers something between calls (delayed scales, a random stream), ``random`` when it
     draws random numbers. ``delayed`` are the operands with delayed scales.
     """
@@ -86,18 +88,19 @@ class Steps:
 
 def multiply_emulated(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
     """The ``multiply`` of steps that no hardware runs."""
-    return emulated_multiply(a, b, step.axes, out_dtype, product=step.product, fast=step.fast)
+    return emulated_multiply(a, b, step.axes, out_dtype, product=step.product, fast=step.fast, wide=step.wide)
 
 
 def _step(recipe: Recipe | None, gemm: Gemm, keep_dtype: torch.dtype, multiply: Multiply, device_type: str) -> GemmStep:
     axes = CONTRACTION[gemm]
     if recipe is None:
         first = second = Spec("cast", DTYPE_NAMES.get(keep_dtype, "fp32"))
-        label, fast = KEEP, False
+        label, fast, wide = KEEP, False, False
     else:
         first, second = (spec_of(recipe, gemm, operand) for operand in GEMM_OPERANDS[gemm])
-        label, fast = recipe.describe(), recipe.accumulation == "fast"
-    return GemmStep(first, second, axes, product_dtype(first, second, device_type), fast, label, multiply)
+        label, fast, wide = recipe.describe(), recipe.accumulation == "fast", recipe.output == "fp32"
+    product = product_dtype(first, second, device_type, wide=wide)
+    return GemmStep(first, second, axes, product, fast, wide, label, multiply)
 
 
 def compile_plan(
@@ -116,7 +119,7 @@ def _compiled(
 ) -> Steps:
     who = dict(multiply)
     steps = {g: _step(plan.recipe(g), g, keep_dtype, who.get(g, multiply_emulated), device_type) for g in GEMMS}
-    wide = plan.fprop is not None and plan.fprop.format in ("fp32", "tf32")
+    wide = plan.fprop is not None and plan.fprop.wide_output
     used = {(operand, spec): spec for g in GEMMS for operand, spec in _operands(g, steps[g])}
     delayed = tuple(key for key, s in used.items() if s.scaling is not None and s.scaling.scale == "delayed")
     random = any(spec.stochastic for spec in used.values())
@@ -135,7 +138,7 @@ def native_dtype(plan: LayerPlan, device_type: str) -> torch.dtype | None:
     FP16 GEMMs on a CPU are 20 to 100 times slower than float32 ones, so there they are emulated.
     """
     formats = {None if (r := plan.recipe(gemm)) is None else r.format for gemm in GEMMS}
-    if len(formats) != 1:
+    if len(formats) != 1 or (plan.fprop is not None and plan.fprop.output == "fp32"):
         return None
     found = _NATIVE.get(formats.pop() or "")
     return None if found is torch.float16 and device_type == "cpu" else found

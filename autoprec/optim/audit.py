@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.optim.communication import GradientHook, find_distributed
-from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of
+from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of, stability_of
 from autoprec.optim.tensor import StoredTensor
 from autoprec.policy import Policy
 
@@ -42,13 +42,40 @@ def _gradients(requested: str, runtime: OptimizerRuntime | None, matrices: list[
     return _entry(requested, "fp32" if requested == "fp32" and found == "nothing yet" else found)
 
 
+def _stability(policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[str, dict[str, Any]]:
+    """Audit the guards that a policy asks for: on the model's embeddings, and around the optimizer's steps."""
+    found, asked = stability_of(optimizer), policy.stability
+    guards = None if found is None else found.guard
+    out = {}
+    for name, value in asked.model_dump(exclude_defaults=True).items():
+        live, reason = 0.0, ""
+        if name == "embedding_gradient":
+            tables = [m for m in (() if model is None else model.modules()) if isinstance(m, nn.Embedding)]
+            factors = {getattr(m.__dict__.get("_autoprec"), "factor", 1.0) for m in tables}
+            live = factors.pop() if len(factors) == 1 else 1.0
+            reason = "" if tables else "the model has no embedding"
+        elif name == "embedding_clip" and found is not None:
+            live, reason = found.policy.embedding_clip, f"{found.clipped} steps clipped"
+            if not found.embeddings:
+                live, reason = 0.0, "no embedding of the model is among the optimizer's parameters"
+        elif found is not None and guards is not None:
+            live, reason = guards.outlier, f"{guards.skipped} steps left out"
+        out[f"stability.{name}"] = _entry(f"{value:g}", f"{live:g}", reason)
+    narrow = policy.activations == "fp16" or any(r.scaled or r.format == "fp16" for r in policy.recipes.values())
+    if narrow and not any(group.get("weight_decay") for group in optimizer.param_groups):
+        hint = "a hint: without weight decay weights and logits grow until FP16 or FP8 saturates (GLM-130B: 0.1)"
+        out["weight_decay"] = {"requested": "-", "executed": "0", "ok": True, "reason": hint}
+    return out
+
+
 def audit_optimizer(
     policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None = None
 ) -> dict[str, dict[str, Any]]:
     """Return ``{part: {requested, executed, ok, reason}}`` after at least one real step.
 
     Parts are weights, gradients, exp_avg, exp_avg_sq, loss_scaling and, where the model is distributed or the policy
-    asks for it, communication.
+    asks for it, communication; the guards of ``stability`` that are asked for, and ``weight_decay`` where a hint is
+    due.
     Emulated weight storage is executed (the numerics are) and says why its bytes are not saved. A part that nothing
     has used yet is not ok and says so.
     """
@@ -71,6 +98,7 @@ def audit_optimizer(
         out["loss_scaling"] = _entry(policy.loss_scaling, "none" if scaler is None else "dynamic")
     else:  # the script's own scaler does it
         out["loss_scaling"] = _entry(policy.loss_scaling, "dynamic", scaler.inactive_reason)
+    out |= _stability(policy, optimizer, model)
     wrapper = None if model is None else find_distributed(model)
     if wrapper is not None:
         hook: GradientHook | None = getattr(wrapper, "_autoprec_gradient_hook", None)

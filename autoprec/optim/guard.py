@@ -9,19 +9,27 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from autoprec.optim.tensor import decoded
+from autoprec.optim.tensor import StoredTensor, decoded
+from autoprec.policy import StabilityPolicy
 
-__all__ = ["StepGuard", "gradient_norm"]
+__all__ = ["Stability", "StepGuard", "gradient_norm"]
+
+
+def _whole(norm: Any) -> Tensor:
+    """Return the norm of all shards of a DTensor."""
+    whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    return whole
 
 
 def gradient_norm(parameters: list[Tensor]) -> float:
     """Return the L2 norm of all gradients (FP32 accumulation); infinity or NaN when any value is."""
     norms = [
-        torch.linalg.vector_norm(decoded(p.grad), dtype=torch.float32)
+        _whole(torch.linalg.vector_norm(decoded(p.grad), dtype=torch.float32))
         for p in parameters
         if p.grad is not None and not p.grad.is_sparse
     ]
@@ -47,12 +55,12 @@ class StepGuard:
     consecutive: int = 0
     norms: deque[float] = field(default_factory=lambda: deque(maxlen=64))
 
-    def admits(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return False, and count, when this step must be skipped."""
+    def admits(self, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> bool:
+        """Return False, and count, when this step must be skipped; gradients are multiplied by ``factor``."""
         if getattr(optimizer, "found_inf", None) is not None and float(optimizer.found_inf) > 0:  # type: ignore[attr-defined]
             self.skipped += 1
             return False
-        norm = gradient_norm([p for group in optimizer.param_groups for p in group["params"]])
+        norm = gradient_norm([p for group in optimizer.param_groups for p in group["params"]]) / factor
         if not math.isfinite(norm):
             self.skipped, self.nonfinite = self.skipped + 1, self.nonfinite + 1
             return False
@@ -83,3 +91,73 @@ class StepGuard:
             return False
         usual = sorted(self.norms)[len(self.norms) // 2]
         return usual > 0 and norm > self.outlier * usual
+
+
+def _multiply(weight: Tensor, factor: float) -> None:
+    """Multiply a gradient: in place, since it may be a part of a bucket of DDP, unless it is stored low."""
+    if isinstance(weight.grad, StoredTensor):
+        weight.grad = weight.grad.decode() * factor
+    elif weight.grad is not None:
+        weight.grad.mul_(factor)
+
+
+@dataclass
+class Stability:
+    """The guards of a policy around the steps of any optimizer: clipped embeddings, and outliers left out.
+
+    GLM-130B (arXiv 2210.02414) names both beside the shrunk embedding gradient, which is the model's part
+    (:mod:`autoprec.applying.policy`). A step is left out by taking its gradients away while it runs: every torch
+    optimizer then leaves parameters and state alone. Ranks decide alike, since they hold the same gradients.
+
+    Attributes:
+        policy: what was asked for.
+        embeddings: the parameters that are clipped by themselves.
+        guard: what is usual, and how many steps were left out.
+        clipped: how many steps had their embedding gradients clipped.
+    """
+
+    policy: StabilityPolicy
+    embeddings: list[Tensor]
+    guard: StepGuard
+    clipped: int = 0
+    _handles: list[Any] = field(default_factory=list)
+    _held: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    @classmethod
+    def install(cls, optimizer: torch.optim.Optimizer, policy: StabilityPolicy, model: nn.Module | None) -> Stability:
+        """Hook an optimizer; without a model no embedding is known, and none is clipped."""
+        mine = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)] if model is not None else []
+        made = cls(policy, [weight for weight in tables if id(weight) in mine], StepGuard(outlier=policy.outlier))
+        if policy.embedding_clip or policy.outlier:
+            made._handles.append(optimizer.register_step_pre_hook(made._before))
+            made._handles.append(optimizer.register_step_post_hook(made._after))
+        return made
+
+    def remove(self) -> None:
+        """Take the hooks off again."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if not found:  # left out already, by a loss scaler
+            return
+        scale = getattr(optimizer, "grad_scale", None)  # a fused optimizer's gradients are still multiplied by it
+        factor = 1.0 if scale is None else float(scale)
+        if self.policy.embedding_clip:
+            norm = gradient_norm(self.embeddings)
+            if math.isfinite(norm) and norm > self.policy.embedding_clip * factor:
+                self.clipped += 1
+                for weight in self.embeddings:
+                    _multiply(weight, self.policy.embedding_clip * factor / norm)
+        if self.policy.outlier and not self.guard.admits(optimizer, factor):
+            self._held = [(parameter, parameter.grad) for parameter in found]
+            for parameter in found:
+                parameter.grad = None
+
+    def _after(self, _optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        for parameter, gradient in self._held:
+            parameter.grad = gradient
+        self._held = []

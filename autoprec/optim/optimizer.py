@@ -20,12 +20,12 @@ from torch import Tensor, nn
 from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
 from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.communication import install_gradient_hook
-from autoprec.optim.guard import StepGuard
+from autoprec.optim.guard import Stability, StepGuard
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.optim.update import adam_update, sgd_update
 from autoprec.optim.weights import StoredWeights
-from autoprec.policy import OptimizerPolicy, Policy
+from autoprec.policy import OptimizerPolicy, Policy, StabilityPolicy
 
 __all__ = [
     "OptimizerRuntime",
@@ -34,11 +34,12 @@ __all__ = [
     "optimizer_counters",
     "runtime_of",
     "skipped_steps",
+    "stability_of",
     "unwrap_optimizer",
     "wrap_optimizer",
 ]
 
-_ATTRIBUTE, _SCALER = "_autoprec_runtime", "_autoprec_loss_scaler"
+_ATTRIBUTE, _SCALER, _STABILITY = "_autoprec_runtime", "_autoprec_loss_scaler", "_autoprec_stability"
 _ADAM, _SGD = "adam", "sgd"
 
 
@@ -215,10 +216,16 @@ def loss_scaler_of(optimizer: torch.optim.Optimizer) -> LossScaler | None:
     return getattr(optimizer, _SCALER, None)
 
 
+def stability_of(optimizer: torch.optim.Optimizer) -> Stability | None:
+    """Return the guards that ``wrap_optimizer`` put around this optimizer's steps, or None."""
+    return getattr(optimizer, _STABILITY, None)
+
+
 def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
-    """Return how many steps the guard or our loss scaler left out (a script's own GradScaler not included)."""
-    runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
-    return (runtime.guard.skipped if runtime else 0) + (scaler.skipped_steps if scaler else 0)
+    """Return how many steps the guards or our loss scaler left out (a script's own GradScaler not included)."""
+    runtime, scaler, stability = runtime_of(optimizer), loss_scaler_of(optimizer), stability_of(optimizer)
+    left_out = (runtime.guard.skipped if runtime else 0) + (stability.guard.skipped if stability else 0)
+    return left_out + (scaler.skipped_steps if scaler else 0)
 
 
 def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
@@ -228,6 +235,8 @@ def optimizer_counters(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     if runtime is not None:
         found["steps"] = torch.tensor(float(runtime.steps), dtype=torch.float64)
         found["guard"] = runtime.guard.state()
+    if (stability := stability_of(optimizer)) is not None:
+        found["stability"] = stability.guard.state()
     if scaler is not None and scaler.active:
         counts = (scaler.scale, scaler.good_steps, scaler.skipped_steps)
         found["loss_scale"] = torch.tensor(counts, dtype=torch.float64)
@@ -240,6 +249,8 @@ def load_counters(optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor])
     if runtime is not None and "steps" in state:
         runtime.steps = int(state["steps"])
         runtime.guard.load_state(state["guard"])
+    if (stability := stability_of(optimizer)) is not None and "stability" in state:
+        stability.guard.load_state(state["stability"])
     if scaler is not None and "loss_scale" in state:
         scale, good, skipped = state["loss_scale"].tolist()
         scaler.scale, scaler.good_steps, scaler.skipped_steps = scale, int(good), int(skipped)
@@ -303,6 +314,8 @@ def wrap_optimizer(
         setattr(optimizer, _SCALER, LossScaler.install(model, [optimizer]))
     if isinstance(policy, Policy) and model is not None and policy.communication.gradients != "fp32":
         install_gradient_hook(model, policy.communication.gradients)
+    if isinstance(policy, Policy) and policy.stability != StabilityPolicy():
+        setattr(optimizer, _STABILITY, Stability.install(optimizer, policy.stability, model))
     if choice == OptimizerPolicy():
         return optimizer
     kind = _kind(optimizer)
@@ -330,6 +343,10 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if scaler is not None:
         scaler.remove()
         delattr(optimizer, _SCALER)
+    stability = stability_of(optimizer)
+    if stability is not None:
+        stability.remove()
+        delattr(optimizer, _STABILITY)
     runtime = runtime_of(optimizer)
     if runtime is None:
         return optimizer

@@ -1,11 +1,12 @@
 """What is decided, and what may be: policies and search spaces as frozen data, in files that need no code to read.
 
 A policy is the answer of a search: an ordered list of globs on module names, each with a recipe (the first that matches
-a layer wins, single GEMMs may differ), and one line each for activations, operators, optimizer state, communication and
-loss scaling. It spells out every recipe it uses, so that a file means the same under any version. A *space* says
-which of these a search may vary. Nothing here imports torch: a policy is read, compared, exported and checked where no
-model is. ``schema`` is the data, ``document`` reads and writes it with errors a person can act on, ``globs`` and
-``matching`` find a layer's rule, ``levels`` are named combinations (MS-AMP's among them), ``space`` is the space.
+a layer wins, single GEMMs may differ), and one line each for activations, operators, optimizer state, communication,
+stability and loss scaling. It spells out every recipe it uses, so that a file means the same under any version. A
+*space* says which of these a search may vary. Nothing here imports torch: a policy is read, compared, exported and
+checked where no model is. ``schema`` is the data, ``document`` reads and writes it with errors a person can act on,
+``globs`` and ``matching`` find a layer's rule, ``levels`` are named combinations (MS-AMP's among them), ``space`` is
+the space.
 """
 
 from autoprec.policy.diff import diff_policies
@@ -23,6 +24,7 @@ from autoprec.policy.schema import (
     OperatorPolicy,
     OptimizerPolicy,
     Policy,
+    StabilityPolicy,
 )
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "OperatorPolicy",
     "OptimizerPolicy",
     "Policy",
+    "StabilityPolicy",
     "diff_policies",
     "dump_yaml",
     "escape",

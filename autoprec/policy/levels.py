@@ -105,6 +105,29 @@ LEVELS: dict[str, Level] = {
             activations="fp16",
             loss_scaling="dynamic",
         ),
+        Level("apex-o0", "apex O0: everything FP32", "fp32", BUILTIN_RECIPES["fp32"], activations="keep"),
+        *(
+            Level(
+                f"apex-{name}",
+                f"apex {name.upper()}: {what}, dynamic loss scaling; weights and state FP32",
+                "fp16",
+                BUILTIN_RECIPES["fp16"],
+                activations="fp16",
+                loss_scaling="dynamic",
+            )
+            for name, what in (
+                ("o1", "autocast to FP16"),
+                ("o2", "an FP16 model with FP32 masters (softmax and losses stay in FP32 here)"),
+            )
+        ),
+        Level(
+            "apex-o3",
+            "apex O3: FP16 weights without masters or loss scaling (weights are scaled here: unscaled ones underflow)",
+            "fp16",
+            BUILTIN_RECIPES["fp16"],
+            activations="fp16",
+            optimizer=OptimizerPolicy(weights="fp16_scaled"),
+        ),
         Level("amp-bf16", "autocast to BF16; weights and state FP32", "bf16", BUILTIN_RECIPES["bf16"]),
         Level(
             "te",

@@ -25,6 +25,7 @@ __all__ = [
     "OperatorPolicy",
     "OptimizerPolicy",
     "Policy",
+    "StabilityPolicy",
 ]
 
 SCHEMA = "autoprec.policy/1"
@@ -111,6 +112,31 @@ class CommunicationPolicy(_Frozen):
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32"
 
 
+class StabilityPolicy(_Frozen):
+    """What keeps a low-precision run from diverging that is not a precision: the guards of GLM-130B.
+
+    Its loss spikes began in the embedding's gradient; a tenth of it removed them (arXiv 2210.02414, section 2.1 and
+    figure 4). The head of a tied embedding is not concerned: only what comes back through the look-up is multiplied.
+    """
+
+    embedding_gradient: float = Field(
+        1.0, gt=0.0, le=1.0, description="multiplies the gradient of embeddings; GLM-130B: 0.1"
+    )
+    embedding_clip: float = Field(0.0, ge=0.0, description="largest norm of the embeddings' gradients alone; 0: any")
+    outlier: float = Field(
+        0.0, ge=0.0, description="leave out steps whose gradient norm is over this multiple of the usual; 0: none"
+    )
+
+    @field_validator("outlier")
+    @classmethod
+    def _beyond_the_usual(cls, value: float) -> float:
+        if 0.0 < value <= 1.0:
+            raise ValueError(
+                "outlier: a multiple of the usual gradient norm, such as 8; 1 or less would skip half of all steps"
+            )
+        return value
+
+
 class ModelInfo(_Frozen):
     """Which model a policy was made for."""
 
@@ -143,6 +169,11 @@ class LayerPlan(_Frozen):
     fprop: Recipe | None = None
     dgrad: Recipe | None = None
     wgrad: Recipe | None = None
+
+    @field_validator("dgrad", "wgrad")
+    @classmethod
+    def _fprop_alone_has_an_output(cls, value: Recipe | None) -> Recipe | None:
+        return None if value is None else value.backward()
 
     @property
     def keeps(self) -> bool:
@@ -188,6 +219,7 @@ class Policy(_Frozen):
     operators: OperatorPolicy = OperatorPolicy()
     optimizer: OptimizerPolicy = OptimizerPolicy()
     communication: CommunicationPolicy = CommunicationPolicy()
+    stability: StabilityPolicy = StabilityPolicy()
     loss_scaling: Literal["none", "dynamic"] = "none"
     execution: Literal["keep", "compile", "eager"] = Field("keep", description="torch.compile around the model")
     model: ModelInfo | None = None
@@ -250,6 +282,8 @@ class Policy(_Frozen):
         out |= {"default": self.default, "activations": self.activations}
         for name in ("operators", "optimizer", "communication"):
             out[name] = getattr(self, name).model_dump()
+        if self.stability != StabilityPolicy():
+            out["stability"] = self.stability.model_dump()
         out["loss_scaling"] = self.loss_scaling
         if self.execution != "keep":
             out["execution"] = self.execution

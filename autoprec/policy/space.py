@@ -14,7 +14,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from autoprec.errors import FileError, SpaceError, UnknownNameError, nearest
-from autoprec.policy import CommunicationPolicy, Glob, LayerPlan, OperatorPolicy, OptimizerPolicy, explain, glob_matches
+from autoprec.policy import (
+    CommunicationPolicy,
+    Glob,
+    LayerPlan,
+    OperatorPolicy,
+    OptimizerPolicy,
+    StabilityPolicy,
+    explain,
+    glob_matches,
+)
 from autoprec.precision.hardware import TARGETS, Target
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
 from autoprec.support.files import read_document
@@ -108,6 +117,14 @@ class CommunicationSpace(_Frozen):
     gradients: tuple[str, ...] = ("fp32",)
 
 
+class StabilitySpace(_Frozen):
+    """Guards that may be tried; the first is the default."""
+
+    embedding_gradient: tuple[float, ...] = (1.0,)
+    embedding_clip: tuple[float, ...] = (0.0,)
+    outlier: tuple[float, ...] = (0.0,)
+
+
 class SpacePreset(_Frozen):
     """A named starting point beside the built-in ones: a choice for some layers, and parameter values."""
 
@@ -136,6 +153,7 @@ class SearchSpace(_Frozen):
     attention: tuple[Literal["keep", "fp32", "bf16", "fp16"], ...] = Field(("keep",), min_length=1)
     optimizer: OptimizerSpace = OptimizerSpace()
     communication: CommunicationSpace = CommunicationSpace()
+    stability: StabilitySpace = StabilitySpace()
     loss_scaling: Literal["none", "dynamic"] = Field("none", description="dynamic: where a policy uses fp16")
     execution: tuple[Literal["keep", "compile", "eager"], ...] = Field(
         ("keep",), min_length=1, description="torch.compile around the model; tried where trials are timed"
@@ -188,6 +206,9 @@ class SearchSpace(_Frozen):
                 OptimizerPolicy.model_validate({name: value})
         for value in self.communication.gradients:
             CommunicationPolicy.model_validate({"gradients": value})
+        for name in StabilitySpace.model_fields:
+            for number in getattr(self.stability, name):
+                StabilityPolicy.model_validate({name: number})
 
     @property
     def all_recipes(self) -> dict[str, Recipe]:
@@ -207,8 +228,22 @@ class SearchSpace(_Frozen):
         for name in OptimizerSpace.model_fields:
             out[f"optimizer.{name}"] = getattr(self.optimizer, name)
         out["communication.gradients"] = self.communication.gradients
+        for name in StabilitySpace.model_fields:
+            out[f"stability.{name}"] = getattr(self.stability, name)
         out["execution"] = self.execution
         return out | {path: tuple(values) for path, values in self.parameters.items()}
+
+    def warnings(self) -> list[str]:
+        """Return what a person should know before searching here: FP16 gradients underflow without loss scaling."""
+        offered = {c.recipe_of(gemm) for rule in self.choices for c in rule.choices for gemm in GEMMS} - {KEEP}
+        narrow = [name for name in sorted(offered) if self.all_recipes[name].format == "fp16"]
+        narrow += ["activations: fp16"] if "fp16" in self.activations else []
+        if not narrow or self.loss_scaling == "dynamic":
+            return []
+        return [
+            f"space '{self.name}' offers fp16 ({', '.join(narrow)}) without loss scaling: gradients below 6e-8 become "
+            "zero; add 'loss_scaling: dynamic', or leave it out where the script has a GradScaler of its own"
+        ]
 
     def executed(self, *, compiled: bool, measured: bool) -> SearchSpace:
         """Return the space with only those values of ``execution`` that differ on this script.

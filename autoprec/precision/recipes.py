@@ -93,13 +93,17 @@ class Recipe(_Frozen):
     """One quantisation recipe.
 
     ``accumulation: fast`` asks for Hopper's limited-precision accumulator (``use_fast_accum``,
-    ``use_split_accumulator=False``); ``full`` for FP32 accumulation.
+    ``use_split_accumulator=False``); ``full`` for FP32 accumulation. ``output: fp32`` is for the head: its GEMM runs
+    on 16-bit operands and returns the FP32 accumulator, so that the loss reads logits that were never rounded.
     """
 
     format: Literal["fp32", "tf32", "bf16", "fp16", "fp8", "mxfp8", "nvfp4", "int8"]
     scaling: Scaling | None = Field(None, description="fp8 and int8 only")
     operands: Operands | None = Field(None, description="fp8 and mxfp8 only")
     accumulation: Literal["full", "fast"] = Field("full", description="fp8 only")
+    output: Literal["keep", "fp32"] = Field(
+        "keep", description="bf16 and fp16: fp32 returns fprop's FP32 sums unrounded"
+    )
     hadamard: bool = Field(False, description="nvfp4 only: random Hadamard transform of the wgrad operands")
     stochastic_rounding: bool = Field(False, description="nvfp4 only: round grad_output stochastically")
     weight_2d: bool = Field(False, description="nvfp4 only: 16x16 scales for the weight")
@@ -123,6 +127,8 @@ class Recipe(_Frozen):
             raise ValueError(f"operands has no effect with format: {self.format}; remove it")
         if self.accumulation == "fast" and self.format != "fp8":
             raise ValueError(f"accumulation: fast has no effect with format: {self.format}; remove it")
+        if self.output == "fp32" and self.format not in ("bf16", "fp16"):
+            raise ValueError(f"output: fp32 is for format bf16 or fp16, not {self.format}; remove it")
         if self.format != "nvfp4":
             for name in ("hadamard", "stochastic_rounding", "weight_2d"):
                 if getattr(self, name):
@@ -140,6 +146,15 @@ class Recipe(_Frozen):
     def scaled(self) -> bool:
         """True when operands are quantised with scales (8 bits or fewer)."""
         return self.format in _SCALED
+
+    @property
+    def wide_output(self) -> bool:
+        """True when fprop returns FP32, which autocast would not narrow either."""
+        return self.format in ("fp32", "tf32") or self.output == "fp32"
+
+    def backward(self) -> Recipe:
+        """Return the recipe of dgrad and wgrad: gradients have the dtype of what they are of."""
+        return self.model_copy(update={"output": "keep"}) if self.output == "fp32" else self
 
     def operand_format(self, operand: Operand) -> str:
         """Return the number format (a key of ``formats.FORMATS``) in which ``operand`` is multiplied."""
@@ -180,7 +195,7 @@ class Recipe(_Frozen):
             kind = "delayed" if self.scaling.scale == "delayed" else self.scaling.granularity
             fast = " fast" if self.accumulation == "fast" else ""
             return f"fp8 {kind} {self.operands.input}/{self.operands.weight}/{self.operands.grad_output}{fast}"
-        return self.format
+        return f"{self.format} -> fp32" if self.output == "fp32" else self.format
 
 
 def _fp8(granularity: str = "tensor", grad: str = "e4m3", **scaling: Any) -> Recipe:
@@ -199,6 +214,8 @@ BUILTIN_RECIPES: dict[str, Recipe] = {
     "tf32": Recipe(format="tf32"),
     "bf16": Recipe(format="bf16"),
     "fp16": Recipe(format="fp16"),
+    "bf16_fp32_output": Recipe(format="bf16", output="fp32"),
+    "fp16_fp32_output": Recipe(format="fp16", output="fp32"),
     "fp8_tensorwise": _fp8("tensor", "e5m2"),
     "fp8_tensorwise_e4m3": _fp8("tensor", "e4m3"),
     "fp8_rowwise": _fp8("row", "e4m3", power_of_2=True),

@@ -20,6 +20,7 @@ COLOURS = {
     "softmax": "#dc2626",
     "norm": "#ea580c",
     "loss": "#be123c",
+    "output": "#e11d48",
     "embedding": "#ca8a04",
     "transcendental": "#db2777",
     "reduction": "#b45309",

@@ -250,7 +250,7 @@ class Search:
 
     def _info(self, setup: Setup, store: StudyStore) -> SearchInfo:
         host, graph = setup.host, setup.graph
-        for note in host.notes:
+        for note in (*host.notes, *setup.space.warnings()):
             self.listener.note(note)
         return SearchInfo(
             study=self.options.study,

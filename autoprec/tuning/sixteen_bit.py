@@ -80,7 +80,7 @@ def sixteen_bit_space(space: SearchSpace) -> SearchSpace:
     def left_out(choice: Choice) -> bool:
         named = [recipes[name] for name in map(choice.recipe_of, GEMMS) if name != KEEP]
         # where 16 bit is the baseline, a wider choice is for the loss, which 16 bit alone does not strain
-        return any(recipe.scaled or (narrow and recipe.format in ("fp32", "tf32")) for recipe in named)
+        return any(recipe.scaled or (narrow and recipe.wide_output) for recipe in named)
 
     def plain(rule: ChoiceRule) -> ChoiceRule:
         kept = tuple(choice for choice in rule.choices if not left_out(choice))

@@ -187,3 +187,28 @@ def test_emulation_is_told_in_one_line(model: nn.Sequential) -> None:
     assert emulated_note(model) == ""
     policy("fp8_rowwise").apply(model)
     assert emulated_note(model).startswith("2 layers run fp8 row")
+
+
+@pytest.mark.parametrize(
+    ("head", "executed", "rounded"), [("bf16", "bf16", True), ("bf16_fp32_output", "bf16 -> fp32", False)]
+)
+def test_the_output_is_asked_for_and_executed_in_fp32(head: str, executed: str, rounded: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 16))
+    p = Policy.model_validate(
+        {
+            "recipes": {"b": BUILTIN_RECIPES["bf16"], "h": BUILTIN_RECIPES[head]},
+            "layers": [{"match": "1", "recipe": "h"}],
+            "default": "b",
+            "activations": "bf16",
+        }
+    )
+    p.apply(model)
+    out = model(torch.randn(4, 32))
+    out.sum().backward()
+    report = p.audit(model)
+    assert report.ok
+    assert out.dtype is torch.float32
+    assert report.layers[1].executed == {"fprop": executed, "dgrad": "bf16", "wgrad": "bf16"}
+    assert ("had rounded it" in report.operators["output"]["reason"]) == rounded
+    assert torch.equal(out, out.bfloat16().float()) == rounded

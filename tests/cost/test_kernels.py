@@ -203,3 +203,12 @@ def test_casts_that_no_compiler_fuses_cost_what_they_launch_and_move() -> None:
     assert eager_traffic("fp8_row", (0,), 4.0) == (9.0, 2)
     assert eager_traffic("fp8_delayed", (0, 1), 2.0) == eager_traffic("fp8_block", (0, 1), 2.0) == (4.0, 1)
     assert eager_traffic("mxfp8", (0, 1), 2.0) == (2 * 25.0, 2 * 34)  # operator by operator
+
+
+def test_an_fp32_output_writes_four_bytes_per_value() -> None:
+    """A head of a large vocabulary is bound by what it writes."""
+    head = linear(4096, 64, 50304, ("fprop",))
+    added = seconds(head, "bf16_fp32_output") - seconds(head, "bf16")
+    assert added == pytest.approx(2.0 * 4096 * 50304 / (H100.bandwidth * RATES.bandwidth), rel=1e-6)
+    back = linear(4096, 64, 50304, ("dgrad", "wgrad"))
+    assert seconds(back, "bf16_fp32_output") == seconds(back, "bf16")

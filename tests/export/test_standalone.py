@@ -16,7 +16,9 @@ from tests.export.toys import distance, gradients, one_rule, toy_model
 
 
 @pytest.mark.parametrize("rule", [{}, {"gemms": {"wgrad": "bf16"}}], ids=["uniform", "wgrad in bf16"])
-@pytest.mark.parametrize("name", ["bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block", "bf16_fp32_output"]
+)
 def test_the_plain_module_agrees_with_apply(name: str, rule: dict[str, Any]) -> None:
     policy = one_rule(name, **rule)
     source = export(policy, "python").files["precision_policy.py"]
@@ -50,3 +52,15 @@ def test_a_copy_of_a_model_under_the_plain_module_trains_by_itself() -> None:
     model = module.apply(toy_model())
     other = copy.deepcopy(model)
     assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(other), strict=True))
+
+
+def test_the_plain_module_returns_fp32_sums_where_the_policy_does() -> None:
+    policy = one_rule("bf16_fp32_output").model_copy(update={"activations": "bf16"})
+    done = export(policy, "python")
+    assert [kept for kept in done.kept if kept.endswith("bf16 -> fp32")] != []
+    module = load_source(done.files["precision_policy.py"], "precision_policy")
+    ours, theirs, x = toy_model(), toy_model(), torch.randn(3, 160)
+    apply_policy(policy, ours)
+    module.apply(theirs)
+    assert torch.equal(ours(x), theirs(x))
+    assert "bf16 -> fp32" in {loss.what for loss in export(policy, "deepspeed", allow_lossy=True).losses}

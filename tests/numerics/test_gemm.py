@@ -29,7 +29,7 @@ def test_products_are_exact_up_to_output_rounding(name: str, gemm: str) -> None:
     exact = contract(dequantize(a).double(), axes[0], dequantize(b).double(), axes[1])
     for product, limit in ((product_dtype(a.spec, b.spec, "cpu"), 2.5e-3), (torch.float32, 1e-6)):
         found = emulated_multiply(a, b, axes, torch.float32, product=product)
-        fp16 = 4e-4 if name == "fp16" else limit
+        fp16 = 4e-4 if name.startswith("fp16") else limit
         assert (found.double() - exact).norm() / exact.norm() < max(limit, fp16 if product is torch.float32 else 0)
 
 
@@ -71,3 +71,25 @@ def test_product_dtype_holds_the_values() -> None:
 def test_fp16_products_overflow_to_infinity() -> None:
     big = quantize(torch.full((4, 4), 300.0), Spec("cast", "fp16"))
     assert emulated_multiply(big, big, (1, 1), torch.float32, product=torch.float32).isinf().all()
+
+
+def test_a_wide_product_is_one_16_bit_gemm_with_an_fp32_result_on_a_gpu() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    calls: list[str] = []
+
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    spec = spec_of(BUILTIN_RECIPES["bf16_fp32_output"], "fprop", "input")
+    assert product_dtype(spec, spec, "cuda", wide=True) is torch.bfloat16
+    assert product_dtype(spec, spec, "cpu", wide=True) is torch.float32
+    with FakeTensorMode(), Calls():
+        a, b = (torch.empty(32, 64, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+        calls.clear()
+        out = contract(a, 1, b, 1, wide=True)
+    assert (out.dtype, tuple(out.shape)) == (torch.float32, (32, 32))
+    assert [call for call in calls if call.startswith("aten.mm")] == ["aten.mm.dtype"]

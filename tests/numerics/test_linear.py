@@ -64,7 +64,8 @@ def test_output_dtypes_are_those_of_the_script(name: str, autocast: torch.dtype 
     with torch.autocast("cpu", autocast or torch.bfloat16, enabled=autocast is not None):
         out = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES[name]))(x, weight, bias)
     expected = dtype if autocast is None or dtype is torch.float64 else autocast  # autocast leaves float64 alone
-    if expected is autocast and BUILTIN_RECIPES[name].format in ("fp32", "tf32"):
+    recipe = BUILTIN_RECIPES[name]
+    if (expected is autocast and recipe.wide_output) or (recipe.output == "fp32" and expected is torch.bfloat16):
         expected = torch.float32
     assert out.dtype is expected
     out.sum().backward()
@@ -252,3 +253,29 @@ def test_values_and_codes_train_alike_bit_by_bit(name: str, monkeypatch: pytest.
             out.backward(grad)
         found.append((out.detach(), x.grad, weight.grad))
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_fp32_output_is_the_sum_of_16_bit_products_unrounded(dtype: torch.dtype) -> None:
+    """Values and gradients are those of autocast's bf16 product, but for the rounding of the result."""
+    x, weight, bias, grad = (t.detach().to(dtype).requires_grad_() for t in tensors(24, 64, 40))
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["bf16_fp32_output"]))
+    out = layer(x, weight, bias)
+    assert out.dtype is torch.float32
+    exact = F.linear(x.detach().bfloat16().double(), weight.detach().bfloat16().double(), bias.detach().double())
+    assert (out - exact).abs().max() < 1e-5 * exact.abs().max()
+    assert (out.bfloat16() - exact).abs().max() > 1e-3 * exact.abs().max()  # what is spared
+    found = torch.autograd.grad(out, (x, weight, bias), grad.float())
+    with torch.autocast("cpu", torch.bfloat16):
+        wanted = torch.autograd.grad(F.linear(x, weight, bias).float(), (x, weight, bias), grad.float())
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.dtype is theirs.dtype
+        assert (ours.float() - theirs.float()).norm() < 1e-2 * theirs.float().norm()
+    assert layer.executed == {"fprop": "bf16 -> fp32", "dgrad": "bf16", "wgrad": "bf16"}
+
+
+def test_an_fp32_output_of_fp16_products_does_not_overflow() -> None:
+    x, weight = torch.full((16, 128), 64.0), torch.full((8, 128), 64.0)
+    wide = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp16_fp32_output"]))(x, weight, None)
+    assert torch.equal(wide, torch.full((16, 8), 128 * 64.0 * 64.0))
+    assert LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp16"]))(x, weight, None).isinf().all()

@@ -34,3 +34,11 @@ def test_what_remembers_something_is_stateful() -> None:
         if compile_plan(LayerPlan.uniform(recipe), torch.float32, "cpu").stateful
     }
     assert stateful == {"fp8_delayed", "nvfp4"}
+
+
+def test_an_fp32_output_is_not_autograds_own_business() -> None:
+    steps = compile_plan(LayerPlan.uniform(BUILTIN_RECIPES["bf16_fp32_output"]), torch.bfloat16, "cuda")
+    assert native_dtype(LayerPlan.uniform(BUILTIN_RECIPES["bf16_fp32_output"]), "cuda") is None
+    assert (steps.fprop.wide, steps.dgrad.wide, steps.wgrad.wide) == (True, False, False)
+    assert steps.wide_output
+    assert steps.labels == {"fprop": "bf16 -> fp32", "dgrad": "bf16", "wgrad": "bf16"}

@@ -91,3 +91,11 @@ def test_the_scripts_own_scaler_counts():
     assert found["ok"]
     assert "GradScaler" in found["reason"]
     del scaler
+
+
+@pytest.mark.parametrize(("name", "decay", "told"), [("te", 0.0, True), ("te", 0.1, False), ("amp-bf16", 0.0, False)])
+def test_a_quantised_model_without_weight_decay_gets_a_hint(name, decay, told):
+    model, policy = nn.Linear(8, 8), LEVELS[name].policy()
+    found = audit_optimizer(policy, torch.optim.AdamW(model.parameters(), weight_decay=decay), model)
+    assert ("weight_decay" in found) == told
+    assert not told or "weights and logits grow" in found["weight_decay"]["reason"]

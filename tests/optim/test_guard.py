@@ -3,7 +3,11 @@ import math
 import pytest
 import torch
 
+from autoprec.applying.state import carry_state
+from autoprec.optim.audit import audit_optimizer
 from autoprec.optim.guard import StepGuard, gradient_norm
+from autoprec.optim.optimizer import skipped_steps, stability_of, unwrap_optimizer, wrap_optimizer
+from autoprec.policy import Policy, StabilityPolicy
 
 
 def optimizer(value: float) -> torch.optim.Optimizer:
@@ -56,3 +60,76 @@ def test_a_step_that_the_scaler_found_infinite_is_refused():
     made.found_inf = torch.ones(1)
     assert not guard.admits(made)
     assert guard.skipped == 1
+
+
+def embedded(policy: StabilityPolicy) -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(8, 4), torch.nn.Linear(4, 4))
+    made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return model, wrap_optimizer(made, Policy(stability=policy), model)
+
+
+def grads(model: torch.nn.Sequential, value: float) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, value)
+
+
+def test_embeddings_are_clipped_by_themselves():
+    model, made = embedded(StabilityPolicy(embedding_clip=1.0))
+    grads(model, 1.0)
+    made.step()
+    assert model[0].weight.grad.norm() == pytest.approx(1.0)
+    assert model[1].weight.grad.norm() == pytest.approx(4.0)
+    grads(model, 0.1)
+    made.step()
+    assert model[0].weight.grad.norm() == pytest.approx(0.1 * 32**0.5)
+    assert stability_of(made).clipped == 1
+    row = audit_optimizer(Policy(stability=StabilityPolicy(embedding_clip=1.0)), made, model)[
+        "stability.embedding_clip"
+    ]
+    assert (row["ok"], row["executed"], row["reason"]) == (True, "1", "1 steps clipped")
+
+
+def test_an_outlier_changes_neither_weights_nor_momentum_and_its_gradient_comes_back():
+    model, made = embedded(StabilityPolicy(outlier=8.0))
+    for _ in range(10):
+        grads(model, 1.0)
+        made.step()
+    before = [p.detach().clone() for p in model.parameters()]
+    momentum = [made.state[p]["momentum_buffer"].clone() for p in model.parameters()]
+    grads(model, 100.0)
+    made.step()
+    assert all(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(made.state[p]["momentum_buffer"], m) for p, m in zip(model.parameters(), momentum, strict=True)
+    )
+    assert float(model[1].bias.grad[0]) == 100.0
+    assert skipped_steps(made) == 1
+    unwrap_optimizer(made)
+    made.step()
+    assert not torch.equal(model[0].weight, before[0])
+
+
+def test_norms_travel_in_checkpoints():
+    model, made = embedded(StabilityPolicy(outlier=8.0))
+    for _ in range(10):
+        grads(model, 1.0)
+        made.step()
+    again, other = embedded(StabilityPolicy(outlier=8.0))
+    carry_state(made, model)
+    carry_state(other, again)
+    other.load_state_dict(made.state_dict())
+    grads(again, 100.0)
+    other.step()
+    assert skipped_steps(other) == 1
+
+
+def test_a_guard_that_was_not_installed_is_a_mismatch():
+    model, _ = embedded(StabilityPolicy())
+    asked = Policy(stability=StabilityPolicy(embedding_gradient=0.1, embedding_clip=1.0, outlier=8.0))
+    rows = audit_optimizer(asked, torch.optim.SGD(model.parameters(), lr=0.1), model)
+    assert {name for name, row in rows.items() if not row["ok"]} == {
+        "stability.embedding_gradient",
+        "stability.embedding_clip",
+        "stability.outlier",
+    }

@@ -197,3 +197,25 @@ def test_a_gpu_space_leaves_the_output_layer_a_way_to_float32(name: str) -> None
     if name in ("msamp-levels", "te-delayed", "hopper-fp8"):
         return
     assert {"fp32", "tf32"} & {choice.name for choice in load_space(name).rule_for("lm_head", ("head",))}
+
+
+GPU_SPACES = [name for name in SHIPPED if name != "tiny" and load_space(name).targets != ("cpu",)]
+
+
+@pytest.mark.parametrize("name", GPU_SPACES)
+def test_every_gpu_space_offers_a_wide_head_and_attention_in_fp32(name: str) -> None:
+    found = load_space(name)
+    head = {choice.name for choice in found.rule_for("lm_head", ("head",))}
+    assert head & {"bf16_fp32_output", "fp16_fp32_output"}
+    assert head & {"fp32", "tf32"}
+    if name not in ("te-delayed", "msamp-levels"):  # which are about what these packages decide
+        assert set(found.attention) == {"keep", "fp32"}
+
+
+def test_fp16_without_loss_scaling_is_told() -> None:
+    rule = {"match": "*", "choices": ["fp16", "bf16/wgrad=fp16"]}
+    found = space_from_dict(space(choices=[rule], activations=["fp16"]))
+    (warning,) = found.warnings()
+    assert "offers fp16 (fp16, activations: fp16) without loss scaling" in warning
+    assert space_from_dict(space(choices=[rule], loss_scaling="dynamic")).warnings() == []
+    assert [name for name in SHIPPED if load_space(name).warnings()] == []

@@ -27,6 +27,7 @@ DOCUMENTS = st.fixed_dictionaries(
         ),
         "operands": st.fixed_dictionaries({}, optional={name: st.sampled_from(["e4m3", "e5m2"]) for name in OPERANDS}),
         "accumulation": st.sampled_from(["full", "fast"]),
+        "output": st.sampled_from(["keep", "fp32"]),
         "hadamard": st.booleans(),
         "stochastic_rounding": st.booleans(),
         "weight_2d": st.booleans(),
@@ -113,3 +114,14 @@ def test_descriptions_tell_recipes_apart_that_people_confuse() -> None:
 def test_the_three_gemms_of_a_linear_layer() -> None:
     assert set(GEMM_OPERANDS) == set(GEMMS)
     assert {operand for pair in GEMM_OPERANDS.values() for operand in pair} == set(OPERANDS)
+
+
+def test_an_output_in_fp32_is_of_16_bit_products_and_of_fprop_alone() -> None:
+    head = BUILTIN_RECIPES["bf16_fp32_output"]
+    assert (head.describe(), head.to_dict()) == ("bf16 -> fp32", {"format": "bf16", "output": "fp32"})
+    assert head.backward() == BUILTIN_RECIPES["bf16"]
+    assert head.wide_output
+    assert not BUILTIN_RECIPES["bf16"].wide_output
+    for name in ("fp32", "tf32", "fp8", "mxfp8", "nvfp4", "int8"):
+        with pytest.raises(ValidationError, match="output: fp32 is for format bf16 or fp16"):
+            Recipe.model_validate({"format": name, "output": "fp32"})

@@ -82,6 +82,9 @@ def _settings(policy: Policy) -> dict[str, Any]:
     for room in ("operators", "optimizer", "communication"):
         values = getattr(policy, room).model_dump()
         changed[room] = ", ".join(f"{name} {value}" for name, value in values.items())
+    guards = policy.stability.model_dump(exclude_defaults=True)
+    if guards:
+        changed["stability"] = ", ".join(f"{name} {value:g}" for name, value in guards.items())
     changed["loss scaling"] = policy.loss_scaling
     changed["execution"] = policy.execution
     return changed

@@ -146,7 +146,7 @@ _ACTIVATIONS = ("gelu", "silu", "sigmoid", "tanh", "softplus", "mish", "elu", "e
 def _operator_kind(operator: Operator) -> str:
     if operator.cls == "norm":
         return "norm" if any(name in operator.op for name in _FUSED_NORMS) else "pointwise"
-    if operator.cls == "pointwise" and any(name in operator.op for name in _ACTIVATIONS):
+    if operator.cls in ("pointwise", "output") and any(name in operator.op for name in _ACTIVATIONS):
         return "activation"
     return _OPERATOR.get(operator.cls, "pointwise")
 
@@ -201,7 +201,8 @@ class CpuCost:
             form = kept if recipe is None else recipe.format
             emulated = recipe is not None and (recipe.scaled or form in ("fp16", "tf32"))
             low = form == "bf16" or emulated
-            native = "bf16" if low else "fp32"
+            # the FP32 sums of 16-bit operands come from a float32 product here
+            native = "bf16" if low and not (recipe is not None and recipe.output == "fp32") else "fp32"
             spent = self.gemm_seconds(native, role, *work.dims(role), work.batch)
             gemm_time += spent * (self.rates["convolution"] if kind == "conv" else self.in_situ)[native]
             if gemm == "wgrad":

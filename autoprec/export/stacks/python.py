@@ -22,7 +22,7 @@ def _recipe(recipe: Recipe | None, losses: Losses, match: str) -> dict[str, Any]
     if recipe is None:
         return None
     if recipe.format in _PLAIN:
-        return {"format": recipe.format}
+        return {"format": recipe.format} | ({"output": "fp32"} if recipe.output == "fp32" else {})
     if recipe.format == "fp8" and recipe.scaling is not None and recipe.operands is not None:
         out: dict[str, Any] = {"format": "fp8", **recipe.operands.model_dump()}
         out |= {k: v for k, v in recipe.scaling.model_dump().items() if k in recipe.to_dict()["scaling"]}
@@ -75,7 +75,7 @@ class PythonExporter:
         source = standalone_source(request, losses)
         operator_losses(request, losses)
         # the module protects operators itself, inside the model's forward
-        by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention"), IN_FORWARD)
+        by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention", "wide"), IN_FORWARD)
         report_operators(request, losses, by | LOOKUP, {})
         state_losses(request, losses)
         use = "import precision_policy; precision_policy.apply(model)"

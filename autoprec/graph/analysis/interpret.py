@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 
 from autoprec.graph.analysis.flops import RECURRENT, call_flops
 from autoprec.graph.analysis.groups import merge, named, sibling_pairs, source_of
-from autoprec.graph.analysis.layers import build_layers, collect, mark_positions
+from autoprec.graph.analysis.layers import build_layers, collect, mark_output, mark_positions
 from autoprec.graph.analysis.linking import Links, link
 from autoprec.graph.analysis.memory import step_memory
 from autoprec.graph.analysis.modules import ModelNames
@@ -44,7 +44,9 @@ def _roles(trace: Trace, links: Links, patterns: list[Pattern]) -> dict[int, tup
     return roles
 
 
-def _operators(trace: Trace, links: Links, rules: Rules, patterns: list[Pattern]) -> list[Operator]:
+def _operators(
+    trace: Trace, links: Links, rules: Rules, patterns: list[Pattern], heads: Collection[int]
+) -> list[Operator]:
     roles = _roles(trace, links, patterns)
     part_of = {index: pattern.kind for pattern in reversed(patterns) for index in pattern.calls}
     rows, saved = [], dict(trace.saved)
@@ -54,6 +56,8 @@ def _operators(trace: Trace, links: Links, rules: Rules, patterns: list[Pattern]
         role, weight = roles.get(call.index, ("", ""))
         pattern = part_of.get(call.index, "")
         written = f" (part of a hand-written {pattern})" if pattern and cls != "attention" else ""
+        if call.index in heads:
+            pattern, written = "output", "; its result is the model's output, kept in fp32 first of all"
         rows.append(
             Operator(
                 name=f"{call.name}_{call.index}",
@@ -126,9 +130,10 @@ def interpret(
     """Build the report of a recorded step."""
     links = link(trace, names, rules)
     patterns = find_patterns(trace, links)
-    operators = _operators(trace, links, rules, patterns)
     records = collect(trace, names, links)
     mark_positions(trace, names, links, records)
+    part_of = {index for pattern in patterns for index in pattern.calls}
+    operators = _operators(trace, links, rules, patterns, mark_output(trace, links, records, part_of))
     groups = named(merge(list(records), sibling_pairs(trace, names, links, records)))
     layers = build_layers(trace, names, records, groups)
     tunable = {layer.name for layer in layers if layer.tunable}

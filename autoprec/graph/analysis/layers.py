@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
+from math import prod
 
 from torch import nn
 
@@ -14,7 +16,7 @@ from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.report import GemmCall, Layer
 from autoprec.graph.trace import SCRIPT, Call, Trace
 
-__all__ = ["LayerRecord", "build_layers", "collect", "mark_positions"]
+__all__ = ["LayerRecord", "build_layers", "collect", "mark_output", "mark_positions"]
 
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2, "recompute": 3}
 
@@ -137,6 +139,32 @@ def mark_positions(trace: Trace, names: ModelNames, links: Links, records: dict[
             record.flags.add("double_backward")
         if "head" not in record.flags and _feeds_router(trace, links, consumers, record):
             record.flags.add("router")
+
+
+def mark_output(trace: Trace, links: Links, records: dict[str, LayerRecord], part_of: Collection[int]) -> set[int]:
+    """Give the class ``output`` to what is done to the logits before the loss reads them; return the head's products.
+
+    Casts, soft caps and masks count; operators that are part of a hand-written one (``part_of``) keep their class.
+    """
+    products: set[int] = set()
+    consumers = trace.consumers()
+    for record in (r for r in records.values() if "head" in r.flags and r.outputs):
+        logits = trace.values[record.outputs[-1]]
+        products.add(logits.producer)
+        frontier, size = [record.outputs[-1]], prod(logits.shape)
+        for _ in range(8):
+            following: list[int] = []
+            for call in (call for value in frontier for call in consumers.get(value, ())):
+                cls = links.classes[call.index]
+                same = bool(call.outs) and prod(trace.values[call.outs[0]].shape) == size
+                if call.phase != "forward" or not same or call.index in part_of:
+                    continue
+                if cls in ("view", "cast", "pointwise"):
+                    following.extend(call.outs)
+                if cls in ("cast", "pointwise"):
+                    links.classes[call.index] = "output"
+            frontier = following[:64]
+    return products
 
 
 def _differentiated(product: Product) -> bool:

@@ -29,16 +29,20 @@ _ATTENTION = re.compile(
 def presets(problem: Problem, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, params) of the presets that this problem can express, each numerically different from the others.
 
-    The script as written, all bf16, each uniform choice, each of them with the first and last block in the baseline,
-    with attention in the baseline, in the MLPs only, with the head out, and where torchao's filter would put it; and
-    the presets of the space. Names are unique. ``limit`` is how many are kept; uniform ones come first.
+    The script as written, all bf16, each uniform choice (``head X`` where only the head offers it), each of them with
+    the first and last block in the baseline, with attention in the baseline, in the MLPs only, with the head out, and
+    where torchao's filter would put it; and the presets of the space. Names are unique. ``limit`` is how many are kept;
+    uniform ones come first.
     """
     found: list[tuple[str, dict[str, Any]]] = []
-    seen: set[tuple[Any, ...]] = set()
+    seen: dict[tuple[Any, ...], int] = {}
+    own = {preset.name for preset in problem.space.presets}
     for name, params in _candidates(problem):
         key = problem.key(params)
-        if key not in seen and name not in {n for n, _ in found}:
-            seen.add(key)
+        if key in seen and name in own:  # known by the space's name as well
+            found[seen[key]] = (f"{name} ({found[seen[key]][0]})", found[seen[key]][1])
+        elif key not in seen and name not in {n for n, _ in found}:
+            seen[key] = len(found)
             found.append((name, params))
     return found[:limit]
 
@@ -58,8 +62,8 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
                 )
     uniform = [c for c in problem.choice_names if c != KEEP]
     for choice in uniform:
-        label = _label(choice)
-        yield f"all {label}", _uniform(problem, choice, problem.groups)
+        head_alone = all("head" in group.flags for group in problem.groups if choice in group.choices)
+        yield f"{'head' if head_alone else 'all'} {_label(choice)}", _uniform(problem, choice, problem.groups)
     for execution in problem.parameters.get("execution", ()):
         if execution != "keep":
             name = f"all {_label(problem.baseline)}, {'compiled' if execution == 'compile' else 'not compiled'}"

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import GraphReport, Layer
-from autoprec.policy import LayerPlan, LayerRule, ModelInfo, Policy, glob_matches
+from autoprec.policy import LayerPlan, LayerRule, ModelInfo, Policy, StabilityPolicy, glob_matches
 from autoprec.policy.space import Choice, SearchSpace
 from autoprec.precision.recipes import KEEP, Recipe
 from autoprec.tuning.decide.rules import GlobTable, compact_rules
@@ -105,6 +105,8 @@ class Problem:
             groups.append(group)
             refused += no
         values = _relevant_parameters(space, groups)
+        if report.operators and not any(operator.cls == "attention" for operator in report.operators):
+            values["attention"] = values["attention"][:1]
         return cls(
             report=report,
             space=space,
@@ -265,7 +267,8 @@ class Problem:
     def is_script(self, params: Params) -> bool:
         """True when the point is the script as written: nothing is changed."""
         quiet = all(self.effective(params, group) == KEEP for group in self.groups)
-        plain = {"activations": "keep", "attention": "keep", "execution": "keep"}
+        plain: dict[str, Any] = {"activations": "keep", "attention": "keep", "execution": "keep"}
+        plain |= {f"stability.{name}": value for name, value in StabilityPolicy().model_dump().items()}
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
         return quiet and all(value == plain.get(name, "fp32") for name, value in values.items())
 
@@ -320,6 +323,7 @@ class Problem:
                 "operators": {**self.space.operators.model_dump(), "attention": params["attention"]},
                 "optimizer": {n.split(".")[1]: v for n, v in params.items() if n.startswith("optimizer.")},
                 "communication": {"gradients": params["communication.gradients"]},
+                "stability": {n.split(".")[1]: v for n, v in params.items() if n.startswith("stability.")},
                 "execution": params["execution"],
                 "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",
                 "model": info if info is None or isinstance(info, ModelInfo) else ModelInfo.model_validate(dict(info)),

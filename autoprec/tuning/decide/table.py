@@ -62,9 +62,8 @@ def group_probe(problem: Problem, groups: Sequence[int], choice: str) -> Probe:
 def parameter_probes(problem: Problem) -> list[Probe]:
     """Return the probes of activations and attention: what they add by themselves, all layers as written."""
     out = []
-    values = problem.space.parameter_values()
     for name in _PROBED:
-        for value in values[name]:
+        for value in problem.parameters.get(name, (problem.fixed.get(name, "keep"),)):
             if value != "keep":
                 params = problem.quiet() | {name: value}
                 out.append(Probe(f"parameter|{name}={value}", problem.render(params).to_dict()))

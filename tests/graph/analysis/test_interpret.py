@@ -1,6 +1,7 @@
 """From the record to the report: bytes, roles, batch, notes, and a total that adds up."""
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autoprec.graph.recorder import StepRecorder, record_step
@@ -71,3 +72,20 @@ def test_a_model_whose_parts_are_called_and_never_itself_is_noted():
     whole = record_step(agent.actor, lambda: agent.actor(torch.randn(2, 8)).sum().backward())
     assert whole.root_called
     assert not whole.notes
+
+
+def test_logits_on_their_way_to_the_loss_are_the_output():
+    model = Decoder()
+
+    def step():
+        ids, targets = torch.randint(48, (BATCH, TOKENS)), torch.randint(48, (BATCH * TOKENS,))
+        logits = 30.0 * torch.tanh(model(ids).bfloat16().float() / 30.0)
+        F.cross_entropy(logits.flatten(0, 1), targets).backward()
+
+    report = record_step(model, step)
+    found = [o.op.partition("::")[2] for o in report.operators if o.cls == "output"]
+    assert found == ["_to_copy", "_to_copy", "div", "tanh", "mul"]
+    assert {o.precision for o in report.operators if o.cls == "output"} == {"fp32"}
+    (head,) = [o for o in report.operators if o.pattern == "output"]
+    assert (head.cls, head.precision, head.module, head.role) == ("gemm", "tunable", "head", "fprop")
+    assert "its result is the model's output" in head.reason

@@ -77,3 +77,20 @@ def test_a_model_large_enough_gets_the_torchao_preset() -> None:
     found = dict(presets(Problem.build(report(layers), load_space("hopper-fp8"))))
     preset = found["fp8_rowwise, torchao filter"]
     assert (preset["layer:big"], preset["layer:small"]) == ("fp8_rowwise", "bf16")
+
+
+def test_what_the_head_alone_offers_is_called_a_head() -> None:
+    found = dict(presets(Problem.build(gpt(), load_space("hopper-fp8"))))
+    assert {"head bf16_fp32_output", "head tf32"} <= set(found)
+    assert found["head tf32"]["layer:lm_head"] == "tf32"
+    assert found["head tf32"]["layer:h.0.attn.c_attn"] == "bf16"
+
+
+def test_apex_levels_are_presets_by_name() -> None:
+    problem = Problem.build(gpt(), load_space("amp-fp16"))
+    found = dict(presets(problem))
+    assert {"O0", "O1/O2 (fp16 autocast)", "O3", "GLM-130B"} <= set(found)
+    assert found["O0"]["activations"] == "keep"
+    assert problem.policy(found["O0"]).loss_scaling == "none"
+    assert problem.policy(found["O3"]).optimizer.weights == "fp16_scaled"
+    assert problem.policy(found["GLM-130B"]).stability.embedding_gradient == 0.1

@@ -9,10 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.errors import NothingAcceptableError, UsageError
+from autoprec.graph.report import Operator
 from autoprec.policy import resolve
 from autoprec.policy.space import load_space, space_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.tuning.decide.problem import Problem, layer_key
+from autoprec.tuning.decide.table import parameter_probes
 from tests.tuning.models import even_space, gpt, linear, report
 
 HOPPER = Problem.build(gpt(), even_space("hopper-fp8"))
@@ -87,7 +89,7 @@ def test_what_the_target_refuses_is_not_offered_and_the_reason_is_kept() -> None
 
     problem = Problem.build(gpt(), even_space("hopper-fp8"), can_run)
     assert problem.choice_names == ("bf16",)
-    assert set(problem.distributions()) == {"execution"}  # only torch.compile is left to decide
+    assert set(problem.distributions()) == {"execution", "attention"}  # no layer is left to decide
     assert ("lm_head", "fp8_rowwise", "no FP8 units") in problem.refused
     assert not any("amax" in name for name in problem.parameters)
 
@@ -159,3 +161,14 @@ def test_the_default_space_of_a_hopper_gpu_searches_what_a_recipe_is_made_of() -
     assert {"scaling.margin", "scaling.amax_compute_algo", "scaling.amax_history_len", "scaling.power_of_2"} <= fields
     assert {"operands.grad_output", "accumulation"} <= fields
     assert "fp8_delayed/wgrad=bf16" in HOPPER.choice_names
+
+
+def test_attention_is_not_searched_where_there_is_none() -> None:
+    def row(cls: str) -> Operator:
+        return Operator("x_0", "h", "aten::x", "forward", cls, "follow", "", (), (), 0, 0)
+
+    space = load_space("hopper-fp8")
+    assert "attention" in Problem.build(replace(gpt(), operators=(row("attention"),)), space).parameters
+    problem = Problem.build(replace(gpt(), operators=(row("norm"),)), space)
+    assert problem.fixed["attention"] == "keep"
+    assert not [probe.id for probe in parameter_probes(problem) if "attention" in probe.id]

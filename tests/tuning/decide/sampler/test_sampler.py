@@ -15,7 +15,7 @@ from autoprec.tuning.decide.sampler.other_samplers import make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.decide.solver import solve
-from tests.tuning.models import gpt, linear, report
+from tests.tuning.models import even_space, gpt, linear, report
 from tests.tuning.synthetic import Synthetic, drive, synthetic
 
 BUDGET = 0.0025
@@ -198,7 +198,7 @@ def test_it_works_on_other_spaces(space: str) -> None:
 
 
 def test_the_memory_objective_finds_small_points() -> None:
-    problem = Problem.build(gpt(2), load_space("msamp-levels"))
+    problem = Problem.build(gpt(2), even_space("msamp-levels"))
     prior = Prior(
         problem.table(lambda _g, c: 1.0 if c == "bf16" else 0.6),
         problem.table(lambda _g, c: 1e-8 if c == "bf16" else 1e-7),
