@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -96,17 +97,18 @@ def _run(script: str | Sequence[str], asked: dict[str, Any], *, track: bool, pro
     options = SearchOptions(command=tokens, **asked)
     command = ScriptCommand.parse(options.command)
     listeners: list[Listener] = []
-    if progress:
-        from autoprec.cli.progress import TerminalProgress
+    with contextlib.ExitStack() as stack:
+        if progress:
+            from autoprec.cli.progress import TerminalProgress
 
-        listeners.append(TerminalProgress())
-    if not track:
-        return Search(options, command, Listeners(*listeners)).run()
-    from autoprec.tracking.listener import TrackingListener
+            terminal = TerminalProgress()
+            stack.callback(terminal.close)
+            listeners.append(terminal)
+        if not track:
+            return Search(options, command, Listeners(*listeners)).run()
+        from autoprec.tracking.listener import TrackingListener
 
-    tracker = TrackingListener(options.runs_dir)
-    engine = Search(options, command, Listeners(*listeners, tracker))
-    try:
+        tracker = TrackingListener(options.runs_dir)
+        stack.callback(tracker.close)
+        engine = Search(options, command, Listeners(*listeners, tracker))
         return tracker.attach(engine.run(), engine.study_dir)
-    finally:
-        tracker.close()

@@ -19,6 +19,7 @@ PHASES = {
     "search": "trials",
     "finalists": "finalists, paired seeds",
     "answer": "writing the policy",
+    "tracking": "recording the answer in MLflow",
 }
 
 
@@ -88,9 +89,8 @@ class TerminalProgress:
         """Show a note."""
         self._phases.print(f"note: {text}", style="yellow")
 
-    def finished(self, result: SearchResult) -> None:  # noqa: ARG002 - the command prints the result itself
-        """Stop the bar."""
-        self._phases.close()
+    def finished(self, result: SearchResult) -> None:
+        """The command prints the result itself, when everything is written."""
 
     def close(self) -> None:
         """Stop the bar, whatever happened."""

@@ -236,7 +236,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _before(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         task = _graph_task()
-        node = ""
+        node, made = "", -1
         if task == -1:
             seq = _sequence_number() - 1
         else:
@@ -251,9 +251,11 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif running is not None:
                 node = running.name()
                 seq = running._sequence_nr()
+                made = _sequence_number() - 1 if torch.is_grad_enabled() else -1
         self._last_task = task
         ins: list[int] = []
-        return self._template(args, ins), {k: self._template(v, ins) for k, v in kwargs.items()}, ins, task, seq, node
+        named = {k: self._template(v, ins) for k, v in kwargs.items()}
+        return self._template(args, ins), named, ins, task, seq, node, made
 
     def _template(self, argument: Any, ins: list[int]) -> Any:
         if isinstance(argument, torch.Tensor):
@@ -289,7 +291,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return len(self.trace.values) - 1
 
     def _after(self, func: Any, before: tuple[Any, ...], out: Any) -> None:
-        args, kwargs, ins, task, seq, node = before
+        args, kwargs, ins, task, seq, node, made = before
         index = len(self.trace.calls)
         outs: list[int] = []
         items = out if isinstance(out, (list, tuple)) else (out,)
@@ -303,11 +305,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         op = func._schema.name if hasattr(func, "_schema") else f"higher_order::{getattr(func, '_name', func)}"
         function = self._functions.running
         twice = phase == "backward" and torch.is_grad_enabled()
-        self.trace.calls.append(
-            Call(
-                index, func, op, args, kwargs, tuple(ins), tuple(outs), module, phase, seq, task, node, function, twice
-            )
-        )
+        where = (module, phase, seq, task, node, function, twice, made)
+        self.trace.calls.append(Call(index, func, op, args, kwargs, tuple(ins), tuple(outs), *where))
 
     def _where(self, task: int) -> tuple[str, str]:
         if task == -1:

@@ -44,7 +44,7 @@ from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_trials
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import runs_in_sixteen_bit, sixteen_bit_space
-from autoprec.tuning.study.naming import free_name, is_numbered
+from autoprec.tuning.study.naming import check_named, free_name, is_numbered
 from autoprec.tuning.study.records import SearchResult, TrialRecord, headline
 from autoprec.tuning.study.storage import sqlite_file
 from autoprec.tuning.study.study import StudyStore, default_storage
@@ -104,6 +104,7 @@ class Search:
             SearchInterruptedError: Ctrl-C or SIGTERM; the best policy so far was written.
         """
         check_early(self.options)
+        check_named(self.options)
         calibration_of(self.options)
         try:
             return self._locked()

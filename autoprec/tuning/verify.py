@@ -26,7 +26,7 @@ from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
 
-__all__ = ["Contender", "Verification", "contenders", "search_setup", "verify"]
+__all__ = ["Contender", "Verification", "contenders", "is_timed", "search_setup", "verify"]
 
 #: What is told apart from timing noise, as a factor of speed, and what counts as saving memory.
 FASTER, SMALLER = 1.05, 0.98
@@ -71,7 +71,7 @@ class Contender:
 class Verification:
     """The outcome: the policy first, then what it was compared with.
 
-    ``timed`` is False where the numerics are emulated: then speed says nothing about the policy's target.
+    ``timed`` is False where speed says nothing about the policy's target, see :func:`is_timed`.
     """
 
     ok: bool
@@ -102,6 +102,12 @@ def search_setup(policy: Policy, pool: HostPool, label: str) -> Setup | None:
         return Setup.of(options, pool.info(0), graph)
     except AutoPrecError:  # a target that is described elsewhere, or another device than this one
         return None
+
+
+def is_timed(policy: Policy, device: str) -> bool:
+    """Say whether step times on a device tell anything of a policy: not if it is emulated there, or for a GPU."""
+    emulated = any(recipe.scaled for recipe in policy.recipes.values())
+    return device != "cpu" or (not emulated and policy.evidence.get("target", "cpu") in ("cpu", "auto"))
 
 
 def contenders(policy: Policy, setup: Setup | None = None) -> dict[str, dict[str, Any]]:
@@ -315,7 +321,7 @@ def _verdict(rows: Sequence[Contender], max_divergence: float, timed: bool, refe
     held = f"divergence {policy.divergence:.3%}"
     within = f"; {policy.caveat}" if policy.caveat else f" within {max_divergence:.3%}"
     if not timed:
-        return True, f"{held}{within}; speed not judged (emulated numerics)"
+        return True, f"{held}{within}; speed not judged: this is not the policy's target"
     smaller = 0 < policy.memory_bytes < SMALLER * reference_memory  # what some policies are for
     if policy.speedup < 1 / FASTER and max(policy.speedups) < 1.0 and not smaller:
         return False, f"it is slower than the script as written: {policy.speedup:.2f}x, and saves no memory"

@@ -87,7 +87,6 @@ def test_products_with_another_models_weights_are_told_as_such():
         (critic(made).mean() + ((slope.norm(dim=1) - 1) ** 2).mean()).backward()
 
     report = record_step(generator, step)
-    other, hidden = remainders(report)
+    (other,) = remainders(report)  # the penalty's own products, of the second backward pass, among them
     assert other.reason == "products with weights of another model, which the policy is not for"
     assert other.flops > report.total_flops / 2
-    assert hidden.reason == "backward products whose forward operator was not found"  # the penalty's weight gradients

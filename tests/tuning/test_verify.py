@@ -3,12 +3,23 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from autoprec.policy import Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import TrialSpec
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.verify import Contender, Verification, _judged, _verdict, contenders, search_setup, verify
+from autoprec.tuning.verify import (
+    Contender,
+    Verification,
+    _judged,
+    _verdict,
+    contenders,
+    is_timed,
+    search_setup,
+    verify,
+)
 from autoprec.tuning.workers.local import HostPool
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
@@ -50,6 +61,21 @@ def test_emulated_numerics_are_never_judged_by_speed(tmp_path: Path) -> None:
     result = check(slow, tmp_path, timed=False)
     assert result.ok
     assert "speed not judged" in result.reason
+
+
+@pytest.mark.parametrize(
+    ("recipe", "target", "device", "timed"),
+    [
+        ("bf16", "h100", "cpu", False),  # found in a rehearsal: a CPU tells nothing of its speed
+        ("bf16", "cpu", "cpu", True),
+        ("bf16", None, "cpu", True),
+        ("fp8_rowwise", None, "cpu", False),
+        ("fp8_rowwise", "h100", "NVIDIA H100 80GB HBM3", True),
+    ],
+)
+def test_speed_is_judged_where_it_tells_something(recipe: str, target: str | None, device: str, timed: bool) -> None:
+    policy = uniform(recipe).model_copy(update={"evidence": {"target": target} if target else {}})
+    assert is_timed(policy, device) is timed
 
 
 def contender(name: str, *speedups: float, memory: int = 100) -> Contender:

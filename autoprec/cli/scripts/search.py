@@ -139,12 +139,13 @@ def perform(asked: SearchOptions, *, verbosity: int = 0, track: bool = True) -> 
     try:
         result = engine.run()
         if tracker is not None:
+            progress.phase("tracking")
             result = tracker.attach(result, engine.study_dir)
         return engine, result, write_reports(engine, result)
     finally:
-        progress.close()
         if tracker is not None:
             tracker.close()
+        progress.close()
 
 
 def write_reports(engine: Search, result: SearchResult) -> Files:

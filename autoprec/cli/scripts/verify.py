@@ -33,7 +33,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
-    from autoprec.tuning.verify import contenders, search_setup
+    from autoprec.tuning.verify import contenders, is_timed, search_setup
     from autoprec.tuning.verify import verify as run_verification
     from autoprec.tuning.workers.local import HostPool
 
@@ -55,7 +55,6 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
             phases.say(line)
             phases.advance(len(finished))
 
-        emulated = host.device == "cpu" and any(recipe.scaled for recipe in policy.recipes.values())
         spec = TrialSpec(
             steps=values["steps"],
             warmup=values["warmup"],
@@ -68,7 +67,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
             asked,
             spec,
             seeds=seeds,
-            timed=not emulated,
+            timed=is_timed(policy, host.device),
             max_divergence=values["max_divergence"],
             tell=tell,
         )
@@ -88,7 +87,7 @@ def _print(result: Any) -> None:
     table.add_row("reference", "1.00x", "", f"floor {result.noise_floor:.3%}", "")
     for row in result.rows:
         spread = f"{min(row.speedups):.2f}-{max(row.speedups):.2f}x" if row.speedups else ""
-        speed = f"{row.speedup:.2f}x" if result.timed else "emulated"
+        speed = f"{row.speedup:.2f}x" if result.timed else "not judged"
         gap = f"{row.divergence:.3%}" if row.divergences else "; ".join(row.failures)[:60]
         table.add_row(row.name, speed, spread if result.timed else "", gap, memory_text(row.memory_bytes))
     console = stdout_console()

@@ -20,7 +20,8 @@ _PRODUCTS = ("gemm", "conv", "attention")
 class Product:
     """One GEMM of the step: its call, matrix shape, weight (a parameter's first name, or empty) and role.
 
-    ``layer_call`` is the forward call whose layer this product belongs to: the call itself in the forward pass.
+    ``layer_call`` is the forward call whose layer this product belongs to: the call itself in the forward pass. A
+    product of a second backward pass (a gradient penalty) belongs to the layer whose gradient it differentiates.
     """
 
     call: Call
@@ -104,6 +105,15 @@ def _candidates(trace: Trace, table: dict[tuple[int, int], list[Call]], call: Ca
     return []
 
 
+def _differentiated(trace: Trace) -> dict[int, list[Call]]:
+    """Return the calls of backward passes that may be differentiated in turn, by the node that each has made."""
+    made: dict[int, list[Call]] = {}
+    for call in trace.calls:
+        if call.made >= 0:
+            made.setdefault(call.made, []).append(call)
+    return made
+
+
 def _forward_weight(names: ModelNames, parameters: list[str], call: Call, gemm: Gemm) -> str:
     options = [name for name in (parameters[gemm.b], parameters[gemm.a]) if name]
     own = [name for name in options if names.own_parameter(call.module, name)]
@@ -127,6 +137,7 @@ def link(trace: Trace, names: ModelNames, rules: Rules) -> Links:
     classes = [classify(call, rules) for call in trace.calls]
     links = Links(classes, _parameters(trace, classes), foreign=_parameters(trace, classes, "foreign"))
     table = _forward_table(trace)
+    twice = _differentiated(trace)
     made: dict[int, Product] = {}
     for call in trace.calls:
         if classes[call.index] == "opaque":
@@ -136,12 +147,15 @@ def link(trace: Trace, names: ModelNames, rules: Rules) -> Links:
             _link_forward(trace, names, links, call, made)
             continue
         candidates = _candidates(trace, table, call)
+        candidates = candidates or [c for c in twice.get(call.seq, ()) if c.task != call.task and c.index < call.index]
         if candidates:
             links.forward_of[call.index] = candidates[0]
-            links.modules[call.index] = candidates[0].module
+            links.modules[call.index] = links.modules[candidates[0].index]
         else:
             links.modules[call.index] = "<accumulate>" if "AccumulateGrad" in call.node else "<hooks>"
-        _link_backward(trace, links, call, [made[c.index] for c in candidates if c.index in made])
+        product = _link_backward(trace, links, call, [made[c.index] for c in candidates if c.index in made])
+        if product is not None:
+            made[call.index] = product
     return links
 
 
@@ -162,16 +176,17 @@ def _link_forward(trace: Trace, names: ModelNames, links: Links, call: Call, mad
     links.products.append(product)
 
 
-def _link_backward(trace: Trace, links: Links, call: Call, candidates: list[Product]) -> None:
+def _link_backward(trace: Trace, links: Links, call: Call, candidates: list[Product]) -> Product | None:
+    """Link a matrix product of a backward pass, and return it where it belongs to a forward one."""
     if links.classes[call.index] not in _PRODUCTS:
-        return
+        return None
     convolution = conv_gemm(trace, call) if call.name.startswith("convolution_backward") else None
     if convolution is not None:
         _link_convolution(links, call, convolution, candidates)
-        return
+        return None
     gemm = gemm_of(trace, call)
     if gemm is None:
-        return
+        return None
     operands = {links.parameter_of[gemm.a], links.parameter_of[gemm.b]} - {""}
     forward = _pick(candidates, operands, gemm)
     if forward is None:
@@ -184,12 +199,14 @@ def _link_backward(trace: Trace, links: Links, call: Call, candidates: list[Prod
                 links.modules[call.index] = OTHER_MODEL
             elif call.index not in links.forward_of:  # else: the derivative of an operator that is not a product itself
                 links.unmatched.append(call)
-        return
+        return None
     role = ("dgrad" if forward.weight in operands else "wgrad") if forward.weight else "agrad"
     if role == "agrad":
         links.classes[call.index] = "attention"
     links.modules[call.index] = forward.layer_module
-    links.products.append(Product(call, gemm, forward.weight, role, forward.call, forward.layer_module))
+    product = Product(call, gemm, forward.weight, role, forward.layer_call, forward.layer_module)
+    links.products.append(product)
+    return product
 
 
 def _link_convolution(links: Links, call: Call, gemm: Gemm, candidates: list[Product]) -> None:

@@ -6,11 +6,11 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from autoprec.errors import StudyError
+from autoprec.errors import StudyError, nearest
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.options import SearchOptions
 
-__all__ = ["free_name", "is_numbered"]
+__all__ = ["check_named", "free_name", "is_numbered"]
 
 
 def free_name(options: SearchOptions, command: ScriptCommand, held: Collection[str] = ()) -> str:
@@ -40,6 +40,21 @@ def free_name(options: SearchOptions, command: ScriptCommand, held: Collection[s
         index += 1
         name = f"{stem}-{index}"
     return name
+
+
+def check_named(options: SearchOptions) -> None:
+    """Refuse to resume a study of this name that is not there, before a folder is made for it.
+
+    Raises:
+        StudyError: with the names of those that are.
+    """
+    runs = Path(options.runs_dir)
+    if not options.resume or not options.study or options.storage or (runs / options.study / "study.db").exists():
+        return
+    there = sorted(path.parent.name for path in runs.glob("*/study.db"))
+    close = nearest(options.study, there) or there[:1]
+    hint = f"did you mean '{close[0]}'? there are: {', '.join(there[:10])}" if there else "leave out --resume"
+    raise StudyError(f"no study named '{options.study}' was found to resume", where=str(runs), fix=hint)
 
 
 def is_numbered(name: str, runs_dir: str) -> bool:

@@ -37,6 +37,17 @@ def test_a_name_is_a_safe_file_name_and_says_the_target(command: ScriptCommand) 
     assert name(command, target="h100").endswith("-h100")
 
 
+def test_a_name_that_is_not_there_cannot_be_resumed_and_leaves_no_folder(command: ScriptCommand) -> None:
+    asked = SearchOptions(command=("my train.py",), study="train", resume=True)
+    with pytest.raises(StudyError, match="leave out --resume"):
+        Search(asked, command, Listeners()).run()
+    assert not Path("autoprec-runs").exists()
+    taken("train-h100", "other")
+    with pytest.raises(StudyError, match=r"did you mean 'train-h100'. there are: other, train-h100"):
+        Search(asked, command, Listeners()).run()
+    assert not Path("autoprec-runs/train").exists()
+
+
 def test_taken_names_are_numbered(command: ScriptCommand) -> None:
     first = name(command)
     taken(first)
