@@ -7,7 +7,7 @@ from typing import Protocol
 
 from autoprec.policy import LayerPlan, Policy, glob_matches, resolve
 
-__all__ = ["Export", "Exporter", "Loss", "Request", "RulePlan"]
+__all__ = ["Export", "Exporter", "Loss", "Request", "RulePlan", "scaling_losses", "state_losses"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,3 +122,10 @@ def state_losses(request: Request, losses: Losses, *, optimizer: bool = True, co
                 losses.add(f"optimizer.{name}: {value}", "kept in the optimizer's own precision (fp32)")
     if communication and policy.communication.gradients != "fp32":
         losses.add(f"communication.gradients: {policy.communication.gradients}", "gradients travel as they are")
+
+
+def scaling_losses(request: Request, losses: Losses, scales: bool, who: str) -> None:
+    """List loss scaling that a target does unasked or does not do; ``who`` scales the loss, or would have to."""
+    wanted = request.policy.loss_scaling
+    if (wanted == "dynamic") != scales:
+        losses.add(f"loss_scaling: {wanted}", f"{'dynamic' if scales else 'none'}: {who}")

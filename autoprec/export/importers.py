@@ -192,6 +192,11 @@ def _accelerate(document: Mapping[str, Any], layers: Sequence[str], notes: list[
         return {"recipes": recipes, "default": found.recipe_name, **found.fragment()}
     if backend != "AO":
         raise FileError(f"fp8 backend {backend!r} is none of accelerate's", fix="AO, TE or MSAMP")
+    if "fp8_config" in document:
+        notes.append(
+            "rules per layer are not in this file: what precision_accelerate.py, or AORecipeKwargs and conversions in "
+            "your script, do beside it is not in the policy"
+        )
     body: dict[str, Any] = {"activations": "bf16", "default": "fp8_tensorwise"}
     body["recipes"] = {"fp8_tensorwise": BUILTIN_RECIPES["fp8_tensorwise"].to_dict()}
     if layers:

@@ -6,8 +6,9 @@ from collections import Counter
 
 from autoprec.export.base import Losses, Request, RulePlan
 from autoprec.policy import LayerPlan, glob_matches
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
-__all__ = ["high_dtype", "lose_rule", "main_plan", "matching_layers"]
+__all__ = ["changes", "fast_forward", "lose_rule", "main_plan", "matching_layers", "other_dtype"]
 
 
 def matching_layers(request: Request, index: int) -> tuple[str, ...]:
@@ -31,14 +32,69 @@ def main_plan(request: Request) -> LayerPlan | None:
     return found[0][0] if found else None
 
 
-def high_dtype(request: Request, plan: LayerPlan) -> str:
-    """Return the plain format a layer runs in by its fprop; ``keep`` becomes the dtype of the activations."""
-    recipe = plan.fprop
-    if recipe is None or recipe.scaled:
-        return request.policy.activations
-    return recipe.format
+def other_dtype(plan: LayerPlan, *dtypes: str) -> bool:
+    """Say whether some product of a layer asks for a plain format beside these."""
+    return any(recipe is not None and not recipe.scaled and recipe.format not in dtypes for recipe in plan.recipes)
 
 
 def lose_rule(losses: Losses, rule: RulePlan, instead: str) -> None:
     """List a rule that a target runs differently."""
     losses.add(rule.plan.describe(), instead, rule.match)
+
+
+def fast_forward(recipe: Recipe) -> LayerPlan:
+    """Return a recipe as torchao's named recipes and Transformer Engine's run it: only fprop accumulates fast.
+
+    ``use_fast_accum`` of torchao's ``gemm_config_output`` is True by default, and ``use_split_accumulator`` of
+    Transformer Engine's fprop is False; block scaling alone is always accumulated in full.
+    """
+    full = recipe.model_copy(update={"accumulation": "full"})
+    block = recipe.scaling is not None and recipe.scaling.granularity == "block"
+    fast = recipe.format == "fp8" and not block
+    return LayerPlan(fprop=recipe.model_copy(update={"accumulation": "fast"}) if fast else full, dgrad=full, wgrad=full)
+
+
+def changes(plan: LayerPlan, runs: LayerPlan) -> str:
+    """Return in words what a layer that should run ``plan`` runs instead; empty where it is the same."""
+    words: dict[str, list[str]] = {}
+    for gemm, want, got in zip(GEMMS, plan.recipes, runs.recipes, strict=True):
+        for word in _changes(want, got, gemm):
+            words.setdefault(word, []).append(gemm)
+    everywhere = [word for word, gemms in words.items() if len(gemms) == len(GEMMS)]
+    some = [f"{word} in {' and '.join(gemms)}" for word, gemms in words.items() if len(gemms) < len(GEMMS)]
+    return ", ".join(everywhere + some)
+
+
+#: What an NVFP4 recipe may have, its field, and the GEMMs that it is nothing to.
+_FLAGS: tuple[tuple[str, str, tuple[Gemm, ...]], ...] = (
+    ("Hadamard transform", "hadamard", ("fprop", "dgrad")),
+    ("stochastic rounding", "stochastic_rounding", ("fprop",)),
+    ("2-D scales", "weight_2d", ("wgrad",)),
+)
+
+
+def _changes(want: Recipe | None, got: Recipe | None, gemm: Gemm) -> list[str]:
+    if want == got:
+        return []
+    if want is None or got is None or want.format != got.format:
+        return ["the dtype of the activations" if got is None else got.describe().removesuffix(" fast")]
+    a, b, words = want.canonical().scaling, got.canonical().scaling, []
+    if a is not None and b is not None:
+        if (a.granularity, a.scale) != (b.granularity, b.scale):
+            words.append(f"{'one scale per ' + b.granularity if b.scale == 'current' else 'delayed scaling'}")
+        if a.power_of_2 != b.power_of_2:
+            words.append("scales that are powers of two" if b.power_of_2 else "scales that are not powers of two")
+        if a.amax_epsilon != b.amax_epsilon:
+            words.append(f"an amax_epsilon of {b.amax_epsilon:g}")
+        histories = [(s.margin, s.amax_history_len, s.amax_compute_algo) for s in (a, b)]
+        if b.scale == "delayed" and histories[0] != histories[1]:
+            words.append(f"a margin of {b.margin} and the {b.amax_compute_algo} amax of {b.amax_history_len} steps")
+    formats = [[recipe.operand_format(operand) for operand in GEMM_OPERANDS[gemm]] for recipe in (want, got)]
+    if formats[0] != formats[1] and got.operands is not None:
+        words.append("/".join(got.operands.model_dump().values()) + " operands")
+    if want.accumulation != got.accumulation:
+        words.append(f"{got.accumulation} accumulation")
+    for word, field, without in _FLAGS:
+        if gemm not in without and getattr(want, field) != getattr(got, field):
+            words.append(word if getattr(got, field) else f"no {word}")
+    return words

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import ast
 import json
+import random
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
 
 import pytest
 import yaml
@@ -30,7 +31,7 @@ import yaml
 from autoprec.errors import MissingDependencyError
 from autoprec.export import Export, Exporter, Request
 from autoprec.export.operators import OPERATORS
-from autoprec.policy import Policy, glob_matches, policy_from_dict
+from autoprec.policy import OptimizerPolicy, Policy, glob_matches, policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
 __all__ = [
@@ -38,15 +39,23 @@ __all__ = [
     "POLICIES",
     "Executed",
     "ExporterSuite",
+    "Settings",
     "check_files",
     "check_operators",
     "differences",
     "gemm_label",
+    "random_policy",
+    "setting_differences",
+    "superfluous",
+    "wanted_settings",
 ]
 
 #: layer -> GEMM -> label of :func:`gemm_label`; ``high`` stands for "the dtype of the activations".
 Executed = Mapping[str, Mapping[str, str]]
+#: What the target runs beside the layers, under the keys of :func:`wanted_settings`.
+Settings = Mapping[str, str]
 
+_NONE: Settings = {}
 #: Layer names of five models: GPT-2 like, Llama like, ViT, MLP, mixture of experts.
 MODELS: dict[str, tuple[str, ...]] = {
     "gpt": (
@@ -64,6 +73,10 @@ MODELS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+#: Globs of random rules: some match in every model, some in none.
+_GLOBS = ["*head", "*fc*", "*mlp*", "*attn*", "*experts*", "*layers.1.*", "*.0.*", "[02]", "*router", "lm_head", "*w*"]
+_OPERANDS = [dict(zip(("input", "weight", "grad_output"), forms, strict=True)) for forms in
+             (("e4m3",) * 3, ("e4m3", "e4m3", "e5m2"), ("e5m2", "e4m3", "e4m3"))]  # fmt: skip
 _NAMES = ("bf16", "fp32", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "int8")
 
 
@@ -73,6 +86,15 @@ def _policy(default: str, *rules: dict[str, Any], **rest: Any) -> Policy:
     layers = [{**rule, "optional": True} for rule in rules]
     document = {"schema": "autoprec.policy/1", "recipes": recipes, "layers": layers, "default": default}
     return policy_from_dict({**document, "activations": "bf16", **rest})
+
+
+def _fast_fprop(name: str) -> Policy:
+    """A recipe on every layer with a fast accumulator in fprop alone, as torchao and Transformer Engine have it."""
+    full = BUILTIN_RECIPES[name].to_dict()
+    rule = {"match": "*", "recipe": name, "gemms": {"dgrad": "full", "wgrad": "full"}}
+    recipes = {name: full | {"accumulation": "fast"}, "full": full}
+    document = {"schema": "autoprec.policy/1", "recipes": recipes, "layers": [rule], "activations": "bf16"}
+    return policy_from_dict(document)
 
 
 #: Policies that together use everything a target may be asked for.
@@ -98,6 +120,9 @@ POLICIES: dict[str, Policy] = {
     "delayed": _policy("fp8_delayed", {"match": "*head", "recipe": "bf16"}),
     "blocks": _policy("fp8_block", {"match": "*router", "recipe": "fp32"}, {"match": "[04]", "recipe": "keep"}),
     "microscaling": _policy("mxfp8", {"match": "*qkv", "recipe": "nvfp4"}, {"match": "*wo", "recipe": "int8"}),
+    "tensorwise, fast fprop": _fast_fprop("fp8_tensorwise"),
+    "rowwise, fast fprop": _fast_fprop("fp8_rowwise"),
+    "delayed, fast fprop": _fast_fprop("fp8_delayed"),
     "state": _policy(
         "bf16",
         optimizer={"weights": "fp16_scaled", "exp_avg": "e4m3", "exp_avg_sq": "fp16_scaled"},
@@ -113,19 +138,93 @@ POLICIES: dict[str, Policy] = {
 }
 
 
-def gemm_label(recipe: Recipe | None, gemm: Gemm, activations: str = "keep") -> str:
-    """Return what one GEMM runs, in a form two libraries can agree on.
+def random_policy(seed: int) -> Policy:
+    """Return a policy with something of everything, also where it is odd; the same seed gives the same policy."""
+    draw = random.Random(seed)
+    recipes = {name: _random_recipe(name, draw) for name in draw.sample([*BUILTIN_RECIPES], draw.randint(1, 4))}
+    rules = []
+    for match in draw.sample(_GLOBS, draw.randint(0, 4)):
+        gemms = {gemm: draw.choice([*recipes, "keep"]) for gemm in GEMMS if draw.random() < 0.25}
+        rules.append({"match": match, "recipe": draw.choice([*recipes, "keep"]), "gemms": gemms, "optional": True})
+    activations = draw.choice(["keep", "bf16", "bf16", "fp16"])
+    operators = {name: draw.choice(["fp32", "keep"]) for name in OPERATORS}
+    fields = OptimizerPolicy.model_fields
+    state = {name: draw.choice(get_args(fields[name].annotation)) if draw.random() < 0.3 else "fp32" for name in fields}
+    return policy_from_dict(
+        {
+            "schema": "autoprec.policy/1",
+            "recipes": {name: recipe.to_dict() for name, recipe in recipes.items()},
+            "layers": rules,
+            "default": draw.choice([*recipes, "keep"]),
+            "activations": activations,
+            "operators": operators | {"attention": draw.choice(["keep", "keep", "fp32", "bf16"])},
+            "optimizer": state,
+            "communication": {"gradients": draw.choice(["fp32", "fp32", "bf16", "fp8"])},
+            "loss_scaling": draw.choice(["none", "dynamic"]) if activations == "fp16" else "none",
+            "execution": draw.choice(["keep", "keep", "compile", "eager"]),
+        }
+    )
 
-    ``fp8 tensor current e4m3*e5m2``: scaling and the formats of its two operands in the order of ``GEMM_OPERANDS``.
+
+def _random_recipe(name: str, draw: random.Random) -> Recipe:
+    """Return a built-in recipe, half the time with other parameters than its own."""
+    recipe = BUILTIN_RECIPES[name]
+    if draw.random() < 0.5:
+        return recipe
+    if recipe.format == "nvfp4":
+        flags = ("hadamard", "stochastic_rounding", "weight_2d")
+        return recipe.model_copy(update={flag: draw.random() < 0.5 for flag in flags})
+    if recipe.operands is None or recipe.format == "mxfp8":
+        return recipe
+    document = recipe.to_dict()
+    document["accumulation"] = draw.choice(["full", "fast"])
+    document["operands"] = draw.choice(_OPERANDS)
+    document["scaling"] |= {"power_of_2": draw.random() < 0.5, "amax_epsilon": draw.choice([0.0, 0.0, 1e-6])}
+    if document["scaling"]["scale"] == "delayed":
+        document["scaling"] |= {"margin": draw.choice([0, 1]), "amax_history_len": draw.choice([1, 16, 1024])}
+        document["scaling"]["amax_compute_algo"] = draw.choice(["max", "most_recent"])
+    return Recipe.model_validate(document)
+
+
+def gemm_label(recipe: Recipe | None, gemm: Gemm, activations: str = "keep") -> str:
+    """Return what one GEMM runs, in a form two libraries can agree on: everything that changes its result.
+
+    ``fp8 row current e4m3*e4m3 pow2 fast``: scaling, the formats of its two operands in the order of ``GEMM_OPERANDS``,
+    scales that are powers of two, and an accumulator of limited precision.
     """
     if recipe is None:
         return "high"
     if not recipe.scaled:
         return "high" if recipe.format == activations else recipe.format
-    if recipe.format != "fp8" or recipe.scaling is None:
-        return recipe.format
     a, b = (recipe.operand_format(operand) for operand in GEMM_OPERANDS[gemm])
-    return f"fp8 {recipe.scaling.granularity} {recipe.scaling.scale} {a}*{b}"
+    if recipe.format == "nvfp4":
+        square = recipe.weight_2d and gemm != "wgrad"
+        marks = {"2d": square, "stochastic": recipe.stochastic_rounding and gemm != "fprop"}
+        return _marked("nvfp4", marks | {"hadamard": recipe.hadamard and gemm == "wgrad"})
+    scaling = recipe.canonical().scaling
+    if scaling is None or recipe.format == "int8":
+        return f"mxfp8 {a}*{b}" if recipe.format == "mxfp8" else recipe.format
+    marks = {"pow2": scaling.power_of_2, "fast": recipe.accumulation == "fast"}
+    marks[f"epsilon {scaling.amax_epsilon:g}"] = scaling.amax_epsilon > 0
+    if scaling.scale == "delayed":
+        history = f"{scaling.amax_compute_algo} of {scaling.amax_history_len}"
+        marks[f"margin {scaling.margin}, {history}"] = True
+    return _marked(f"fp8 {scaling.granularity} {scaling.scale} {a}*{b}", marks)
+
+
+def _marked(name: str, marks: Mapping[str, bool]) -> str:
+    return " ".join([name, *(mark for mark, there in marks.items() if there)])
+
+
+def wanted_settings(policy: Policy) -> dict[str, str]:
+    """Return what a policy says beside layers and operators, flat: ``optimizer.exp_avg`` -> ``bf16``."""
+    state = {f"optimizer.{name}": value for name, value in policy.optimizer.model_dump().items()}
+    plain = ("activations", "loss_scaling", "execution")
+    return {
+        **{name: getattr(policy, name) for name in plain},
+        **state,
+        "communication.gradients": policy.communication.gradients,
+    }
 
 
 def check_files(done: Export) -> list[str]:
@@ -165,19 +264,55 @@ def check_operators(request: Request, done: Export) -> list[str]:
     return problems
 
 
-def differences(request: Request, done: Export, executed: Executed) -> list[str]:
-    """Return where an export runs something else than the policy says, and no loss names the rule that decides."""
+def differences(request: Request, done: Export, executed: Executed, found: Settings = _NONE) -> list[str]:
+    """Return where an export runs something else than the policy says, and no loss names the rule that decides.
+
+    A layer that the policy leaves to the activations is accounted for by a loss of the activations.
+    """
     problems = []
+    activations = any(loss.what.startswith("activations:") for loss in done.losses)
+    for layer, match, gemm, want, got in _compared(request, executed, found):
+        listed = any(loss.match in (match, layer) for loss in done.losses) or (want == "high" and activations)
+        if want != got and not listed:
+            problems.append(f"{layer} {gemm}: the policy says {want}, the export runs {got}")
+    return problems
+
+
+def setting_differences(request: Request, done: Export, found: Settings) -> list[str]:
+    """Return what an export sets otherwise than the policy beside the layers, and no loss says so."""
+    problems = []
+    for name, want in wanted_settings(request.policy).items():
+        got = found.get(name, want)
+        if want != got and not any(loss.what == f"{name}: {want}" for loss in done.losses):
+            problems.append(f"{name}: the policy says {want}, the export runs {got}")
+    return problems
+
+
+def superfluous(request: Request, done: Export, executed: Executed, found: Settings = _NONE) -> list[str]:
+    """Return losses of something that the target runs as the policy says, and losses that say nothing."""
+    wanted = wanted_settings(request.policy)
+    changed, decided = set(), set()
+    for layer, match, _, want, got in _compared(request, executed, found):
+        decided |= {layer, match}
+        changed |= {layer, match} if want != got else set()
+    problems = [str(loss) for loss in done.losses if loss.instead.startswith(loss.what)]
+    for loss in done.losses:
+        name = loss.what.split(":")[0]
+        if loss.match in decided - changed or (not loss.match and found.get(name, "unread") == wanted.get(name)):
+            problems.append(f"not lost: {loss}")
+    return problems
+
+
+def _compared(request: Request, executed: Executed, found: Settings) -> Iterator[tuple[str, str, Gemm, str, str]]:
+    """Yield layer, glob of the rule that decides about it, GEMM, what the policy says and what the export runs."""
+    activations = request.policy.activations
+    high = found.get("activations", activations)
+    high = "high" if high in (activations, "keep") else high
     for layer, plan in request.plans().items():
         match = next(rule.match for rule in request.rules() if glob_matches(rule.match, layer))
-        if any(loss.match in (match, layer) for loss in done.losses):
-            continue
         for gemm in GEMMS:
-            want = gemm_label(plan.recipe(gemm), gemm, request.policy.activations)
             got = executed.get(layer, {}).get(gemm, "nothing")
-            if want != got:
-                problems.append(f"{layer} {gemm}: the policy says {want}, the export runs {got}")
-    return problems
+            yield layer, match, gemm, gemm_label(plan.recipe(gemm), gemm, activations), high if got == "high" else got
 
 
 class ExporterSuite(ABC):
@@ -197,21 +332,43 @@ class ExporterSuite(ABC):
             MissingDependencyError: the target's library is not installed; the check is skipped with that reason.
         """
 
+    def settings(self, done: Export, request: Request) -> Settings:
+        """Return what the files set beside the layers, under the keys of :func:`wanted_settings`.
+
+        Keys that are left out are not checked; the default reads none.
+        """
+        del done, request
+        return {}
+
     @pytest.fixture(params=list(POLICIES))
     def requests(self, request: pytest.FixtureRequest) -> list[Request]:
         """Each policy of :data:`POLICIES`, for every model of :data:`MODELS`."""
         policy = POLICIES[request.param]
         return [Request(policy, layers, f"{request.param}, {model}") for model, layers in MODELS.items()]
 
-    def test_it_runs_what_the_policy_says_or_lists_the_difference(self, requests: list[Request]) -> None:
-        """Layer by layer and GEMM by GEMM, as the target itself reads the files."""
+    def test_what_it_lists_as_lost_is_what_is_lost(self, requests: list[Request]) -> None:
+        """Layer by layer and GEMM by GEMM, and setting by setting, as the target itself reads the files."""
         for request in requests:
-            done = self.exporter.export(request)
-            try:
-                executed = self.read(done, request)
-            except MissingDependencyError as error:
-                pytest.skip(str(error))
-            assert differences(request, done, executed) == [], request.name
+            self.check(request)
+
+    def check(self, request: Request) -> None:
+        """Assert that what the target runs is the policy less the listed losses, and that each of them is one."""
+        done = self.exporter.export(request)
+        try:
+            executed, found = self.read(done, request), self.settings(done, request)
+        except MissingDependencyError as error:
+            pytest.skip(str(error))
+        unlisted = differences(request, done, executed, found) + setting_differences(request, done, found)
+        assert unlisted == [], request.name
+        assert superfluous(request, done, executed, found) == [], request.name
+
+    @pytest.mark.parametrize("seed", range(40))
+    def test_it_loses_nothing_unlisted_of_a_random_policy(self, seed: int) -> None:
+        """The same of forty policies that nobody would write, each for one of the models."""
+        model = [*MODELS][seed % len(MODELS)]
+        request = Request(random_policy(seed), MODELS[model], f"policy {seed}, {model}")
+        assert check_operators(request, self.exporter.export(request)) == [], request.name
+        self.check(request)
 
     def test_its_files_are_whole(self, requests: list[Request]) -> None:
         """They parse, hold no path of this machine, and two exports of one policy are the same."""

@@ -6,7 +6,7 @@ import pytest
 
 from autoprec.export import Request
 from autoprec.export.base import Loss, Losses, RulePlan
-from autoprec.export.summary import high_dtype, lose_rule, main_plan, matching_layers
+from autoprec.export.summary import changes, fast_forward, lose_rule, main_plan, matching_layers, other_dtype
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.testing.exporters import MODELS, POLICIES
@@ -36,12 +36,36 @@ def test_every_layer_is_decided_by_one_rule() -> None:
     assert all("mlp" in name for name in fc), "the earlier rule has them, although *mlp* matches as well"
 
 
+def test_a_product_in_another_dtype_is_found() -> None:
+    fp8, bf16 = BUILTIN_RECIPES["fp8_tensorwise"], BUILTIN_RECIPES["bf16"]
+    assert not other_dtype(LayerPlan(fprop=fp8, wgrad=bf16), "bf16")
+    assert other_dtype(LayerPlan(fprop=fp8, wgrad=bf16), "fp16")
+    assert not other_dtype(LayerPlan(), "fp16"), "nothing is asked for"
+
+
+def test_only_fprop_accumulates_fast_and_never_blocks() -> None:
+    plan = fast_forward(BUILTIN_RECIPES["fp8_tensorwise"])
+    assert [r is not None and r.accumulation for r in plan.recipes] == ["fast", "full", "full"]
+    assert fast_forward(BUILTIN_RECIPES["fp8_block"]) == LayerPlan.uniform(BUILTIN_RECIPES["fp8_block"])
+
+
 @pytest.mark.parametrize(
-    ("fprop", "dtype"), [("bf16", "bf16"), ("fp32", "fp32"), ("fp8_tensorwise", "fp16"), (None, "fp16")]
+    ("want", "got", "words"),
+    [
+        ("fp8_rowwise", "fp8_tensorwise_e4m3", "one scale per tensor, scales that are not powers of two"),
+        ("fp8_delayed", "bf16", "bf16"),
+        ("mxfp8", "nvfp4", "nvfp4"),
+        ("mxfp8", "mxfp8", ""),
+    ],
 )
-def test_a_layers_high_dtype_is_that_of_its_fprop_or_of_the_activations(fprop: str | None, dtype: str) -> None:
-    plan = LayerPlan(fprop=BUILTIN_RECIPES[fprop] if fprop else None, wgrad=BUILTIN_RECIPES["fp32"])
-    assert high_dtype(Request(POLICIES["fp16"]), plan) == dtype
+def test_what_changed_is_said_in_words(want: str, got: str, words: str) -> None:
+    plans = [LayerPlan.uniform(BUILTIN_RECIPES[name]) for name in (want, got)]
+    assert changes(*plans) == words
+
+
+def test_a_change_of_one_product_names_it() -> None:
+    fp8 = BUILTIN_RECIPES["fp8_tensorwise"]
+    assert changes(LayerPlan.uniform(fp8), fast_forward(fp8)) == "fast accumulation in fprop"
 
 
 def test_a_lost_rule_says_what_it_was() -> None:

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, state_losses
+from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
 from autoprec.export.naming import header, name_plans
 from autoprec.export.operators import IN_FORWARD, autocast_operators
-from autoprec.export.stacks.python import operator_losses
 from autoprec.export.stacks.torchao import nearest_float8, torchao_source
-from autoprec.export.summary import lose_rule, main_plan
+from autoprec.export.stacks.transformer_engine import builtin_plan
+from autoprec.export.summary import changes, lose_rule, main_plan
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import GEMMS
 
@@ -68,23 +68,22 @@ def accelerator_kwargs():
 def _delayed_everywhere(request: Request, plan: LayerPlan | None) -> bool:
     if plan is None or any(rule.plan.scaled and rule.plan != plan for rule in request.rules()):
         return False
-    return all(r.scaling is not None and r.scaling.scale == "delayed" for r in plan.scaled)
+    runs = [recipe.scaling for recipe in builtin_plan(plan.scaled[0]).scaled]
+    alike = {recipe.model_copy(update={"accumulation": "full"}) for recipe in plan.scaled}
+    return len(alike) == 1 and any(scaling is not None and scaling.scale == "delayed" for scaling in runs)
 
 
 def _te_config(request: Request, plan: LayerPlan, losses: Losses) -> dict[str, Any]:
     """Return the fp8_config of the Transformer Engine backend, which converts every linear layer."""
     recipe = plan.scaled[0]
     scaling = recipe.scaling
+    runs = builtin_plan(recipe)
     hybrid = recipe.operand_format("grad_output") == "e5m2"
-    if scaling is not None and scaling.power_of_2:
-        losses.add("power_of_2 scales", "scales that are not powers of two")
-    if len(plan.scaled) < len(GEMMS):
-        for rule in request.rules():
-            if rule.plan == plan:
-                lose_rule(losses, rule, "all three products in FP8 (override_linear_precision is dead since TE 2.0)")
     for rule in request.rules():
-        if not rule.plan.scaled and request.runs(rule.plan):
-            lose_rule(losses, rule, f"{plan.describe()}: this backend converts every linear layer")
+        if rule.plan.scaled and (words := changes(rule.plan, runs)):
+            lose_rule(losses, rule, f"{words}: Transformer Engine's own")
+        elif not rule.plan.scaled and request.runs(rule.plan):
+            lose_rule(losses, rule, f"{recipe.describe()}: this backend converts every linear layer")
     return {
         "backend": "TE",
         "fp8_format": "HYBRID" if hybrid else "E4M3",
@@ -108,7 +107,6 @@ class AccelerateExporter:
         policy = request.policy
         main = main_plan(request)
         delayed = main is not None and _delayed_everywhere(request, main)
-        operator_losses(request, losses)
         autocast_operators(
             request,
             losses,
@@ -117,7 +115,9 @@ class AccelerateExporter:
         )
         state_losses(request, losses)
         files: dict[str, str] = {}
-        converts = main is not None and len(nearest_float8(main).plan.scaled) == len(GEMMS)
+        converts = main is not None and len(nearest_float8(main, policy.activations).plan.scaled) == len(GEMMS)
+        fp16 = policy.activations == "fp16" and not (delayed or converts)
+        scaling_losses(request, losses, fp16, "accelerate scales the loss under fp16, and only there")
         if (delayed or converts) and policy.activations != "bf16":
             losses.add(f"activations: {policy.activations}", "bf16: accelerate's FP8 runs under bf16 autocast")
         if main is not None and delayed:

@@ -1,20 +1,31 @@
-"""``--to axolotl``: the precision keys of an axolotl YAML, which are for the whole model."""
+"""``--to axolotl``: the precision keys of an axolotl YAML, which are for the whole model.
+
+``fp8: true`` converts with torchao through accelerate, by one of torchao's recipe names. Two kinds of layers are never
+converted: the first and the last linear layer (accelerate's filter), and routers (axolotl's own, by name). A model that
+trains in 16 bits is also loaded in them: weights, gradients and optimizer state follow.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, state_losses
+from autoprec.export.base import Export, Loss, Losses, Request, scaling_losses
 from autoprec.export.naming import header
 from autoprec.export.operators import autocast_operators
-from autoprec.export.summary import high_dtype, lose_rule, main_plan
-from autoprec.policy import LayerPlan, dump_yaml
-from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.export.stacks.torchao import NAMED, named_changes, named_recipe
+from autoprec.export.summary import lose_rule, main_plan, other_dtype
+from autoprec.policy import dump_yaml
 
-__all__ = ["AxolotlExporter"]
+__all__ = ["AxolotlExporter", "left_out"]
 
-#: What axolotl's ``fp8: true`` runs: torchao's default through accelerate.
-_OWN = LayerPlan.uniform(BUILTIN_RECIPES["fp8_tensorwise"])
+_ROUTERS = {"gate", "router"}
+_ENDS = "bf16: axolotl leaves the first and the last linear layer and routers out of FP8"
+
+
+def left_out(layers: tuple[str, ...]) -> list[str]:
+    """Return the layers that axolotl never converts to FP8: the first and the last linear layer, and routers."""
+    ends = {*layers[:1], *layers[-1:]}
+    return [name for name in layers if name in ends or _ROUTERS & set(name.split("."))]
 
 
 class AxolotlExporter:
@@ -27,45 +38,63 @@ class AxolotlExporter:
         """Return ``axolotl_precision.yaml``: keys to merge into a configuration."""
         losses = Losses()
         policy = request.policy
-        rules = request.rules()
-        eight = main_plan(request) is not None and self._mostly_eight(request)
+        main = main_plan(request)
+        recipe = named_recipe(main, list(NAMED)) if main is not None and self._mostly_eight(request) else ""
         config: dict[str, Any] = {}
         dtype = policy.activations
-        if eight:
-            config |= {"fp8": True, "fp8_enable_fsdp_float8_all_gather": False, "torch_compile": True}
+        if recipe:
+            config |= {"fp8": True, "fp8_config": {"recipe": recipe}, "fp8_enable_fsdp_float8_all_gather": False}
             if dtype != "bf16":
                 losses.add(f"activations: {dtype}", "bf16")
             dtype = "bf16"
         config |= {"bf16": dtype == "bf16", "fp16": dtype == "fp16"}
-        runs = "fp8 per tensor e4m3/e4m3/e5m2 on every linear layer" if eight else dtype.replace("keep", "as written")
-        for rule in rules:
-            plain = high_dtype(request, rule.plan)
-            if eight:
-                differs = rule.plan != _OWN and request.runs(rule.plan)
-            else:
-                differs = bool(rule.plan.scaled) or plain not in ("keep", dtype)
-            if differs:
-                lose_rule(losses, rule, runs)
-        if policy.loss_scaling == "dynamic" and dtype != "fp16":
-            losses.add("loss_scaling: dynamic", "none")
-        if policy.execution == "compile" or (policy.execution == "eager" and not eight):
+        self._rules(request, losses, recipe, dtype)
+        scaling_losses(request, losses, dtype == "fp16", "accelerate scales the loss under fp16, and only there")
+        if policy.execution != "keep":
             config["torch_compile"] = policy.execution == "compile"
-        switched = config.get("torch_compile") == (policy.execution == "compile")
-        autocast_operators(
-            request,
-            losses,
-            output="accelerate casts the model's output to fp32",
-            execution="torch_compile" if switched else "",
-        )
-        state_losses(request, losses)
-        text = header(request, "axolotl") + dump_yaml(config)
-        notes = ("axolotl's YAML knows no layers; for the rules use autoprec run, or a plugin that applies the policy",)
-        return Export(self.name, {"axolotl_precision.yaml": text}, losses.done(), notes, losses.kept)
+        output = "accelerate casts the model's output to fp32"
+        autocast_operators(request, losses, output=output, execution="torch_compile")
+        self._state(request, losses, dtype)
+        notes = ["axolotl's YAML knows no layers; for the rules use autoprec run, or a plugin that applies the policy"]
+        if recipe:
+            notes.append("fp8_config needs axolotl 0.19 or newer")
+            if policy.execution == "keep":
+                notes.append("FP8 that is not compiled is often slower than bf16: consider torch_compile: true")
+        files = {"axolotl_precision.yaml": header(request, "axolotl") + dump_yaml(config)}
+        return Export(self.name, files, losses.done(), tuple(notes), losses.kept)
+
+    @staticmethod
+    def _rules(request: Request, losses: Losses, recipe: str, dtype: str) -> None:
+        high = dtype.replace("keep", "the dtype that the script wrote")
+        kept = left_out(request.layers) if recipe else []
+        plans = request.plans()
+        for rule in request.rules():
+            if recipe and (not request.layers or any(plans[n] == rule.plan for n in plans if n not in kept)):
+                words = named_changes(rule.plan, recipe, dtype)
+                if words:
+                    lose_rule(losses, rule, words)
+            elif not recipe and (rule.plan.scaled or other_dtype(rule.plan, dtype)):
+                lose_rule(losses, rule, high)
+        for name in kept:
+            if plans[name].scaled or other_dtype(plans[name], dtype, request.policy.activations):
+                losses.add(plans[name].describe(), _ENDS, name)
+        if recipe and not request.layers:
+            losses.add("FP8 in the first and the last linear layer", f"{_ENDS} (pass --layers to have them named)")
+
+    @staticmethod
+    def _state(request: Request, losses: Losses, dtype: str) -> None:
+        """Weights are stored in the dtype that the model trains in, and what the optimizer makes of them is too."""
+        runs = "fp32" if dtype == "keep" else dtype
+        state = {f"optimizer.{name}": value for name, value in request.policy.optimizer.model_dump().items()}
+        for name, value in {**state, "communication.gradients": request.policy.communication.gradients}.items():
+            if value != runs:
+                losses.found.append(Loss(f"{name}: {value}", f"{runs}: axolotl loads the model in what it trains in"))
 
     @staticmethod
     def _mostly_eight(request: Request) -> bool:
         """Say whether more layers are better served by FP8 everywhere than by FP8 nowhere."""
         if request.layers:
-            plans = list(request.plans().values())
+            kept = left_out(request.layers)
+            plans = [plan for name, plan in request.plans().items() if name not in kept]
             return sum(bool(plan.scaled) for plan in plans) * 2 > len(plans)
-        return bool(request.rules()[-1].plan.scaled)
+        return bool(next(rule for rule in request.rules() if rule.match == "*").plan.scaled)

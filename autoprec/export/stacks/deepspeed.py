@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, state_losses
+from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
 from autoprec.export.operators import autocast_operators
-from autoprec.export.summary import high_dtype, lose_rule
+from autoprec.export.summary import lose_rule, other_dtype
 
 __all__ = ["DeepSpeedExporter"]
 
@@ -32,7 +32,6 @@ class DeepSpeedExporter:
         """Return ``ds_config.json``: the precision part of a DeepSpeed configuration."""
         losses = Losses()
         policy = request.policy
-        wanted = {high_dtype(request, rule.plan) for rule in request.rules() if not rule.plan.scaled}
         dtype = policy.activations
         config: dict[str, Any] = {}
         gradients = policy.communication.gradients
@@ -46,7 +45,7 @@ class DeepSpeedExporter:
         for rule in request.rules():
             if rule.plan.scaled:
                 lose_rule(losses, rule, f"{runs} (DeepSpeed has no FP8 key)")
-            elif high_dtype(request, rule.plan) not in (dtype, "keep"):
+            elif other_dtype(rule.plan, dtype):
                 lose_rule(losses, rule, f"{runs} (DeepSpeed's JSON knows no layers)")
         if gradients != "fp32":
             sent = dtype if dtype in _DTYPES else "bf16"
@@ -54,12 +53,13 @@ class DeepSpeedExporter:
                 config["communication_data_type"] = sent
             if gradients != sent:
                 losses.add(f"communication.gradients: {gradients}", sent)
-        if policy.loss_scaling == "dynamic" and dtype != "fp16":
-            losses.add("loss_scaling: dynamic", "none (DeepSpeed scales the loss for fp16 autocast only)")
+        scaling_losses(
+            request, losses, dtype == "fp16", "DeepSpeed scales the loss under fp16 autocast, and only there"
+        )
         autocast_operators(request, losses, lost="the autocast dtype, also in a loss that the script computes itself")
         state_losses(request, losses, communication=False)
         notes = ["merge into your DeepSpeed configuration; leave its bf16 and fp16 sections off"]
-        if wanted - {dtype, "keep"}:
+        if any(not rule.plan.scaled and other_dtype(rule.plan, dtype) for rule in request.rules()):
             notes.append("per-layer precision: call autoprec.load(policy).apply(model) before deepspeed.initialize")
         files = {"ds_config.json": json.dumps(config, indent=2) + "\n"}
         return Export(self.name, files, losses.done(), tuple(notes), losses.kept)

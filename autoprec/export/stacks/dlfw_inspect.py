@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, state_losses
-from autoprec.export.naming import header
+from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
+from autoprec.export.naming import TORCH_DTYPES, header
 from autoprec.export.operators import autocast_operators
-from autoprec.export.stacks.python import operator_losses
-from autoprec.export.stacks.transformer_engine import nearest_te, nested_recipe
-from autoprec.export.summary import lose_rule, main_plan
+from autoprec.export.stacks.python import SCALER
+from autoprec.export.stacks.transformer_engine import builtin_plan, nested_recipe
+from autoprec.export.summary import changes, lose_rule, main_plan, other_dtype
 from autoprec.policy import LayerPlan, dump_yaml, glob_regex
 from autoprec.precision.recipes import GEMMS
 
 __all__ = ["DlfwInspectExporter", "section_pattern"]
+
+#: The loader refuses a file without a section; this one matches no layer, so that nothing is switched off.
+_NOTHING = {"nothing": {"enabled": True, "layers": {"layer_name_regex_pattern": r"(?!)"}, "transformer_engine": {}}}
 
 
 def section_pattern(match: str, earlier: list[str]) -> str:
@@ -36,6 +39,12 @@ def _features(plan: LayerPlan) -> dict[str, Any]:
     return {"DisableQuantizationGEMM": {"enabled": True, "gemms": off}} if off else {}
 
 
+def _switched(runs: LayerPlan, plan: LayerPlan) -> LayerPlan:
+    """Return what a layer runs under a recipe with its own products switched off as the plan says."""
+    pairs = zip(GEMMS, plan.recipes, runs.recipes, strict=True)
+    return LayerPlan(**{gemm: other if own is not None and own.scaled else own for gemm, own, other in pairs})
+
+
 class DlfwInspectExporter:
     """nvidia-dlfw-inspect for Transformer Engine models."""
 
@@ -47,26 +56,29 @@ class DlfwInspectExporter:
         losses = Losses()
         rules = request.rules()
         main = main_plan(request)
-        near = nearest_te(LayerPlan.uniform(main.scaled[0]))[0] if main else None
-        target = near.fprop if near is not None and near.fprop is not None and near.fprop.scaled else None
+        runs = builtin_plan(main.scaled[0]) if main else LayerPlan()
+        dtype = request.policy.activations
         sections: dict[str, Any] = {}
         earlier: list[str] = []
         for index, rule in enumerate(rules):
-            if any(recipe != target for recipe in rule.plan.scaled):
-                lose_rule(losses, rule, f"{target.describe() if target else 'bf16'}: one recipe per run")
-            plain = [r for r in rule.plan.recipes if r is not None and not r.scaled]
-            if any(r.format != "bf16" for r in plain):
+            if rule.plan.scaled and (words := changes(rule.plan, _switched(runs, rule.plan))):
+                lose_rule(losses, rule, f"{words}: one recipe per run, Transformer Engine's own")
+            if other_dtype(rule.plan, dtype):
                 lose_rule(losses, rule, "the dtype of the activations where FP8 is switched off")
             features = _features(rule.plan)
             if features:
                 pattern = section_pattern(rule.match, earlier)
-                sections[f"rule_{index:02d}" if rule.match != "*" else "default"] = {
+                sections[f"rule_{index:02d}" if index < len(rules) - 1 else "default"] = {
                     "enabled": True,
                     "layers": {"layer_name_regex_pattern": pattern},
                     "transformer_engine": features,
                 }
             earlier.append(rule.match)
-        operator_losses(request, losses)
+        if dtype != "keep":
+            losses.add(
+                f"activations: {dtype}", f"as the script runs it: call torch.autocast('cuda', {TORCH_DTYPES[dtype]})"
+            )
+        scaling_losses(request, losses, False, SCALER)
         autocast_operators(request, losses, lost="the autocast dtype: cast the logits in the script")
         state_losses(request, losses)
         notes = [
@@ -74,10 +86,10 @@ class DlfwInspectExporter:
             "then debug_api.infer_and_assign_layer_names(model)",
             "for diagnosis: the debug path of Transformer Engine is slow",
         ]
-        if target is not None:
-            source, coarser = nested_recipe(LayerPlan.uniform(target))
-            notes.append(f"run the model under te.autocast(recipe={source})" + (f" ({coarser})" if coarser else ""))
-        text = dump_yaml(sections) if sections else "{}\n"
+        if runs.scaled:
+            # of the whole layer: what a policy says of its single GEMMs is in the sections
+            notes.append(f"run the model under te.autocast(recipe={nested_recipe(runs)[0]})")
+        text = dump_yaml(sections or _NOTHING)
         return Export(
             self.name,
             {"dlfw_inspect.yaml": header(request, "dlfw-inspect") + text},

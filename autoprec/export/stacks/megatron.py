@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, RulePlan
+from autoprec.export.base import Export, Losses, Request, scaling_losses
 from autoprec.export.naming import header, name_plans
 from autoprec.export.operators import report_operators
-from autoprec.export.summary import high_dtype, lose_rule
+from autoprec.export.stacks.transformer_engine import builtin_plan
+from autoprec.export.summary import changes, lose_rule, other_dtype
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import Recipe
 
@@ -26,44 +27,47 @@ _OPTIMIZER = {
 }
 
 
-def _format_of(recipe: Recipe, losses: Losses, rule: RulePlan) -> str:
-    if recipe.operand_format("input") != "e4m3" or recipe.operand_format("weight") != "e4m3":
-        lose_rule(losses, rule, "e4m3 input and weight")
+_NAMES = {"tensor": "tensorwise", "block": "blockwise"}
+_ALL_ON = {"hadamard": True, "stochastic_rounding": True, "weight_2d": True}
+
+
+def _runs(recipe: Recipe, delayed: bool) -> LayerPlan:
+    """Return what Megatron runs in a layer for a recipe; ``delayed``: the run's own delayed recipe is this one."""
+    plan = builtin_plan(recipe)
+    first = plan.scaled[0] if plan.scaled else None
+    if first is None:
+        return plan
+    if first.format == "nvfp4":
+        return LayerPlan.uniform(first.model_copy(update=_ALL_ON))
+    if first.scaling is not None and first.scaling.scale == "delayed" and not delayed:
+        plain = {"scale": "current", "margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
+        return builtin_plan(first.model_copy(update={"scaling": first.scaling.model_copy(update=plain)}))
+    return plan
+
+
+def _format(recipe: Recipe) -> str:
     return "hybrid" if recipe.operand_format("grad_output") == "e5m2" else "e4m3"
 
 
-def _training_recipe(recipe: Recipe, losses: Losses, rule: RulePlan) -> dict[str, Any] | None:
-    """Return Megatron's recipe for a layer; None for delayed scaling, which only flags can ask for."""
-    enabled = {"override_nonquantized_autocast": True}
-    if recipe.format == "nvfp4":
-        if not (recipe.hadamard and recipe.stochastic_rounding and recipe.weight_2d):
-            lose_rule(losses, rule, "nvfp4 with Hadamard, stochastic rounding and 2-D weight scales")
-        return {"fp4_quantization_recipe": "nvfp4", **enabled}
-    if recipe.format == "int8":
-        lose_rule(losses, rule, "bf16")
+def _training_recipe(plan: LayerPlan) -> dict[str, Any]:
+    """Return Megatron's words for what it runs in a layer; delayed scaling is inherited from the flags."""
+    if not plan.scaled:
         return {}
-    if recipe.format == "mxfp8" or recipe.scaling is None:
-        return {"fp8_quantization_recipe": "mxfp8", "fp8_format": _format_of(recipe, losses, rule), **enabled}
-    if recipe.scaling.scale == "delayed":
-        return None
-    names = {"tensor": "tensorwise", "row": "tensorwise", "block": "blockwise"}
-    if recipe.scaling.granularity == "row":
-        lose_rule(losses, rule, "one scale per tensor (Transformer Engine has none per row)")
-    elif recipe.scaling.power_of_2 != (recipe.scaling.granularity == "block"):
-        wanted = "power-of-two" if recipe.scaling.granularity == "block" else "exact"
-        lose_rule(losses, rule, f"{wanted} scales")
-    name = names[recipe.scaling.granularity]
-    return {"fp8_quantization_recipe": name, "fp8_format": _format_of(recipe, losses, rule), **enabled}
+    recipe, enabled = plan.scaled[0], {"override_nonquantized_autocast": True}
+    if recipe.format == "nvfp4":
+        return {"fp4_quantization_recipe": "nvfp4", **enabled}
+    if recipe.scaling is not None and recipe.scaling.scale == "delayed":
+        return {"override_quantized_autocast": False}
+    name = "mxfp8" if recipe.scaling is None else _NAMES[recipe.scaling.granularity]
+    return {"fp8_quantization_recipe": name, "fp8_format": _format(recipe), **enabled}
 
 
-def _delayed_flags(recipe: Recipe, losses: Losses, rule: RulePlan) -> list[str]:
+def _delayed_flags(recipe: Recipe) -> list[str]:
     scaling = recipe.scaling
     if scaling is None:
         return []
-    if scaling.power_of_2:
-        lose_rule(losses, rule, "scales that are not powers of two")
     return [
-        f"--fp8-format {_format_of(recipe, losses, rule)}",
+        f"--fp8-format {_format(recipe)}",
         "--fp8-recipe delayed",
         f"--fp8-margin {scaling.margin}",
         f"--fp8-amax-history-len {scaling.amax_history_len}",
@@ -81,11 +85,17 @@ def _state_flags(request: Request, losses: Losses) -> list[str]:
             losses.add(f"optimizer.{name}: {value}", "fp32")
     if flags:
         flags = ["--use-distributed-optimizer", "--use-precision-aware-optimizer", *flags]
-    gradients = request.policy.communication.gradients
-    if gradients == "bf16":
+    held, sent = request.policy.optimizer.gradients, request.policy.communication.gradients
+    low = "bf16" in (held, sent)
+    if sent == "bf16":
         flags.append("--grad-reduce-in-bf16")
-    elif gradients != "fp32":
-        losses.add(f"communication.gradients: {gradients}", "fp32")
+    # one buffer is both what gradients are accumulated in and what is reduced
+    if sent != ("bf16" if low else "fp32"):
+        losses.add(
+            f"communication.gradients: {sent}", "bf16: gradients are reduced as they are held" if low else "fp32"
+        )
+    if held == "fp32" and low:
+        losses.add("optimizer.gradients: fp32", "bf16: gradients are held as they are reduced")
     return flags
 
 
@@ -121,38 +131,31 @@ class MegatronExporter:
         flags = ["--fp16" if request.policy.activations == "fp16" else "--bf16"]
         if request.policy.activations == "keep":
             losses.add("activations: keep", "bf16: Megatron trains in bf16 or fp16 as a whole")
-        delayed: LayerPlan | None = None
+        delayed: Recipe | None = None
         for index, rule in enumerate(rules):
-            recipe: dict[str, Any] | None = {}
+            runs = LayerPlan()
             if rule.plan.scaled:
                 first = rule.plan.scaled[0]
-                if len(set(rule.plan.recipes)) > 1:
-                    lose_rule(losses, rule, f"{first.describe()} for all three products")
-                recipe = _training_recipe(first, losses, rule)
-                if recipe is None and delayed in (None, rule.plan):
-                    if delayed is None:
-                        flags += _delayed_flags(first, losses, rule)
-                    delayed = rule.plan
-                    recipe = {"override_quantized_autocast": False}
-                elif recipe is None:
-                    lose_rule(losses, rule, "current scaling per tensor (one delayed recipe per run)")
-                    form = _format_of(first, losses, rule)
-                    recipe = {"fp8_quantization_recipe": "tensorwise", "fp8_format": form}
-                    recipe["override_nonquantized_autocast"] = True
-            elif high_dtype(request, rule.plan) not in ("keep", flags[0].removeprefix("--")):
+                runs = _runs(first, delayed in (None, first))
+                if any(r.scaling is not None and r.scaling.scale == "delayed" for r in runs.scaled) and delayed is None:
+                    delayed = first
+                    flags += _delayed_flags(runs.scaled[0])
+                if words := changes(rule.plan, runs):
+                    lose_rule(losses, rule, f"{words}: Megatron has one built-in recipe per layer, one delayed per run")
+            elif other_dtype(rule.plan, flags[0].removeprefix("--"), request.policy.activations):
                 lose_rule(losses, rule, flags[0].removeprefix("--"))
+            recipe = _training_recipe(runs)
             configs[names[rule.plan]] = {
                 "transformer_engine_config_type": "TEQuantizationParams",
                 "training_recipe": recipe,
             }
-            key = f"rule_{index:02d}" if rule.match != "*" else "default"
+            key = f"rule_{index:02d}" if index < len(rules) - 1 else "default"
             pattern = rule.match
             matchers[key] = {"config": names[rule.plan], "type": "glob", "pattern": pattern, "enabled": True}
         flags += _operator_flags(request, losses)
         flags += _state_flags(request, losses)
         flags.append("--te-precision-config-file te_precision_config.yaml")
-        if request.policy.loss_scaling == "dynamic" and flags[0] != "--fp16":
-            losses.add("loss_scaling: dynamic", "none (Megatron scales the loss under --fp16)")
+        scaling_losses(request, losses, flags[0] == "--fp16", "Megatron scales the loss under --fp16, and only there")
         files = {
             "te_precision_config.yaml": header(request, "Megatron")
             + dump_yaml({"configs": configs, "matchers": matchers}),

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 
-from autoprec.export.base import Export, Losses, Request
-from autoprec.export.naming import header, name_plans, rule_table
+from autoprec.export.base import Export, Losses, Request, scaling_losses
+from autoprec.export.naming import TORCH_DTYPES, header, name_plans, rule_table
 from autoprec.export.operators import autocast_operators
-from autoprec.export.snippets import PLAN_OF, fill
-from autoprec.export.stacks.python import operator_losses
-from autoprec.export.summary import high_dtype, lose_rule
+from autoprec.export.snippets import CONTEXT, PLAN_OF, fill
+from autoprec.export.stacks.python import SCALER
+from autoprec.export.summary import changes, fast_forward, lose_rule, other_dtype
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
 from autoprec.policy.levels import level
 
@@ -22,12 +22,14 @@ __all__ = ["MsAmpExporter", "nearest_level"]
 _BODY = '''import re
 
 import msamp
+import torch
 from torch import nn
 
 # (regular expression on module names, plan); the first match wins
 RULES = @RULES@
 FP8 = @FP8@  # plans that run in FP8; every other layer keeps its own precision
 OPT_LEVEL = "@LEVEL@"
+ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
 
 @PLAN_OF@
 
@@ -37,7 +39,8 @@ def initialize(model, optimizer):
         if isinstance(module, nn.Linear) and plan_of(name) not in FP8:
             module.use_fp32_linear = True
     return msamp.initialize(model, optimizer, opt_level=OPT_LEVEL)
-'''
+
+@CONTEXT@'''
 
 
 def nearest_level(policy: Policy) -> tuple[str, OptimizerPolicy, CommunicationPolicy]:
@@ -74,26 +77,31 @@ class MsAmpExporter:
             losses.add(f"communication.gradients: {policy.communication.gradients}", f"fp8 (MS-AMP {name})")
         rules = request.rules()
         names = name_plans(policy, rules)
-        own = LayerPlan.uniform(level("msamp-o1").recipe)
+        own = fast_forward(level("msamp-o1").recipe)
         eight = []
         for rule in rules:
             if rule.plan.scaled:
                 eight.append(names[rule.plan])
-                if rule.plan != own:
-                    lose_rule(losses, rule, "MS-AMP's own recipe: fp8 delayed e4m3/e4m3/e5m2, 16 steps")
-            elif high_dtype(request, rule.plan) not in ("keep", policy.activations):
-                lose_rule(losses, rule, "the layer as the script wrote it")
-        operator_losses(request, losses)
+                if words := changes(rule.plan, own):
+                    lose_rule(losses, rule, f"MS-AMP's own recipe: {words}")
+            elif other_dtype(rule.plan, policy.activations):
+                lose_rule(losses, rule, "the dtype of the activations")
+        scaling_losses(request, losses, False, SCALER)
         autocast_operators(request, losses, lost="the autocast dtype: cast the logits in the script")
         own_level = "O2" if name == "O3" else name
+        activations = TORCH_DTYPES.get(policy.activations, "None")
         source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(set(eight))), LEVEL=own_level)
+        source = fill(source, ACTIVATIONS=activations, PLAN_OF=PLAN_OF, CONTEXT=CONTEXT)
         te = _runs_te([rule.plan for rule in rules])
         section = {"msamp": {"enabled": True, "opt_level": name, "use_te": te}}
         files = {
-            "precision_msamp.py": header(request, "MS-AMP") + fill(source, PLAN_OF=PLAN_OF),
+            "precision_msamp.py": header(request, "MS-AMP") + source,
             "ds_msamp.json": json.dumps(section, indent=2) + "\n",
         }
-        notes = ["runs in ghcr.io/azure/msamp:v0.4.0-cuda12.2 on H100 only: MS-AMP looks for 'h100' in the device name"]
+        notes = [
+            "model, optimizer = precision_msamp.initialize(model, optimizer); with precision_msamp.autocast(): ...",
+            "runs in ghcr.io/azure/msamp:v0.4.0-cuda12.2 on H100 only: MS-AMP looks for 'h100' in the device name",
+        ]
         if name == "O3":
             notes.append("O3 exists under DeepSpeed ZeRO 1/2 only, by ds_msamp.json; the Python module asks for O2")
         if te:

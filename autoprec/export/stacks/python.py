@@ -5,17 +5,19 @@ from __future__ import annotations
 from importlib import resources
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, state_losses
+from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
 from autoprec.export.naming import header, literal, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, LOOKUP, report_operators
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, Recipe
 
-__all__ = ["PythonExporter", "operator_losses", "standalone_source"]
+__all__ = ["SCALER", "PythonExporter", "standalone_source"]
 
 _START = "# --- the policy ---"
 _END = "# --- the mechanics ---"
 _PLAIN = {"fp32", "bf16", "fp16"}
+#: What an exported module leaves to the script.
+SCALER = "use torch.amp.GradScaler in the training loop"
 
 
 def _recipe(recipe: Recipe | None, losses: Losses, match: str) -> dict[str, Any] | None:
@@ -73,16 +75,10 @@ class PythonExporter:
         """Return ``precision_policy.py``."""
         losses = Losses()
         source = standalone_source(request, losses)
-        operator_losses(request, losses)
+        scaling_losses(request, losses, False, SCALER)
         # the module protects operators itself, inside the model's forward
         by = dict.fromkeys(("softmax", "norm", "loss", "output", "attention", "wide"), IN_FORWARD)
         report_operators(request, losses, by | LOOKUP, {})
         state_losses(request, losses)
         use = "import precision_policy; precision_policy.apply(model)"
         return Export(self.name, {"precision_policy.py": source}, losses.done(), (use,), losses.kept)
-
-
-def operator_losses(request: Request, losses: Losses) -> None:
-    """List what plain autocast does not do: loss scaling."""
-    if request.policy.loss_scaling == "dynamic":
-        losses.add("loss_scaling: dynamic", "none: use torch.amp.GradScaler in the training loop")

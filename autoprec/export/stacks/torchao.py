@@ -7,17 +7,27 @@ torchao fills in its dtype in place, so every one is written out with an explici
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autoprec.export.base import Export, Losses, Request, state_losses
+from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
 from autoprec.export.naming import TORCH_DTYPES, header, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
-from autoprec.export.stacks.python import operator_losses
+from autoprec.export.stacks.python import SCALER
+from autoprec.export.summary import changes, fast_forward
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
 
-__all__ = ["TorchaoExporter", "float8_config", "float8_configs", "nearest_float8", "torchao_source"]
+__all__ = [
+    "NAMED",
+    "TorchaoExporter",
+    "float8_config",
+    "float8_configs",
+    "named_recipe",
+    "nearest_float8",
+    "torchao_source",
+]
 
 _GEMM_FIELDS: dict[Gemm, str] = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
 #: operand -> (field, GEMM it is first used in), (field, GEMM it is used in again)
@@ -26,6 +36,35 @@ _CASTS: dict[Operand, tuple[tuple[str, Gemm], tuple[str, Gemm]]] = {
     "weight": (("weight", "fprop"), ("weight_for_grad_input", "dgrad")),
     "grad_output": (("grad_output", "dgrad"), ("grad_output_for_grad_weight", "wgrad")),
 }
+
+
+_ROW = fast_forward(BUILTIN_RECIPES["fp8_rowwise"])
+#: What torchao's recipe names run (``Float8LinearConfig.from_recipe_name``), but for the one thing that a policy has no
+#: word for: in ``rowwise_with_gw_hp`` dgrad takes the weight with one scale per tensor.
+NAMED: dict[str, LayerPlan] = {
+    "tensorwise": fast_forward(BUILTIN_RECIPES["fp8_tensorwise"]),
+    "rowwise": _ROW,
+    "rowwise_with_gw_hp": LayerPlan(fprop=_ROW.fprop, dgrad=_ROW.dgrad, wgrad=None),
+}
+
+
+def named_recipe(plan: LayerPlan, names: Sequence[str]) -> str:
+    """Return which of torchao's recipe names comes nearest to a plan with an FP8 or FP4 product."""
+    granularities = {r.scaling.granularity for r in plan.scaled if r.scaling is not None}
+    if plan.wgrad is None or not plan.wgrad.scaled:
+        return "rowwise_with_gw_hp"
+    return "tensorwise" if "tensorwise" in names and granularities == {"tensor"} else "rowwise"
+
+
+def named_changes(plan: LayerPlan, name: str, activations: str) -> str:
+    """Return in words what a layer runs under one of torchao's recipe names instead of a plan; empty: the same."""
+    wgrad = plan.wgrad
+    if wgrad is not None and not wgrad.scaled and wgrad.format == activations:
+        plan = plan.model_copy(update={"wgrad": None})
+    words = changes(plan, NAMED[name])
+    weight = "one scale per tensor for dgrad's weight" if name == "rowwise_with_gw_hp" else ""
+    found = ", ".join(filter(None, (words, weight)))
+    return f"torchao's {name} recipe: {found}" if found else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,31 +90,30 @@ def _nearest_recipe(recipe: Recipe | None) -> tuple[Recipe | None, str]:
     return recipe, ""
 
 
-def nearest_float8(plan: LayerPlan) -> Fit:
-    """Return the nearest plan that torchao runs."""
-    recipes, changes = [], []
+def nearest_float8(plan: LayerPlan, activations: str = "bf16") -> Fit:
+    """Return the nearest plan that torchao runs under such activations."""
+    recipes, changed = [], []
     for gemm, recipe in zip(GEMMS, plan.recipes, strict=True):
         near, change = _nearest_recipe(recipe)
         recipes.append(near)
         if change:
-            changes.append(f"{gemm} in {change}")
-    if len(changes) == len(GEMMS) and len(set(recipes)) == 1:
-        changes = [changes[0].removeprefix("fprop in ")]
+            changed.append(f"{gemm} in {change}")
+    if len(changed) == len(GEMMS) and len(set(recipes)) == 1:
+        changed = [changed[0].removeprefix("fprop in ")]
     scaled = [r for r in recipes if r is not None and r.scaled]
     if not scaled:
         if len({r.format if r else "" for r in recipes}) > 1:
-            changes.append("the whole layer in the precision of its fprop")
+            changed.append("the whole layer in the precision of its fprop")
             recipes = [recipes[0]] * 3
-        return Fit(LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(changes))
-    high = [r for r in recipes if r is not None and not r.scaled]
-    if any(r.format not in ("bf16", "fp16") for r in high):
-        changes.append("products in high precision run in the dtype of the activations")
+        return Fit(LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(changed))
+    if any(r is not None and not r.scaled and r.format != activations for r in plan.recipes):
+        changed.append("products in high precision run in the dtype of the activations")
     first = scaled[0]
     for index, recipe in enumerate(recipes):
         if recipe in scaled and recipe is not None and not _agrees(recipe, first):
             recipes[index] = recipe.model_copy(update={"operands": first.operands, "scaling": first.scaling})
-            changes.append(f"{GEMMS[index]} in {first.describe()}")
-    return Fit(LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(changes))
+            changed.append(f"{GEMMS[index]} in {first.describe()}")
+    return Fit(LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(changed))
 
 
 def _agrees(a: Recipe, b: Recipe) -> bool:
@@ -127,7 +165,7 @@ def float8_configs(request: Request, losses: Losses) -> tuple[dict[str, str], di
     eight: dict[str, str] = {}
     plain: dict[str, str] = {}
     for rule in rules:
-        fit = nearest_float8(rule.plan)
+        fit = nearest_float8(rule.plan, request.policy.activations)
         for change in fit.changes:
             losses.add(rule.plan.describe(), change, rule.match)
         for recipe in fit.plan.recipes:
@@ -259,7 +297,7 @@ class TorchaoExporter:
         """Return ``precision_torchao.py`` with ``apply(model)`` and ``autocast()``."""
         losses = Losses()
         source = torchao_source(request, losses)
-        operator_losses(request, losses)
+        scaling_losses(request, losses, False, SCALER)
         output = "the exported module casts the model's output"
         autocast_operators(request, losses, output=output, attention=IN_FORWARD)
         state_losses(request, losses)

@@ -1,41 +1,41 @@
-"""``--to torchtitan``: ``Float8LinearConverter.Config``, one recipe and a list of names to skip.
+"""``--to torchtitan``: its quantization converters, one for each recipe that torchtitan has a word for.
 
-``filter_fqns`` are *substrings*: ``layers.1`` also skips ``layers.10``. The list is therefore built from the model's
-layer names and checked against them.
+``filter_fqns`` (what a converter skips) and ``fqns`` (what it takes) are *substrings*: ``layers.1`` is in ``layers.10``
+too. Both lists are therefore built from the model's layer names and checked against them. Experts are one module with a
+weight of three dimensions there, and their converters take them all.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
+from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, state_losses
-from autoprec.export.naming import header
+from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
+from autoprec.export.naming import header, literal
 from autoprec.export.operators import report_operators
-from autoprec.export.summary import high_dtype, lose_rule, main_plan
-from autoprec.policy import LayerPlan
+from autoprec.export.stacks.torchao import NAMED, named_changes, named_recipe
+from autoprec.export.summary import changes, lose_rule, main_plan, other_dtype
+from autoprec.policy import LayerPlan, glob_matches
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
-__all__ = ["TorchtitanExporter", "skip_list"]
+__all__ = ["TorchtitanExporter", "expert", "nearest_converter", "substrings"]
 
-_RECIPES = {
-    LayerPlan.uniform(BUILTIN_RECIPES["fp8_tensorwise"]): "tensorwise",
-    LayerPlan.uniform(BUILTIN_RECIPES["fp8_rowwise"]): "rowwise",
-}
+#: Recipe names of torchtitan's Float8LinearConverter, and plans of the converters that have none.
+_FLOAT8 = ("rowwise", "rowwise_with_gw_hp")
+_OWN = {name: LayerPlan.uniform(BUILTIN_RECIPES[name]) for name in ("mxfp8", "nvfp4")}
+_LINEAR = {"mxfp8": "MXFP8LinearConverter", "nvfp4": "NVFP4LinearConverter"}
+_EXPERTS = {"rowwise": "Float8GroupedExpertsConverter", "mxfp8": "MXFP8GroupedExpertsConverter"}
 
-_BODY = '''from torchtitan.components.quantization.float8 import Float8LinearConverter
+_BODY = '''from torchtitan.components.quantization import @IMPORTS@
 
 
 def converters(model_compile_enabled=True, emulate=False):
-    """Use in a config function: model_registry(..., converters=converters())."""
+    """Use in a config function: model_registry(..., converters=converters()).
+
+    emulate=True, with model_compile_enabled=False, runs without FP8 hardware; torchtitan emulates one scale per tensor.
+    """
     return [
-        Float8LinearConverter.Config(
-            recipe_name=@RECIPE@,
-            filter_fqns=@SKIP@,
-            emulate=emulate,
-            model_compile_enabled=model_compile_enabled,
-        ),
-    ]
+@CONVERTERS@    ]
 '''
 
 
@@ -45,24 +45,53 @@ _NOTHING = '''def converters(model_compile_enabled=True, emulate=False):
 '''
 
 
-def skip_list(skipped: Sequence[str], kept: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return (substrings that skip every layer of ``skipped`` and none of ``kept``, layers no substring separates).
+def substrings(wanted: Sequence[str], others: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return (substrings that are in every name of ``wanted`` and in none of ``others``, names none separates).
 
     Short common parts are preferred: ``attention.wo`` rather than 32 full names.
     """
     out: list[str] = []
     stuck: list[str] = []
-    for name in skipped:
+    for name in wanted:
         if any(part in name for part in out):
             continue
         parts = name.split(".")
         options = [".".join(parts[i:j]) for i in range(len(parts)) for j in range(i + 1, len(parts) + 1)]
-        usable = [option for option in options if not any(option in other for other in kept)]
+        usable = [option for option in options if not any(option in other for other in others)]
         if usable:
-            out.append(max(usable, key=lambda option: (sum(option in other for other in skipped), -len(option))))
+            out.append(max(usable, key=lambda option: (sum(option in other for other in wanted), -len(option))))
         else:
             stuck.append(name)
     return out, stuck
+
+
+def expert(name: str) -> bool:
+    """Say whether a layer is one of torchtitan's grouped experts rather than a linear layer."""
+    return any(part.removesuffix("s") == "expert" or part.endswith("_experts") for part in name.split("."))
+
+
+def nearest_converter(plan: LayerPlan, name: str = "") -> str:
+    """Return the recipe that a layer gets: a name of Float8LinearConverter, mxfp8, nvfp4; empty for bf16."""
+    if not plan.scaled:
+        return ""
+    first = plan.scaled[0].format
+    if first in ("mxfp8", "nvfp4"):
+        found = first
+    else:
+        found = named_recipe(plan, _FLOAT8) if first == "fp8" else ""
+    if expert(name):
+        return {"rowwise_with_gw_hp": "rowwise"}.get(found, found if found in _EXPERTS else "")
+    return found
+
+
+def _words(plan: LayerPlan, recipe: str) -> str:
+    """Return what a layer runs under a recipe instead of its plan; empty where it is the same."""
+    if recipe in NAMED:
+        return named_changes(plan, recipe, "bf16")
+    if recipe:
+        words = changes(plan, _OWN[recipe])
+        return f"torchtitan's {recipe} converter: {words}" if words else ""
+    return "bf16" if plan.scaled else ""
 
 
 _IN_BF16 = "bf16 in and out, accumulated in fp32 inside the kernel (FSDP2's mixed precision, no autocast)"
@@ -74,54 +103,79 @@ class TorchtitanExporter:
     """torchtitan."""
 
     name = "torchtitan"
-    summary = "torchtitan: Float8LinearConverter with one recipe and names to skip"
+    summary = "torchtitan: one quantization converter per recipe, with the names it takes or skips"
 
     def export(self, request: Request) -> Export:
         """Return ``precision_torchtitan.py``."""
         losses = Losses()
-        main = main_plan(request)
-        runs = ""
-        if main is not None:
-            runs = _RECIPES.get(main) or self._nearest(main)
+        made = self._with_layers(request, losses) if request.layers else self._without_layers(request, losses)
         for rule in request.rules():
-            if rule.plan.scaled:
-                expressed = next((plan for plan, name in _RECIPES.items() if name == runs), None)
-                if rule.plan != expressed:
-                    lose_rule(losses, rule, f"torchao's {runs} recipe" if rule.plan == main else "bf16")
-            elif high_dtype(request, rule.plan) not in ("keep", "bf16"):
+            if not rule.plan.scaled and other_dtype(rule.plan, "bf16", request.policy.activations):
                 lose_rule(losses, rule, "bf16")
-        skipped, stuck = self._skipped(request, main, losses)
-        for name in stuck:
-            losses.add("its own precision", f"torchao's {runs} recipe (no substring separates it)", name)
         if request.policy.activations != "bf16":
             losses.add(f"activations: {request.policy.activations}", "bf16 (torchtitan's mixed precision)")
-        if request.policy.loss_scaling == "dynamic":
-            losses.add("loss_scaling: dynamic", "none")
+        scaling_losses(request, losses, False, "torchtitan scales no loss")
         report_operators(request, losses, _KEPT, _LOST)
         state_losses(request, losses)
-        if main is None:
-            body = _NOTHING
-        else:
-            body = _BODY.replace("@RECIPE@", json.dumps(runs)).replace("@SKIP@", json.dumps(skipped))
+        body = _NOTHING
+        if made:
+            imports = ", ".join(dict.fromkeys(cls for cls, _ in made))
+            body = _BODY.replace("@IMPORTS@", imports).replace("@CONVERTERS@", "".join(_call(*one) for one in made))
+        notes = [
+            "--training.mixed_precision_param bfloat16; layers without FP8 run in bf16",
+            "layer names must be torchtitan's own (layers.0.feed_forward.w1): the policy must be one for its model",
+            "needs torchtitan 0.3 or newer",
+        ]
         text = header(request, "torchtitan") + body
-        notes = ("--training.mixed_precision_param bfloat16; layers without FP8 run in bf16",)
-        return Export(self.name, {"precision_torchtitan.py": text}, losses.done(), notes, losses.kept)
+        return Export(self.name, {"precision_torchtitan.py": text}, losses.done(), tuple(notes), losses.kept)
 
     @staticmethod
-    def _nearest(plan: LayerPlan) -> str:
-        rows = [r for r in (plan.fprop, plan.dgrad, plan.wgrad) if r is not None and r.scaling is not None]
-        return (
-            "tensorwise" if rows and all(r.scaling and r.scaling.granularity == "tensor" for r in rows) else "rowwise"
-        )
+    def _with_layers(request: Request, losses: Losses) -> list[tuple[str, dict[str, Any]]]:
+        plans = request.plans()
+        recipes = {name: nearest_converter(plan, name) for name, plan in plans.items()}
+        experts = [name for name in plans if expert(name)]
+        grouped = max(sorted({recipes[n] for n in experts}), key=[recipes[n] for n in experts].count) if experts else ""
+        recipes |= dict.fromkeys(experts, grouped)
+        made: list[tuple[str, dict[str, Any]]] = []
+        for recipe in [*_FLOAT8, *_LINEAR]:
+            taken = [name for name in plans if recipes[name] == recipe and not expert(name)]
+            others = [name for name in plans if recipes[name] != recipe and not expert(name)]
+            if taken and recipe in _FLOAT8:
+                skipped, stuck = substrings(others, taken)
+                made.append(("Float8LinearConverter", {"recipe_name": recipe, "filter_fqns": skipped}))
+                # of several converters that take a layer the last one has it
+                recipes |= {name: recipe for name in stuck if recipes[name] in ("", *_FLOAT8)}
+            elif taken:
+                listed, stuck = substrings(taken, others)
+                if listed:
+                    made.append((_LINEAR[recipe], {"fqns": listed}))
+                recipes |= dict.fromkeys(stuck, "")
+        if grouped:
+            made.append((_EXPERTS[grouped], {}))
+        for name, plan in plans.items():
+            words = _words(plan, recipes[name])
+            if words and recipes[name] == nearest_converter(plan, name):
+                lose_rule(losses, next(r for r in request.rules() if glob_matches(r.match, name)), words)
+            elif words:
+                losses.add(plan.describe(), words, name)
+        return made
 
     @staticmethod
-    def _skipped(request: Request, main: LayerPlan | None, losses: Losses) -> tuple[list[str], list[str]]:
-        if main is None:
-            return [], []
-        if request.layers:
-            plans = request.plans()
-            return skip_list([n for n, p in plans.items() if p != main], [n for n, p in plans.items() if p == main])
+    def _without_layers(request: Request, losses: Losses) -> list[tuple[str, dict[str, Any]]]:
+        main = main_plan(request)
+        recipe = nearest_converter(main) if main is not None else ""
         for rule in request.rules():
-            if rule.plan != main:
+            if rule.plan == main and (words := _words(rule.plan, recipe)):
+                lose_rule(losses, rule, words)
+            elif main is not None and rule.plan != main:
                 lose_rule(losses, rule, f"{main.describe()} (substrings need layer names: pass --layers)")
-        return [], []
+        if recipe in _FLOAT8:
+            return [("Float8LinearConverter", {"recipe_name": recipe, "filter_fqns": []})]
+        return [(_LINEAR[recipe], {"fqns": []})] if recipe else []
+
+
+def _call(cls: str, fields: dict[str, Any]) -> str:
+    lines = [f"{name}={literal(value)}" for name, value in fields.items()]
+    lines += ["emulate=emulate"] if cls == "Float8LinearConverter" else []
+    lines.append("model_compile_enabled=model_compile_enabled")
+    return f"        {cls}.Config(\n" + "".join(f"            {line},\n" for line in lines) + "        ),\n"

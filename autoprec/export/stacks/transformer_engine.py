@@ -6,17 +6,22 @@ around the model. Nested autocasts give each layer a built-in recipe as a whole.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from autoprec.export.base import Export, Losses, Request, state_losses
+from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
 from autoprec.export.naming import TORCH_DTYPES, header, literal, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
-from autoprec.export.stacks.python import operator_losses
+from autoprec.export.stacks.python import SCALER
+from autoprec.export.summary import fast_forward
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
-__all__ = ["TransformerEngineExporter", "nearest_te", "nested_recipe", "slot_specs"]
+__all__ = ["TransformerEngineExporter", "builtin_plan", "nearest_te", "nested_recipe", "slot_specs"]
+
+#: The oldest Transformer Engine that each file runs on: Identity- and HybridQuantizer, te.autocast, backward_override.
+_OLDEST = {"factory": "2.19", "nested": "2.9", "override": "2.15"}
 
 
 def _nearest_recipe(recipe: Recipe | None, mixed: bool) -> tuple[Recipe | None, str]:
@@ -44,12 +49,20 @@ def _nearest_recipe(recipe: Recipe | None, mixed: bool) -> tuple[Recipe | None, 
         if scaling.scale == "delayed" and scaling.amax_epsilon:
             scaling = scaling.model_copy(update={"amax_epsilon": 0.0})
             changes.append("no amax_epsilon")
+    if scaling.granularity == "block" and recipe.accumulation == "fast":
+        recipe = recipe.model_copy(update={"accumulation": "full"})
+        changes.append("full accumulation")
     return recipe.model_copy(update={"scaling": scaling}), " and ".join(changes)
 
 
-def nearest_te(plan: LayerPlan) -> tuple[LayerPlan, tuple[str, ...]]:
-    """Return the nearest plan that the factory expresses, and what changed."""
-    mixed = len(set(plan.recipes)) > 1
+def _kinds(plan: LayerPlan) -> set[Recipe | None]:
+    """Return the recipes of a layer but for their accumulators, which are no part of how an operand is quantised."""
+    return {recipe and recipe.model_copy(update={"accumulation": "full"}) for recipe in plan.recipes}
+
+
+def nearest_te(plan: LayerPlan, activations: str = "bf16") -> tuple[LayerPlan, tuple[str, ...]]:
+    """Return the nearest plan that the factory expresses under such activations, and what changed."""
+    mixed = len(_kinds(plan)) > 1
     recipes, changes = [], []
     for recipe in plan.recipes:
         near, change = _nearest_recipe(recipe, mixed)
@@ -57,12 +70,46 @@ def nearest_te(plan: LayerPlan) -> tuple[LayerPlan, tuple[str, ...]]:
         if change:
             changes.append(change)
     if any(r is not None and r.scaled for r in recipes):
-        if any(r is not None and not r.scaled and r.format not in ("bf16", "fp16") for r in recipes):
+        if any(r is not None and not r.scaled and r.format != activations for r in plan.recipes):
             changes.append("products in high precision run in the dtype of the activations")
     elif len(set(recipes)) > 1:
         recipes = [recipes[0]] * 3
         changes.append("the whole layer in the precision of its fprop")
     return LayerPlan(**dict(zip(GEMMS, recipes, strict=True))), tuple(dict.fromkeys(changes))
+
+
+def builtin_plan(recipe: Recipe) -> LayerPlan:
+    """Return what Transformer Engine's built-in recipe nearest to a recipe runs in a whole layer.
+
+    What it has no recipe for runs in bf16.
+    """
+    near, _ = _nearest_recipe(recipe, False)
+    if near is None or near.format not in ("fp8", "mxfp8", "nvfp4"):
+        return LayerPlan.uniform(BUILTIN_RECIPES["bf16"])
+    if near.operands is None:
+        return LayerPlan.uniform(near)
+    operands = near.operands.model_copy(update={"input": "e4m3", "weight": "e4m3"})
+    near = near.model_copy(update={"operands": operands})
+    if near.scaling is not None:
+        rounded = {"power_of_2": near.scaling.granularity == "block", "amax_epsilon": 0.0}
+        near = near.model_copy(update={"scaling": near.scaling.model_copy(update=rounded)})
+    return fast_forward(near)
+
+
+def _accumulates(plan: LayerPlan) -> dict[str, bool]:
+    """Return GEMM -> full accumulation, for those whose accumulator is a choice."""
+    return {
+        gemm: recipe.accumulation == "full"
+        for gemm, recipe in zip(GEMMS, plan.recipes, strict=True)
+        if recipe is not None and recipe.format == "fp8"
+    }
+
+
+def _accumulators(plans: Iterable[LayerPlan]) -> dict[str, bool]:
+    """Return what one recipe object accumulates in, which has one word per GEMM: in full where layers differ."""
+    wanted = [_accumulates(plan) for plan in plans]
+    return {gemm: any(one.get(gemm, False) for one in wanted) or not any(gemm in one for one in wanted)
+            for gemm in GEMMS}  # fmt: skip
 
 
 def _slot(recipe: Recipe | None, gemm: Gemm, operand: str) -> dict[str, Any] | None:
@@ -111,10 +158,15 @@ def nested_recipe(plan: LayerPlan) -> tuple[str, str]:
     backward = recipes[1:] if recipes[0] is not None and recipes[0].scaled else ()
     override = bool(backward) and not any(r is not None and r.scaled for r in backward)
     only_forward = override and (scaled[0].scaling is None or scaled[0].scaling.scale != "delayed")
-    lost = "" if len(set(recipes)) == 1 or only_forward else "one precision for all three products"
+    lost = "" if len(_kinds(plan)) == 1 or only_forward else "one precision for all three products"
     tail = ', backward_override="high_precision"' if only_forward else ""
     source, more = _builtin(scaled[0], tail)
     return source, "; ".join(filter(None, (lost, more)))
+
+
+def accumulating(plan: LayerPlan, source: str) -> str:
+    """Return the source of a recipe whose GEMMs accumulate as the plan says, where that is a choice."""
+    return f"accumulating({source}, {literal(_accumulators([plan]))})" if _accumulates(plan) else source
 
 
 def _builtin(recipe: Recipe, tail: str) -> tuple[str, str]:
@@ -149,6 +201,14 @@ def _format_loss(recipe: Recipe, hybrid: bool) -> str:
     return "" if same and grad else "e4m3 input and weight"
 
 
+_ACCUMULATING = '''
+def accumulating(made, full):
+    """Say per product whether it accumulates in full; Transformer Engine's own fprop does not, on Hopper."""
+    for gemm, split in full.items():
+        setattr(made, f"fp8_gemm_{gemm}", @MMPARAMS@(use_split_accumulator=split))
+    return made
+'''
+
 _SWAP = '''
 def swap(model):
     """Replace, in place, every nn.Linear that has an FP8 or FP4 product by te.Linear around the same Parameters.
@@ -180,14 +240,15 @@ def swap(model):
     return attend(model)
 '''
 
-_FACTORY = '''import contextlib
+_FACTORY = '''# Needs Transformer Engine @OLDEST@ or newer.
+import contextlib
 import re
 
 import torch
 import torch.overrides
 import transformer_engine.pytorch as te
 from torch import nn
-from transformer_engine.common.recipe import CustomRecipe, Format
+from transformer_engine.common.recipe import CustomRecipe, Format, MMParams
 from transformer_engine.pytorch.constants import DType
 from transformer_engine.pytorch.quantization import DelayedScalingRequest
 from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
@@ -207,6 +268,7 @@ DTYPES = @DTYPES@
 ACTIVATIONS = @ACTIVATIONS@  # autocast dtype of the training step
 ATTENTION = @ATTENTION@  # dtype of scaled_dot_product_attention, None: as autocast says
 WIDE_OUTPUT = @WIDE@  # the model returns float32
+ACCUMULATORS = @ACCUMULATORS@  # product -> accumulate in full
 FORMATS = {"e4m3": DType.kFloat8E4M3, "e5m2": DType.kFloat8E5M2}
 
 @PLAN_OF@
@@ -263,8 +325,9 @@ def recipe():
             return quantizer(row)
         return HybridQuantizer(rowwise_quantizer=quantizer(row), columnwise_quantizer=quantizer(column))
 
-    return CustomRecipe(qfactory=factory)
+    return accumulating(CustomRecipe(qfactory=factory), ACCUMULATORS)
 
+@ACCUMULATING@
 @SWAP@
 @RUN_IN@
 @ATTEND@
@@ -275,7 +338,8 @@ def context(fixed):
     return te.autocast(enabled=True, recipe=fixed)
 '''
 
-_NESTED = '''import contextlib
+_NESTED = '''# Needs Transformer Engine @OLDEST@ or newer.
+import contextlib
 import functools
 import re
 
@@ -285,6 +349,7 @@ import transformer_engine.pytorch as te
 from torch import nn
 from transformer_engine.common import recipe
 
+@ACCUMULATING@
 # (regular expression on module names, plan); the first match wins
 RULES = @RULES@
 # plans that run in FP8 or FP4, as Transformer Engine's built-in recipes; made once, kept for the whole run
@@ -333,25 +398,34 @@ class TransformerEngineExporter:
         losses = Losses()
         rules = request.rules()
         names = name_plans(request.policy, rules)
+        near = {rule.plan: nearest_te(rule.plan, request.policy.activations) for rule in rules}
+        full = _accumulators(plan for plan, _ in near.values())
         specs: dict[str, Any] = {}
         plain: dict[str, str] = {}
         builtin: dict[str, str] = {}
-        notes = ["precision_te.swap(model); fixed = precision_te.recipe(); with precision_te.context(fixed): ..."]
+        notes = [
+            "precision_te.swap(model); fixed = precision_te.recipe(); with precision_te.context(fixed): ...",
+            f"precision_te.py needs Transformer Engine {_OLDEST['factory']} or newer",
+        ]
         for rule in rules:
-            plan, changes = nearest_te(rule.plan)
+            plan, changes = near[rule.plan]
             for change in changes:
                 losses.add(rule.plan.describe(), change, rule.match)
             name = names[rule.plan]
             if plan.scaled:
                 specs[name] = slot_specs(plan)
-                builtin[name], coarser = nested_recipe(plan)
+                for gemm, wanted in _accumulates(plan).items():
+                    if wanted != full[gemm]:
+                        losses.add(rule.plan.describe(), f"full accumulation in {gemm}: one choice per run", rule.match)
+                source, coarser = nested_recipe(plan)
+                builtin[name] = accumulating(plan, source)
                 if coarser:
                     notes.append(f"precision_te_nested.py runs layers '{rule.match}' with {coarser}")
             elif plan.fprop is not None:
                 plain[name] = TORCH_DTYPES.get(plan.fprop.format, "torch.float32")
                 if plan.fprop.format == "tf32":
                     losses.add("recipe tf32", "fp32; set torch.backends.cuda.matmul.allow_tf32", rule.match)
-        operator_losses(request, losses)
+        scaling_losses(request, losses, False, SCALER)
         output = "the exported module casts the model's output"
         autocast_operators(request, losses, output=output, attention=IN_FORWARD)
         state_losses(request, losses)
@@ -368,9 +442,14 @@ class TransformerEngineExporter:
             "CONTEXT": CONTEXT,
         }
         top = header(request, "Transformer Engine")
-        files = {"precision_te.py": top + fill(_FACTORY, QUANTIZED=literal(specs), **shared)}
+        source = fill(_FACTORY, ACCUMULATING=_ACCUMULATING, MMPARAMS="MMParams", ACCUMULATORS=literal(full))
+        source = fill(source, QUANTIZED=literal(specs), OLDEST=_OLDEST["factory"], **shared)
+        files = {"precision_te.py": top + source}
         if builtin:
             recipes = "{\n" + "".join(f'    "{name}": {source},\n' for name, source in builtin.items()) + "}"
             main = f'"{next(iter(builtin))}"'
-            files["precision_te_nested.py"] = top + fill(_NESTED, RECIPES=recipes, MAIN=main, **shared)
+            oldest = _OLDEST["override" if "backward_override" in recipes else "nested"]
+            source = fill(_NESTED, ACCUMULATING=_ACCUMULATING, MMPARAMS="recipe.MMParams", OLDEST=oldest)
+            files["precision_te_nested.py"] = top + fill(source, RECIPES=recipes, MAIN=main, **shared)
+            notes.append(f"precision_te_nested.py needs {oldest} or newer")
         return Export(self.name, files, losses.done(), tuple(notes), losses.kept)

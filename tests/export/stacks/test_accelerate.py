@@ -16,7 +16,7 @@ from tests.export.toys import one_rule
 
 
 def test_accelerate_writes_lists() -> None:
-    text = export(POLICIES["delayed"], "accelerate", layers=["a"]).files["accelerate_config.yaml"]
+    text = export(POLICIES["delayed, fast fprop"], "accelerate", layers=["a"]).files["accelerate_config.yaml"]
     assert yaml.safe_load(text)["fp8_config"]["override_linear_precision"] == [False, False, False]
 
 
@@ -30,10 +30,11 @@ def test_one_delayed_recipe_becomes_the_transformer_engine_backend() -> None:
     assert config["fp8_config"]["backend"] == "TE"
     assert config["fp8_config"]["amax_history_len"] == 16
     assert list(done.files) == ["accelerate_config.yaml"], "that backend takes no Python"
-    (loss,) = done.losses
-    assert (loss.what, loss.match) == ("bf16", "*head")
-    assert "this backend converts every linear layer" in loss.instead
-    assert _config("delayed", ("a", "b"))[1].losses == (), "no layer is the head"
+    head, rest = done.losses
+    assert (head.what, head.match) == ("bf16", "*head")
+    assert "this backend converts every linear layer" in head.instead
+    assert (rest.match, rest.instead) == ("*", "fast accumulation in fprop: Transformer Engine's own")
+    assert _config("delayed, fast fprop")[1].losses == ()
 
 
 def test_a_recipe_per_layer_travels_in_kwargs() -> None:
@@ -55,8 +56,9 @@ def test_without_fp8_the_mode_is_that_of_the_activations(case: str, mixed: str) 
 
 def test_layers_with_a_product_in_high_precision_are_converted_before_prepare() -> None:
     """accelerate converts with torchao's own forward, whose backward would multiply bf16 by float32 there."""
-    done = export(one_rule("fp8_tensorwise", gemms={"dgrad": "bf16"}, match="*"), "accelerate", layers=["a", "b"])
-    assert yaml.safe_load(done.files["accelerate_config.yaml"])["mixed_precision"] == "no"
+    policy = one_rule("fp8_tensorwise", gemms={"dgrad": "bf16"}, match="*")
+    done = export(policy.model_copy(update={"activations": "bf16"}), "accelerate", layers=["a", "b"])
+    assert yaml.safe_load(done.files["accelerate_config.yaml"])["mixed_precision"] == "bf16"
     source = done.files["precision_accelerate.py"]
     assert "return apply(model)" in source
     assert "cast_operands(module)" in source
@@ -83,7 +85,8 @@ def test_scales_that_the_backend_cannot_round_are_lost() -> None:
     rounded = recipe.model_copy(update={"scaling": recipe.scaling.model_copy(update={"power_of_2": True})})
     policy = POLICIES["delayed"].model_copy(update={"recipes": {**POLICIES["delayed"].recipes, "fp8_delayed": rounded}})
     done = exporter("accelerate").export(Request(policy, ("a",)))
-    assert [str(loss) for loss in done.losses] == ["power_of_2 scales; instead: scales that are not powers of two"]
+    (loss,) = done.losses
+    assert loss.instead.startswith("scales that are not powers of two, fast accumulation in fprop")
 
 
 def test_fp8_asks_for_bf16_activations() -> None:

@@ -29,7 +29,9 @@ def test_delayed_scaling_is_flags_and_its_layers_inherit_them() -> None:
     assert "--fp8-recipe delayed" in flags
     assert "--fp8-amax-history-len 16" in flags
     assert config["configs"]["fp8_delayed"]["training_recipe"] == {"override_quantized_autocast": False}
-    assert done.losses == ()
+    (loss,) = [loss for loss in done.losses if loss.match != "*head"]
+    assert loss.instead.startswith("fast accumulation in fprop")
+    assert _export(POLICIES["delayed, fast fprop"])[2].losses == ()
 
 
 def test_a_second_delayed_recipe_becomes_current_scaling() -> None:
@@ -46,9 +48,8 @@ def test_a_second_delayed_recipe_becomes_current_scaling() -> None:
     config, flags, done = _export(policy_from_dict(document))
     assert "--fp8-amax-history-len 1024" in flags, "the first rule has the flags"
     assert config["configs"]["short"]["training_recipe"]["fp8_quantization_recipe"] == "tensorwise"
-    assert [(loss.match, loss.instead) for loss in done.losses] == [
-        ("*", "current scaling per tensor (one delayed recipe per run)")
-    ]
+    lost = {loss.match: loss.instead for loss in done.losses}
+    assert lost["*"].startswith("one scale per tensor, fast accumulation in fprop: Megatron has one built-in recipe")
 
 
 def test_optimizer_state_is_flags() -> None:
@@ -58,13 +59,22 @@ def test_optimizer_state_is_flags() -> None:
     assert [loss.what for loss in done.losses] == ["communication.gradients: fp8"]
     bf16 = POLICIES["bf16"]
     sent = bf16.model_copy(update={"communication": bf16.communication.model_copy(update={"gradients": "bf16"})})
-    assert "--grad-reduce-in-bf16" in _export(sent)[1]
+    _, flags, done = _export(sent)
+    assert "--grad-reduce-in-bf16" in flags
+    assert [loss.what for loss in done.losses] == ["optimizer.gradients: fp32"], "one buffer is held and reduced"
 
 
 def test_a_recipe_that_te_rounds_otherwise_is_lost() -> None:
     _, _, done = _export(POLICIES["rowwise but the ends"])
     lost = {loss.match: loss.instead for loss in done.losses}
-    assert lost["*"] == "one scale per tensor (Transformer Engine has none per row)"
+    assert lost["*"].startswith("one scale per tensor, scales that are not powers of two")
     config, _, done = _export(POLICIES["microscaling"], MODELS["moe"])
     assert config["configs"]["mxfp8"]["training_recipe"]["fp8_quantization_recipe"] == "mxfp8"
-    assert {loss.match: loss.instead for loss in done.losses}["*wo"] == "bf16", "int8 has no recipe there"
+    assert {loss.match: loss.instead for loss in done.losses}["*wo"].startswith("bf16:"), "int8 has no recipe there"
+
+
+def test_a_rule_for_every_layer_is_not_overwritten_by_the_default() -> None:
+    config, _, _ = _export(POLICIES["tensorwise, fast fprop"])
+    first = next(iter(config["matchers"].values()))
+    assert (first["pattern"], len(config["matchers"])) == ("*", 2)
+    assert "fp8_quantization_recipe" in config["configs"][first["config"]]["training_recipe"]

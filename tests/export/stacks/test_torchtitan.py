@@ -1,35 +1,80 @@
-"""torchtitan: substrings that skip the right layers, and one recipe per run."""
+"""torchtitan: a converter per recipe, and substrings that take or skip the right layers."""
 
 from __future__ import annotations
 
+import pytest
+
 from autoprec.export import Request, export, exporter
-from autoprec.export.stacks.torchtitan import skip_list
+from autoprec.export.stacks.torchtitan import expert, nearest_converter, substrings
+from autoprec.policy import LayerPlan
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.testing.exporters import MODELS, POLICIES
 from tests.export.readers import load_source
 
 
-def test_torchtitan_substrings_do_not_catch_their_neighbours() -> None:
+def test_substrings_do_not_catch_their_neighbours() -> None:
     layers = [f"layers.{i}.w" for i in range(12)]
-    skip, stuck = skip_list(["layers.1.w"], [name for name in layers if name != "layers.1.w"])
+    found, stuck = substrings(["layers.1.w"], [name for name in layers if name != "layers.1.w"])
     assert stuck == []
-    assert [name for name in layers if any(part in name for part in skip)] == ["layers.1.w"]
+    assert [name for name in layers if any(part in name for part in found)] == ["layers.1.w"]
 
 
-def test_torchtitan_says_what_no_substring_separates() -> None:
-    assert skip_list(["w"], ["w1"]) == ([], ["w"])
+def test_what_no_substring_separates_is_said() -> None:
+    assert substrings(["w"], ["w1"]) == ([], ["w"])
 
 
-def test_torchtitan_without_layer_names_loses_the_rules() -> None:
+def test_without_layer_names_rules_are_lost() -> None:
     done = export(POLICIES["rowwise but the ends"], "torchtitan", allow_lossy=True)
     assert any("pass --layers" in line for line in done.lossy)
 
 
-def test_the_converter_is_configured_with_the_main_recipe() -> None:
+def test_the_float8_converter_skips_what_another_rule_has() -> None:
     done = exporter("torchtitan").export(Request(POLICIES["rowwise but the ends"], MODELS["llama"]))
     source = done.files["precision_torchtitan.py"]
     assert 'recipe_name="rowwise"' in source
     assert 'filter_fqns=["lm_head"]' in source
-    assert [loss.what for loss in done.losses if loss.match] == []
+    assert [loss.instead for loss in done.losses if loss.match] == [
+        "torchao's rowwise recipe: fast accumulation in fprop"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("plan", "recipe"),
+    [
+        (LayerPlan.uniform(BUILTIN_RECIPES["fp8_rowwise"]), "rowwise"),
+        (LayerPlan.uniform(BUILTIN_RECIPES["fp8_tensorwise"]), "rowwise"),  # torchtitan 0.3 has no other name
+        (LayerPlan(fprop=BUILTIN_RECIPES["fp8_rowwise"], dgrad=BUILTIN_RECIPES["fp8_rowwise"]), "rowwise_with_gw_hp"),
+        (LayerPlan.uniform(BUILTIN_RECIPES["mxfp8"]), "mxfp8"),
+        (LayerPlan.uniform(BUILTIN_RECIPES["nvfp4_plain"]), "nvfp4"),
+        (LayerPlan.uniform(BUILTIN_RECIPES["int8"]), ""),
+        (LayerPlan.uniform(BUILTIN_RECIPES["bf16"]), ""),
+    ],
+)
+def test_the_recipes_of_torchtitan_0_3(plan: LayerPlan, recipe: str) -> None:
+    assert nearest_converter(plan) == recipe
+
+
+def test_two_recipes_are_two_converters_that_share_no_layer() -> None:
+    done = exporter("torchtitan").export(Request(POLICIES["microscaling"], MODELS["vit"]))
+    source = done.files["precision_torchtitan.py"]
+    assert "import MXFP8LinearConverter, NVFP4LinearConverter" in source
+    assert 'fqns=["qkv"]' in source
+    assert [loss for loss in done.losses if loss.match] == []
+
+
+def test_experts_are_grouped_and_all_of_one_kind() -> None:
+    assert expert("layers.1.moe.routed_experts.inner_experts")
+    assert not expert("layers.1.feed_forward.w1")
+    done = exporter("torchtitan").export(Request(POLICIES["rowwise, fast fprop"], MODELS["moe"]))
+    source = done.files["precision_torchtitan.py"]
+    assert "Float8GroupedExpertsConverter.Config(" in source
+    assert "Float8LinearConverter.Config(" in source
+    assert [loss for loss in done.losses if loss.match] == []
+
+
+def test_the_notes_say_whose_names_are_needed() -> None:
+    notes = exporter("torchtitan").export(Request(POLICIES["bf16"], MODELS["llama"])).notes
+    assert any("torchtitan's own" in note for note in notes)
 
 
 def test_without_fp8_there_is_nothing_to_convert() -> None:
