@@ -75,10 +75,9 @@ def nearest_converter(plan: LayerPlan, name: str = "") -> str:
     if not plan.scaled:
         return ""
     first = plan.scaled[0].format
-    if first in ("mxfp8", "nvfp4"):
-        found = first
-    else:
-        found = named_recipe(plan, _FLOAT8) if first == "fp8" else ""
+    found: str = first if first in _OWN else ""
+    if first == "fp8":
+        found = named_recipe(plan, _FLOAT8)
     if expert(name):
         return {"rowwise_with_gw_hp": "rowwise"}.get(found, found if found in _EXPERTS else "")
     return found
