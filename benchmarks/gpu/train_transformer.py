@@ -163,7 +163,7 @@ def convert(model, precision):
 
             wanted = _auto_filter_for_recipe("rowwise", ["head"])
         else:
-            # a side that is no multiple of 16 (ViT's patches of 588 values) has no FP8 GEMM
+            # a side that is not a multiple of 16 (ViT's patches of 588 values) has no FP8 GEMM
             wanted = lambda module, name: (  # noqa: E731
                 name not in skip and module.in_features % 16 == 0 and module.out_features % 16 == 0
             )

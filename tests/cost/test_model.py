@@ -205,7 +205,7 @@ def test_transformer_engines_casts_are_faster_than_compiled_ones(large: GraphRep
 
 
 def test_ragged_tokens_are_padded_in_the_gemms_and_their_cost(large: GraphReport) -> None:
-    """Tokens of an expert or a ViT are no feature of the layer: 8-bit GEMMs run them with zeros behind them."""
+    """Tokens of an expert or a ViT are not a feature of the layer: 8-bit GEMMs run them with zeros behind them."""
     layer = next(layer for layer in large.tunable)
     plan = LayerPlan.uniform(R["fp8_rowwise"])
     ragged = CostModel(large, H100, scale=CostScale(tokens=8191 / 8192))
