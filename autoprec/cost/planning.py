@@ -21,7 +21,6 @@ __all__ = [
     "check_layout",
     "payback",
     "scale_out",
-    "search_seconds",
     "sweep",
 ]
 
@@ -30,7 +29,10 @@ Choices = Mapping[str, Mapping[str, LayerPlan]]
 _OVERLAP = 0.8
 _KEEP = LayerPlan()
 _NODE = 8
-_GRADIENT_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp8": 1.0}
+_GRADIENT_BYTES = 4.0
+#: Training steps of a search as it is by default: 30 trials of 23 steps, three finalists and the reference under four
+#: paired seeds twice as long, 60 probes.
+_SEARCH_STEPS = 30 * 23 + 4 * 4 * 2 * 23 + 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,14 +111,6 @@ def break_even_tokens(points: Sequence[SweepPoint], threshold: float = 0.03) -> 
     return found
 
 
-def search_seconds(
-    step_ms: float, *, trials: int = 30, steps: int = 23, finalists: int = 3, seeds: int = 4, probes: int = 60
-) -> float:
-    """Return what the training steps of a search cost on the target: trials, paired finalists, sensitivity probes."""
-    long_runs = (finalists + 1) * seeds * 2 * steps  # the reference runs beside the finalists, each twice as long
-    return (trials * steps + long_runs + probes) * step_ms / 1e3
-
-
 @dataclass(frozen=True, slots=True)
 class Payback:
     """After how many training steps a search has paid for itself; infinite when nothing is gained."""
@@ -132,9 +126,9 @@ class Payback:
         return {key: None if value == float("inf") else value for key, value in out.items()}
 
 
-def payback(step_ms: float, speedup: float, search_s: float | None = None) -> Payback:
-    """Return when a search is paid back by steps that are ``speedup`` times faster."""
-    cost = search_seconds(step_ms) if search_s is None else search_s
+def payback(step_ms: float, speedup: float) -> Payback:
+    """Return when a search on the target is paid back by steps that are ``speedup`` times faster."""
+    cost = _SEARCH_STEPS * step_ms / 1e3
     faster = step_ms / max(speedup, 1e-9)
     saved = step_ms - faster
     steps = cost * 1e3 / saved if saved > 1e-9 else float("inf")
@@ -210,8 +204,6 @@ def scale_out(
     *,
     activations: str = "keep",
     tensor_parallel: int = 1,
-    gradients: str = "fp32",
-    baseline_gradients: str = "fp32",
 ) -> list[ScalePoint]:
     """Extrapolate a step to many GPUs: tensor parallelism inside a node, data parallelism across.
 
@@ -221,11 +213,10 @@ def scale_out(
         gpus: total counts; each is divided into replicas of ``tensor_parallel``.
         activations: autocast dtype of both.
         tensor_parallel: GPUs that share one replica; at most 8, at least 1.
-        gradients, baseline_gradients: what travels between replicas: fp32, bf16 or fp8.
 
-    Gradients are reduced inside the node and then across nodes, one link per GPU; they hide behind 80 % of the
-    backward pass, tensor-parallel activations do not hide. A layer whose share no longer fits its recipe's multiples
-    runs the baseline. Nothing here was measured: it is an extrapolation.
+    Gradients travel as float32, reduced inside the node and then across nodes, one link per GPU; they hide behind 80 %
+    of the backward pass, tensor-parallel activations do not hide. A layer whose share no longer fits its recipe's
+    multiples runs the baseline. Nothing here was measured: it is an extrapolation.
 
     Raises:
         UsageError: a count that the replica size does not divide, or a device without links in the table.
@@ -239,9 +230,9 @@ def scale_out(
     for count in gpus:
         replicas = count // ways
         sharded, times, exposed = shard.with_shards(replicas), [], 0.0
-        for chosen, form in ((baseline, baseline_gradients), (plans, gradients)):
+        traffic = _reduce_seconds(model.parameters / ways * _GRADIENT_BYTES, replicas, ways, links)
+        for chosen in (baseline, plans):
             compute = sharded.estimate(chosen, activations=activations).time_ms / 1e3
-            traffic = _reduce_seconds(model.parameters / ways * _GRADIENT_BYTES[form], replicas, ways, links)
             waiting = max(0.0, traffic - _OVERLAP * compute * 2 / 3)
             times.append(compute + exchanged + waiting)
             exposed = (exchanged + waiting) / times[-1] if times[-1] else 0.0

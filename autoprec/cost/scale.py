@@ -127,7 +127,7 @@ def _up(value: int, factor: float) -> int:
     return max(1, round(value * factor))
 
 
-def layer_works(layer: Layer, scale: CostScale, *, repeated: bool | None = None) -> tuple[GemmWork, ...]:
+def layer_works(layer: Layer, scale: CostScale) -> tuple[GemmWork, ...]:
     """Return the GEMMs of a layer at scaled shapes.
 
     Width scales both feature sizes inside repeated blocks; the head keeps its output size (a vocabulary does not
@@ -144,7 +144,7 @@ def layer_works(layer: Layer, scale: CostScale, *, repeated: bool | None = None)
         by_role.setdefault(gemm.role, []).append((*shape, gemm.batch, gemm.calls))
     source = next((by_role[role] for role in ("fprop", "recompute", "dgrad", "wgrad") if role in by_role), [])
     roles = tuple(role for role in ("fprop", "recompute", "dgrad", "wgrad") if role in by_role)
-    block = in_block(layer.name) if repeated is None else repeated
+    block = in_block(layer.name)
     head, first = "head" in layer.flags, "first" in layer.flags and not block
     works = []
     for tokens, inp, out, batch, calls in source:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autoprec.cost import CostModel, CostScale
-from autoprec.cost.planning import break_even_tokens, payback, scale_out, search_seconds, sweep
+from autoprec.cost.planning import break_even_tokens, payback, scale_out, sweep
 from autoprec.cost.transformer import PRESETS, DecoderConfig, decoder_report
 from autoprec.errors import UsageError
 from autoprec.graph.report import GraphReport
@@ -57,11 +57,11 @@ def test_no_break_even_where_nothing_gains(tiny: GraphReport, uniform: Uniform) 
 
 
 def test_payback_counts_what_the_search_costs() -> None:
-    found = payback(100.0, 1.25, search_s=200.0)
+    found = payback(100.0, 1.25)
+    assert found.search_s > 60
     assert found.saved_ms_per_step == pytest.approx(20.0)
-    assert found.steps == pytest.approx(10_000)
-    assert found.hours == pytest.approx(10_000 * 0.08 / 3600)
-    assert payback(100.0, 1.25).search_s == search_seconds(100.0) > 60
+    assert found.steps == pytest.approx(found.search_s / 0.02)
+    assert found.hours == pytest.approx(found.steps * 0.08 / 3600)
     never = payback(100.0, 1.0)
     assert never.steps == float("inf")
     assert never.to_json()["steps"] is None
@@ -85,8 +85,6 @@ def test_more_gpus_wait_more_and_gain_less(uniform: Uniform) -> None:
     assert points[0].exposed <= points[1].exposed <= points[2].exposed > 0
     assert points[-1].speedup <= points[0].speedup
     assert points[0].fits
-    lean = scale_out(CostModel(large, H100), plans["fp8_delayed"], plans["bf16"], [1024], gradients="bf16")
-    assert lean[0].policy_ms < points[-1].policy_ms
 
 
 def test_tensor_parallelism_divides_the_work_and_shrinks_the_gain(large: GraphReport, uniform: Uniform) -> None:

@@ -48,9 +48,7 @@ def describe_exit(code: int) -> str:
     return f"ended with exit code {code}"
 
 
-def classify(
-    result: TrialResult | None, code: int, *, timed_out: bool, timeout_s: float, tail: str, asked: str = "the trial"
-) -> TrialResult:
+def classify(result: TrialResult | None, code: int, *, timed_out: bool, timeout_s: float, tail: str) -> TrialResult:
     """Return the final result of a trial.
 
     Args:
@@ -59,7 +57,6 @@ def classify(
         timed_out: the deadline passed and we ended it.
         timeout_s: that deadline, in seconds of the trial's own time since its last step, for the message.
         tail: the last output.
-        asked: what was running, for the message.
     """
     if result is not None:
         return result if result.status in ("ok", "pruned") else replace(result, tail=last_lines(tail))
@@ -67,7 +64,7 @@ def classify(
     if timed_out:
         return TrialResult(
             "hung",
-            f"no step and no result within {timeout_s:g} s (waiting for a CPU not counted); {asked} was ended",
+            f"no step and no result within {timeout_s:g} s (waiting for a CPU not counted); the trial was ended",
             tail=shown,
         )
     lowered = tail.lower()
@@ -77,7 +74,7 @@ def classify(
         return TrialResult("oom", "killed by SIGKILL: most likely the kernel's out-of-memory killer", tail=shown)
     if code == 0:
         return TrialResult("too_short", "the script ended before the asked number of steps", tail=shown)
-    return TrialResult("crashed", f"{asked} {describe_exit(code)}", tail=shown)
+    return TrialResult("crashed", f"the trial {describe_exit(code)}", tail=shown)
 
 
 def exit_code(wait_status: int) -> int:
