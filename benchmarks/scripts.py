@@ -3,14 +3,16 @@
     python benchmarks/scripts.py --from DIR --work DIR            # run what is missing, then print the table
     python benchmarks/scripts.py --from DIR --work DIR --only nanogpt,mnist [--again check,run]
     python benchmarks/scripts.py --work DIR --table docs/compatibility.md
+    python benchmarks/scripts.py --from DIR --work OTHER --only vae --more "--cost-scale width=16,depth=4,tokens=64"
 
 ``scripts.yaml`` names the scripts: repository, path, the arguments that make the run tiny, the data to generate. DIR of
 ``--from`` holds one clone per repository (``git clone https://github.com/karpathy/nanoGPT DIR/nanoGPT``); what is not
 there is listed as skipped. ``odd_loops/`` holds loops of our own that frameworks rarely test. Every script runs in a
 scratch copy of its repository: bare, through inspect, search, check and run, through verify over fresh paired seeds
 where a policy was adopted, and bare again where the search says that it is not deterministic (are its losses the same
-bits?). All files are hashed before and after each command. Results are
-kept per script in ``--work``, so that a rerun does only what is missing.
+bits?). All files are hashed before and after each command. Results are kept per script in ``--work``, so that a rerun
+does only what is missing. ``--more`` adds options to the search, whose results belong into another ``--work``: at a
+larger scale tiny models gain from 8 bits.
 """
 
 from __future__ import annotations
@@ -116,6 +118,7 @@ class Trial:
     #: Whether the search adopted a policy; check and run are given bf16 on each of ``tunable`` otherwise.
     adopted: bool = False
     tunable: tuple[str, ...] = ()
+    more: str = ""
 
     def copy(self, name: str) -> Path:
         """Return a fresh copy of the script's repository with its data in it."""
@@ -198,7 +201,7 @@ class Trial:
             policy.write_text(yaml.safe_dump(asked, sort_keys=False), encoding="utf-8")
         options = {
             "inspect": ["--json"],
-            "search": [*SEARCH.split(), "-o", str(policy)],
+            "search": [*SEARCH.split(), *self.more.split(), "-o", str(policy)],
             "check": ["--policy", str(policy), "--json"],
             "run": ["--policy", str(policy)],
             "verify": ["--policy", str(policy), *VERIFY.split()],
@@ -267,7 +270,7 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def try_script(script: Script, clones: Path | None, work: Path, again: set[str]) -> None:
+def try_script(script: Script, clones: Path | None, work: Path, again: set[str], more: str) -> None:
     """Do what is missing of one script; the record is saved after each step."""
     import scripts_table
 
@@ -279,7 +282,7 @@ def try_script(script: Script, clones: Path | None, work: Path, again: set[str])
     record |= {"name": script.name, "skipped": script.missing(clones), "steps": kept}
     said = {step: kept.get(step, {}).get("answer", {}) for step in ("inspect", "search")}
     adopted, tunable = said["search"].get("verdict") == "adopt", tuple(said["inspect"].get("tunable", ()))
-    trial = Trial(script, clones, work, adopted, tunable)
+    trial = Trial(script, clones, work, adopted, tunable, more)
     for step in STEPS if not record["skipped"] else ():
         if step in kept or (step == "again" and not scripts_table.called_random(record)):
             continue
@@ -302,6 +305,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="results and scratch copies")
     parser.add_argument("--only", default="", help="names, comma-separated")
     parser.add_argument("--again", default="", help="steps to repeat, comma-separated: inspect,search,check,run or all")
+    parser.add_argument("--more", default="", help="options added to the search")
     parser.add_argument("--table", type=Path, help="write the page here; nothing is run")
     args = parser.parse_args()
     work: Path = args.work.resolve()
@@ -316,7 +320,7 @@ def main() -> None:
         raise SystemExit(f"not in scripts.yaml: {', '.join(sorted(unknown))}")
     if not args.table:
         for script in chosen:
-            try_script(script, args.clones and args.clones.resolve(), work, again)
+            try_script(script, args.clones and args.clones.resolve(), work, again, args.more)
     import scripts_table
 
     text = scripts_table.page(chosen, work)

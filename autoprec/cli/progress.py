@@ -56,8 +56,9 @@ class TerminalProgress:
     def started(self, info: SearchInfo) -> None:
         """Show what was found in the script."""
         model, self._trials = info.model, info.trials
+        groups = f"{len(info.groups)} group{'s' if len(info.groups) != 1 else ''} of layers"
         self._phases.say(
-            f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {len(info.groups)} groups of layers; "
+            f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {groups}; "
             f"target {info.target} ({info.source}); trials start by {info.launch}"
         )
 

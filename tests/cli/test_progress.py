@@ -52,7 +52,7 @@ def test_how_long_it_takes_is_told_with_the_first_run(capsys: pytest.CaptureFixt
     progress.close()
     told = capsys.readouterr().err
     assert "starting the script: train.py" in told
-    assert "GPT, 5.5 M parameters, 1 groups of layers; target h100 (modelled); trials start by fork" in told
+    assert "GPT, 5.5 M parameters, 1 group of layers; target h100 (modelled); trials start by fork" in told
     assert "a run takes 4 s: about 2 min for 30 trials" in told
     assert "autoprec ui" in told
 
