@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import re
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -115,9 +116,9 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     root = unwrap(model)
     units = tunable_units(root)
     plans = resolve(policy, units, strict=False)
-    not_reached = _not_reached(root, units)
+    not_reached, left_out = _not_reached(root, units), _left_out(units)
     rows = tuple(
-        _audit_layer(name, unit, plans[name], name in not_reached)
+        _compiled_row(_audit_layer(name, unit, plans[name], name in not_reached), unit, name in left_out)
         for name, unit in units.items()
         if not _is_table(policy, name, unit, plans[name])
     )
@@ -141,6 +142,27 @@ def _not_reached(root: nn.Module, units: dict[str, Unit]) -> set[str]:
                 if not ran:
                     places.setdefault(name, []).append(place)
     return {name for name, found in places.items() if any(called[place] for place in found)}
+
+
+def _left_out(units: dict[str, Unit]) -> set[str]:
+    """Return the layers that ran outside compiled graphs while the same layer of another block ran inside one."""
+    inside: dict[str, set[bool]] = {}
+    places = {name: re.sub(r"\d+", "*", name) for name in units}
+    found = {name: unit_execution(unit) for name, unit in units.items()}
+    traced = {
+        name: one.traced is not None for name, one in found.items() if isinstance(one, LinearExecution) and one.called
+    }
+    for name, was in traced.items():
+        inside.setdefault(places[name], set()).add(was)
+    return {name for name, was in traced.items() if not was and True in inside[places[name]]}
+
+
+def _compiled_row(row: LayerAudit, unit: Unit, left_out: bool) -> LayerAudit:
+    """Return a layer's row with what is known of it and the compiler."""
+    why = getattr(unit_execution(unit), "uncompiled", "")
+    if left_out:
+        why = "ran uncompiled while the same layer of other blocks was compiled (torch._dynamo.config.recompile_limit?)"
+    return replace(row, ok=row.ok and not left_out, reason="; ".join(filter(None, (row.reason, why)))) if why else row
 
 
 def _is_table(policy: Policy, name: str, unit: Unit, plan: LayerPlan) -> bool:

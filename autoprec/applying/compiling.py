@@ -7,15 +7,20 @@ decides whether its policy pays; a search may therefore try both.
 from __future__ import annotations
 
 import gc
+import importlib
+import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
+from autoprec.policy import LayerPlan
+
 __all__ = [
+    "allow_versions",
     "compiled_graphs",
     "executed_as",
     "is_compiled",
@@ -27,6 +32,8 @@ __all__ = [
 
 Execution = Literal["keep", "compile", "eager"]
 
+#: So many kinds of blocks Dynamo compiles without being told, each in two versions (training, evaluation).
+_FEW_KINDS = 4
 #: Where it is kept what :func:`set_execution` did, in the ``__dict__`` of the root.
 ATTRIBUTE = "_autoprec_execution"
 
@@ -85,6 +92,24 @@ def restore_execution(root: nn.Module) -> None:
         torch.compiler.set_stance("default")
     elif done == "compiled here":
         root.__dict__.pop("_compiled_call_impl", None)
+
+
+def allow_versions(plans: Mapping[str, LayerPlan]) -> None:
+    """Let Dynamo compile as many versions of a repeated block as a policy has different blocks (in this process).
+
+    Blocks share code, and past ``recompile_limit`` versions of it (8) Dynamo runs the others without a word as eager
+    code, which in FP8 is slower than bf16. Each kind of block may need what one block needed before.
+    """
+    blocks: dict[str, set[tuple[str, LayerPlan]]] = {}
+    for name, plan in plans.items():
+        block = re.match(r"(.*?\.\d+|\d+)(\.|$)", name)
+        if block:
+            blocks.setdefault(block[1], set()).add((name[block.end() :], plan))
+    kinds = len({frozenset(layers) for layers in blocks.values()})
+    if kinds > 1 and (kinds > _FEW_KINDS or "torch._dynamo" in sys.modules):  # its import takes a second
+        config: Any = importlib.import_module("torch._dynamo.config")
+        for name, each in (("recompile_limit", 8), ("accumulated_recompile_limit", 256)):
+            setattr(config, name, max(getattr(config, name), each * kinds))
 
 
 def keep_random_streams() -> None:

@@ -19,7 +19,7 @@ from torch import nn
 from autoprec import policy as policies
 from autoprec.applying import compiling, swap
 from autoprec.applying.attention import AttentionExecutions, attention_refusal
-from autoprec.applying.compiling import restore_execution, set_execution
+from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
 from autoprec.applying.operators import RootExecution
 from autoprec.applying.raw_weights import RawWeightExecutions
 from autoprec.applying.swap import ShrunkGradient, install, install_root, swapped_base, uninstall, uninstall_root
@@ -72,6 +72,7 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
         raise UnsupportedError(f"backend '{chosen.name}' cannot run here: {available.reason}", fix="use backend 'auto'")
     binder = _Binder(chosen, device, backend == "auto", strict)
     executions = {name: binder.bind(name, unit, plans[name]) for name, unit in units.items() if not plans[name].keeps}
+    allow_versions(plans)
     with _all_or_nothing(root):
         remove_policy(root)
         _install_all({name: made for name, made in executions.items() if made is not None}, units)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
 from autoprec.backends.base import Backend, Capability, feature_sizes
 from autoprec.backends.library import LibraryExecution, plan_labels
@@ -152,12 +153,15 @@ class TransformerEngineBackend(Backend):
 
         return LibraryExecution(
             plan,
-            product,
+            _disable_dynamo(product) if delayed else product,
             plan_labels(plan),
             _alignment(plan),
             compute=_compute(plan),
             casts_weight=False,
             backend=self.name,
+            uncompiled="Transformer Engine's delayed scaling breaks compiled graphs: it runs between them"
+            if delayed
+            else "",
         )
 
     def around_model(self) -> Callable[[], AbstractContextManager[Any]] | None:

@@ -34,6 +34,7 @@ class Execution(ABC):
         name: the layer's, for messages.
         backend: name of the backend that runs it.
         note: why something else than the plan runs, if so.
+        uncompiled: why it runs outside compiled graphs, if it does.
         called: a forward has run.
         ran: what the last forward and backward really ran, by GEMM; empty until then.
         compute: dtype in which operands are handed over; None for what the script computes in.
@@ -45,6 +46,7 @@ class Execution(ABC):
     name: str = field(default="", kw_only=True)
     backend: str = field(default="emulated", kw_only=True)
     note: str = field(default="", kw_only=True)
+    uncompiled: str = field(default="", kw_only=True)
     called: bool = field(default=False, kw_only=True)
     ran: dict[str, str] = field(default_factory=dict, kw_only=True)
     compute: torch.dtype | None = field(default=None, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterator
 
 import pytest
@@ -136,3 +137,36 @@ def test_a_scan_compiles_nothing() -> None:
     run_eagerly()
     compiled(x)
     assert not calls
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(x)
+
+
+@pytest.mark.parametrize("limited", [False, True])
+def test_every_kind_of_block_is_compiled_or_the_audit_fails(limited: bool) -> None:
+    """Past its limit of versions Dynamo runs further kinds of blocks as eager code, without a word."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[_Block() for _ in range(3)])
+    for block in model:
+        block.compile(backend="eager")
+    recipes = {name: {"format": name} for name in ("fp32", "bf16")}
+    recipes["fp8"] = {"format": "fp8", "scaling": {"granularity": "tensor"}}
+    layers = [{"match": f"{k}.up", "recipe": name} for k, name in enumerate(recipes)]
+    policy = _policy("keep", recipes=recipes, layers=layers)
+    with torch._dynamo.config.patch(recompile_limit=2), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        policy.apply(model, backend="emulated")
+        assert torch._dynamo.config.recompile_limit == 24
+        if limited:
+            torch._dynamo.config.recompile_limit = 2
+        model(torch.randn(4, 16)).sum().backward()
+    report = policy.audit(model)
+    assert report.ok is not limited, report
+    assert [row.name for row in report.mismatches] == ["2.up"] * limited
+    assert ("recompile_limit" in str(report)) is limited

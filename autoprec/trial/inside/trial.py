@@ -26,6 +26,7 @@ from autoprec.trial.inside.isolate.seeding import reseed
 from autoprec.trial.inside.observe.conditions import (
     Conditions,
     compiled_steps,
+    foreign_memory,
     read_conditions,
     still_compiling,
     unreliable,
@@ -154,6 +155,9 @@ class Trial:
     # ---------------------------------------------------------------- steps
     def _check(self, loop: Loop) -> None:
         spec = self.spec
+        if self._before is not None and loop.steps == spec.warmup:
+            # by now NCCL, cuBLAS and the compiler hold what they need: memory of this process, not of another
+            self._before = replace(self._before, foreign_memory=foreign_memory(self._device))
         if self._device.type == "cpu" or loop.steps % 8 == 0 or loop.steps >= loop.total:
             losses = loop.losses
             if not math.isfinite(losses[-1]):

@@ -20,6 +20,7 @@ __all__ = [
     "Conditions",
     "ask_driver",
     "compiled_steps",
+    "foreign_memory",
     "read_conditions",
     "still_compiling",
     "unreliable",
@@ -42,6 +43,8 @@ _REASONS = ("hardware slowdown", "hardware thermal slowdown", "software thermal 
 FOREIGN_MEMORY = 1 << 30
 #: The SM clock may lie this far below its maximum: power capping lowers it by 10 to 20 % in long GEMMs.
 LOWEST_CLOCK = 0.6
+#: Clock cycles that keep the GPU busy while the driver is asked: about 0.1 s.
+_SPIN = 200_000_000
 #: More than this share of the timed steps may not have been compiling.
 COMPILING_SHARE = 0.25
 
@@ -91,11 +94,19 @@ def read_conditions(device: torch.device) -> Conditions | None:
         return None
     import torch  # here: benchmarks/gpu_run.py asks the driver on machines without it
 
-    free, total = torch.cuda.mem_get_info(device)
-    foreign = total - free - torch.cuda.memory_reserved(device)
+    foreign = foreign_memory(device)
+    torch.cuda._sleep(_SPIN)  # an idle GPU lowers its clock at once, and the driver would tell of that
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     # without nvidia-smi in this container memory alone still tells of company
     return Conditions.parse(ask_driver(QUERY, f"GPU-{uuid}") if uuid else "", foreign)
+
+
+def foreign_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU that PyTorch's allocator in this process does not hold."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
 
 
 def unreliable(before: Conditions | None, after: Conditions | None) -> str:

@@ -62,7 +62,10 @@ def test_only_gpus_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _d: (10, 110))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _d: 70)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _d: SimpleNamespace(uuid="ab-cd"))
+    spun: list[int] = []
+    monkeypatch.setattr(torch.cuda, "_sleep", spun.append, raising=False)
     assert read_conditions(torch.device("cuda")) == Conditions(1755, 1980, 54, (), 30)
+    assert spun  # the clock of an idle GPU says nothing
     assert asked[0][-1] == "GPU-ab-cd"
 
     def missing(command: list[str], **_: object) -> SimpleNamespace:
