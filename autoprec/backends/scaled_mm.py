@@ -19,6 +19,7 @@ https://docs.nvidia.com/cuda/cublas/ (scaling factors layouts), pytorch pull req
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -92,8 +93,32 @@ def blocked_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, o
     layout = {"block": _block, "mx": _mx, "nvfp4": _nvfp4}[a.spec.scheme]
     left, scale_a, how_a = layout(a, step.axes[0])
     right, scale_b, how_b = layout(b, step.axes[1])
+    if torch.compiler.is_compiling():
+        # Inductor's own lowering (torch 2.13) refuses scales in tiles, and padded ones of squares; bytes it passes on
+        bytes_a, bytes_b = (
+            [scale if scale.dtype is torch.float32 else scale.view(torch.uint8) for scale in scales]
+            for scales in (scale_a, scale_b)
+        )
+        out: Tensor = torch.ops.autoprec.blocked_mm(
+            left.view(torch.uint8), right.view(torch.uint8), bytes_a, bytes_b, ",".join(how_a), ",".join(how_b)
+        )
+    else:
+        out = _blocked_mm(left, right, scale_a, scale_b, how_a, how_b)
+    rows = a.rows if step.axes[0] == 1 else a.columns
+    columns = b.rows if step.axes[1] == 1 else b.columns
+    return out[:rows, :columns].to(out_dtype)
+
+
+def _blocked_mm(
+    left: Tensor,
+    right: Tensor,
+    scale_a: list[Tensor],
+    scale_b: list[Tensor],
+    how_a: Sequence[str],
+    how_b: Sequence[str],
+) -> Tensor:
     kind, swizzle = F.ScalingType, F.SwizzleType
-    plain = swizzle.NO_SWIZZLE if a.spec.scheme == "block" else swizzle.SWIZZLE_32_4_4
+    plain = swizzle.NO_SWIZZLE if "128" in how_a[0] else swizzle.SWIZZLE_32_4_4
     patterns = [plain, swizzle.NO_SWIZZLE][: len(scale_a)]
     out: Tensor = F.scaled_mm(
         left,
@@ -106,9 +131,32 @@ def blocked_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, o
         swizzle_b=patterns,
         output_dtype=torch.bfloat16,
     )
-    rows = a.rows if step.axes[0] == 1 else a.columns
-    columns = b.rows if step.axes[1] == 1 else b.columns
-    return out[:rows, :columns].to(out_dtype)
+    return out
+
+
+#: dtypes of codes and of the scales in tiles, by the first part of how an operand is scaled.
+_BYTES = {
+    "BlockWise1x32": (torch.float8_e4m3fn, torch.float8_e8m0fnu),
+    "BlockWise1x16": (torch.float4_e2m1fn_x2, torch.float8_e4m3fn),
+}
+
+
+@torch.library.custom_op("autoprec::blocked_mm", mutates_args=())
+def _blocked_mm_of_bytes(
+    left: Tensor, right: Tensor, scale_a: list[Tensor], scale_b: list[Tensor], how_a: str, how_b: str
+) -> Tensor:
+    """Multiply codes ``[M, K]`` and ``[N, K]`` (uint8) in a compiled graph; scales are float32, or bytes in tiles."""
+    first, second = how_a.split(","), how_b.split(",")
+    codes, tiles = _BYTES.get(first[0], (torch.float8_e4m3fn, torch.float32))
+    scales = [[s.view(tiles) if s.dtype is torch.uint8 else s for s in found] for found in (scale_a, scale_b)]
+    return _blocked_mm(left.view(codes), right.view(codes), *scales, first, second)
+
+
+@_blocked_mm_of_bytes.register_fake
+def _blocked_shape(
+    left: Tensor, right: Tensor, _scale_a: list[Tensor], _scale_b: list[Tensor], _how_a: str, _how_b: str
+) -> Tensor:
+    return left.new_empty((left.shape[0], right.shape[0]), dtype=torch.bfloat16)
 
 
 _Layout = tuple[Tensor, list[Tensor], tuple[str, ...]]
