@@ -34,6 +34,9 @@ __all__ = ["blocked_multiply", "scaled_multiply", "tiled"]
 
 #: What rows and columns of a product are padded to.
 _MULTIPLE = 16
+#: Before CUDA 12.9 row scales with full accumulation run in CUTLASS's kernel, which is slow at that. As in torchao, the
+#: product then has a tensor scale of 1, and a compiler fuses the scaling with what follows.
+_SLOW_ROWS = tuple(int(part) for part in (torch.version.cuda or "99.0").split(".")[:2]) < (12, 9)
 
 
 def _is_cuda(x: Tensor) -> bool:
@@ -63,6 +66,10 @@ def scaled_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, ou
         scale_a, scale_b = _vector(a.scale, left.shape[0]).unsqueeze(1), _vector(b.scale, right.shape[0]).unsqueeze(0)
     else:
         scale_a, scale_b = a.scale.reshape(()), b.scale.reshape(())
+    after: tuple[Tensor, ...] = ()
+    if rowwise and on_gpu and not step.fast and _SLOW_ROWS:
+        after, rowwise = (scale_a[:rows], scale_b[:, :columns]), False
+        scale_a = scale_b = scale_a.new_ones(())
     # row scales return bfloat16 only on GPUs
     produced = torch.bfloat16 if rowwise and on_gpu else out_dtype
     out: Tensor = torch._scaled_mm(
@@ -73,7 +80,10 @@ def scaled_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, ou
         out_dtype=produced,
         use_fast_accum=step.fast,
     )
-    return out[:rows, :columns].to(out_dtype)
+    out = out[:rows, :columns]
+    for scale in after:
+        out = out * scale
+    return out.to(out_dtype)
 
 
 def _vector(scale: Tensor, length: int) -> Tensor:
@@ -148,8 +158,8 @@ def _blocked_mm_of_bytes(
     """Multiply codes ``[M, K]`` and ``[N, K]`` (uint8) in a compiled graph; scales are float32, or bytes in tiles."""
     first, second = how_a.split(","), how_b.split(",")
     codes, tiles = _BYTES.get(first[0], (torch.float8_e4m3fn, torch.float32))
-    scales = [[s.view(tiles) if s.dtype is torch.uint8 else s for s in found] for found in (scale_a, scale_b)]
-    return _blocked_mm(left.view(codes), right.view(codes), *scales, first, second)
+    a, b = ([s.view(tiles) if s.dtype is torch.uint8 else s for s in found] for found in (scale_a, scale_b))
+    return _blocked_mm(left.view(codes), right.view(codes), a, b, first, second)
 
 
 @_blocked_mm_of_bytes.register_fake

@@ -121,14 +121,16 @@ def test_tiles_are_those_of_cublas() -> None:
     assert torch.equal(untiled(flat, 200, 9), scales)
 
 
-@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise"])
-def test_ragged_sizes_are_padded_on_a_gpu(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "old"), [("fp8_tensorwise", False), ("fp8_rowwise", False), ("fp8_rowwise", True)])
+def test_ragged_sizes_are_padded_on_a_gpu(name: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from autoprec.backends import scaled_mm
 
+    monkeypatch.setattr(scaled_mm, "_SLOW_ROWS", old)
     shapes = []
     real = torch._scaled_mm
 
     def multiply(left, right, **options):
+        assert (options["scale_a"].numel() == 1) is (old or name == "fp8_tensorwise")
         shapes.append((*left.shape, *right.shape))
         return real(left, right, **options)
 

@@ -95,7 +95,8 @@ def read_conditions(device: torch.device) -> Conditions | None:
     import torch  # here: benchmarks/gpu_run.py asks the driver on machines without it
 
     foreign = foreign_memory(device)
-    torch.cuda._sleep(_SPIN)  # an idle GPU lowers its clock at once, and the driver would tell of that
+    # an idle GPU lowers its clock at once, and the driver would tell of that
+    torch.cuda._sleep(_SPIN)  # type: ignore[no-untyped-call]
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     # without nvidia-smi in this container memory alone still tells of company
     return Conditions.parse(ask_driver(QUERY, f"GPU-{uuid}") if uuid else "", foreign)
