@@ -42,6 +42,7 @@ from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_trials
+from autoprec.tuning.schedule import Pace, Schedule, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import runs_in_sixteen_bit, sixteen_bit_space
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
@@ -197,6 +198,8 @@ class Search:
             self.listener.phase("reference")
             measure_reference(setup, runner, ledger)
             runner.doubt_load()
+            if not self.options.resume:
+                self.listener.note(_expected(setup, runner, ledger).describe(self.options.budget_s))
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger)
             self.listener.phase("search")
@@ -343,3 +346,21 @@ def _changes_nothing(path: Path) -> bool:
         return load_policy(path).evidence.get("verdict") == "stay"
     except AutoPrecError:
         return False
+
+
+def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Schedule:
+    """Return how long the search will take, from what the reference took."""
+    options, timings = setup.options, ledger.timings
+    starts, steps = max(timings.get("starts", 1.0), 1.0), options.steps + options.warmup
+    training_s = timings.get("training_s", 0.0) / starts
+    step_s = ledger.reference.step_ms / 1e3 if setup.measured else training_s / steps
+    compile_s = max(0.0, training_s - steps * step_s) if setup.host.compiled else 0.0
+    pace = Pace(timings.get("start_s_sum", 0.0) / starts, step_s, compile_s)
+    return schedule(
+        options,
+        pace,
+        pace.of_trials(measured=setup.measured),
+        setup_s=setup.host.setup_s,
+        workers=runner.workers,
+        final_workers=runner.final_workers,
+    )

@@ -88,6 +88,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
     """
     from autoprec.trial.protocol import TrialSpec
     from autoprec.tuning.checks import check_early
+    from autoprec.tuning.schedule import Pace, schedule
 
     check_early(asked)
     with running(asked.command, phases) as (runner, host, label):
@@ -103,8 +104,9 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         backend = asked.backend if source == "measured" else "emulated"
         trial_s = max(reference_s, _timed(runner, replace(spec, policy=document, backend=backend), label))
     passes = len(names) + sum(len(group.choices) for group in problem.groups)
-    step_s = trial_s / (asked.steps + asked.warmup)
-    runs = asked.finalists * asked.seeds + asked.seeds
+    steps = asked.steps + asked.warmup  # a run that was timed from its start: all of it is told per step
+    paces = Pace(0.0, reference_s / steps), Pace(0.0, trial_s / steps)
+    expected = schedule(asked, *paces, setup_s=host.setup_s, passes=min(passes, max(60, asked.trials)))
     return Plan(
         target=found,
         source=source,
@@ -116,13 +118,13 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         presets=tuple(names)[: asked.trials],
         bound=bound,
         trials=asked.trials,
-        finalist_runs=runs,
+        finalist_runs=expected.runs,
         reference_s=reference_s,
         trial_s=trial_s,
-        setup_s=host.setup_s + 3 * reference_s,
-        scan_s=min(passes, max(60, asked.trials)) * step_s,
-        trials_s=asked.trials * trial_s,
-        finalists_s=runs * trial_s + asked.seeds * host.setup_s,
+        setup_s=expected.reference_s,
+        scan_s=expected.scan_s,
+        trials_s=expected.trials_s,
+        finalists_s=expected.finalists_s,
         output=asked.output,
         budget_s=asked.budget_s,
     )

@@ -20,15 +20,14 @@ from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.schedule import EMULATED_STEP, USUAL_PASSES
 from autoprec.tuning.setup import Setup
 
 __all__ = ["measure_errors", "measure_table"]
 
 #: A complete scan may take as many passes as this share of the trials has steps, and this many at most; where there is
 #: a time budget, this share of what is left of it. An incomplete one takes the usual number.
-SCAN_SHARE, MOST_PASSES, USUAL_PASSES = 0.2, 300, 60
-#: What a pass under an emulated recipe takes, as a factor of a step as written (2026-11-22_numerics_trial.md).
-EMULATED = 2.0
+SCAN_SHARE, MOST_PASSES = 0.2, 300
 
 
 def _warmup(steps: int) -> int:
@@ -117,7 +116,7 @@ def _within(setup: Setup, ledger: Ledger) -> float | None:
 def _affordable(setup: Setup, runner: PairedRunner, ledger: Ledger, within_s: float) -> int:
     """Return how many forward and backward passes fit into some seconds, by what the reference took."""
     steps = setup.options.warmup + setup.options.steps
-    pass_s = ledger.timings.get("reference_run_s", 0.0) / steps * (1.0 if setup.measured else EMULATED)
+    pass_s = ledger.timings.get("reference_run_s", 0.0) / steps * (1.0 if setup.measured else EMULATED_STEP)
     return max(2, int(within_s * runner.final_workers / max(pass_s, 1e-3)))
 
 
