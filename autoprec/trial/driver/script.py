@@ -84,13 +84,13 @@ def _wait(process: subprocess.Popen[bytes]) -> int:
     try:
         while process.poll() is None:
             sent = signal.sigtimedwait(_AWAITED, 1.0)
-            if sent is None or sent.si_signo not in _MEANT_FOR_THE_SCRIPT or sent.si_code > 0:
+            if sent is None or sent.si_signo not in _MEANT_FOR_THE_SCRIPT:
                 continue
-            if not member.has(sent.si_signo):
+            if sent.si_code <= 0 and not member.has(sent.si_signo):
                 process.send_signal(sent.si_signo)
                 continue
             signal.sigtimedwait({sent.si_signo}, 0)  # ``timeout`` signals its child, and then the group of both
-            member.end()
+            member.end()  # a fresh one has nothing pending
             member = _GroupMember()
     finally:
         member.end()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -83,7 +85,7 @@ def test_the_script_gets_the_signals_and_does_not_outlive_the_command(sent: sign
     assert sent is signal.SIGKILL or not Path(config).parent.exists()  # then the next command removes it
 
 
-#: counts SIGUSR1, says so, and ends at SIGTERM
+#: counts SIGUSR1 and SIGINT, says so, and ends at SIGTERM
 COUNTER = """
 import os, signal, sys, time
 seen = []
@@ -91,6 +93,7 @@ def told(number, frame):
     seen.append(number)
     print("got", len(seen), flush=True)
 signal.signal(signal.SIGUSR1, told)
+signal.signal(signal.SIGINT, told)
 signal.signal(signal.SIGTERM, lambda *_: os._exit(len(seen)))
 print("ready", flush=True)
 while True:
@@ -117,6 +120,39 @@ def test_a_signal_to_the_whole_group_reaches_the_script_once(tmp_path: Path) -> 
         process.terminate()
         assert process.stdout.read() == ""
         assert process.wait(30) == 3
+
+
+def test_a_signal_to_the_command_is_passed_on_after_the_terminals_own(tmp_path: Path) -> None:
+    script = tmp_path / "count.py"
+    script.write_text(COUNTER)
+    argv = [sys.executable, "-c", CODE, "null", "", str(script)]
+    master, terminal = os.openpty()
+    with (
+        open(master, "r+b", buffering=0) as screen,
+        subprocess.Popen(
+            argv,
+            stdin=terminal,
+            stdout=terminal,
+            cwd=Path(__file__).parents[3],
+            start_new_session=True,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),
+        ) as process,
+    ):
+        os.close(terminal)
+
+        def wait_for(text: bytes) -> None:
+            seen = b""
+            while text not in seen:
+                seen += screen.read(100) or b""
+
+        wait_for(b"ready")
+        screen.write(b"\x03")  # Ctrl-C: the kernel sends it to the whole group
+        wait_for(b"got 1")
+        time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        wait_for(b"got 2")
+        process.terminate()
+        assert process.wait(30) == 2
 
 
 def test_a_script_that_never_trains_is_told_that_no_policy_ran(tmp_path: Path) -> None:
