@@ -228,7 +228,7 @@ start = time.process_time()
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from autoprec.cost import CostModel
-from graph_fake import record_fake
+from autoprec.graph.fake import record_fake
 from autoprec.precision.hardware import target
 config = LlamaConfig(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
                      num_key_value_heads=8, vocab_size=128256, use_cache=False)

@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from graph_fake import record_fake
 from graph_zoo import MODELS as PLAIN
 from torch import nn
 
+from autoprec.graph.fake import record_fake
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.graph.store import load_graph, save_graph
@@ -234,7 +234,7 @@ _LLAMA_70B = """
 import resource, sys, time, warnings
 warnings.simplefilter("ignore")
 import torch, transformers
-from graph_fake import record_fake
+from autoprec.graph.fake import record_fake
 torch.set_num_threads(1)
 config = transformers.LlamaConfig(vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80,
     num_attention_heads=64, num_key_value_heads=8, max_position_embeddings=8192)

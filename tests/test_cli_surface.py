@@ -24,6 +24,10 @@ SURFACE = {
     "run": "--audit --backend --policy",
     "check": "--backend --json --policy --steps --timeout --verbose",
     "verify": "--anneal --backend --json --max-divergence --no-anneal --policy --quiet --seeds --steps --warmup",
+    "transfer": (
+        "--batch --force --from --gpus --graph --json --layers --max-gradient-error --no-fill --output --role --seq "
+        "--study --target --tensor-parallel --timeout --to"
+    ),
     "show": "--graph --json",
     "validate": "--json",
     "diff": "--all --json",

@@ -33,6 +33,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("scripts.run:run", "Run the unmodified script under a policy."),
     "check": ("scripts.check:check", "Audit asked against executed, layer by layer."),
     "verify": ("scripts.verify:verify", "Longer paired runs: policy against reference and presets."),
+    "transfer": ("scripts.transfer:transfer", "Carry a policy found on a small model over to a big one."),
     "show": ("policies.show:show", "Print a policy as a table, with its evidence."),
     "validate": ("policies.validate:validate", "Check that policy or search-space files are valid."),
     "diff": ("policies.diff:diff", "What changed between two policies."),

@@ -25,9 +25,11 @@ __all__ = ["payload_of", "record", "record_step", "running", "tunable"]
 
 @contextmanager
 def running(
-    script: Sequence[str], phases: Phases, *, timeout_s: float = 600.0
+    script: Sequence[str], phases: Phases, *, timeout_s: float = 600.0, weights: str = ""
 ) -> Iterator[tuple[TrialRunner, HostInfo, str]]:
     """Start a script and hold it at its first training step; yield its runner, what it is, and its label.
+
+    With ``weights="fake"`` its parameters hold no data (:mod:`autoprec.graph.fake`): it can be recorded, and no more.
 
     Raises:
         ScriptError: it failed before its first training step.
@@ -39,19 +41,21 @@ def running(
     command = ScriptCommand.parse(list(script))
     with (
         tempfile.TemporaryDirectory(prefix="autoprec-") as directory,
-        TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s) as runner,
+        TrialRunner(command, run_dir=Path(directory), setup_timeout_s=timeout_s, weights=weights) as runner,
     ):
         phases.begin(f"running {command.label} to its first training step")
         yield runner, runner.start(), command.label
 
 
-def record_step(script: Sequence[str], phases: Phases, *, timeout_s: float = 600.0) -> tuple[GraphReport, HostInfo]:
+def record_step(
+    script: Sequence[str], phases: Phases, *, timeout_s: float = 600.0, weights: str = ""
+) -> tuple[GraphReport, HostInfo]:
     """Record one step of a script; return it and what the script was found to be.
 
     Raises:
         ScriptError: the script failed before or in its first step.
     """
-    with running(script, phases, timeout_s=timeout_s) as (runner, host, label):
+    with running(script, phases, timeout_s=timeout_s, weights=weights) as (runner, host, label):
         return record(runner, label, phases, timeout_s=timeout_s), host
 
 

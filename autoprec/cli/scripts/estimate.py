@@ -18,7 +18,7 @@ from autoprec.errors import UsageError
 from autoprec.support.redact import redact_arguments
 from autoprec.support.units import memory_text
 
-__all__ = ["estimate"]
+__all__ = ["counts_of", "estimate"]
 
 
 def _graph(
@@ -121,7 +121,8 @@ def _memory_line(memory: dict[str, Any], verdict: Any) -> str:
     return f"{line}MORE than the {memory_text(device)} of one device: shard, checkpoint, or cut the batch"
 
 
-def _counts(text: str) -> list[int]:
+def counts_of(text: str) -> list[int]:
+    """Read ``8,64,1024``; refuse what is not a list of counts."""
     try:
         counts = [int(part) for part in text.split(",")] if text else []
     except ValueError:
@@ -230,7 +231,7 @@ def _check_options(config: str, batch: int, seq: int, threshold: float, gpus: st
             raise UsageError(f"{flag} {count} is not a count", fix="use 1 or more")
     if not 0 <= threshold < float("inf"):
         raise UsageError(f"--threshold {threshold:g} is not a gain", fix="e.g. 0.03: a bound below 1.03x means stay")
-    return _counts(gpus)
+    return counts_of(gpus)
 
 
 @script_command("estimate", required=False)

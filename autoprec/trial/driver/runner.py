@@ -63,6 +63,7 @@ class TrialRunner(Runner):
         setup_timeout_s: how long the script may take to reach its first training forward.
         log: the host's output; default ``run_dir/host-<seed_offset>.log``.
         environment: variables set for every process of this runner, such as ``CUDA_VISIBLE_DEVICES``.
+        weights: ``fake`` gives the script parameters without data, so that a step of any model can be recorded here.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class TrialRunner(Runner):
         setup_timeout_s: float = 600,
         log: Path | None = None,
         environment: Mapping[str, str] | None = None,
+        weights: str = "",
     ) -> None:
         self.command, self.run_dir = command, Path(run_dir)
-        self._environment = dict(environment or {})
+        self._environment, self._weights = dict(environment or {}), weights
         self._seed_offset, self._launch, self._threads = seed_offset, launch, threads
         self._setup_timeout = setup_timeout_s
         self._log = log or self.run_dir / f"host-{seed_offset}.log"
@@ -136,7 +138,7 @@ class TrialRunner(Runner):
         In a fork this costs as long as the first step, at most a second more. A small model that falls silent while
         another is trained (a notebook's warm-up fit) is passed over, and the next one is looked at.
         """
-        for _ in range(_MAX_PASSED_OVER):
+        for _ in range(0 if self._weights else _MAX_PASSED_OVER):
             result = self._try_steps(info)
             passed_over = result.payload.get("passed_over")
             if passed_over:
@@ -230,6 +232,7 @@ class TrialRunner(Runner):
             "cwd": str(self.command.cwd.absolute()),
             "script": self.command.target if self.command.kind == "script" else "",
             "seed_offset": self._seed_offset,
+            "weights": self._weights,
             "pass_over": len(self._passed_over),
             "started": time.monotonic(),
             "driver": [os.getpid(), start_ticks(os.getpid())],

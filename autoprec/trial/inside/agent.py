@@ -93,6 +93,10 @@ class Agent:
         self.hooks.events = _Backwards(self)
         if self.mode == "run":
             return
+        if self.config.get("weights") == "fake":
+            from autoprec.graph.fake import fake_weights
+
+            fake_weights()
         self._overlay = isolate(self.config)
         stop_timers()
         self._seed()

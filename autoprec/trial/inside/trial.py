@@ -236,9 +236,9 @@ class Trial:
 
     # ---------------------------------------------------------------- operator graph
     def _record(self, module: nn.Module) -> None:
-        from autoprec.graph.recorder import StepRecorder
+        from autoprec.graph.recorder import recorder_for
 
-        self._recorder = StepRecorder(self.found.root, optimizers=self.found.optimizers)
+        self._recorder = recorder_for(self.found.root, self.found.optimizers)
         self._recorder.__enter__()
         if self.loop is not None:
             self.loop.at_ready = self._end_record

@@ -1,8 +1,10 @@
 """Recording a step of a model that is too big for this machine: shapes flow, no data does.
 
-Two things cannot be known without data and are answered by a stated guess, counted in the report's notes: a value
-brought to Python (``.item()``: one; or true, and false every sixteenth time so that a waiting loop ends) and the number
-of non-zero entries (an eighth).
+:func:`fake_weights` makes every Parameter that is created from then on a fake tensor: it has a shape, a dtype and a
+device and no memory, and so has everything that is computed from it. The script's own data stay real, so that it reads,
+tokenises and indexes as ever. Two things cannot be known without data and are answered by a guess, which the report
+counts: a value brought to Python (``.item()``: one; or true, and false every sixteenth time so that a loop ends) and
+the number of non-zero entries (an eighth).
 """
 
 from __future__ import annotations
@@ -14,27 +16,52 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 
-__all__ = ["FakeStepRecorder", "record_fake"]
+__all__ = ["FakeStepRecorder", "fake_weights", "record_fake"]
 
 _NONZERO_SHARE = 8
 _TURNS = 16
 _ASKED = itertools.count()
 
 
-def _answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, bool]:
-    """Run an operator on fake tensors; returns its result and whether it had to be guessed."""
+class _GuessingMode(FakeTensorMode):  # type: ignore[no-untyped-call]
+    """A mode that answers where an operator asks for data, entered by every operator on a fake tensor."""
+
+    guesses = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return super(_GuessingMode, self).__torch_dispatch__(func, types, args, kwargs)
+
+        out, guessed = _answer(func, args, kwargs or {}, run)
+        _GuessingMode.guesses += guessed
+        return out
+
+
+def _call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
+def _answer(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[..., Any] = _call
+) -> tuple[Any, bool]:
+    """Run an operator on fake tensors; return its result and whether it had to be guessed."""
     name = str(getattr(getattr(func, "_schema", None), "name", func))
     if name == "aten::_grouped_mm":
         return _grouped(*args, **kwargs), False
     try:
-        return func(*args, **kwargs), False
+        return run(func, args, kwargs), False
     except DataDependentOutputException:
         return _guess(args[0]), True
     except DynamicOutputShapeException:
@@ -61,8 +88,9 @@ class FakeStepRecorder(StepRecorder):  # type: ignore[no-untyped-call]
         self.trace.source = "fake"
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        before = _GuessingMode.guesses
         out, guessed = _answer(func, args, kwargs)
-        self.trace.guesses += guessed
+        self.trace.guesses += guessed + _GuessingMode.guesses - before
         return out
 
 
@@ -92,6 +120,39 @@ def _grouped(
     if a.dim() == 2:
         return a.new_empty((a.shape[0], b.shape[-1]), dtype=dtype)
     return a.new_empty((*a.shape[:-1], b.shape[-1]) if b.dim() == 3 else (a.shape[1], b.shape[1]), dtype=dtype)
+
+
+def fake_weights() -> None:
+    """Make every Parameter of this process fake from now on; there is no way back."""
+    mode = _GuessingMode(allow_non_fake_inputs=True)
+    make = nn.Parameter.__new__
+
+    def without_data(cls: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        if data is not None and not isinstance(data, FakeTensor) and type(data) in (torch.Tensor, nn.Parameter):
+            with mode:
+                data = torch.empty_strided(data.shape, data.stride(), dtype=data.dtype, device=data.device)
+        return make(cls, data, requires_grad)
+
+    nn.Parameter.__new__ = without_data  # type: ignore[method-assign]
+    nn.Module._apply = _converted  # type: ignore[method-assign]
+
+
+def _converted(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+    """Stand in for ``Module._apply`` (``.to``, ``.half``): torch's swaps fake parameters, which optimizers forbid."""
+    for child in self.children() if recurse else ():
+        child._apply(fn)  # type: ignore[no-untyped-call]
+    for name, parameter in self._parameters.items():
+        if parameter is not None:
+            with torch.no_grad():
+                new = fn(parameter)
+            if new.device == parameter.device:
+                parameter.data = new
+            else:
+                self._parameters[name] = nn.Parameter(new, parameter.requires_grad)
+    for name, buffer in self._buffers.items():
+        if buffer is not None:
+            self._buffers[name] = fn(buffer)
+    return self
 
 
 def record_fake(

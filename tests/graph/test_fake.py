@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec.graph.fake import record_fake
 from autoprec.graph.recorder import record_step
-from benchmarks.graph_fake import record_fake
 from tests.graph.models import Decoder, HandLayerNorm, Mixture, decoder_step
 
 

@@ -1,0 +1,375 @@
+"""``autoprec transfer``: a policy that was found on a proxy, for a model on which no trial can be afforded."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from autoprec.cli import options
+from autoprec.cli.console import plain_table, print_json, stdout_console
+from autoprec.cli.echo import echo
+from autoprec.cli.phases import Phases
+from autoprec.cli.recording import record_step
+from autoprec.errors import UsageError
+from autoprec.support.units import memory_text
+
+if TYPE_CHECKING:
+    from autoprec.cost import CostModel
+    from autoprec.graph.report import GraphReport
+    from autoprec.policy import Policy
+    from autoprec.precision.hardware import Target
+    from autoprec.tuning.transfer.plan import Transfer
+    from autoprec.tuning.transfer.proxy import Proxy
+
+__all__ = ["transfer"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What is to be transferred to."""
+
+    script: tuple[str, ...]
+    config: str
+    layers: Path | None
+    graph: Path | None
+    batch: int
+    seq: int
+    timeout_s: float
+
+
+def _big(asked: _Asked) -> tuple[GraphReport, bool]:
+    """Return the step of the big model, and whether its shapes are known (not from a list of names)."""
+    if asked.layers is not None:
+        return _named_layers(asked.layers), False
+    if asked.graph is not None:
+        from autoprec.graph.report import load_report
+
+        return load_report(asked.graph), True
+    if asked.config:
+        from autoprec.cost.transformer import config_from, decoder_report
+
+        return decoder_report(config_from(asked.config), batch=asked.batch, seq=asked.seq), True
+    with Phases() as phases:
+        report, _ = record_step(asked.script, phases, timeout_s=asked.timeout_s, weights="fake")
+    return report, True
+
+
+def _named_layers(path: Path) -> GraphReport:
+    """Return a report of layers by name alone."""
+    from autoprec.cli.policies.export import layer_names
+    from autoprec.graph.report import GraphReport, Layer
+
+    layers = tuple(
+        Layer(name, "", "linear", f"{name}.weight", name, (), 0, True, "named in a list") for name in layer_names(path)
+    )
+    model = {"class": path.stem, "parameters": 0, "fingerprint": ""}
+    return GraphReport(model, layers, (), {}, 0, 0.0, source="names")
+
+
+def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, Any]]:
+    """Return one row per rule of the proxy's policy that says something: where it went."""
+    from autoprec.tuning.transfer.proxy import choice_of_rule
+    from autoprec.tuning.transfer.roles import ROLES, shown
+
+    rows = []
+    for number in [*range(len(policy.layers)), -1]:
+        small = [name for name, rule in proxy.rules.items() if rule == number]
+        big = [name for name, rule in found.rules.items() if rule == number]
+        if number < 0 and not big:
+            continue
+        choice = choice_of_rule(policy, number)
+        kept = [name for name in big if found.choices[name] == choice]
+        roles = dict.fromkeys(found.places[name].role for name in big)
+        rows.append(
+            {
+                "rule": policy.layers[number].match if number >= 0 else "(default)",
+                "recipe": choice,
+                "roles": [ROLES.get(role, "same name") for role in roles],
+                "proxy_layers": len(small),
+                "layers": len(big),
+                "as_asked": len(kept),
+                "where": shown(big) if big else "",
+            }
+        )
+    return rows
+
+
+def _document(asked: _Written, policy: Policy, proxy: Proxy, found: Transfer) -> dict[str, Any]:
+    from autoprec.tuning.transfer.roles import shown
+
+    predicted = found.predicted
+    return {
+        "policy": asked.output,
+        "source": "modelled",
+        "target": asked.target,
+        "growth": found.growth.to_json(),
+        "rules": _rule_rows(policy, proxy, found),
+        "no_counterpart": [
+            {"layers": shown([n]), "guess": found.places[n].role or found.places[n].guess} for n in found.matched.alone
+        ],
+        "lost": [
+            {"layers": shown(x.layers), "count": len(x.layers), "recipe": x.choice, "reason": x.reason}
+            for x in found.lost
+        ],
+        "filled": _filled_rows(found),
+        "gradient_error": {
+            "predicted": predicted.error,
+            "noise": predicted.noise,
+            "budget": predicted.budget,
+            "segments": predicted.segments,
+        },
+        "step": found.step.to_json() if found.step else None,
+        "baseline": found.baseline.to_json() if found.baseline else None,
+        "speedup": found.speedup if found.step else None,
+        "memory": {"bytes": found.step.memory_bytes, "device_bytes": asked.device_bytes} if found.step else None,
+        "plan": [point.to_json() for point in asked.points],
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What was written, and for which device."""
+
+    output: str
+    target: str
+    device_bytes: int
+    points: tuple[Any, ...]
+
+
+def _filled_rows(found: Transfer) -> list[dict[str, Any]]:
+    from autoprec.tuning.transfer.roles import shown
+
+    changes: dict[tuple[str, str], list[str]] = {}
+    for name, before, after in found.filled:
+        changes.setdefault((before, after), []).append(name)
+    return [
+        {"layers": shown(names), "count": len(names), "before": before, "after": after}
+        for (before, after), names in changes.items()
+    ]
+
+
+def _print(document: dict[str, Any], found: Transfer) -> None:
+    rows = [
+        (
+            row["rule"],
+            row["recipe"],
+            "; ".join(row["roles"]) or "-",
+            row["where"] or "nothing of its kind here",
+            f"{row['as_asked']} of {row['layers']}" if row["layers"] else "-",
+        )
+        for row in document["rules"]
+    ]
+    stdout_console().print(plain_table(("rule of the proxy", "recipe", "role", "layers here", "as asked"), rows))
+    for row in document["lost"]:
+        echo(f"dropped   {row['recipe']} on {row['layers']} ({row['count']} layers): {row['reason']}")
+    for row in document["filled"]:
+        echo(f"changed   {row['layers']} ({row['count']} layers): {row['before']} -> {row['after']}, within the budget")
+    if document["no_counterpart"]:
+        from autoprec.tuning.transfer.roles import shown
+
+        echo(f"kept      {shown(found.matched.alone)}: no counterpart in the proxy")
+    error = document["gradient_error"]
+    echo(f"growth    {found.growth.describe()} (of the proxy)")
+    if error["predicted"] == error["predicted"]:
+        echo(
+            f"error     {error['predicted']:.4f} of the gradient predicted, budget {error['budget']:.4f}; "
+            f"mini-batch noise {error['noise']:.3f} (by the law of docs/transfer.md)"
+        )
+    else:
+        echo("error     not predicted: the proxy's study was not found (--study)")
+    if found.step is not None and found.baseline is not None:
+        echo(
+            f"step      {found.step.time_ms:,.4g} ms against {found.baseline.time_ms:,.4g} ms in 16 bits: "
+            f"{found.speedup:.2f}x on {document['target']}; {found.step.label}"
+        )
+        memory = document["memory"]
+        if memory["bytes"]:
+            echo(f"memory    {memory_text(memory['bytes'])}; one device has {memory_text(memory['device_bytes'])}")
+    else:
+        echo("step      not modelled: a list of names has no shapes")
+
+
+def _print_plan(points: tuple[Any, ...]) -> None:
+    rows = [
+        (
+            f"{p.gpus:,}",
+            str(p.tensor_parallel),
+            f"{p.data_parallel:,}",
+            f"{p.baseline_ms:,.4g}",
+            f"{p.policy_ms:,.4g}",
+            f"{p.speedup:.2f}x",
+            f"{p.exposed:.0%}",
+            f"{'yes' if p.fits else 'no'} ({memory_text(p.state_bytes)})",
+        )
+        for p in points
+    ]
+    heads = ("GPUs", "TP", "DP", "16-bit ms", "policy ms", "speed-up", "waiting", "state fits")
+    stdout_console().print(plain_table(heads, rows))
+    echo("extrapolated, nothing of this table was measured; state: weights, gradients and optimizer of one GPU")
+
+
+class _TakesTarget(click.Command):
+    """A command line that ends with the big model: what follows a script's name after ``--to`` is the script's."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        at = next((i for i, word in enumerate(words) if word == "--to" or word.startswith("--to=")), None)
+        if at is None:
+            return super().parse_args(ctx, words)
+        joined = words[at].partition("=")[2]
+        after = [*([joined] if joined else []), *words[at + 1 :]]
+        if not after or _is_config(after[0]):
+            return super().parse_args(ctx, [*words[:at], "--to", *after])
+        return super().parse_args(ctx, [*words[:at], "--", *after])
+
+    def collect_usage_pieces(self, ctx: click.Context) -> list[str]:  # noqa: ARG002
+        return ["POLICY", "[OPTIONS]", "--to", "train_big.py [SCRIPT ARGS]..."]
+
+
+def _is_config(text: str) -> bool:
+    from autoprec.cost.transformer import PRESETS
+
+    return text in PRESETS or Path(text).suffix in (".json", ".yaml", ".yml")
+
+
+@click.command("transfer", cls=_TakesTarget)
+@click.argument("policy", type=click.Path(path_type=Path))
+@click.argument("script", nargs=-1, type=click.UNPROCESSED)
+@click.option("--to", "config", default="", metavar="SCRIPT|CONFIG", help="The big model: its script, or config.json.")
+@click.option("--layers", type=click.Path(path_type=Path), help="The big model's layer names alone, one per line.")
+@click.option("--graph", type=click.Path(path_type=Path), help="A step of the big model (`autoprec inspect --save`).")
+@click.option("--study", type=click.Path(path_type=Path), help="Folder of the study that found POLICY.")
+@click.option("--from", "proxy", type=click.Path(path_type=Path), help="A saved step of the proxy, without its study.")
+@click.option("--role", "roles", multiple=True, metavar="GLOB=ROLE", help="What layers are whose names do not tell.")
+@click.option("--target", default="", metavar="NAME", help="A GPU of `autoprec targets`; default: the policy's.")
+@click.option("--batch", default=1, show_default=True, metavar="N", help="With a config: sequences per device.")
+@click.option("--seq", default=8192, show_default=True, metavar="N", help="With a config: tokens per sequence.")
+@click.option("--max-gradient-error", default=0.12, show_default=True, metavar="X", help="Share of the gradient noise.")
+@click.option("--no-fill", is_flag=True, help="Do not spend the error that dropped rules leave.")
+@click.option("--gpus", default="", metavar="8,64,1024", help="Also: extrapolate the policy to many GPUs.")
+@click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="With --gpus: GPUs per replica.")
+@options.timeout("Until the script's first training step.")
+@click.option(
+    "-o", "--output", default="transferred.yaml", show_default=True, metavar="FILE", help="Where to write it."
+)
+@click.option("--force", is_flag=True, help="Overwrite a file that exists.")
+@options.as_json("Everything")
+def transfer(
+    policy: Path,
+    script: tuple[str, ...],
+    config: str,
+    layers: Path | None,
+    graph: Path | None,
+    study: Path | None,
+    proxy: Path | None,
+    roles: tuple[str, ...],
+    target: str,
+    batch: int,
+    seq: int,
+    max_gradient_error: float,
+    no_fill: bool,
+    gpus: str,
+    tensor_parallel: int,
+    timeout: float,
+    output: str,
+    force: bool,
+    as_json: bool,
+) -> int:
+    """Carry POLICY, found on a small model, over to a big one that cannot be searched.
+
+    The big model is a script (recorded without its weights), a decoder's config.json or preset, a saved step, or a list
+    of layer names. Rules go by role and relative depth; one that no longer pays there is dropped, with its reason.
+    """
+    from autoprec.cli.scripts.estimate import counts_of
+    from autoprec.policy import load_policy, save_policy
+    from autoprec.support.files import check_writable
+    from autoprec.tuning.transfer.evidence import with_evidence
+    from autoprec.tuning.transfer.plan import transfer as carry
+    from autoprec.tuning.transfer.proxy import find_study, load_proxy
+    from autoprec.tuning.transfer.roles import parse_hints
+
+    asked = _Asked(script, config, layers, graph, batch, seq, timeout)
+    counts, hints = counts_of(gpus), parse_hints(roles)
+    _check(asked, Path(output), force=force)
+    check_writable(output)
+    small: Policy = load_policy(policy)
+    found_at = study or (
+        None if proxy else find_study(small, policy, (Path("autoprec-runs"), policy.parent / "autoprec-runs"))
+    )
+    if found_at is None and proxy is None:
+        raise UsageError(
+            "the study that found this policy is not here, so the layers of its model are not known",
+            where=str(policy),
+            fix="name its folder: --study autoprec-runs/NAME; or a step of that model saved by "
+            "`autoprec inspect --save proxy.json`: --from proxy.json",
+        )
+    origin = load_proxy(small, found_at, proxy)
+    device = _target(target, small)
+    report, shaped = _big(asked)
+    cost = _cost(report, device) if shaped else None
+    result = carry(small, origin, report, cost, hints=hints, max_gradient_error=max_gradient_error, fill=not no_fill)
+    points = _scale_out(cost, result, counts, tensor_parallel)
+    study_name = found_at.resolve().name if found_at is not None else ""
+    today = datetime.datetime.now(datetime.UTC).date().isoformat()
+    save_policy(with_evidence(result, small, origin, report, device.name, study=study_name, date=today), output)
+    document = _document(_Written(output, device.name, device.memory_bytes, points), small, origin, result)
+    if as_json:
+        print_json(document)
+        return 0
+    _print(document, result)
+    if points:
+        _print_plan(points)
+    echo(f"wrote     {output}; a few passes on the big model tell whether it holds:")
+    echo(f"          autoprec check --policy {output} --sensitivity 8 SCRIPT")
+    return 0
+
+
+def _check(asked: _Asked, output: Path, *, force: bool) -> None:
+    from autoprec.errors import FileError
+
+    given = {"a script": asked.script, "a config": asked.config, "--layers": asked.layers, "--graph": asked.graph}
+    named = [name for name, value in given.items() if value]
+    if len(named) != 1:
+        raise UsageError(
+            f"the big model is given by one of --to SCRIPT, --to CONFIG, --graph, --layers: found "
+            f"{' and '.join(named) or 'none of them'}",
+            fix="autoprec transfer policy.yaml --to train_big.py [script args]",
+        )
+    if output.exists() and not force:
+        raise FileError("this file exists", where=str(output), fix="choose another -o, or pass --force")
+
+
+def _target(name: str, policy: Policy) -> Target:
+    from autoprec.tuning.target import resolve_target
+
+    chosen = name or str(policy.evidence.get("target", ""))
+    if not chosen or chosen == "auto":
+        raise UsageError("the policy does not say which device it is for", fix="name it: --target h100")
+    return resolve_target(chosen, "cpu")[0]
+
+
+def _cost(report: GraphReport, device: Target) -> CostModel:
+    from autoprec.cost import CostModel
+
+    return CostModel(report, device)
+
+
+def _scale_out(cost: CostModel | None, found: Transfer, counts: list[int], ways: int) -> tuple[Any, ...]:
+    """Return the extrapolation of the transferred policy to many GPUs."""
+    if not counts or cost is None:
+        return ()
+    from autoprec.cost.planning import scale_out
+    from autoprec.policy import resolve
+
+    names = [layer.name for layer in cost.report.tunable]
+    bf16 = found.policy.model_copy(update={"layers": (), "default": "keep"})
+    plans, plain = (resolve(policy, names, strict=False) for policy in (found.policy, bf16))
+    activations = found.policy.activations
+    gradients = found.policy.communication.gradients
+    return tuple(
+        scale_out(cost, plans, plain, counts, activations=activations, tensor_parallel=ways, gradients=gradients)
+    )

@@ -1,0 +1,108 @@
+"""Which layer of the proxy stands where a layer of the big model stands.
+
+Same role, same stack, same relative depth. Blocks at the edges are counted, not scaled: where a policy treats the first
+block (or the last two) unlike the rest, that is said of the first block of any depth, and it would be wrong to spread
+it over the first tenth of a model with eighty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from autoprec.tuning.transfer.roles import Place
+
+__all__ = ["Counterparts", "Edges", "counterparts", "edges_of"]
+
+Choices = Mapping[str, str]
+#: A run of equal blocks at an end is an edge up to this share of the proxy's blocks; a longer one is half a model.
+_EDGE_SHARE = 1 / 3
+
+
+@dataclass(frozen=True, slots=True)
+class Edges:
+    """How many blocks at the front and the back of a series are first and last ones."""
+
+    front: int = 0
+    back: int = 0
+
+    def rank(self, rank: int, count: int, others: int) -> int:
+        """Return which of ``others`` blocks stands where block ``rank`` of ``count`` stands."""
+        front, back = (self.front, self.back) if others > self.front + self.back else (0, 0)
+        if rank < front:
+            return rank
+        if count - 1 - rank < back:
+            return others - (count - rank)
+        share = (rank - front + 0.5) / max(1, count - front - back)
+        return front + min(others - front - back - 1, int(share * (others - front - back)))
+
+
+def edges_of(ranks: Mapping[int, str]) -> Edges:
+    """Return the edges of a series of blocks from what each of them runs (``ranks``: block -> any text)."""
+    ordered = [ranks[rank] for rank in sorted(ranks)]
+    count = len(ordered)
+    if count < 3 or len(set(ordered)) == 1:
+        return Edges()
+    front = next(i for i, text in enumerate(ordered) if text != ordered[0])
+    back = next(i for i, text in enumerate(reversed(ordered)) if text != ordered[-1])
+    most = max(1, int(count * _EDGE_SHARE))
+    return Edges(front if front <= most else 0, back if back <= most else 0)
+
+
+@dataclass(frozen=True)
+class Counterparts:
+    """The proxy's layer for every layer of the big model.
+
+    Attributes:
+        of: layer of the big model -> layer of the proxy; absent where there is none.
+        alone: layers without a counterpart, in model order.
+    """
+
+    of: dict[str, str]
+    alone: tuple[str, ...]
+
+
+def counterparts(target: Mapping[str, Place], proxy: Mapping[str, Place], choices: Choices) -> Counterparts:
+    """Match two models.
+
+    Args:
+        target, proxy: places of the layers of the big model and of the proxy.
+        choices: what every layer of the proxy runs; tells its first and last blocks from the others.
+    """
+    keys: tuple[Callable[[Place], object], ...] = (
+        lambda p: (p.stack, p.alike) if p.role else None,
+        lambda p: (p.stack, p.role, p.part) if p.role else None,
+        lambda p: (p.stack, p.role) if p.role else None,
+        lambda p: (p.role, p.part) if p.role else None,
+        lambda p: p.role or None,
+        lambda p: p.alike,
+    )
+    indices: list[dict[object, list[Place]]] = []
+    for key in keys:
+        index: dict[object, list[Place]] = {}
+        for place in proxy.values():
+            index.setdefault(key(place), []).append(place)
+        indices.append(index)
+    edges: dict[tuple[str, str], Edges] = {}
+    of: dict[str, str] = {}
+    alone = []
+    for name, place in target.items():
+        found = next((i[k(place)] for i, k in zip(indices, keys, strict=True) if k(place) and k(place) in i), None)
+        if found is None:
+            alone.append(name)
+            continue
+        series = (found[0].stack, found[0].role or found[0].alike)
+        if series not in edges:
+            edges[series] = edges_of(_texts(proxy, series, choices))
+        wanted = edges[series].rank(place.rank, place.count, found[0].count)
+        of[name] = min(found, key=lambda p: abs(p.rank - wanted)).name
+    return Counterparts(of, tuple(alone))
+
+
+def _texts(proxy: Mapping[str, Place], series: tuple[str, str], choices: Choices) -> dict[int, str]:
+    """Return what each block of a series runs, as one text."""
+    out: dict[int, str] = {}
+    for name, place in proxy.items():
+        if (place.stack, place.role or place.alike) == series:
+            out[place.rank] = f"{out.get(place.rank, '')}|{place.part}={choices.get(name, '')}"
+    return out

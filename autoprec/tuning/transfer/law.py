@@ -1,0 +1,96 @@
+"""How gradient errors change from a small model to a large one: the law that carries a table of errors over.
+
+The relative error that a role causes in all its blocks together hardly depends on depth: with twice the blocks each has
+half the share of the squared gradient. It falls with the width (wider sums average roundings out) and rises a little
+with the tokens of a step, as the gradient that errors are measured against loses its noise. The powers are fitted by
+``benchmarks/transfer.py`` on tiny GPTs and ViTs whose initial weights and learning rates follow the width as in muP;
+without that, models of different width are not in the same state, and no power fits. What lies beyond the measured
+range is held at its end: the spot check asks the model itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+
+from autoprec.graph.report import Layer
+
+__all__ = [
+    "BLOCK_POWERS",
+    "HEAD_POWERS",
+    "MEASURED",
+    "NOISE_POWERS",
+    "Growth",
+    "error_factor",
+    "growth",
+    "noise_factor",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """How many times as wide and as deep a model is, and how many times the tokens its step has."""
+
+    width: float = 1.0
+    depth: float = 1.0
+    tokens: float = 1.0
+
+    def to_json(self) -> dict[str, float]:
+        """Return plain data, three significant digits."""
+        return {name: float(f"{value:.3g}") for name, value in asdict(self).items()}
+
+    def describe(self) -> str:
+        """Return the text form: ``width x8, depth x4, tokens x32``."""
+        return ", ".join(f"{name} x{value:g}" for name, value in self.to_json().items())
+
+
+#: axis -> power of the relative gradient error: of a role in all its blocks, and of the output layer.
+BLOCK_POWERS: Mapping[str, float] = {"width": -0.4, "depth": 0.0, "tokens": 0.25}
+HEAD_POWERS: Mapping[str, float] = {"width": 0.0, "depth": 0.0, "tokens": 0.25}
+#: axis -> power of the mini-batch noise, relative to the gradient.
+NOISE_POWERS: Mapping[str, float] = {"width": 0.0, "depth": 0.0, "tokens": -0.125}
+#: Factors between the smallest and the largest size that was measured.
+MEASURED: Mapping[str, float] = {"width": 8.0, "depth": 4.0, "tokens": 16.0}
+
+
+def _factor(grown: Growth, powers: Mapping[str, float]) -> float:
+    """Return the product of the powers, each factor of growth held within what was measured."""
+    out = 1.0
+    for axis, factor in asdict(grown).items():
+        out *= min(max(factor, 1.0 / MEASURED[axis]), MEASURED[axis]) ** powers[axis]
+    return float(out)
+
+
+def error_factor(grown: Growth, role: str = "") -> float:
+    """Return the factor of the relative gradient error that a role causes in all its blocks together."""
+    return _factor(grown, HEAD_POWERS if role == "head" else BLOCK_POWERS)
+
+
+def noise_factor(grown: Growth) -> float:
+    """Return the factor of the mini-batch gradient noise, relative to the gradient."""
+    return _factor(grown, NOISE_POWERS)
+
+
+def growth(pairs: Sequence[tuple[Layer, Layer]], blocks: Mapping[str, tuple[int, int]]) -> Growth:
+    """Return the growth from a proxy to a big model.
+
+    Args:
+        pairs: (layer of the big model, its counterpart), with their recorded GEMMs.
+        blocks: per series of blocks, (blocks of the big model, of the proxy).
+    """
+    widths, tokens = [], []
+    for big, small in pairs:
+        one, other = (
+            next((g for g in layer.gemms if g.role in ("fprop", "recompute")), None) for layer in (big, small)
+        )
+        if one is not None and other is not None and "head" not in big.flags:
+            widths.append(math.log(one.k * one.n / (other.k * other.n)) / 2)
+            tokens.append(math.log(one.m * one.calls * one.batch / (other.m * other.calls * other.batch)))
+    depths = [math.log(big / small) for big, small in blocks.values() if small > 1 or big > 1]
+    return Growth(*(math.exp(_median(values)) for values in (widths, depths, tokens)))
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2] if ordered else 0.0

@@ -1,0 +1,446 @@
+"""From a policy of the proxy to a policy of the big model: map, drop what no longer pays, fill the room that leaves.
+
+Errors come from the proxy's table, carried over by the law; times come from the cost model at the big model's shapes.
+The budget of squared error is the proxy policy's own, in units of the mini-batch gradient noise: the search found that
+harmless, so it is what the big model may spend, and no more than ``--max-gradient-error``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autoprec.cost import CostModel, StepEstimate
+from autoprec.cost.kernels import LayerCost
+from autoprec.cost.reasons import Rival, layer_reason
+from autoprec.errors import PolicyMismatchError, nearest
+from autoprec.graph.report import GraphReport, Layer
+from autoprec.policy import LayerPlan, LayerRule, Policy
+from autoprec.policy.space import Choice, SearchSpace
+from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Recipe
+from autoprec.tuning.decide.problem import FloatTable, GroupVariable, IntVector, Problem
+from autoprec.tuning.decide.rules import GlobTable, compact_rules
+from autoprec.tuning.decide.solver import solve
+from autoprec.tuning.transfer.counterparts import Counterparts, counterparts
+from autoprec.tuning.transfer.law import Growth, error_factor, growth, noise_factor
+from autoprec.tuning.transfer.proxy import Proxy
+from autoprec.tuning.transfer.roles import Place, places
+
+__all__ = ["Lost", "Prediction", "Transfer", "rendered", "segment_of", "transfer"]
+
+#: A share of the FLOPs that may have no known role before the transfer is refused.
+_MOST_UNKNOWN = 0.25
+#: What filling the room must gain of the step: less is not worth leaving the mapped policy for.
+_LEAST_GAIN = 0.005
+_SAME = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Layers of the big model on which a recipe of the proxy is not used, and why."""
+
+    layers: tuple[str, ...]
+    choice: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """What the law says of the transferred policy on the big model; NaN where the proxy's study is not known.
+
+    ``error`` and ``noise`` are relative to the gradient, ``budget`` is the most that was allowed, ``segments`` the
+    error of each kind of layer under its recipe (:func:`segment_of`).
+    """
+
+    error: float
+    noise: float
+    budget: float
+    segments: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A transferred policy and how it came about.
+
+    Attributes:
+        policy: for the big model, without evidence.
+        choices: layer -> what it runs.
+        places: where every layer stands.
+        matched: counterparts in the proxy.
+        rules: layer -> number of the proxy's rule that its counterpart obeys.
+        lost, filled: what the proxy's policy had and the big model's has not; (layer, before, after) of the other way.
+        unused: numbers of rules that no layer of the big model corresponds to.
+        growth, predicted: from the proxy to the big model.
+        baseline, step: modelled steps with every layer in the baseline, and under the policy; None without shapes.
+    """
+
+    policy: Policy
+    choices: dict[str, str]
+    places: dict[str, Place]
+    matched: Counterparts
+    rules: dict[str, int]
+    lost: tuple[Lost, ...]
+    filled: tuple[tuple[str, str, str], ...]
+    unused: tuple[int, ...]
+    growth: Growth
+    predicted: Prediction
+    baseline: StepEstimate | None = None
+    step: StepEstimate | None = None
+
+    @property
+    def speedup(self) -> float:
+        """Modelled speed-up over the baseline; 1 without shapes."""
+        return self.baseline.time_ms / self.step.time_ms if self.baseline and self.step else 1.0
+
+
+def transfer(
+    policy: Policy,
+    proxy: Proxy,
+    report: GraphReport,
+    cost: CostModel | None = None,
+    *,
+    hints: Sequence[tuple[str, str]] = (),
+    max_gradient_error: float = 0.12,
+    fill: bool = True,
+) -> Transfer:
+    """Carry a policy over to a big model.
+
+    Args:
+        policy: what a search found.
+        proxy: the model it was found on.
+        report: a step of the big model, recorded or written down; layers alone (no GEMMs) are mapped by name.
+        cost: the big model's cost on the target; None drops and fills nothing.
+        hints: ``(glob, role)`` where names do not tell.
+        max_gradient_error: the most gradient error, as a share of the mini-batch gradient noise.
+        fill: spend the room that dropped rules leave.
+
+    Raises:
+        PolicyMismatchError: too many layers have no known role, or none has a counterpart.
+    """
+    here = places(report.tunable, hints)
+    there = places(proxy.report.tunable, hints)
+    matched = counterparts(here, there, proxy.choices)
+    _refuse_unknown(report, here, there, matched)
+    job = _Job(policy, proxy, report, cost, here, there, matched, max_gradient_error)
+    mapped = job.mapped
+    index = job.dropped(mapped)
+    if fill and cost is not None and job.table is not None:
+        index = job.filled(index)
+    return job.result(mapped, index)
+
+
+def _refuse_unknown(
+    report: GraphReport, here: Mapping[str, Place], there: Mapping[str, Place], matched: Counterparts
+) -> None:
+    weights = {layer.name: float(layer.total_flops or 1) for layer in report.tunable}
+    unknown = [name for name in matched.alone if not here[name].role]
+    share = sum(weights[name] for name in unknown) / (sum(weights.values()) or 1.0)
+    if matched.of and share <= _MOST_UNKNOWN:
+        return
+    listed = unknown or list(matched.alone)
+    kinds = list(dict.fromkeys(here[name].alike for name in listed))
+    first = next(name for name in listed if here[name].alike == kinds[0])
+    close = nearest(first, there)
+    guess = here[first].guess or (there[close[0]].role if close else "")
+    shown = ", ".join(f"'{kind}'" for kind in kinds[:5]) + (f" and {len(kinds) - 5} more" if len(kinds) > 5 else "")
+    hint = f"'{kinds[0]}={guess or 'ROLE'}'"
+    raise PolicyMismatchError(
+        f"{len(listed)} of {len(weights)} layers have no counterpart in the proxy: {shown}"
+        + (f" (nearest layer of the proxy: '{close[0]}')" if close else "")
+        + (f"; by its shape the first may be {here[first].guess}" if here[first].guess else ""),
+        fix=f"is this the same kind of model? otherwise say what they are: --role {hint} (docs/transfer.md)",
+    )
+
+
+def segment_of(group: str, alike: Mapping[str, Place], layers: Sequence[str], choice: str) -> str:
+    """Return the name of the segment of a group: the same layers in every block, under one choice."""
+    return f"{alike[layers[0]].alike if layers else group}|{choice}"
+
+
+def rendered(policy: Policy, names: Sequence[str], choices: Mapping[str, str], recipes: Mapping[str, Recipe]) -> Policy:
+    """Return a policy with other layer rules: as few globs as say ``choices`` exactly, ``keep`` for every other layer.
+
+    Args:
+        policy: what is said beside the layers stays.
+        names: every layer of the model, tunable or not.
+        choices: layer -> choice name.
+        recipes: by the names that the choices use.
+    """
+    rules = []
+    for glob, name in compact_rules(GlobTable(names), choices, KEEP):
+        choice = Choice.parse(name)
+        rules.append(LayerRule(match=glob, recipe=choice.recipe, gemms=dict(choice.gemms)))
+    used = {name for rule in rules for name in (rule.recipe, *rule.gemms.values())} - {KEEP}
+    document = policy.model_dump(by_alias=True) | {
+        "layers": tuple(rules),
+        "recipes": {name: recipes[name] for name in recipes if name in used},
+        "default": KEEP,
+        "evidence": {},
+    }
+    return Policy.model_validate(document)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One transfer while it is worked out; groups and choices are those of :attr:`problem`, as ``[G, C]`` tables."""
+
+    policy: Policy
+    proxy: Proxy
+    report: GraphReport
+    cost: CostModel | None
+    here: Mapping[str, Place]
+    there: Mapping[str, Place]
+    matched: Counterparts
+    max_gradient_error: float
+
+    @cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        return {**BUILTIN_RECIPES, **self.policy.recipes}
+
+    @cached_property
+    def problem(self) -> Problem:
+        """The groups of the big model, and of the choices the proxy knows those that it can run."""
+        table = self.proxy.table
+        names = dict.fromkeys([*(table.choices if table is not None else ()), *self.proxy.choices.values(), KEEP])
+        known = [name for name in names if {*_recipes_in(name)} <= {*self.recipes, KEEP}]
+        baseline = "bf16" if "bf16" in known else KEEP
+        space = SearchSpace.model_validate(
+            {
+                "name": "transfer",
+                "baseline": baseline,
+                "recipes": dict(self.policy.recipes),
+                "choices": [{"match": "*", "choices": known}],
+                "activations": [self.policy.activations],
+                "attention": [self.policy.operators.attention],
+            }
+        )
+        return Problem.build(self.report, space, self.cost.can_run if self.cost is not None else None)
+
+    @cached_property
+    def layers(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.report.tunable}
+
+    @cached_property
+    def grown(self) -> Growth:
+        small = {layer.name: layer for layer in self.proxy.report.tunable}
+        pairs = [(self.layers[name], small[other]) for name, other in self.matched.of.items()]
+        blocks = {
+            f"{place.stack}|{place.role}": (place.count, self.there[self.matched.of[name]].count)
+            for name, place in self.here.items()
+            if name in self.matched.of
+        }
+        return growth(pairs, blocks)
+
+    def _majority(self, group: GroupVariable) -> str:
+        """Return what most FLOPs of a group's counterparts run; ``keep`` where it has none."""
+        counted: Counter[str] = Counter()
+        for name in group.layers:
+            if name in self.matched.of:
+                counted[self.proxy.choices[self.matched.of[name]]] += 1 + self.layers[name].total_flops
+        return max(counted, key=lambda choice: counted[choice]) if counted else KEEP
+
+    @cached_property
+    def mapped(self) -> list[str]:
+        """What each group would run by its counterpart, whether or not it can."""
+        return [self._majority(group) for group in self.problem.groups]
+
+    def dropped(self, mapped: Sequence[str]) -> IntVector:
+        """Return the mapped columns, the baseline where a choice cannot run or does not pay."""
+        problem, columns = self.problem, {name: c for c, name in enumerate(self.problem.choice_names)}
+        out = np.zeros(len(mapped), dtype=np.int64)
+        for g, (group, choice) in enumerate(zip(problem.groups, mapped, strict=True)):
+            out[g] = columns[choice if self._why_not(group, choice) == "" else self._plain(group)]
+        return out
+
+    def _plain(self, group: GroupVariable) -> str:
+        return self.problem.baseline if self.problem.baseline in group.choices else KEEP
+
+    def _why_not(self, group: GroupVariable, choice: str) -> str:
+        """Return why a group of the big model does not run its counterpart's choice; empty when it does."""
+        if choice not in group.choices:
+            refused = {(g, c): why for g, c, why in self.problem.refused}
+            return refused.get((group.name, choice), "not every layer of its group can run it")
+        plain = self._plain(group)
+        if self.cost is None or not self._quantised(choice):
+            return ""
+        base, rival = self._cost(group, plain), self._cost(group, choice)
+        if rival.seconds < base.seconds * (1.0 - _SAME):
+            return ""
+        return layer_reason(base, [Rival(choice, rival, quantised=True)], cpu=self.cost.target.is_cpu)
+
+    def _quantised(self, choice: str) -> bool:
+        return any(name != KEEP and self.recipes[name].scaled for name in _recipes_in(choice))
+
+    def _plan(self, choice: str) -> LayerPlan:
+        return Choice.parse(choice).plan(self.recipes)
+
+    def _cost(self, group: GroupVariable, choice: str) -> LayerCost:
+        assert self.cost is not None
+        plan = self._plan(choice)
+        parts = [self.cost.layer_cost(name, plan, self.policy.activations) for name in group.layers]
+        gemm, cast, kernels = (sum(getattr(part, name) for part in parts) for name in ("gemm", "cast", "kernels"))
+        return LayerCost(gemm=gemm, cast=cast, kernels=kernels, error=0.0)
+
+    def _seconds(self, group: GroupVariable, choice: str) -> float:
+        return self._cost(group, choice).seconds
+
+    @cached_property
+    def table(self) -> FloatTable | None:
+        """``[G, C]`` predicted squared errors on the big model; infinite where the proxy was not asked."""
+        return self.problem.table(self._error2) if self.proxy.table is not None else None
+
+    @cached_property
+    def _sharing(self) -> Counter[tuple[int, str, int]]:
+        """How many groups of a block here share one row of the proxy's table (a fused q/k/v in three parts)."""
+        return Counter(key for group in self.problem.groups for key in self._counterpart_rows(group))
+
+    def _error2(self, group: GroupVariable, choice: str) -> float:
+        if choice == KEEP or self.proxy.table is None:
+            return 0.0
+        rows = self._counterpart_rows(group)
+        if not rows:  # nothing was measured of such a layer: it may run what changes nothing, or 16 bits
+            return math.inf if self._quantised(choice) else 0.0
+        factor2 = error_factor(self.grown, self.here[group.layers[0]].role) ** 2
+        return sum(
+            self.proxy.error2(self.proxy.table, name, choice) * blocks * factor2 / self._sharing[key]
+            for key, (name, blocks) in rows.items()
+        )
+
+    def _counterpart_rows(self, group: GroupVariable) -> dict[tuple[int, str, int], tuple[str, float]]:
+        """Return (row of the proxy's table, stack, block) -> (a layer of it, blocks of the proxy per block here)."""
+        out = {}
+        for name in group.layers:
+            other = self.matched.of.get(name, "")
+            if other in self.proxy.rows:
+                place, small = self.here[name], self.there[other]
+                out[self.proxy.rows[other], place.stack, place.rank] = (other, small.count / place.count)
+        return out
+
+    @cached_property
+    def around2(self) -> float:
+        """Squared error of what the policy does beside the layers."""
+        table = self.proxy.table
+        names = (f"activations={self.policy.activations}", f"attention={self.policy.operators.attention}")
+        return sum(table.parameters.get(name, 0.0) for name in names) if table is not None else 0.0
+
+    @cached_property
+    def misfit(self) -> float:
+        return self.proxy.table.misfit.ratio if self.proxy.table is not None else 1.0
+
+    @cached_property
+    def noise(self) -> float:
+        noise = self.proxy.table.noise if self.proxy.table is not None else None
+        return noise * noise_factor(self.grown) if noise else math.nan
+
+    def error(self, index: IntVector) -> float:
+        """Return the predicted relative gradient error; NaN without a table."""
+        if self.table is None:
+            return math.nan
+        squares = self.table[np.arange(len(index)), index]
+        return math.sqrt(float(squares[np.isfinite(squares)].sum()) + self.around2) * self.misfit
+
+    @cached_property
+    def budget(self) -> float:
+        """The most predicted error that is allowed: what the proxy's policy would cause here, were nothing dropped.
+
+        Or what it caused there, in units of the mini-batch noise, if that is more; never more than the limit.
+        """
+        each = [self._error2(group, choice) for group, choice in zip(self.problem.groups, self.mapped, strict=True)]
+        as_mapped = math.sqrt(sum(square for square in each if math.isfinite(square)) + self.around2) * self.misfit
+        noise = self.proxy.table.noise if self.proxy.table is not None else None
+        if not noise:
+            return as_mapped
+        return min(max(self.proxy.predicted(self.policy) / noise * self.noise, as_mapped), self._limit)
+
+    @property
+    def _limit(self) -> float:
+        return self.max_gradient_error * self.noise
+
+    def filled(self, index: IntVector) -> IntVector:
+        """Return the fastest columns within the budget, if they gain enough over ``index`` or that is beyond it."""
+        if self.table is None:
+            return index
+        time = self.problem.table(self._seconds)
+        if KEEP in self.problem.choice_names:  # it may be faster nowhere, and would read as if nobody had decided
+            decided = [
+                self._plain(g) != KEEP and m != KEEP for g, m in zip(self.problem.groups, self.mapped, strict=True)
+            ]
+            time[decided, self.problem.choice_names.index(KEEP)] = math.inf
+        room = (self.budget / self.misfit) ** 2 - self.around2
+        found = solve(time, self.table, max(0.0, room))
+        rows = np.arange(len(index))
+        beyond = self.error(index) > self.budget * (1 + 1e-9)
+        if found is None:
+            return self.dropped([self._plain(group) for group in self.problem.groups]) if beyond else index
+        gained = float(time[rows, index].sum() - time[rows, found].sum())
+        return found if beyond or gained > _LEAST_GAIN * self._step_seconds(index) else index
+
+    def _step_seconds(self, index: IntVector) -> float:
+        found = self._estimate(self._choices(index))
+        return found.time_ms / 1e3 if found is not None else 0.0
+
+    def _choices(self, index: IntVector) -> dict[str, str]:
+        names = self.problem.choice_names
+        return {
+            name: names[int(column)]
+            for group, column in zip(self.problem.groups, index, strict=True)
+            for name in group.layers
+        }
+
+    def _estimate(self, choices: Mapping[str, str]) -> StepEstimate | None:
+        if self.cost is None:
+            return None
+        plans = {choice: self._plan(choice) for choice in set(choices.values())}
+        return self.cost.executed(self.policy.execution).estimate(
+            {name: plans[choice] for name, choice in choices.items()},
+            activations=self.policy.activations,
+            attention=self.policy.operators.attention,
+            optimizer=self.policy.optimizer,
+        )
+
+    def result(self, mapped: Sequence[str], index: IntVector) -> Transfer:
+        choices, names = self._choices(index), self.problem.choice_names
+        lost: dict[tuple[str, str], list[str]] = {}
+        filled: list[tuple[str, str, str]] = []
+        segments: dict[str, float] = {}
+        for g, (group, wanted) in enumerate(zip(self.problem.groups, mapped, strict=True)):
+            now, why = names[int(index[g])], self._why_not(group, wanted)
+            if why:
+                lost.setdefault((wanted, why), []).extend(group.layers)
+            if now != (self._plain(group) if why else wanted):
+                filled += [(name, wanted, now) for name in group.layers]
+            if self.table is not None and now != KEEP and math.isfinite(square := float(self.table[g, index[g]])):
+                segment = segment_of(group.name, self.here, group.layers, now)
+                segments[segment] = segments.get(segment, 0.0) + square
+        rules = {name: self.proxy.rules[other] for name, other in self.matched.of.items()}
+        every = [layer.name for layer in self.report.layers]
+        plain = {name: self._plain(group) for group in self.problem.groups for name in group.layers}
+        return Transfer(
+            policy=rendered(self.policy, every, choices, self.recipes),
+            choices=choices,
+            places=dict(self.here),
+            matched=self.matched,
+            rules=rules,
+            lost=tuple(Lost(tuple(layers), choice, why) for (choice, why), layers in lost.items()),
+            filled=tuple(filled),
+            unused=tuple(n for n in range(len(self.policy.layers)) if n not in set(rules.values())),
+            growth=self.grown,
+            predicted=Prediction(
+                error=self.error(index),
+                noise=self.noise,
+                budget=self.budget if self.table is not None else math.nan,
+                segments={name: math.sqrt(square) * self.misfit for name, square in segments.items()},
+            ),
+            baseline=self._estimate(plain),
+            step=self._estimate(choices),
+        )
+
+
+def _recipes_in(choice: str) -> tuple[str, ...]:
+    parsed = Choice.parse(choice)
+    return tuple(dict.fromkeys([parsed.recipe, *parsed.gemms.values()]))
