@@ -25,6 +25,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from transfer_figures import run_families, run_llama, run_transfer
 from transfer_models import CHOICES, Looked, Size
 
 from autoprec.tuning.transfer.roles import places
@@ -147,7 +148,12 @@ def run_law(options: argparse.Namespace) -> tuple[list[Row], list[str]]:
     return law_lines(points)
 
 
-PARTS: dict[str, Callable[[argparse.Namespace], tuple[list[Row], list[str]]]] = {"law": run_law}
+PARTS: dict[str, Callable[[argparse.Namespace], tuple[list[Row], list[str]]]] = {
+    "law": run_law,
+    "transfer": run_transfer,
+    "llama": run_llama,
+    "families": run_families,
+}
 
 
 def main() -> None:
