@@ -369,7 +369,4 @@ def _scale_out(cost: CostModel | None, found: Transfer, counts: list[int], ways:
     bf16 = found.policy.model_copy(update={"layers": (), "default": "keep"})
     plans, plain = (resolve(policy, names, strict=False) for policy in (found.policy, bf16))
     activations = found.policy.activations
-    gradients = found.policy.communication.gradients
-    return tuple(
-        scale_out(cost, plans, plain, counts, activations=activations, tensor_parallel=ways, gradients=gradients)
-    )
+    return tuple(scale_out(cost, plans, plain, counts, activations=activations, tensor_parallel=ways))
