@@ -28,7 +28,7 @@ from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 
-__all__ = ["FakeStepRecorder", "fake_weights", "record_fake"]
+__all__ = ["FakeStepRecorder", "fake_weights", "record_fake", "recorder_for"]
 
 _NONZERO_SHARE = 8
 _TURNS = 16
@@ -153,6 +153,13 @@ def _converted(self: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recu
         if buffer is not None:
             self._buffers[name] = fn(buffer)
     return self
+
+
+def recorder_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> StepRecorder:
+    """Return a recorder for a model, also for one whose weights are fake (:func:`fake_weights`)."""
+    if any(isinstance(p, FakeTensor) for p in model.parameters()):
+        return FakeStepRecorder(model, optimizers=optimizers)
+    return StepRecorder(model, optimizers=optimizers)
 
 
 def record_fake(

@@ -29,7 +29,7 @@ from autoprec.graph.saved import SavedTensors, StorageTable
 from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
 from autoprec.numerics.einsum import is_matrix_product
 
-__all__ = ["StepRecorder", "record_step", "recorder_for"]
+__all__ = ["StepRecorder", "record_step"]
 
 _SKIPPED = frozenset({"prim", "profiler"})
 _NAMED_FUNCTIONS: dict[Any, str] = {
@@ -333,15 +333,6 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         saved = self._saved.take()
         if sum(saved.values()) > self.trace.saved_bytes:
             self.trace.saved, self.trace.saved_bytes = saved, sum(saved.values())
-
-
-def recorder_for(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> StepRecorder:
-    """Return a recorder for a model, also for one whose weights are fake (:mod:`autoprec.graph.fake`)."""
-    if any(isinstance(p, FakeTensor) for p in model.parameters()):
-        from autoprec.graph.fake import FakeStepRecorder
-
-        return FakeStepRecorder(model, optimizers=optimizers)
-    return StepRecorder(model, optimizers=optimizers)
 
 
 def record_step(

@@ -236,7 +236,7 @@ class Trial:
 
     # ---------------------------------------------------------------- operator graph
     def _record(self, module: nn.Module) -> None:
-        from autoprec.graph.recorder import recorder_for
+        from autoprec.graph.fake import recorder_for
 
         self._recorder = recorder_for(self.found.root, self.found.optimizers)
         self._recorder.__enter__()
