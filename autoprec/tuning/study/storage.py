@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import os
 import socket
 import time
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 
 import optuna
 import sqlalchemy
-from optuna.storages._rdb.models import MAX_INDEXED_STRING_LENGTH, TrialParamModel
+from optuna.storages._rdb.models import MAX_INDEXED_STRING_LENGTH, TrialParamModel, TrialUserAttributeModel
 from optuna.trial import FrozenTrial
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, OperationalError
@@ -68,19 +69,20 @@ def sqlite_file(url: str) -> Path | None:
 
 
 class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[misc]
-    """Optuna's RDB, which stores the parameters of a finished trial in one statement of the trial's own transaction.
+    """Optuna's RDB, which stores a finished trial's parameters and attributes in one statement each.
 
-    Optuna looks the earlier distribution of every parameter up in a query of its own, which takes longer than all else
-    that the driver does; a study of ours has one distribution per parameter from the beginning.
+    Both belong to the trial's own transaction. Optuna looks the earlier distribution of every parameter up in a query
+    of its own, and the trial before every attribute, which takes longer than all else that the driver does; a study of
+    ours has one distribution per parameter from the beginning.
     """
 
     def _get_prepared_new_trial(self, study_id: int, template_trial: FrozenTrial | None, session: Any) -> Any:
-        if template_trial is None or not template_trial.params:
+        if template_trial is None:
             return super()._get_prepared_new_trial(study_id, template_trial, session)
         bare = copy.copy(template_trial)
-        bare.params, bare.distributions = {}, {}
+        bare.params, bare.distributions, bare.user_attrs = {}, {}, {}
         trial = super()._get_prepared_new_trial(study_id, bare, session)
-        rows = [
+        params = [
             {
                 "trial_id": trial.trial_id,
                 "param_name": name,
@@ -90,7 +92,13 @@ class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[misc]
             for name, distribution in template_trial.distributions.items()
             if len(name) <= MAX_INDEXED_STRING_LENGTH
         ]
-        session.execute(sqlalchemy.insert(TrialParamModel), rows)
+        attributes = [
+            {"trial_id": trial.trial_id, "key": key, "value_json": json.dumps(value)}
+            for key, value in template_trial.user_attrs.items()
+        ]
+        for model, rows in ((TrialParamModel, params), (TrialUserAttributeModel, attributes)):
+            if rows:
+                session.execute(sqlalchemy.insert(model), rows)
         return trial
 
 

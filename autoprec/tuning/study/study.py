@@ -1,15 +1,18 @@
 """The durable study: an in-memory Optuna study that is asked, and an RDB that holds every finished trial.
 
 Optuna's RDB costs one transaction per suggested parameter; a trial is written here as one finished
-``FrozenTrial`` instead, with all its parameters (:class:`~.storage.TrialStorage`), so that a crash at any moment leaves
-only whole trials behind: none half-told, none RUNNING for ever. On resume the finished trials are replayed into a fresh
-in-memory study.
+``FrozenTrial`` instead, with all its parameters and figures (:class:`~.storage.TrialStorage`), so that a crash at any
+moment leaves only whole trials behind: none half-told, none RUNNING for ever. On resume the finished trials are
+replayed into a fresh in-memory study. Optuna's own plots, tables and dashboard read the database as any other's: a
+``COMPLETE`` trial is one that the sampler learned from; references and finalists lie beside as ``PRUNED``.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,6 +95,8 @@ class StudyStore:
         )
         self._claim = Claim(url, self._rdb)
         self._guarded(self._claim.hold)
+        if self._guarded(lambda: self._rdb.metric_names) is None:
+            self._guarded(lambda: self._rdb.set_metric_names(list(self.objectives)))
         self.records: list[TrialRecord] = self._load()
         self._live: optuna.Study | None = None
 
@@ -256,14 +261,21 @@ class StudyStore:
         state = TrialState.COMPLETE
         if values is None:
             state = TrialState.PRUNED if record.status == "pruned" else TrialState.FAIL
+        elif record.kind not in LEARNED:
+            # beside the trials, not one of them: Optuna's importances and plots are over what was decided
+            state = TrialState.PRUNED
         attrs: dict[str, Any] = {"metrics": record.metrics, "status": record.status}
-        return optuna.trial.create_trial(
+        trial = optuna.trial.create_trial(
             state=state,
             values=values,
             params=params,
             distributions={key: known[key] for key in params},
-            user_attrs={"record": record.to_stored()} if store else attrs,
+            user_attrs={**_attributes(record), "record": record.to_stored()} if store else attrs,
         )
+        if record.started:
+            trial.datetime_start = datetime.fromtimestamp(record.started)
+            trial.datetime_complete = datetime.fromtimestamp(record.started + record.seconds)
+        return trial
 
     def count(self) -> dict[str, int]:
         """Return how many trials of the search (presets included) completed, failed, and were pruned."""
@@ -275,3 +287,10 @@ class StudyStore:
     def next_number(self) -> int:
         """Return the number of the next record."""
         return 1 + max((record.number for record in self.records), default=-1)
+
+
+def _attributes(record: TrialRecord) -> dict[str, Any]:
+    """Return what Optuna's tables and plots show of a trial, one by one; ``record`` beside them holds everything."""
+    about = {"kind": record.kind, "name": record.name, "status": record.status, "reason": record.reason}
+    figures = {key: float(value) for key, value in record.metrics.items() if math.isfinite(value)}
+    return {**figures, **about, "seed": record.seed, "tags": ", ".join(record.tags)}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import sqlite3
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -141,3 +142,41 @@ def test_optuna_sees_every_parameter_of_a_large_study(tmp_path: Path) -> None:
     again = store(tmp_path, resume=True)
     again.start(optuna.samplers.RandomSampler(seed=0), wide, [])
     assert set(again.ask().params) == set(wide)
+
+
+@pytest.mark.filterwarnings("ignore:PedAnovaImportanceEvaluator:UserWarning")
+def test_optuna_shows_objectives_and_figures_by_name(tmp_path: Path) -> None:
+    study = store(tmp_path)
+    study.start(optuna.samplers.RandomSampler(seed=0), SPACE, [])
+    reference = record(0, {}, kind="reference")
+    study.add(replace(reference, name="reference", started=1_700_000_000.0, seconds=2.5))
+    for number in range(1, 9):
+        trial = study.ask()
+        told = record(number, dict(trial.params))
+        figures = {"step_time_ms": float(list(trial.params.values()).count("keep")), "divergence": number / 1e4}
+        more = {"speedup": 1.5, "memory_bytes": 2 * 2**30, "gradient_error": float("nan")}
+        study.tell(trial, replace(told, metrics={**figures, **more}))
+    seen = optuna.load_study(study_name="study", storage=default_storage(tmp_path))
+    assert seen.metric_names == list(OBJECTIVES)
+    frame = seen.trials_dataframe()
+    assert frame["values_step_time_ms"][0] == 10.0, "the reference has its row, and no parameters"
+    assert frame["duration"][0].total_seconds() == 2.5
+    trials = frame[frame["state"] == "COMPLETE"]
+    assert len(trials) == 8
+    assert (trials["user_attrs_memory_bytes"] == 2 * 2**30).all()
+    assert trials["user_attrs_speedup"].dtype == float
+    assert "user_attrs_gradient_error" not in frame
+    importance = optuna.importance.get_param_importances(seen, target=lambda trial: trial.values[0])
+    assert set(importance) == set(SPACE)
+    assert {trial.user_attrs["kind"] for trial in seen.best_trials} == {"search"}
+    again = store(tmp_path, resume=True)
+    assert again.records[0].name == "reference"
+    again.add(record(9, {}))
+    assert len(again.records) == 10
+
+
+def test_a_study_begun_before_objectives_had_names_gets_them(tmp_path: Path) -> None:
+    optuna.create_study(study_name="study", storage=default_storage(tmp_path), directions=["minimize"] * 2)
+    store(tmp_path, resume=True)
+    seen = optuna.load_study(study_name="study", storage=default_storage(tmp_path))
+    assert seen.metric_names == list(OBJECTIVES)
