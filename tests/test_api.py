@@ -1,12 +1,21 @@
 """``autoprec.search`` from Python: it hands over to the engine, tells the tracker, and always closes it."""
 
+import functools
+import json
+import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import autoprec
-from autoprec.errors import ScriptError
+from autoprec.api import SearchResult
+from autoprec.errors import AutoPrecError, ScriptError
+from autoprec.tuning.study.study import StudyStore, default_storage
+from tests.tracking.conftest import make_records, make_result
+
+RESULT = make_result(make_records())
 
 
 class FakeEngine:
@@ -23,7 +32,7 @@ class FakeEngine:
     def run(self) -> Any:
         if self.failure is not None:
             raise self.failure
-        return "result"
+        return RESULT
 
 
 class FakeTracker:
@@ -33,7 +42,7 @@ class FakeTracker:
         self.runs_dir = runs_dir
 
     def attach(self, result: Any, study_dir: Path) -> Any:
-        return f"{result} tracked in {study_dir}"
+        return replace(result, mlflow={"tracked_in": str(study_dir)})
 
     def close(self) -> None:
         FakeTracker.closed += 1
@@ -58,9 +67,9 @@ def test_text_and_tokens_mean_the_same() -> None:
 
 
 def test_trials_are_tracked_unless_told_otherwise() -> None:
-    assert autoprec.search("train.py", track=False) == "result"
+    assert autoprec.search("train.py", track=False).mlflow == {}
     assert FakeTracker.closed == 0
-    assert autoprec.search("train.py") == "result tracked in autoprec-runs/x"
+    assert autoprec.search("train.py").mlflow == {"tracked_in": "autoprec-runs/x"}
     assert FakeTracker.closed == 1
 
 
@@ -69,3 +78,67 @@ def test_the_tracker_is_closed_when_the_search_fails(monkeypatch: pytest.MonkeyP
     with pytest.raises(ScriptError):
         autoprec.search("train.py")
     assert FakeTracker.closed == 1
+
+
+def test_a_path_and_paths_among_the_options_are_taken() -> None:
+    autoprec.search(Path("train.py"), output=Path("other.yaml"), track=False)  # type: ignore[arg-type]
+    assert FakeEngine.last.command.target == "train.py"
+    assert FakeEngine.last.options.output == "other.yaml"
+
+
+def trains(lr: float = 0.1) -> None:
+    Path("ran.txt").write_text(f"lr {lr}")
+
+
+def test_a_function_becomes_a_script_of_its_name(tmp_path: Path) -> None:
+    autoprec.search(functools.partial(trains, lr=0.5), track=False)
+    command = FakeEngine.last.command
+    assert (command.kind, command.label) == ("script", "trains.py")
+    assert command.target.startswith("autoprec-runs/functions/")
+    runpy.run_path(command.target, run_name="__main__")
+    assert Path("ran.txt").read_text() == "lr 0.5"
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "says"),
+    [
+        (42, {}, "a script or a function that trains, not this int"),
+        (dict, {}, "not the class dict"),
+        (lambda config: None, {}, "it needs config"),
+        ("train.py", {"trials": "3"}, "trials='3' is a str, where a whole number is needed"),
+        ("train.py", {"steps": True}, "steps=True is a bool"),
+        ("train.py", {"budget_s": "20m"}, "seconds: 1200 for 20 minutes"),
+        ("train.py", {"max_memory": "60GiB"}, "bytes: 60"),
+        ("train.py", {"max_divergence": 0.25 + 1}, "between 0 and 100"),
+        ("train.py", {"objective": "trouhgput"}, "did you mean 'throughput'"),
+        ("train.py", {"sampler": "TPE2"}, "unknown sampler"),
+    ],
+)
+def test_a_wrong_argument_is_named_with_what_it_takes(script: Any, options: dict[str, Any], says: str) -> None:
+    with pytest.raises(AutoPrecError, match=says):
+        autoprec.search(script, track=False, **options)
+
+
+def test_a_result_is_a_table_for_people_and_the_same_document_for_programs() -> None:
+    result = SearchResult.of(RESULT)
+    assert "verdict: adopt. 2.50x faster" in str(result)
+    assert str(result).splitlines()[0] == "demo on cpu"
+    assert "<td" in result._repr_html_()
+    assert repr(result) == "SearchResult(adopt, 2.50x, policy='policy.yaml', study_name='demo')"
+    assert json.loads(json.dumps(result.to_json())) == json.loads(json.dumps(RESULT.to_json()))
+    assert result.to_json()["study"] == "demo"
+
+
+def test_the_study_and_the_trials_of_a_result(tmp_path: Path) -> None:
+    store = StudyStore(default_storage(tmp_path), "demo", ("step_time_ms", "divergence"), resume=False)
+    for record in make_records():
+        store.add(record)
+    result = SearchResult.of(replace(RESULT, storage="sqlite:///where/it/is/shown.db"), default_storage(tmp_path))
+    assert result.study.metric_names == ["step_time_ms", "divergence"]
+    frame = result.to_pandas()
+    assert list(frame["kind"][:3]) == ["reference", "noise", "preset"]
+    assert frame["speedup"].dtype == float
+    assert "record" not in frame
+    gone = SearchResult.of(replace(RESULT, study_name="another"), default_storage(tmp_path))
+    with pytest.raises(AutoPrecError, match="the study 'another' cannot be opened"):
+        _ = gone.study

@@ -159,9 +159,12 @@ def test_nothing_is_unpickled_evaluated_or_run_by_a_shell() -> None:
         for node in ast.walk(tree):
             if isinstance(node, (ast.Import, ast.ImportFrom)):
                 modules = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
-                assert not forbidden & {m.partition(".")[0] for m in modules}, where
+                found = forbidden & {m.partition(".")[0] for m in modules}
+                # writes a user's own function for a new process; reading one is left to that script
+                assert not found or (where == "autoprec/trial/function_script.py" and found == {"cloudpickle"}), where
             if isinstance(node, ast.Call):
                 called = ast.unparse(node.func)
+                assert "loads" not in called or not called.startswith(("pickle", "cloudpickle")), where
                 assert called not in calls, f"{where}: {called}"
                 assert not any(k.arg == "shell" and ast.unparse(k.value) == "True" for k in node.keywords), where
 

@@ -15,6 +15,7 @@ from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
 from autoprec.precision.recipes import GEMMS, KEEP, by_recipe
+from autoprec.support.tables import Shown, Table
 
 __all__ = ["AuditReport", "LayerAudit", "audit_model", "emulated_note"]
 
@@ -44,7 +45,7 @@ class LayerAudit:
 
 
 @dataclass(frozen=True, slots=True, repr=False)
-class AuditReport:
+class AuditReport(Shown):
     """The audit of a model: its layers, and the operators beside them."""
 
     layers: tuple[LayerAudit, ...]
@@ -78,26 +79,22 @@ class AuditReport:
             "did_not_run": self.did_not_run,
         }
 
-    def __str__(self) -> str:
-        """Return a table, a line for each layer and each operator that the policy is about, and what it comes to."""
-        rows = [("layer or operator", "requested", "executed", "ok", "reason")]
-        for row in self.layers:
-            rows.append((row.name, by_recipe(row.requested), by_recipe(row.executed), _yes(row.ok), row.reason))
+    def table(self) -> Table:
+        """Return a line for each layer and each operator that the policy is about, and what it comes to."""
+        rows = [
+            (row.name, by_recipe(row.requested), by_recipe(row.executed), _yes(row.ok), row.reason)
+            for row in self.layers
+        ]
         for name, found in self.operators.items():
             if not found["ok"] or found["executed"] not in (KEEP, "-"):
                 rows.append((name, found["requested"], found["executed"], _yes(found["ok"]), found["reason"]))
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        lines = [
-            "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]]).rstrip()
-            for row in rows
-        ]
         wrong = len(self.mismatches) + sum(not row["ok"] for row in self.operators.values())
-        lines.append(f"{wrong} of them ran something else" if wrong else "everything that ran is what was asked for")
+        notes = [f"{wrong} of them ran something else" if wrong else "everything that ran is what was asked for"]
         if self.did_not_run:
-            lines.append(f"did not run in these steps, wholly or in part: {', '.join(self.did_not_run)}")
-        return "\n".join(lines)
+            notes.append(f"did not run in these steps, wholly or in part: {', '.join(self.did_not_run)}")
+        return Table(("layer or operator", "requested", "executed", "ok", "reason"), tuple(rows), notes=tuple(notes))
 
-    __repr__ = __str__
+    __repr__ = Shown.__str__
 
 
 def _yes(ok: bool) -> str:

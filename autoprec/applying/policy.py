@@ -29,7 +29,9 @@ from autoprec.errors import UnsupportedError
 from autoprec.numerics.conv import CONV_FORMATS, ConvExecution
 from autoprec.numerics.delayed import DelayedReduction
 from autoprec.policy import LayerPlan, load_policy, resolve, save_policy
+from autoprec.policy.table import policy_table
 from autoprec.precision.recipes import GEMMS
+from autoprec.support.tables import Shown, Table
 
 if TYPE_CHECKING:
     from autoprec.applying.audit import AuditReport
@@ -225,8 +227,12 @@ def _conv_refusal(plan: LayerPlan) -> str:
     return ""
 
 
-class Policy(policies.Policy):
+class Policy(Shown, policies.Policy):
     """A precision policy with hands: the data of :class:`autoprec.policy.Policy`, plus what can be done with it."""
+
+    def table(self) -> Table:
+        """Return what each rule runs, GEMM by GEMM: what ``print(policy)`` and a notebook show."""
+        return policy_table(self)
 
     def apply(self, model: nn.Module, backend: str = "auto") -> None:
         """Make ``model`` run under this policy, in place; see :func:`apply_policy`."""

@@ -13,11 +13,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import click
-from rich.box import SIMPLE_HEAD
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
-from rich.table import Table
 
+from autoprec.support.tables import Table
 from autoprec.support.text import visible
 
 __all__ = ["clock", "duration", "plain_table", "print_json", "stderr_console", "stdout_console"]
@@ -45,16 +44,9 @@ def stderr_console() -> Console:
     return _Console(stderr=True, no_color=bool(os.environ.get("NO_COLOR")), highlight=False, soft_wrap=True)
 
 
-def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+def plain_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> RenderableType:
     """Return a table of plain text; the first column, a name, is never folded."""
-    from rich.text import Text
-
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, no_wrap=index == 0, overflow="ellipsis" if index == 0 else "fold")
-    for row in rows:
-        table.add_row(*(Text(cell, style="red" if cell == "NO" else "") for cell in row))
-    return table
+    return Table(tuple(headings), tuple(map(tuple, rows))).rich()
 
 
 def print_json(document: Any, *, indent: int | None = None) -> None:

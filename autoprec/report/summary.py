@@ -309,7 +309,7 @@ def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
     share, noise = number(result.budget.get("max_gradient_error")), number(result.budget.get("gradient_noise"))
     failed = [r for r in records if r.status not in ("ok", "pruned", "duplicate")]
     return Summary(
-        title=result.study or "study",
+        title=result.study_name or "study",
         verdict=result.verdict,
         reason=result.reason,
         rows=tuple(rows),

@@ -5,14 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autoprec.report.summary import summarise
+from autoprec.report.summary import Summary, summarise
 from autoprec.report.text import headings, percent, row_cells
+from autoprec.support.tables import Table as Plain
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["terminal_table"]
+__all__ = ["result_table", "terminal_table"]
+
+
+def result_table(result: SearchResult) -> Plain:
+    """Return the same rows as text, for what has a result and not its trials: ``print(result)``, a notebook."""
+    summary = summarise(result, ())
+    over = any(row.speedup_over_16bit is not None for row in summary.rows)
+    rows = tuple(tuple(row_cells(row, over_16bit=over)) for row in summary.rows)
+    notes = (_about(summary), f"verdict: {result.verdict}. {result.reason}")
+    title = f"{summary.title} on {result.target or 'this machine'}"
+    return Plain(headings(over_16bit=over), rows, title, tuple(filter(None, notes)))
+
+
+def _about(summary: Summary) -> str:
+    notes = [f"noise floor {percent(summary.noise_floor)}"] if summary.noise_floor is not None else []
+    notes += [f"budget {percent(summary.limit)}"] if summary.limit is not None else []
+    notes += [f"times and memory {summary.source}"] if summary.source else []
+    return "; ".join(notes)
 
 
 def terminal_table(result: SearchResult, records: Sequence[TrialRecord]) -> Table:
@@ -20,11 +38,8 @@ def terminal_table(result: SearchResult, records: Sequence[TrialRecord]) -> Tabl
     from rich.table import Table
 
     summary = summarise(result, records)
-    notes = [f"noise floor {percent(summary.noise_floor)}"] if summary.noise_floor is not None else []
-    notes += [f"budget {percent(summary.limit)}"] if summary.limit is not None else []
-    notes += [f"times and memory {summary.source}"] if summary.source else []
     table = Table(
-        title=f"{summary.title} on {result.target or 'this machine'}", caption="; ".join(notes), title_justify="left"
+        title=f"{summary.title} on {result.target or 'this machine'}", caption=_about(summary), title_justify="left"
     )
     over = summary.baseline is not None
     for index, heading in enumerate(headings(over_16bit=over)):

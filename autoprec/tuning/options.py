@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from autoprec.errors import StudyError, UsageError
+from autoprec.errors import StudyError, UnknownNameError, UsageError
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
 
 __all__ = [
+    "CHOICES",
     "FEWEST_STEPS",
     "SearchOptions",
     "check_signature",
@@ -26,6 +27,13 @@ __all__ = [
 
 #: Fewer timed steps than these have no median and no second half.
 FEWEST_STEPS = 4
+#: What the options that are one of a few words may be.
+CHOICES = {
+    "objective": ("throughput", "memory", "balanced"),
+    "reference": ("script", "fp32", "bf16"),
+    "engine": ("local", "ray"),
+    "sampler": ("ours", "tpe", "nsga2", "random", "ilp", "greedy"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,9 @@ class SearchOptions:
     runs_dir: str = "autoprec-runs"
 
     def __post_init__(self) -> None:
+        for name, valid in CHOICES.items():
+            if getattr(self, name) not in valid:
+                raise UnknownNameError(name, str(getattr(self, name)), valid)
         for name, least in (
             ("trials", 1),
             ("steps", FEWEST_STEPS),

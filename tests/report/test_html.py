@@ -95,7 +95,7 @@ def test_charts_are_files_of_their_own(tmp_path: Path, result: SearchResult, rec
 def test_hostile_names_are_escaped(result: SearchResult, records: list[TrialRecord]) -> None:
     evil = "<script>alert(1)</script>"
     records = [replace(r, name=evil, reason=evil) if r.number == 4 else r for r in records]
-    assert evil not in html_report(replace(result, reason=evil, script=evil, study=evil), records)
+    assert evil not in html_report(replace(result, reason=evil, script=evil, study_name=evil), records)
 
 
 def test_trials_and_runs_are_counted_apart() -> None:

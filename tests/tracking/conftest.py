@@ -61,7 +61,7 @@ def make_result(records: list[TrialRecord]) -> SearchResult:
         presets=tuple(row(r) for r in records if r.kind == "preset"),
         front=tuple(row(r) for r in (records[4], records[6])),
         trials={"complete": 6, "failed": 1, "pruned": 0},
-        study="demo",
+        study_name="demo",
         storage="sqlite:///study.db",
         mlflow={},
         seconds=90.0,

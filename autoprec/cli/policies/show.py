@@ -15,30 +15,16 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autoprec.graph.report import GraphReport
-    from autoprec.policy import LayerPlan, Policy
+    from autoprec.policy import Policy
 
 __all__ = ["show"]
 
 _FRACTIONS = ("divergence", "noise_floor", "interval")
 
 
-def plan_cells(plan: LayerPlan) -> tuple[str, str, str]:
-    """Return what each GEMM of a layer runs, in fprop, dgrad, wgrad order."""
-    cells = ["keep" if recipe is None else recipe.describe() for recipe in (plan.fprop, plan.dgrad, plan.wgrad)]
-    return cells[0], cells[1], cells[2]
-
-
-def _rows_of_rules(policy: Policy) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for rule in policy.layers:
-        match = rule.match or "(root)"
-        name = f"{match} (optional)" if rule.optional else match
-        rows.append((name, rule.recipe, *plan_cells(policy.plan_of_rule(rule))))
-    return [*rows, ("every other layer", policy.default, *plan_cells(policy.plan_of_rule(None)))]
-
-
 def _rows_of_layers(policy: Policy, graph: GraphReport) -> list[tuple[str, ...]]:
     from autoprec.policy import first_match, resolve
+    from autoprec.policy.table import plan_cells
 
     plans = resolve(policy, [layer.name for layer in graph.tunable])
     rows: list[tuple[str, ...]] = []
@@ -117,6 +103,7 @@ def show(policy: Path, graph: Path | None, as_json: bool) -> None:
     """Print POLICY as a table: what each layer runs, what surrounds the layers, and why."""
     from autoprec.graph.report import load_report
     from autoprec.policy import resolve
+    from autoprec.policy.table import plan_cells
 
     loaded = _load(policy)
     report = load_report(graph) if graph else None
@@ -135,10 +122,12 @@ def show(policy: Path, graph: Path | None, as_json: bool) -> None:
 
 def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
     from autoprec.cli.console import plain_table, stdout_console
+    from autoprec.policy.table import policy_table
 
     gemms = ("fprop", "dgrad", "wgrad")
     if report is None:
-        table = plain_table(("layers, first match wins", "recipe", *gemms), _rows_of_rules(policy))
+        rules = policy_table(policy)
+        table = plain_table(rules.headings, rules.rows)
     else:
         table = plain_table(("layer", "flops", "rule", *gemms), _rows_of_layers(policy, report))
     console = stdout_console()

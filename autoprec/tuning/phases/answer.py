@@ -211,7 +211,7 @@ def search_result(
         presets=tuple(_row(r, sixteen_bit, answer.rejected) for r in ledger.store.learned() if r.kind == "preset"),
         front=tuple(_row(r, sixteen_bit, answer.rejected) for r in front(ledger.store.learned())),
         trials=ledger.store.count(),
-        study=setup.options.study,
+        study_name=setup.options.study,
         storage=ledger.store.url,
         mlflow={},
         seconds=seconds,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Self
 
 from autoprec.support.files import with_checksum, without_checksum
 from autoprec.support.redact import redact_text
@@ -110,6 +110,7 @@ class SearchResult:
     mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
     divergence's confidence interval over the finalist seeds. ``explanation`` is that of
     :func:`autoprec.tuning.decide.reasons.explanation`, or of ``stay_explanation`` where no trial was needed.
+    ``study_name`` is ``study`` in JSON.
     ``rejected`` says, by name, why a finalist is not acceptable.
     """
 
@@ -121,7 +122,7 @@ class SearchResult:
     presets: tuple[dict[str, Any], ...]
     front: tuple[dict[str, Any], ...]
     trials: dict[str, int]
-    study: str
+    study_name: str
     storage: str
     mlflow: dict[str, Any]
     seconds: float
@@ -144,13 +145,14 @@ class SearchResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document."""
-        return asdict(self)
+        return {"study" if key == "study_name" else key: value for key, value in asdict(self).items()}
 
     @classmethod
-    def from_json(cls, document: dict[str, Any]) -> SearchResult:
+    def from_json(cls, document: dict[str, Any]) -> Self:
         """Rebuild from :meth:`to_json`."""
         known = {f.name for f in fields(cls)}
-        values = {key: value for key, value in document.items() if key in known}
+        named = {"study_name" if key == "study" else key: value for key, value in document.items()}
+        values = {key: value for key, value in named.items() if key in known}
         for name in ("presets", "front", "sensitivity", "notes"):
             values[name] = tuple(values.get(name, ()))
         return cls(**values)

@@ -1,0 +1,49 @@
+"""A policy as a table: what each rule makes its layers run, GEMM by GEMM."""
+
+from __future__ import annotations
+
+from autoprec.policy.schema import LayerPlan, Policy
+from autoprec.precision.recipes import GEMMS, KEEP
+from autoprec.support.tables import Table
+
+__all__ = ["plan_cells", "policy_table"]
+
+
+def plan_cells(plan: LayerPlan) -> tuple[str, ...]:
+    """Return what each GEMM of a layer runs, in fprop, dgrad, wgrad order."""
+    return tuple(KEEP if recipe is None else recipe.describe() for recipe in plan.recipes)
+
+
+def policy_table(policy: Policy) -> Table:
+    """Return a row for each rule and one for every other layer; what differs from the defaults around them below."""
+    rows: list[tuple[str, ...]] = []
+    for rule in policy.layers:
+        match = rule.match or "(root)"
+        name = f"{match} (optional)" if rule.optional else match
+        rows.append((name, rule.recipe, *plan_cells(policy.plan_of_rule(rule))))
+    rows.append(("every other layer", policy.default, *plan_cells(policy.plan_of_rule(None))))
+    model = f" for {policy.model.class_name}, {policy.model.parameters:,} parameters" if policy.model else ""
+    return Table(("layers, first match wins", "recipe", *GEMMS), tuple(rows), f"policy{model}", tuple(_around(policy)))
+
+
+def _around(policy: Policy) -> list[str]:
+    """Return what a policy says beside its layers, a line each."""
+    out = []
+    for name in ("activations", "execution", "loss_scaling"):
+        value = getattr(policy, name)
+        if value != type(policy).model_fields[name].default:
+            out.append(f"{name.replace('_', ' ')}: {value}")
+    for name in ("operators", "optimizer", "communication"):
+        changed = getattr(policy, name).model_dump(exclude_defaults=True)
+        if changed:
+            out.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in changed.items()))
+    found = policy.evidence
+    figures = [f"{key} {found[key]:.2f}x" for key in ("speedup_over_16bit", "speedup") if _is_number(found.get(key))]
+    figures += [f"divergence {found['divergence']:.3%}"] if _is_number(found.get("divergence")) else []
+    if figures:
+        out.append(f"evidence ({found.get('source', 'measured')}): {', '.join(figures)}".replace("_", " "))
+    return out
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

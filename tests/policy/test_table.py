@@ -1,0 +1,37 @@
+"""A policy as a table: what each rule runs, GEMM by GEMM, and what is around the layers."""
+
+from __future__ import annotations
+
+from autoprec.applying.policy import Policy
+from autoprec.policy import policy_from_dict
+from autoprec.policy.table import policy_table
+
+DOCUMENT = {
+    "schema": "autoprec.policy/1",
+    "recipes": {"bf16": {"format": "bf16"}, "fp8": {"format": "fp8", "scaling": {"granularity": "row"}}},
+    "layers": [{"match": "*.fc", "recipe": "fp8", "gemms": {"wgrad": "bf16"}, "optional": True}],
+    "default": "bf16",
+    "activations": "bf16",
+    "optimizer": {"exp_avg": "bf16"},
+    "model": {"class": "GPT", "parameters": 1234567},
+    "evidence": {"speedup": 2.0, "speedup_over_16bit": 1.25, "divergence": 0.0007, "source": "modelled"},
+}
+
+
+def test_rules_and_what_is_around_them() -> None:
+    table = policy_table(policy_from_dict(DOCUMENT))
+    assert table.title == "policy for GPT, 1,234,567 parameters"
+    assert [row[:2] for row in table.rows] == [("*.fc (optional)", "fp8"), ("every other layer", "bf16")]
+    assert table.rows[0][4] == "bf16"
+    assert table.notes == (
+        "activations: bf16",
+        "optimizer: exp_avg bf16",
+        "evidence (modelled): speedup over 16bit 1.25x, speedup 2.00x, divergence 0.070%",
+    )
+
+
+def test_a_policy_prints_as_its_table_and_represents_itself_in_a_line() -> None:
+    policy = policy_from_dict(DOCUMENT, cls=Policy)
+    assert str(policy) == policy_table(policy).text()
+    assert repr(policy).count("\n") == 0
+    assert policy._repr_html_().count("<tr>") == 3
