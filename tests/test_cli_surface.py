@@ -22,7 +22,7 @@ SURFACE = {
     ),
     "sensitivity": "--json --passes --space --target --warmup",
     "run": "--audit --backend --policy",
-    "check": "--backend --json --policy --steps --timeout --verbose",
+    "check": "--backend --json --output --policy --sensitivity --steps --timeout --verbose",
     "verify": "--anneal --backend --json --max-divergence --no-anneal --policy --quiet --seeds --steps --warmup",
     "transfer": (
         "--batch --force --from --gpus --graph --json --layers --max-gradient-error --no-fill --output --role --seq "

@@ -11,8 +11,9 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import running
+from autoprec.cli.recording import record, running
 from autoprec.cli.script import script_command
+from autoprec.cli.scripts.spot import ask, print_spot, settle
 from autoprec.errors import (
     FIX,
     AuditError,
@@ -25,15 +26,20 @@ from autoprec.errors import (
 from autoprec.precision.recipes import by_recipe
 
 if TYPE_CHECKING:
+    from autoprec.graph.report import GraphReport
+    from autoprec.policy import Policy
     from autoprec.trial.protocol import TrialResult
+    from autoprec.tuning.transfer.spot import SpotCheck
 
 __all__ = ["check"]
 
 _REFUSALS: dict[str, type[AutoPrecError]] = {"mismatch": PolicyMismatchError, "unsupported": UnsupportedError}
 
 
-def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, steps: int, timeout_s: float) -> Any:
-    """Run ``steps`` steps under a policy; return its audit document.
+def _audited(
+    script: tuple[str, ...], policy: Policy, backend: str, steps: int, timeout_s: float, passes: int = 0
+) -> tuple[dict[str, Any], tuple[SpotCheck, GraphReport] | None]:
+    """Run ``steps`` steps under a policy; return its audit document, and where ``passes`` are asked for a spot check.
 
     Raises:
         PolicyMismatchError, UnsupportedError: the policy could not be applied; the message says why.
@@ -42,14 +48,18 @@ def _audited(script: tuple[str, ...], document: dict[str, Any], backend: str, st
     """
     from autoprec.trial.protocol import TrialSpec
 
+    document, spot = policy.to_dict(), None
     spec = TrialSpec(policy=document, steps=steps, warmup=0, backend=backend, timeout_s=timeout_s, record_graph=True)
     with Phases() as phases, running(script, phases, timeout_s=timeout_s) as (runner, host, label):
         phases.begin(f"{steps} training steps under the policy, the last one recorded")
         result = runner.run(spec)
-    found = host.model
-    _compare_models(document.get("model"), found)
+        if passes and result.audit is not None:
+            report = record(runner, label, phases, timeout_s=timeout_s)
+            phases.begin(f"{passes} forward and backward passes on the model itself")
+            spot = ask(runner, host, label, policy, report, passes, backend), report
+    _compare_models(document.get("model"), host.model)
     if result.audit is not None:
-        return _with_recording(result.audit, result.payload.get("graph"), document)
+        return _with_recording(result.audit, result.payload.get("graph"), document), spot
     raise _refusal(result, label)
 
 
@@ -80,7 +90,7 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
         return audit
     from autoprec.graph.audit import protection_rows, uncovered_rows
     from autoprec.graph.report import GraphReport
-    from autoprec.policy import Policy, policy_from_dict
+    from autoprec.policy import policy_from_dict
 
     policy: Policy = policy_from_dict(document)
     operators = policy.operators.model_dump()
@@ -123,19 +133,48 @@ def _print_table(audit: dict[str, Any], everything: bool) -> None:
 @options.backend
 @click.option("--steps", default=2, show_default=True, type=click.IntRange(min=1), help="Training steps to run.")
 @options.timeout("For the script's first steps.")
+@click.option("--sensitivity", default=0, metavar="N", type=click.IntRange(min=0), help="Also: spot check, N passes.")
+@click.option("-o", "--output", type=click.Path(path_type=Path), help="With --sensitivity: a corrected policy.")
 @click.option("-v", "--verbose", is_flag=True, help="List operators that the policy leaves alone, too.")
 @options.as_json("The audit")
 def check(
-    script: tuple[str, ...], policy: Path, backend: str, steps: int, timeout: float, verbose: bool, as_json: bool
+    script: tuple[str, ...],
+    policy: Path,
+    backend: str,
+    steps: int,
+    timeout: float,
+    sensitivity: int,
+    output: Path | None,
+    verbose: bool,
+    as_json: bool,
 ) -> None:
-    """Audit, layer by layer, what a training script really executes under a policy; exit 1 on a mismatch."""
+    """Audit, layer by layer, what a training script really executes under a policy; exit 1 on a mismatch.
+
+    With --sensitivity N, N forward and backward passes also compare the policy's gradient error on this model with the
+    limit, and with what `autoprec transfer` predicted; beyond the limit a corrected policy is written, and the exit
+    code is 1.
+    """
     from autoprec.policy import load_policy
 
-    audit = _audited(script, load_policy(policy).to_dict(), backend, steps, timeout)
+    loaded: Policy = load_policy(policy)
+    audit, spot = _audited(script, loaded, backend, steps, timeout, sensitivity)
     if as_json:
-        print_json(audit)
+        print_json(audit | ({"sensitivity": spot[0].to_json()} if spot else {}))
     else:
         _print_table(audit, verbose)
+    _conclude(audit, policy, quiet=as_json)
+    if spot is not None:
+        if not as_json:
+            print_spot(spot[0])
+        settle(spot[0], loaded, spot[1], policy, output)
+
+
+def _conclude(audit: dict[str, Any], policy: Path, *, quiet: bool) -> None:
+    """Say that everything executed what was asked.
+
+    Raises:
+        AuditError: something did not.
+    """
     wrong = [row["name"] for row in audit["layers"] if not row["ok"]]
     wrong += [name for name, row in audit["operators"].items() if not row["ok"]]
     if wrong:
@@ -145,7 +184,7 @@ def check(
             where=str(policy),
             fix="the reason column says why; `autoprec doctor` lists what this machine can run",
         )
-    if not as_json:
+    if not quiet:
         silent = {row["name"] for row in audit["layers"] if not row["executed"]} | set(audit.get("did_not_run", ()))
         echo(f"every one of {len(audit['layers']) - len(silent)} layers executed what was asked")
         if silent:

@@ -76,7 +76,7 @@ def test_a_mismatch_is_exit_1_and_lists_the_layers(monkeypatch: pytest.MonkeyPat
     rows = [{"name": "head", "requested": asked, "executed": ran, "ok": False, "reason": "fprop ran as keep"}]
     operators = {"softmax": {"requested": "fp32", "executed": "bf16", "ok": False, "reason": "autocast reached it"}}
     monkeypatch.setattr(
-        "autoprec.cli.scripts.check._audited", lambda *_: {"ok": False, "layers": rows, "operators": operators}
+        "autoprec.cli.scripts.check._audited", lambda *_: ({"ok": False, "layers": rows, "operators": operators}, None)
     )
     found = autoprec("check", "--policy", policy, "train.py")
     assert found.code == 1

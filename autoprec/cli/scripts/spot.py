@@ -1,0 +1,94 @@
+"""The spot check of ``autoprec check --sensitivity N``: gradient errors on the model itself against those predicted."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoprec.cli.console import plain_table, stdout_console
+from autoprec.cli.echo import echo
+from autoprec.cli.recording import payload_of
+from autoprec.errors import AuditError
+
+if TYPE_CHECKING:
+    from autoprec.graph.report import GraphReport
+    from autoprec.policy import Policy
+    from autoprec.trial.driver.runner import TrialRunner
+    from autoprec.trial.protocol import HostInfo
+    from autoprec.tuning.transfer.spot import SpotCheck
+
+__all__ = ["ask", "print_spot", "settle"]
+
+#: Training steps before the passes: the first gradients are those of the initial weights.
+WARMUP = 5
+#: The gradient error that a search allows by default, as a share of the mini-batch noise.
+LIMIT = 0.12
+
+
+def ask(
+    runner: TrialRunner, host: HostInfo, label: str, policy: Policy, report: GraphReport, passes: int, backend: str
+) -> SpotCheck:
+    """Run the passes on a script that is held at its first step.
+
+    Raises:
+        ScriptError: they could not be run.
+    """
+    from autoprec.trial.protocol import TrialSpec
+    from autoprec.tuning.paired import MOST_SIDE_BY_SIDE
+    from autoprec.tuning.transfer.spot import judged, spot_probes
+
+    probes, asked = spot_probes(policy, report, passes)
+    spec = TrialSpec(
+        kind="sensitivity",
+        steps=1,
+        warmup=WARMUP,
+        batches=2,
+        seed=None if host.launch == "fork" else 0,
+        backend=backend,
+        probes=tuple(probes),
+        side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),
+    )
+    payload = payload_of(runner.run(spec), label)
+    return judged(payload, policy, asked, LIMIT)
+
+
+def print_spot(found: SpotCheck) -> None:
+    """Print the passes and what they say."""
+    rows = [
+        (
+            row.name,
+            f"{row.predicted:.4f}" if row.predicted == row.predicted else "-",
+            f"{row.measured:.4f}",
+            f"{row.ratio:.2f}x" if row.ratio == row.ratio else "-",
+        )
+        for row in found.rows
+    ]
+    stdout_console().print(plain_table(("gradient error of", "predicted", "measured", "ratio"), rows))
+    limit = f"the limit is {found.limit:.4f} (0.12 of the mini-batch noise, {found.noise:.3f})"
+    echo(limit if found.noise == found.noise else "no limit: the mini-batch noise could not be seen")
+    if found.within and found.as_predicted:
+        echo("the policy holds on this model" + (": its error is as predicted" if found.whole.predicted > 0 else ""))
+    elif found.within:
+        echo("the policy holds on this model, though the prediction was off: search or transfer from a nearer proxy")
+
+
+def settle(found: SpotCheck, policy: Policy, report: GraphReport, path: Path, output: Path | None) -> None:
+    """Write the corrected policy where the check failed.
+
+    Raises:
+        AuditError: the policy is beyond the limit on this model; the message names the corrected one.
+    """
+    if found.within:
+        return
+    from autoprec.policy import save_policy
+    from autoprec.tuning.transfer.spot import corrected
+
+    mended, removed = corrected(policy, report, found)
+    written = save_policy(mended, output or path.with_name(f"{path.stem}.checked{path.suffix or '.yaml'}"))
+    raise AuditError(
+        f"the gradient error is {found.whole.measured:.4f} on this model, beyond {found.limit:.4f}",
+        where=str(path),
+        fix=f"{written} has {', '.join(removed[:4])}{' and more' if len(removed) > 4 else ''} back in 16 bits: "
+        "check that one",
+    )
