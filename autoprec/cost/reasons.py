@@ -17,7 +17,7 @@ from autoprec.cost.kernels import LayerCost
 from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
-__all__ = ["Rival", "blocked_reason", "layer_reason", "model_reason"]
+__all__ = ["Rival", "blocked_reason", "layer_reason", "model_reason", "time_shares"]
 
 #: Choices whose modelled times differ by less are the same precision under two names.
 SAME_PRECISION = 0.01
@@ -64,7 +64,8 @@ def layer_reason(base: LayerCost, rivals: list[Rival], *, cpu: bool) -> str:
     return f"{takes}: its GEMMs save {_time(saved)}, its casts cost {_time(spent)}"
 
 
-def _where(shares: Mapping[str, float]) -> str:
+def time_shares(shares: Mapping[str, float]) -> str:
+    """Return what the layers' GEMMs, and where they are waited for the launches, take of a step."""
     launches = f", launches {shares['launch']:.0%}" if shares.get("launch") else ""
     return f"GEMMs take {shares['tunable']:.0%} of the step{launches}"
 
@@ -94,7 +95,7 @@ def _on_the_cpu(rows: list[dict[str, Any]], baseline: str, shares: Mapping[str, 
     if slower and set(slower) == set(choices):
         nearest = min(slower, key=lambda choice: slower[choice])
         return f"no choice is faster on a CPU: {nearest} takes {slower[nearest]:.2f}x; {rehearse}"
-    return f"too little of the step can change: {_where(shares)}"
+    return f"too little of the step can change: {time_shares(shares)}"
 
 
 def model_reason(
@@ -111,10 +112,10 @@ def model_reason(
     """
     if all(row["gain_ms"] > 0 for row in rows):
         best = max(row["gain"] for row in rows)
-        return f"every layer that may change gains, by {best:.0%} at most, but {_where(shares)}"
+        return f"every layer that may change gains, by {best:.0%} at most, but {time_shares(shares)}"
     times = [time / row["baseline_ms"] for row in rows if row["baseline_ms"] for time in row["times_ms"].values()]
     if times and all(abs(ratio - 1.0) < SAME_PRECISION for ratio in times):
-        return f"the script already runs its GEMMs in the precision that the choices would give; {_where(shares)}"
+        return f"the script already runs its GEMMs in the precision that the choices would give; {time_shares(shares)}"
     if cpu:
         return _on_the_cpu(rows, baseline, shares, script)
     losing = [row for row in rows if row["gain_ms"] <= 0]
@@ -126,7 +127,7 @@ def model_reason(
     if sum(row["baseline_ms"] for row in gaining) > sum(row["baseline_ms"] for row in asked):
         best = max(row["gain"] for row in gaining)
         if best > _WORTH_IT:
-            return f"{counted}; the others gain by {best:.0%} at most, but {_where(shares)}"
+            return f"{counted}; the others gain by {best:.0%} at most, but {time_shares(shares)}"
         small = f"the other GEMMs {_largest(gaining)} are too small to gain more than {best:.0%}"
-        return f"{counted}; {small}; {_where(shares)}"
-    return f"{counted}: the GEMMs {_largest(asked or rows)} are too small to pay for casts; {_where(shares)}"
+        return f"{counted}; {small}; {time_shares(shares)}"
+    return f"{counted}: the GEMMs {_largest(asked or rows)} are too small to pay for casts; {time_shares(shares)}"

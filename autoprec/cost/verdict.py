@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autoprec.cost.estimate import Estimator, StepEstimate
-from autoprec.cost.reasons import Rival, blocked_reason, layer_reason, model_reason
+from autoprec.cost.reasons import Rival, blocked_reason, layer_reason, model_reason, time_shares
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP
 from autoprec.support.units import memory_text
@@ -259,6 +259,11 @@ def _judge(
     spread = (base.high_ms - base.low_ms) / (2 * base.time_ms) if base.time_ms else 0.0
     gain = speedup - 1.0
     kind, reason = _decide(model, rows, first, speedup, over_script, uniform, shares, threshold, script)
+    if kind != "stay" and over_script < 1.0 + threshold and first != KEEP:  # a gain over a baseline that loses
+        over_script = max(over_script, _as_written(model, choices, script_ms))
+        if over_script < 1.0 + threshold:
+            bound = f"at most {over_script:.2f}x over the script as written on {model.target.title}"
+            kind, reason = "stay", f"{bound}, which is faster than {first} here: {time_shares(shares)}"
     return Verdict(
         kind=kind,
         bound_speedup=speedup,
@@ -277,6 +282,15 @@ def _judge(
         shares=shares,
         rows=sorted(rows, key=lambda row: -row["baseline_ms"]),
     )
+
+
+def _as_written(model: Estimator, choices: Choices, script_ms: float) -> float:
+    """Return the bound over the script as written of choices that leave its activations as they are (TF32)."""
+    assignment = {}
+    for layer in model.report.tunable:
+        _, best = _row(model, layer.name, KEEP, choices, KEEP)
+        assignment[layer.name] = choices[best].get(layer.name, _KEEP_PLAN)
+    return script_ms / model.estimate(assignment, activations=KEEP).time_ms
 
 
 def _too_large(model: Estimator, base: StepEstimate, baseline: str) -> str:

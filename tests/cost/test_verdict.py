@@ -10,7 +10,7 @@ import pytest
 
 from autoprec.cost import CostModel, CostScale, reasons
 from autoprec.cost.calibrate.cpu import FALLBACK
-from autoprec.cost.transformer import PRESETS, decoder_report
+from autoprec.cost.transformer import PRESETS, DecoderConfig, decoder_report
 from autoprec.graph.report import GraphReport
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import TARGETS
@@ -158,6 +158,17 @@ def test_a_script_in_fp32_is_told_what_bf16_gives_it(large: GraphReport, uniform
     assert found.bound_over_script > 5
     assert "over the script as written" in found.reason
     assert "compute capability 8.0 multiplies no FP8" in found.reason
+
+
+def test_a_gain_over_bf16_is_none_where_the_script_as_written_is_faster(uniform: Uniform) -> None:
+    """Launches rule 32 tokens in fp32: casts to bf16 cost more than they save, so 18 % over bf16 is nothing."""
+    report = decoder_report(DecoderConfig(256, 4, 4, 1024, 256, gated=False), batch=1, seq=32)
+    model = CostModel(in_fp32(report), TARGETS["h100"], compiled=False)
+    found = model.verdict({**uniform(report), **uniform(report, ["tf32"])})
+    assert found.kind == "stay"
+    assert found.bound_speedup > 1.1
+    assert found.bound_over_script < 1.03
+    assert "the script as written" in found.reason
 
 
 def test_both_bounds_are_told_apart(large: GraphReport, uniform: Uniform) -> None:
