@@ -262,8 +262,8 @@ def _judge(
     if kind != "stay" and over_script < 1.0 + threshold and first != KEEP:  # a gain over a baseline that loses
         over_script = max(over_script, _as_written(model, choices, script_ms))
         if over_script < 1.0 + threshold:
-            bound = f"at most {over_script:.2f}x over the script as written on {model.target.title}"
-            kind, reason = "stay", f"{bound}, which is faster than {first} here: {time_shares(shares)}"
+            most = f"at most {over_script:.2f}x over the script as written on {model.target.title}"
+            kind, reason = "stay", f"{most}, which is faster than {first} here: {time_shares(shares)}"
     return Verdict(
         kind=kind,
         bound_speedup=speedup,
