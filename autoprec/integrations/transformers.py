@@ -7,17 +7,47 @@ from typing import Any
 
 from autoprec.applying.guard import Guard
 from autoprec.applying.policy import Policy, load
+from autoprec.errors import UsageError
 from autoprec.support.optional import require
 
 TrainerCallback: Any = require("transformers", purpose="PolicyCallback").TrainerCallback
 
-__all__ = ["PolicyCallback"]
+__all__ = ["PolicyCallback", "training_arguments"]
+
+
+def training_arguments(policy: Policy | Path | str, **given: Any) -> Any:
+    """Return ``TrainingArguments`` under which a policy decides the precision.
+
+    Args:
+        policy: a policy, or the path of one, for a :class:`PolicyCallback` beside them.
+        given: what ``TrainingArguments`` takes. ``bf16``, ``fp16`` and ``torch_compile`` are switched off where the
+            policy decides the same (``activations``, ``execution``), and kept where it keeps the script's.
+
+    Raises:
+        UsageError: ``fp16=True`` beside a policy that scales the loss itself.
+    """
+    held = policy if isinstance(policy, Policy) else load(policy)
+    _refuse_scaling_twice(held, bool(given.get("fp16")))
+    if held.activations != "keep":
+        given |= {"bf16": False, "fp16": False}
+    if held.execution != "keep":
+        given["torch_compile"] = False
+    return require("transformers", purpose="training_arguments").TrainingArguments(**given)
+
+
+def _refuse_scaling_twice(policy: Policy, fp16: bool) -> None:
+    if fp16 and policy.loss_scaling == "dynamic":
+        raise UsageError(
+            "TrainingArguments(fp16=True) scales the loss, and so does the policy (loss_scaling: dynamic)",
+            fix="leave fp16 off: the policy's activations and loss_scaling do that",
+        )
 
 
 class PolicyCallback(TrainerCallback):  # type: ignore[misc]
     """Applies a policy when training begins, takes it off when it ends, and guards the run in between.
 
-    Leave ``bf16`` and ``fp16`` of ``TrainingArguments`` off: the policy's ``activations`` does that.
+    ``bf16`` of ``TrainingArguments`` stays what it was in the script that was searched, for "keep" means that; where
+    the policy names ``activations``, those decide (:func:`training_arguments`).
 
     Args:
         policy: a policy, or the path of one.
@@ -33,6 +63,7 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
         """Apply the policy to the prepared model and wrap its optimizer."""
         model = kwargs["model"]
+        _refuse_scaling_twice(self.policy, bool(getattr(args, "fp16", False)))
         self.policy.apply(model, backend=self.backend)
         optimizer = kwargs.get("optimizer")
         if optimizer is not None:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.report.html import write_charts
+from autoprec.tracking.origin import commit_of, versions
 from autoprec.tracking.spool import named_uri
 from autoprec.tracking.tracker import Tracker
 from autoprec.tuning.events import SearchInfo
@@ -50,6 +51,10 @@ class TrackingListener:
         )
         document: dict[str, Any] = asdict(info)
         document["groups"] = len(info.groups)
+        # flat, beside what the script told: steps, seed, budget_s, ...; empty ones say nothing
+        folder = document.pop("folder")
+        asked = {key: value for key, value in document.pop("options").items() if value not in ("", None)}
+        document = {**asked, **document, "version": versions(), **commit_of(folder)}
         self._tracker.study_started(document)
 
     def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:  # noqa: ARG002

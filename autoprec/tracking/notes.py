@@ -121,6 +121,8 @@ def parent_note(result: SearchResult) -> str:
             for name, time, gap in decisions
         )
         lines += ["", "What mattered most: " + ", ".join(shown) + "."]
+    if result.verdict == "stay":
+        lines += ["", "Nothing is registered in the model registry: the script stays as it is."]
     if result.policy and result.verdict == "adopt":
         lines += [
             "",

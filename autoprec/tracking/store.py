@@ -102,6 +102,9 @@ class Store:
             self._children = {run.data.tags.get("autoprec.record", ""): run.info.run_id for run in self._trials()}
         else:
             tags = {"autoprec.record": record, "autoprec.role": "study", "autoprec.study": self.study}
+            # where MLflow's own column Source looks
+            known = {"mlflow.source.name": info.get("script"), "mlflow.source.git.commit": info.get("git_commit")}
+            tags |= {key: str(value) for key, value in known.items() if value and isinstance(value, str)}
             run = self.client.create_run(
                 self.experiment_id, start_time=int(started * 1000), tags=tags, run_name=self.study
             )

@@ -86,6 +86,11 @@ class ScriptCommand:
         return f"{Path(self.target).name} {script}".strip()
 
     @property
+    def folder(self) -> Path:
+        """The folder of the script's file; the working directory where the command names none."""
+        return (self.cwd / self.target).parent if self.kind == "script" else self.cwd
+
+    @property
     def single(self) -> bool:
         """True when one Python process is started (it may still start others itself), which can leave a zygote behind.
 

@@ -16,7 +16,7 @@ import shutil
 import threading
 import time
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +270,8 @@ class Search:
             trials=self.options.trials,
             resume_command=self.options.resume_command(stored=True),
             notes=(*host.notes, *graph.notes),
+            options={key: value for key, value in asdict(self.options).items() if key != "command"},
+            folder=str(self.command.folder),
         )
 
     def _verdict(self, setup: Setup) -> Verdict:

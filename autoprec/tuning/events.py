@@ -12,7 +12,10 @@ __all__ = ["Listener", "Listeners", "SearchInfo"]
 
 @dataclass(frozen=True, slots=True)
 class SearchInfo:
-    """What is known once the script has been looked at."""
+    """What is known once the script has been looked at.
+
+    ``options`` are those of the search by name, ``folder`` is the script's.
+    """
 
     study: str
     study_dir: str
@@ -27,6 +30,8 @@ class SearchInfo:
     trials: int
     resume_command: str
     notes: tuple[str, ...] = field(default=())
+    options: dict[str, Any] = field(default_factory=dict)
+    folder: str = ""
 
 
 class Listener(Protocol):

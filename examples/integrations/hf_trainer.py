@@ -9,9 +9,9 @@ import tempfile
 import torch
 from torch.utils.data import Dataset
 from toy import batches, make_model
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
-from autoprec.integrations.transformers import PolicyCallback
+from autoprec.integrations.transformers import PolicyCallback, training_arguments
 
 
 class Regression(torch.nn.Module):
@@ -37,8 +37,9 @@ class Samples(Dataset):
 
 
 with tempfile.TemporaryDirectory() as folder:
-    arguments = TrainingArguments(
-        folder,
+    arguments = training_arguments(  # TrainingArguments, with the precision left to the policy
+        sys.argv[1],
+        output_dir=folder,
         max_steps=30,
         per_device_train_batch_size=64,
         logging_steps=10,

@@ -20,8 +20,17 @@ default: bf16
 NEEDS = {
     "hf_trainer": "transformers",
     "accelerate_loop": "accelerate",
+    "peft_lora": "peft",
     "lightning_trainer": "lightning",
     "fabric_loop": "lightning",
+}
+#: The base of a LoRA fine-tune in FP8, its adapters in bf16.
+POLICIES = {
+    "peft_lora": """
+schema: autoprec.policy/1
+recipes: {bf16: {format: bf16}, fp8: {format: fp8, scaling: {granularity: row, power_of_2: true}}}
+layers: [{match: "*.base_layer", recipe: fp8}, {match: "*lora_*", recipe: bf16}]
+"""
 }
 
 
@@ -37,7 +46,7 @@ def test_example(tmp_path: Path, name: str) -> None:
     if package and not is_available(package):
         pytest.skip(f"{package} is not installed")
     policy = tmp_path / "policy.yaml"
-    policy.write_text(POLICY, encoding="utf-8")
+    policy.write_text(POLICIES.get(name, POLICY), encoding="utf-8")
     script = FOLDER / f"{name}.py"
     if name in ("ddp", "fsdp2"):
         done = run_ranks(script, policy, cwd=tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 
 from autoprec.applying.policy import Policy
 from autoprec.applying.swap import execution_of
+from autoprec.errors import UsageError
 from autoprec.policy import policy_from_dict
 from autoprec.support.optional import is_available
 
@@ -37,3 +39,22 @@ def test_the_trainer_callback() -> None:
     assert logs["guard/loss_gap"] == 0.0
     callback.on_train_end(None, None, None, model=model)
     assert type(model[0]) is nn.Linear
+
+
+@pytest.mark.skipif(not is_available("transformers"), reason="transformers is not installed")
+def test_training_arguments_leave_to_the_policy_what_it_decides(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from autoprec.integrations.transformers import PolicyCallback, training_arguments
+
+        document = {"schema": "autoprec.policy/1", "activations": "bf16", "execution": "eager"}
+        policy = policy_from_dict(document, cls=Policy)
+        shared = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": []}
+        decided = training_arguments(policy, bf16=True, torch_compile=True, **shared)
+        assert (decided.bf16, decided.fp16, decided.torch_compile) == (False, False, False)
+        assert training_arguments(Policy(), bf16=True, **shared).bf16, "keep is what the script says"
+    scaled = policy_from_dict({**document, "activations": "fp16", "loss_scaling": "dynamic"}, cls=Policy)
+    with pytest.raises(UsageError, match="scales the loss"):
+        training_arguments(scaled, fp16=True, **shared)
+    with pytest.raises(UsageError, match="scales the loss"):
+        PolicyCallback(scaled).on_train_begin(SimpleNamespace(fp16=True), None, None, model=nn.Linear(4, 4))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from autoprec.tracking.listener import TrackingListener
+from autoprec.tracking.notes import parent_params
 from autoprec.tracking.spool import Spool
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult, TrialRecord
@@ -29,6 +30,31 @@ def _started(tmp_path: Path) -> TrackingListener:
     listener = TrackingListener(tmp_path)
     listener.started(replace(INFO, study_dir=str(tmp_path / "demo")))
     return listener
+
+
+@pytest.mark.usefixtures("no_process")
+def test_the_study_says_what_was_asked_under_which_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoprec.tracking.listener.commit_of", lambda folder: {"git_commit": f"of {folder}"})
+    listener = TrackingListener(tmp_path)
+    options = {
+        "steps": 20,
+        "seed": 3,
+        "budget_s": 1200.0,
+        "max_memory": None,
+        "space": "",
+        "trials": 30,
+        "force": False,
+    }
+    listener.started(replace(INFO, study_dir=str(tmp_path / "demo"), options=options, folder="/there"))
+    (info,) = [event["info"] for event in _events(tmp_path / "demo") if event["kind"] == "study"]
+    params = parent_params(info)
+    assert {key: params[key] for key in ("steps", "seed", "budget_s", "force", "git_commit")} == {
+        **{"steps": "20", "seed": "3", "budget_s": "1200.0", "force": "False"},
+        "git_commit": "of /there",
+    }
+    assert params["version.autoprec"]
+    assert params["trials"] == "3", "what the search was given, resumed or not"
+    assert not {"max_memory", "space", "folder", "options"} & set(params)
 
 
 @pytest.mark.usefixtures("no_process")

@@ -41,6 +41,8 @@ def test_a_study_without_figures_still_has_a_note(result: SearchResult) -> None:
     stay = replace(result, verdict="stay", best={}, reference={}, presets=(), policy="", script="")
     assert "| reference: the script as written | – | – | – | – | – |" in parent_note(stay)
     assert "fastest candidate" not in parent_note(stay)
+    assert "Nothing is registered" in parent_note(stay)
+    assert "Nothing is registered" not in parent_note(result)
     assert "fastest candidate" in parent_note(replace(stay, best={"name": "all bf16", "step_time_ms": 9.0}))
 
 
