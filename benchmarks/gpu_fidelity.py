@@ -104,21 +104,23 @@ def gradient_table(subject: Subject, graph: GraphReport, recipes: Sequence[str],
     return lines
 
 
-def curve_table(subject: Subject, names: Sequence[str], recipes: Sequence[str], backends: Sequence[str]) -> list[str]:
+def curve_table(
+    subject: Subject, names: Sequence[str], recipes: Sequence[str], backends: Sequence[str], steps: int
+) -> list[str]:
     """Compare whole loss curves, emulated against native, with what a benign perturbation does."""
-    plain = subject.run(steps=CURVE_STEPS, warmup=0)
-    floor = divergence(subject.run(steps=CURVE_STEPS, warmup=0, perturb="bf16").losses, plain.losses)
+    plain = subject.run(steps=steps, warmup=0)
+    floor = divergence(subject.run(steps=steps, warmup=0, perturb="bf16").losses, plain.losses)
     lines = [
-        f"Noise floor of {CURVE_STEPS} steps: {floor:.3%}.",
+        f"Noise floor of {steps} steps: {floor:.3%}.",
         "",
         "| recipe | backend | emulated against it | it against the script | layers executed as asked |",
         "|---|---|---|---|---|",
     ]
     for recipe in recipes:
         policy = document(dict.fromkeys(names, recipe))
-        emulated = subject.run(steps=CURVE_STEPS, warmup=0, policy=policy, backend="emulated")
+        emulated = subject.run(steps=steps, warmup=0, policy=policy, backend="emulated")
         for backend in backends:
-            other = subject.run(steps=CURVE_STEPS, warmup=0, policy=policy, backend=backend)
+            other = subject.run(steps=steps, warmup=0, policy=policy, backend=backend)
             if not other.ok:
                 lines.append(f"| {recipe} | {backend} | {other.status}: {other.reason[:60]} | | |")
                 continue
@@ -171,6 +173,7 @@ def main() -> None:
     parser.add_argument("--recipes", default="", help=f"default: {', '.join(RECIPES)}; on a CPU {ON_CPU}")
     parser.add_argument("--backends", default="", help="default: native,transformer_engine; on a CPU native")
     parser.add_argument("--calibration", type=Path, default=None)
+    parser.add_argument("--curve-steps", type=int, default=CURVE_STEPS)
     parser.add_argument("--out", type=Path, default=None)
     asked = parser.parse_args()
     import torch
@@ -197,7 +200,7 @@ def main() -> None:
             ]
         lines += ["### Gradient errors, emulated against the device's own products", ""]
         lines += [*gradient_table(subject, graph, recipes, backends), "", "### Loss curves", ""]
-        lines += [*curve_table(subject, names, recipes, backends), "", "### Step times", ""]
+        lines += [*curve_table(subject, names, recipes, backends, asked.curve_steps), "", "### Step times", ""]
         lines += time_table(subject, graph, info.device, info.compiled, recipes, asked.calibration)
     text = "\n".join(lines)
     print(text)

@@ -1,6 +1,7 @@
 """``make gpu``: everything a GPU is needed for, in one command, resumable in parts, within a time limit.
 
     python benchmarks/gpu_run.py [--limit 480] [--out DIR] [--pack FILE] [--parts tests,calibrate,fidelity,end_to_end]
+    python benchmarks/gpu_run.py --rehearse     the same parts on a CPU with tiny models: the path, not the figures
 
 Parts that finished are kept in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again.
 After each part all of ``DIR`` is packed into ``FILE`` (default: ``DIR.tar.gz``): give it to another machine with
@@ -33,8 +34,26 @@ from autoprec.trial.inside.observe.conditions import QUERY, Conditions, ask_driv
 PARTS = ("tests", "calibrate", "fidelity", "end_to_end")
 
 
-def commands(out: Path, limit: float) -> dict[str, list[str]]:
+def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, list[str]]:
+    """Return the command of each part; a rehearsal runs the same programs where there is no GPU, on tiny models."""
     python = sys.executable
+    if rehearse:
+        words = commands(out, limit)
+        suite = ["tests/testing/test_backends.py", "-k", "TestNative and fp8_rowwise"]
+        words["tests"] = [python, "-m", "pytest", "-q", *suite]
+        words["calibrate"] += ["--device", "cpu"]
+        words["fidelity"] += ["--model", "tiny", "--curve-steps", "6"]
+        words["end_to_end"] += [
+            "--models",
+            "tiny",
+            "--presets",
+            "bf16,torchao-rowwise",
+            "--trials",
+            "3",
+            "--steps",
+            "6",
+        ]
+        return words
     return {
         "tests": [python, "-m", "pytest", "-m", "gpu", "-rs", "-q"],
         "calibrate": [python, "-m", "autoprec", "calibrate", "--output", str(out / "calibration.json")],
@@ -95,11 +114,11 @@ def throttled() -> str:
     return f"somebody else uses {used} % of the GPU" if used > 5 else ""
 
 
-def run_part(name: str, command: list[str], out: Path, left: float) -> dict[str, Any]:
+def run_part(name: str, command: list[str], out: Path, left: float, *, on_gpu: bool = True) -> dict[str, Any]:
     stored = out / f"{name}.json"
     if stored.exists():
         return dict(json.loads(stored.read_text()))
-    warning = throttled()
+    warning = throttled() if on_gpu else ""
     began = time.monotonic()
     log = out / f"{name}.log"
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
@@ -150,8 +169,12 @@ def main() -> int:
     parser.add_argument("--pack", type=Path, help="one file with all parts: read first, written after each part")
     parser.add_argument("--bundle", type=Path, default=ROOT / "gpu-bundle", help="folder of `make gpu-bundle`")
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU: does every part run through?")
     arguments = parser.parse_args()
-    gpu = gpu_name()
+    rehearse = arguments.rehearse
+    if rehearse:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    gpu = "CPU, a rehearsal with stand-ins" if rehearse else gpu_name()
     if not gpu:
         print("no NVIDIA GPU here (nvidia-smi found none): nothing was run")
         return 0
@@ -159,7 +182,7 @@ def main() -> int:
     archive = arguments.pack or arguments.out.with_name(arguments.out.name + ".tar.gz")
     if archive.exists():
         unpack(archive, arguments.out)
-    kit = unpack_kit(arguments.bundle, Path(tempfile.gettempdir()) / "autoprec-te-kit")
+    kit = "" if rehearse else unpack_kit(arguments.bundle, Path(tempfile.gettempdir()) / "autoprec-te-kit")
     if kit:
         os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (kit, os.environ.get("PYTHONPATH", "")) if p)
     deadline = time.monotonic() + arguments.limit
@@ -171,11 +194,12 @@ def main() -> int:
             results.append({"name": name, "code": 124, "seconds": 0.0, "unfinished": True})
             continue
         print(f"... {name}, {left:.0f} s left", flush=True)
-        results.append(run_part(name, commands(arguments.out, arguments.limit)[name], arguments.out, left))
+        command = commands(arguments.out, arguments.limit, rehearse=rehearse)[name]
+        results.append(run_part(name, command, arguments.out, left, on_gpu=not rehearse))
         pack(arguments.out, archive)
     text, document = report(results, gpu, wanted)
     stem = f"{document['date']}_{re.sub(r'[^A-Za-z0-9]+', '-', gpu).strip('-').lower()}"
-    target = ROOT / "benchmarks" / "results"
+    target = arguments.out if rehearse else ROOT / "benchmarks" / "results"
     (target / f"{stem}.md").write_text(text)
     (target / f"{stem}.json").write_text(json.dumps(document, indent=1))
     print(text)

@@ -42,6 +42,14 @@ def test_a_search_gets_less_than_the_whole_call_and_every_part_starts_a_file_tha
     assert float(budget[budget.index("--budget") + 1]) <= 0.6 * 480
 
 
+def test_a_rehearsal_runs_the_same_programs_without_a_gpu(tmp_path: Path) -> None:
+    real, rehearsed = gpu_run.commands(tmp_path, 480.0), gpu_run.commands(tmp_path, 480.0, rehearse=True)
+    assert list(real) == list(rehearsed) == list(gpu_run.PARTS)
+    assert all(rehearsed[name][:3] == words[:3] for name, words in real.items())
+    assert "gpu" in real["tests"]
+    assert "gpu" not in rehearsed["tests"]
+
+
 def test_a_missing_package_is_asked_for_again(tmp_path: Path) -> None:
     parts, calls = gpu_end_to_end.Parts(tmp_path), []
 

@@ -11,7 +11,9 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.testing.backends import PLANS, BackendSuite, BoundLayer, reference_gemms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-pytestmark = pytest.mark.filterwarnings("ignore")  # torchao warns on import
+pytestmark = [pytest.mark.filterwarnings("ignore")]  # torchao warns on import
+if DEVICE == "cuda":  # so that -m gpu, which the day on a GPU runs, selects the suite there
+    pytestmark.append(pytest.mark.gpu)
 
 
 class TestEmulated(BackendSuite):
