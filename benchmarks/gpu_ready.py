@@ -1,6 +1,6 @@
 """What can be said about GPUs without one: code generated for a pretended card is counted, nothing is timed.
 
-    python benchmarks/gpu_ready.py [--out FILE]
+    python benchmarks/gpu_ready.py [--out FILE] [--only "eager fp8_rowwise,compiled bf16"]
 
 Prints one table: operators of an eager linear layer, kernels and bytes of a compiled block, graph breaks, bytes per
 parameter of the sensitivity scan, and which share of a hand-written MoE's and a ViT's FLOPs may run in FP8 on an H100.
@@ -82,6 +82,7 @@ def compiled(recipe: str, backend: str) -> dict[str, Any]:
             apply_policy(_policy(recipe), model, backend=backend)
         model.block.compile()
         x = torch.randn(16, TOKENS // 16, WIDTH, requires_grad=True)
+        began = time.process_time()
         for _ in range(2 if recipe == "fp8_delayed" else 1):  # a first step without a history is traced apart
             generated.clear()
             with torch.autocast("cuda", torch.bfloat16):
@@ -93,6 +94,7 @@ def compiled(recipe: str, backend: str) -> dict[str, Any]:
         "MB": round(generated.bytes / 1e6),
         "graphs": generated.graphs,
         "breaks": sum(counters["graph_break"].values()),
+        "compile_cpu_s": round(time.process_time() - began, 1),
         "by_kind": kernels,
     }
 
@@ -200,6 +202,55 @@ def ragged() -> dict[str, Any]:
     return out
 
 
+def planned(compiled_s: dict[str, float], start_s: float) -> list[str]:
+    """Return table rows: seconds of a 30-trial search of gpt2-124M on one H100, by the schedule of a search.
+
+    Args:
+        compiled_s: CPU seconds to compile one block of this file (half a block of the model) here, by recipe.
+        start_s: CPU seconds here from the start of its script to the first step.
+    """
+    from autoprec.cost import CostModel
+    from autoprec.cost.transformer import PRESETS, decoder_report
+    from autoprec.precision.hardware import TARGETS
+    from autoprec.tuning.options import SearchOptions
+    from autoprec.tuning.schedule import Pace, schedule
+
+    report = decoder_report(PRESETS["gpt2"], batch=TOKENS // 1024, seq=1024)
+    options, rows = SearchOptions(command=("train.py",)), []
+    for what, halves, compiled in (
+        ("compiled script, every trial compiles the whole model", 24, True),
+        ("eager script, trials of uniform policies compile one block", 2, False),
+    ):
+        step_s = CostModel(report, TARGETS["h100"], compiled=True).estimate({}, activations="bf16").time_ms / 1e3
+        reference = Pace(start_s, step_s, halves * compiled_s["bf16"] * compiled)
+        trial = Pace(start_s, step_s, halves * compiled_s["fp8_rowwise"])
+        found = schedule(options, reference, trial, setup_s=start_s)
+        whole = Pace(start_s, step_s, 24 * compiled_s["fp8_rowwise"])  # finalists compile the model as it will run
+        finals = schedule(options, reference, whole, setup_s=start_s).finalists_s
+        total = found.reference_s + found.scan_s + found.trials_s + finals
+        counted = (
+            f"{total:.0f} s: trials {found.trials_s:.0f}, finalists {finals:.0f}, reference {found.reference_s:.0f}"
+        )
+        rows.append(f"| planned search, 30 trials, gpt2-124M | h100 | {what} | {counted} |")
+    return rows
+
+
+def _start_seconds() -> float:
+    """Return the CPU seconds of one step of the tiny model's script: nearly all of it is the start."""
+    words = [
+        sys.executable,
+        str(ROOT / "benchmarks" / "gpu" / "train_transformer.py"),
+        "--model",
+        "tiny",
+        "--steps",
+        "1",
+    ]
+    before = os.times()
+    subprocess.run(words, capture_output=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    after = os.times()
+    return after.children_user + after.children_system - before.children_user - before.children_system
+
+
 def _child(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any]:
     """Run one count in a process of its own: a pretended card cannot be taken out of torch again."""
     words = [sys.executable, str(Path(__file__)), "--one", what, recipe, backend, capability]
@@ -231,6 +282,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="what can be said about GPUs without one")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--processes", type=int, default=1, help="counts at a time")
+    parser.add_argument("--only", default="", help="rows, as in 'eager fp8_rowwise,compiled bf16'")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -247,11 +299,18 @@ def main() -> int:
     asked += [("compiled", r, "native", "9.0") for r in ("bf16", *HOPPER)]
     asked += [("compiled", r, "torchao", "9.0") for r in ("tensorwise", "rowwise")]
     asked += [("compiled", r, "native", "10.0") for r in BLACKWELL]
+    if arguments.only:
+        asked = [row for row in asked if " ".join(row[:2]) in arguments.only.split(",")]
+    compiled_s: dict[str, float] = {}
     with ThreadPoolExecutor(arguments.processes) as pool:
         for row, found in zip(asked, pool.map(lambda row: _child(*row), asked), strict=True):
             what, recipe, backend, capability = row
+            if what == "compiled" and backend == "native" and "compile_cpu_s" in found:
+                compiled_s[recipe] = found["compile_cpu_s"]
             lines.append(f"| {what} | {capability} | {backend}, {recipe} | {_text(found)} |")
             print(lines[-1], file=sys.stderr, flush=True)
+    if {"bf16", "fp8_rowwise"} <= set(compiled_s):
+        lines += planned(compiled_s, _start_seconds())
     lines += [
         "",
         "eager: one linear of 768 to 3072 with 16,384 tokens, operators that start a kernel, forward and backward.",

@@ -53,6 +53,7 @@ class TrialSpec:
         within_s: seconds after which a scan begins no further probe (the first one is always answered); None: no limit.
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
         memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
+        by_block: a policy that compiles the model compiles its repeated blocks instead: cheaper, a little slower.
         record_graph: also record the graph in the last step (``check``: audit by recording).
     """
 
@@ -72,6 +73,7 @@ class TrialSpec:
     side_by_side: int = 1
     threads: int = 1
     timeout_s: float = 600.0
+    by_block: bool = False
     record_graph: bool = False
     memory_limit: int | None = None
 

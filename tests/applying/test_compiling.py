@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec.applying import compiling
 from autoprec.applying.compiling import is_compiled, run_eagerly
 from autoprec.applying.policy import Policy
 
@@ -170,3 +171,35 @@ def test_every_kind_of_block_is_compiled_or_the_audit_fails(limited: bool) -> No
     assert report.ok is not limited, report
     assert [row.name for row in report.mismatches] == ["2.up"] * limited
     assert ("recompile_limit" in str(report)) is limited
+
+
+class _Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(_Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch 2.13 itself looks at it
+def test_short_trials_compile_blocks_of_one_kind_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "_by_block", False)
+    model, x = _Stack(), torch.randn(4, 16)
+    expected = model(x)
+    compiling.compile_by_block()
+    policy, before = _policy("compile"), compiling.compiled_graphs()
+    policy.apply(model)
+    assert torch.equal(model(x), expected)
+    model(x).sum().backward()
+    assert compiling.compiled_graphs() - before == 1  # three blocks, one graph
+    assert policy.audit(model).ok
+    policy.remove(model)
+    assert not is_compiled(model)
+    flat = _model()  # nothing is repeated: the model is compiled as a whole
+    policy.apply(flat)
+    assert "_compiled_call_impl" in flat.__dict__

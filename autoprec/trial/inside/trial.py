@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from autoprec.applying.compiling import keep_random_streams, run_eagerly
+from autoprec.applying.compiling import compile_by_block, keep_random_streams, run_eagerly
 from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
 from autoprec.support.files import canonical_json, finite
 from autoprec.trial.inside.applying import apply_document, state_document, watch_state
@@ -112,6 +112,8 @@ class Trial:
             reseed(spec.seed + _rank())
         if spec.perturb:
             round_weights(self.found, spec.perturb)
+        if spec.by_block:
+            compile_by_block()
         try:
             self._policy = apply_document(spec.policy, self.found, spec.backend)
         except AutoPrecError as error:

@@ -69,21 +69,29 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
             name = f"all {_label(problem.baseline)}, {'compiled' if execution == 'compile' else 'not compiled'}"
             yield name, _uniform(problem, problem.baseline, problem.groups, execution=execution)
     yield from _from_space(problem)
-    for choice in uniform:
-        if choice != problem.baseline and "/" not in choice:
-            yield from _partial(problem, choice)
+    # FP8 casts that nobody fuses seldom pay: where a policy may compile the model, its exceptions are tried compiled
+    execution = "compile" if "compile" in problem.parameters.get("execution", ()) else ""
+    quantised = [c for c in uniform if c != problem.baseline and "/" not in c]
+    for choice in quantised if execution else ():
+        yield f"all {_label(choice)}, compiled", _uniform(problem, choice, problem.groups, execution=execution)
+    for choice in quantised:
+        yield from _partial(problem, choice, execution)
 
 
-def _partial(problem: Problem, choice: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def _partial(problem: Problem, choice: str, execution: str) -> Iterator[tuple[str, dict[str, Any]]]:
     label, groups = _label(choice), problem.groups
-    edges = _edge_blocks(problem)
-    yield f"{label}, head kept", _uniform(problem, choice, [g for g in groups if "head" not in g.flags])
-    yield f"{label}, first and last block kept", _uniform(problem, choice, [g for g in groups if not _inside(g, edges)])
-    yield f"{label}, attention kept", _uniform(problem, choice, [g for g in groups if not _matches(g, _ATTENTION)])
-    yield f"{label}, MLP only", _uniform(problem, choice, [g for g in groups if _matches(g, _MLP)])
-    layers = {layer.name: layer for layer in problem.report.layers}
-    passed = [g for g in groups if all(torchao_filter(layers[name]) for name in g.layers)]
-    yield f"{label}, torchao filter", _uniform(problem, choice, passed)
+    edges, layers = _edge_blocks(problem), {layer.name: layer for layer in problem.report.layers}
+    kept = {
+        "head kept": [g for g in groups if "head" not in g.flags],
+        "first and last block kept": [g for g in groups if not _inside(g, edges)],
+        "attention kept": [g for g in groups if not _matches(g, _ATTENTION)],
+        "MLP only": [g for g in groups if _matches(g, _MLP)],
+        "torchao filter": [g for g in groups if all(torchao_filter(layers[name]) for name in g.layers)],
+    }
+    parameters = {"execution": execution} if execution else {}
+    for what, inside in kept.items():
+        name = f"{label}, {what}" + (", compiled" if execution else "")
+        yield name, _uniform(problem, choice, inside, **parameters)
 
 
 def _from_space(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:

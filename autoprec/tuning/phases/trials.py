@@ -159,7 +159,15 @@ class _Loop:
         gap = hopeless_gap(setup, self.ledger, params)
         predicted = self.table.predict(setup.problem, params)
         return measured(
-            setup, self.runner, self.ledger, plan, reference, predicted, reference_losses=reference.losses, stop_gap=gap
+            setup,
+            self.runner,
+            self.ledger,
+            plan,
+            reference,
+            predicted,
+            reference_losses=reference.losses,
+            stop_gap=gap,
+            by_block=True,
         )
 
     def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:

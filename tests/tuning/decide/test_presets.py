@@ -6,8 +6,12 @@ from autoprec.tuning.decide.problem import Problem, layer_key
 from tests.tuning.models import gpt, linear, report
 
 
+def compiled_script() -> Problem:
+    return Problem.build(gpt(), load_space("hopper-fp8").executed(compiled=True, measured=True))
+
+
 def test_what_people_run_today_is_there() -> None:
-    problem = Problem.build(gpt(), load_space("hopper-fp8"))
+    problem = compiled_script()
     names = [name for name, _ in presets(problem)]
     for wanted in (
         "all bf16",
@@ -40,8 +44,16 @@ def test_uniform_ones_come_first_under_a_limit() -> None:
     assert [name for name, _ in presets(problem, 2)] == ["all bf16", "all fp8_rowwise"]
 
 
+def test_exceptions_of_an_uncompiled_script_are_tried_compiled() -> None:
+    found = dict(presets(Problem.build(gpt(), load_space("hopper-fp8").executed(compiled=False, measured=True))))
+    assert found["all fp8_rowwise"]["execution"] == "keep"
+    assert found["all fp8_rowwise, compiled"]["execution"] == "compile"
+    assert found["fp8_rowwise, head kept, compiled"]["execution"] == "compile"
+    assert "fp8_rowwise, head kept" not in found
+
+
 def test_edge_blocks_and_head_are_left_out_where_the_name_says_so() -> None:
-    problem = Problem.build(gpt(), load_space("hopper-fp8"))
+    problem = compiled_script()
     found = dict(presets(problem))
     kept = found["fp8_rowwise, first and last block kept"]
     assert {kept[layer_key(f"h.{b}.mlp.c_fc")] for b in (0, 3)} == {"bf16"}
@@ -74,7 +86,8 @@ def test_torchaos_thresholds() -> None:
 
 def test_a_model_large_enough_gets_the_torchao_preset() -> None:
     layers = [linear("big", 4096, 4096, 14336), linear("small", 4096, 512, 512), linear("mid", 64, 4096, 8192)]
-    found = dict(presets(Problem.build(report(layers), load_space("hopper-fp8"))))
+    space = load_space("hopper-fp8").executed(compiled=True, measured=True)
+    found = dict(presets(Problem.build(report(layers), space)))
     preset = found["fp8_rowwise, torchao filter"]
     assert (preset["layer:big"], preset["layer:small"]) == ("fp8_rowwise", "bf16")
 
