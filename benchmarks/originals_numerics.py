@@ -126,6 +126,11 @@ def block_formats() -> Iterator[Row]:
     made = quantize(x, spec_of(BUILTIN_RECIPES["nvfp4_plain"], "fprop", "input"))
     theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
     yield Row("NVFP4 values, two-level scales", version("torchao"), dequantize(made), theirs.dequantize(torch.float32))
+    x = normal(64, 256)
+    x[::2] *= 1e-5  # groups whose scale would lie below E4M3's smallest normal value
+    made = quantize(x, spec_of(BUILTIN_RECIPES["nvfp4_plain"], "fprop", "input"))
+    theirs = NVFP4Tensor.to_nvfp4(x, per_tensor_scale=per_tensor_amax_to_scale(x.abs().max()))
+    yield Row("NVFP4 values, tiny groups", version("torchao"), dequantize(made), theirs.dequantize(torch.float32))
     amax = torch.exp2(normal(4096) * 20).abs()
     expected = torch.ceil(torch.log2(amax.double() / 448.0)).clamp(-127, 127) + 127
     yield Row("E8M0 scale of an amax", "OCP MX 1.0, section 6.3, rounded up", encode_e8m0(amax, 448.0), expected)
@@ -146,6 +151,7 @@ def integers() -> Iterator[Row]:
 def deepseek() -> Iterator[Row]:
     """DeepGEMM ``testing/numeric.py`` and ``utils/math.py``: per_token_cast_to_fp8, per_block_cast_to_fp8."""
     x = normal(256, 512) * torch.exp(normal(256, 1, seed=1) * 3)
+    x[:128, :128] *= 1e-9  # tiny blocks, whose amax is clamped
     tiles = x.view(256, 4, 128)
     for power in (False, True):
         for kind, view, dims in (
@@ -157,7 +163,8 @@ def deepseek() -> Iterator[Row]:
             if power:
                 inverse = torch.exp2(torch.ceil(torch.log2(inverse)))
             theirs = (view * (1.0 / inverse)).to(E4M3).float() * inverse
-            recipe = fp8("block", power_of_2=power, amax_epsilon=1e-4)
+            recipe = BUILTIN_RECIPES["fp8_block_fp32_scales"]
+            recipe = fp8("block", power_of_2=True, amax_epsilon=1e-4) if power else recipe
             operand = "input" if kind.startswith("1x") else "weight"
             ours = dequantize(quantize(x, spec_of(recipe, "fprop", operand), operand=operand))
             label = f"E4M3, {kind}, {'power-of-two' if power else 'float32'} scales"

@@ -238,6 +238,7 @@ class RootExecution:
         emulates_casts: bfloat16 products are emulated where a CPU has no units for them.
         context: what a backend needs around the whole forward, if anything.
         before: learns delayed scales before each forward, where the policy has any.
+        after_step: called when an optimizer has stepped, if anything.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
         narrowed: the model's output was rounded to 16 bits before it was widened to FP32.
     """
@@ -254,6 +255,7 @@ class RootExecution:
     modes: dict[bool, OperatorMode] = field(init=False, default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] | None = None
     before: DelayedReduction | None = None
+    after_step: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         slow = {torch.float16} if self.device == "cpu" else set()

@@ -26,8 +26,8 @@ from autoprec.applying.swap import ShrunkGradient, install, install_root, swappe
 from autoprec.applying.units import Unit, tunable_layers, tunable_units, unwrap
 from autoprec.backends import Backend, choose, get
 from autoprec.errors import UnsupportedError
-from autoprec.numerics.conv import CONV_FORMATS, ConvExecution
 from autoprec.numerics.delayed import DelayedReduction
+from autoprec.numerics.one_dtype import ONE_DTYPE_FORMATS, ConvExecution, RecurrentExecution
 from autoprec.policy import LayerPlan, load_policy, resolve, save_policy
 from autoprec.policy.table import policy_table
 from autoprec.precision.recipes import GEMMS
@@ -99,7 +99,7 @@ def _install_root(
         kind = device.split(":")[0]
         activations = _ACTIVATIONS.get(policy.activations)
         root_execution = RootExecution(activations, policy.operators, kind, low, backend.emulates_casts)
-        root_execution.context = backend.around_model()
+        root_execution.context, root_execution.after_step = backend.around_model(), backend.after_step()
         reduction = DelayedReduction(root, executions.values())
         root_execution.before = reduction if reduction.slots else None
         install_root(root, root_execution)
@@ -172,10 +172,15 @@ class _Binder:
     def _bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
         seed = zlib.crc32(name.encode())
         if unit.kind == "conv":
-            refusal = _conv_refusal(plan)
+            refusal = _one_dtype_refusal(plan, "a convolution")
             if not refusal:
                 kept = "fp32" if plan.fprop is None else plan.fprop.format
                 return ConvExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
+        elif isinstance(unit.module, nn.RNNBase):
+            refusal = _one_dtype_refusal(plan, "a recurrent layer")
+            if not refusal:
+                kept = "fp32" if plan.fprop is None else plan.fprop.format
+                return RecurrentExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
         else:
             refusal = attention_refusal(unit.module) if isinstance(unit.module, nn.MultiheadAttention) else ""
             if not refusal and not plan.scaled:
@@ -215,15 +220,16 @@ class _Binder:
         return ""
 
 
-def _conv_refusal(plan: LayerPlan) -> str:
+def _one_dtype_refusal(plan: LayerPlan, what: str) -> str:
+    """Return why a convolution or a recurrent layer, which run in one dtype, cannot run a plan; empty when they can."""
     formats = {None if (r := plan.recipe(gemm)) is None else r.format for gemm in GEMMS}
     found = formats.pop()
     if formats:
-        return "a convolution runs one recipe in all three passes"
+        return f"{what} runs one recipe in all three passes"
     if plan.fprop is not None and plan.fprop.output == "fp32":
-        return "a convolution returns the dtype that it runs in: leave output: fp32 to a linear layer"
-    if found not in CONV_FORMATS:
-        return f"no device runs a {found} convolution in training: fp32, bf16 or fp16 only"
+        return f"{what} returns the dtype that it runs in: leave output: fp32 to a linear layer"
+    if found not in ONE_DTYPE_FORMATS:
+        return f"no device runs {what} in {found} in training: fp32, bf16 or fp16 only"
     return ""
 
 

@@ -134,6 +134,7 @@ _FORWARDS: dict[str, Callable[..., Any]] = {
     "conv": _convolution_forward,
     "embedding": _embedding_forward,
     "functional": _functional_forward,
+    "recurrent": _functional_forward,
     "attention": _attention_forward,
 }
 

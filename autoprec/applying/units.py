@@ -22,6 +22,7 @@ __all__ = ["Unit", "clean_name", "kind_of", "tunable_layers", "tunable_units", "
 
 _TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
+_RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: Raw parameters that look like tables or gains, not like GEMM weights.
 _NO_WEIGHT = re.compile(r"emb|pos|token|query_tokens|prompt|bias|norm|scale|gamma|beta|codebook|mask|A_log|lora_|table")
@@ -32,8 +33,9 @@ _SMALLEST = 8
 class Unit:
     """One thing a policy decides about: a module of a ``kind``, or a raw ``parameter`` of a module.
 
-    ``kind`` is linear, conv1d (transformers), conv, attention (a projection of ``nn.MultiheadAttention``) or
-    functional (a weight seen only when a function multiplies by it).
+    ``kind`` is linear, conv1d (transformers), conv, recurrent (an LSTM, GRU or RNN: one kernel runs all its weights),
+    attention (a projection of ``nn.MultiheadAttention``) or functional (a weight seen only when a function
+    multiplies by it).
     """
 
     module: nn.Module
@@ -86,7 +88,7 @@ def clean_name(name: str) -> str:
 
 
 def kind_of(module: nn.Module) -> str:
-    """Return ``linear``, ``conv1d`` (transformers), ``conv``, ``functional``, or an empty string.
+    """Return ``linear``, ``conv1d`` (transformers), ``conv``, ``recurrent``, ``functional``, or an empty string.
 
     A linear layer with a forward of its own is ``functional``: its own code runs, and the GEMM in it is found when it
     multiplies by the weight.
@@ -94,6 +96,9 @@ def kind_of(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return ""  # its code is compiled: nothing done to it from Python reaches the GEMM
     base = swapped_base(module)
+    if isinstance(module, nn.RNNBase):
+        standard = next((c.forward for c in base.__mro__ if c in _RECURRENT), None)
+        return "recurrent" if base.forward is standard and "forward" not in module.__dict__ else ""
     weight = module._parameters.get("weight")
     weight = weight if isinstance(weight, nn.Parameter) else None
     if weight is None and isinstance(module, nn.Linear):
@@ -154,7 +159,7 @@ def tunable_units(model: nn.Module) -> dict[str, Unit]:
             continue
         kind = kind_of(module)
         if kind:
-            found[clean] = Unit(module, kind)
+            found[clean] = Unit(module, kind, "weight_ih_l0" if kind == "recurrent" else "weight")
         elif not isinstance(module, (nn.Linear, nn.Embedding)):
             for parameter in _raw_weights(module):
                 path = clean if parameter == "weight" else f"{clean}.{parameter}" if clean else parameter

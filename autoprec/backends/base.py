@@ -44,6 +44,10 @@ class Backend(ABC):
         """Return what makes the context that the model's forward is run in, or None where it needs none."""
         return None
 
+    def after_step(self) -> Callable[[], None] | None:
+        """Return what is called on every rank when an optimizer has stepped, or None where nothing is pending then."""
+        return None
+
 
 #: Builds a backend; kept lazy so that optional packages are imported only when asked for.
 BackendFactory = Callable[[], Backend]

@@ -7,8 +7,9 @@ copied: the library's function, or a shell module that shares the Parameters, is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,16 @@ def wants_bf16(plan: LayerPlan) -> bool:
     return any((recipe := plan.recipe(gemm)) is not None and recipe.format == "bf16" for gemm in GEMMS)
 
 
+class Memory(Protocol):
+    """What a library remembers of one layer between steps."""
+
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        """Return tensors whose shapes the plan alone decides."""
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from :meth:`state`."""
+
+
 @dataclass(slots=True)
 class LibraryExecution(Execution):
     """Runs one layer through a library.
@@ -40,11 +51,22 @@ class LibraryExecution(Execution):
         product: ``(input [M, K], weight [N, K]) -> [M, N]``, differentiable; the weight comes as it is stored.
         labels: what the library runs, by GEMM.
         rows: multiple of M that the library's kernels need.
+        memory: what the library remembers between steps, if anything: ``state(device)`` and ``load(state)``.
     """
 
     product: Callable[[Tensor, Tensor], Tensor]
     labels: dict[str, str]
     rows: int = 1
+    memory: Memory | None = None
+
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        """Return what the library remembers."""
+        return {} if self.memory is None else self.memory.state(device)
+
+    def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
+        """Continue from :meth:`state`; one that lacks a part is not taken."""
+        if self.memory is not None and state.keys() == self.memory.state(device).keys():
+            self.memory.load(state)
 
     def describe(self) -> str:
         """Return what ``print(model)`` shows."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autoprec.support.optional import require
 
-__all__ = ["EngineState", "delayed_buffers"]
+__all__ = ["DelayedMemory", "EngineState", "delayed_buffers"]
 
 
 class EngineState:
@@ -50,12 +50,17 @@ class EngineState:
         if inside and self.manager.get_fp8_recipe() is recipe:
             yield
             return
-        if not inside and self.backward_seen and torch.is_grad_enabled():
-            self.manager.reduce_and_update_fp8_tensors(forward=False)
-            self.backward_seen = False
+        if not inside and torch.is_grad_enabled():
+            self.settle()
         with self.te.autocast(enabled=True, recipe=recipe):
             self.manager.is_first_fp8_module()
             yield
+
+    def settle(self) -> None:
+        """Update backward scales from what the last backward saw; a collective where ranks train together."""
+        if self.backward_seen:
+            self.manager.reduce_and_update_fp8_tensors(forward=False)
+            self.backward_seen = False
 
     @contextlib.contextmanager
     def repeated(self, recipe: Any, shell: nn.Module, scale: Tensor | None) -> Iterator[None]:
@@ -87,8 +92,56 @@ class EngineState:
             out.register_hook(seen)  # type: ignore[no-untyped-call]
 
 
-def delayed_buffers(shell: Any) -> tuple[Tensor, Tensor] | None:
-    """Return scale and amax history of a module's forward operands, or None where it has none."""
-    state = shell.fp8_meta.get("scaling_fwd")
+def delayed_buffers(shell: Any, key: str = "scaling_fwd") -> tuple[Tensor, Tensor] | None:
+    """Return scale and amax history of a module's forward (or backward) operands, or None where it has none."""
+    state = shell.fp8_meta.get(key)
     scale, history = getattr(state, "scale", None), getattr(state, "amax_history", None)
     return None if scale is None or history is None else (scale, history)
+
+
+class DelayedMemory:
+    """What delayed scaling of one TE module remembers between steps, for checkpoints.
+
+    TE makes a module's buffers in its first forward, and quantizers hold views of them: what was loaded before is kept
+    until then and copied in place, before anything is cast. Buffers are saved with as many columns as TE ever has, one
+    per tensor of a direction (input, weight, output; grad_output, grad_input), so that shapes depend on the recipe
+    alone.
+    """
+
+    _SLOTS = (("forward", "scaling_fwd", 3), ("backward", "scaling_bwd", 2))
+
+    def __init__(self, shell: Any, length: int) -> None:
+        self.shell, self.length = shell, length
+        self.pending: dict[str, Tensor] | None = None
+
+    def state(self, device: torch.device) -> dict[str, Tensor]:
+        """Return scales float32 ``[tensors]`` and histories float32 ``[amax_history_len, tensors]`` per direction."""
+        if self.pending is not None:
+            return {name: value.to(device, copy=True) for name, value in self.pending.items()}
+        found = {}
+        for name, key, columns in self._SLOTS:
+            scale, history = torch.ones(columns, device=device), torch.zeros(self.length, columns, device=device)
+            held = delayed_buffers(self.shell, key)
+            if held is not None:
+                scale[: held[0].numel()] = held[0]
+                history[:, : held[1].shape[1]] = held[1]
+            found |= {f"{name}.scale": scale, f"{name}.history": history}
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Continue from :meth:`state`, from the next forward on."""
+        self.pending = {name: value.detach().clone() for name, value in state.items()}
+
+    def restore(self) -> None:
+        """Put what was loaded into TE's buffers; inside the recipe's context, before the module's forward."""
+        if self.pending is None:
+            return
+        self.shell.init_fp8_metadata(num_gemms=1)
+        for name, key, _ in self._SLOTS:
+            held = delayed_buffers(self.shell, key)
+            if held is not None:
+                held[0].copy_(self.pending[f"{name}.scale"][: held[0].numel()])
+                history = self.pending[f"{name}.history"]
+                rows = min(len(history), len(held[1]))
+                held[1][:rows].copy_(history[:rows, : held[1].shape[1]])
+        self.pending = None

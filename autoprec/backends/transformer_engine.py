@@ -28,7 +28,7 @@ from autoprec.backends.te_quantizers import (
     refusal,
     with_accumulation,
 )
-from autoprec.backends.te_state import EngineState, delayed_buffers
+from autoprec.backends.te_state import DelayedMemory, EngineState, delayed_buffers
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.linear import in_backward
 from autoprec.policy import LayerPlan
@@ -136,6 +136,8 @@ class TransformerEngineBackend(Backend):
         )
         recipe, delayed = self._recipe(plan, name, weight.device), is_delayed(plan.fprop)
         scale: Tensor | None = None
+        scaling = plan.fprop.scaling if plan.fprop is not None else None
+        memory = DelayedMemory(shell, scaling.amax_history_len) if delayed and scaling is not None else None
 
         def product(x: Tensor, weight: Tensor) -> Tensor:
             nonlocal scale
@@ -144,6 +146,8 @@ class TransformerEngineBackend(Backend):
             again = in_backward()
             context = state.repeated(recipe, shell, scale) if again else state.entered(recipe)
             with torch.autocast(x.device.type, x.dtype, enabled=x.dtype is not weight.dtype), context:
+                if memory is not None and not again:
+                    memory.restore()
                 out: Tensor = shell(x)
                 if delayed and not again and (buffers := delayed_buffers(shell)) is not None:
                     scale = buffers[0].clone()
@@ -162,6 +166,7 @@ class TransformerEngineBackend(Backend):
             uncompiled="Transformer Engine's delayed scaling breaks compiled graphs: it runs between them"
             if delayed
             else "",
+            memory=memory,
         )
 
     def around_model(self) -> Callable[[], AbstractContextManager[Any]] | None:
@@ -170,6 +175,10 @@ class TransformerEngineBackend(Backend):
             return None
         state, recipe = self._state, self._outer
         return lambda: state.entered(recipe)
+
+    def after_step(self) -> Callable[[], None] | None:
+        """Return what updates backward scales once an optimizer has stepped, so that checkpoints have the next ones."""
+        return None if self._outer is None or self._state is None else self._state.settle
 
     def _started(self) -> EngineState:
         if self._state is None:

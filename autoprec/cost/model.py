@@ -362,10 +362,13 @@ class CostModel:
         family = recipe_family(recipe)
         if "double_backward" in layer.flags and recipe.scaled:
             return False, f"its gradients are differentiated (create_graph=True), which no {family} GEMM supports"
+        alone = layer.kind in ("conv", "rnn")
         if layer.kind == "conv" and family in _NO_CONV:
             return False, f"no {family} convolution kernel exists in the backends: convolutions run in 16 bits"
         if layer.kind == "rnn" and family in _NO_CONV:
             return False, "recurrent layers run in the library's own kernels: 16 bits at least"
+        if alone and (family == "tf32" or recipe.output == "fp32"):
+            return False, f"its library's kernels run in fp32, bf16 or fp16 and return that: not {recipe.describe()}"
         if self.target.is_cpu:
             return True, device.reason
         multiple = alignment(family)

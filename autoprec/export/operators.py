@@ -38,6 +38,10 @@ def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], 
     """
     _report_attention(request, losses, kept.get("attention", ""), lost.get("attention", ""))
     for rule in request.rules():
+        scalings = [recipe.scaling for recipe in rule.plan.scaled if recipe.scaling is not None]
+        steps = max((scaling.calibration_steps for scaling in scalings), default=0)
+        if steps and request.runs(rule.plan):
+            losses.add(f"calibration_steps: {steps}", "quantised from the first step on", rule.match)
         if rule.plan.fprop is not None and rule.plan.fprop.output == "fp32" and request.runs(rule.plan):
             if "wide" in kept:
                 losses.kept[f"layers '{rule.match}': {rule.plan.fprop.describe()}"] = kept["wide"]
@@ -45,6 +49,11 @@ def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], 
                 losses.add(rule.plan.fprop.describe(), f"{rule.plan.fprop.format}: the product is rounded", rule.match)
     for name, value in request.policy.stability.model_dump(exclude_defaults=True).items():
         losses.add(f"stability.{name}: {value:g}", "nothing: the training loop must do it")
+    if request.policy.communication.weights != "keep":
+        if "gather" in kept:
+            losses.kept["communication.weights: fp8"] = kept["gather"]
+        else:
+            losses.add("communication.weights: fp8", "weights are gathered as the stack does it")
     execution = request.policy.execution
     if execution != "keep" and "execution" in kept:
         losses.kept[f"execution: {execution}"] = kept["execution"]
@@ -71,7 +80,14 @@ def _report_attention(request: Request, losses: Losses, kept: str, lost: str) ->
 
 
 def autocast_operators(
-    request: Request, losses: Losses, *, output: str = "", lost: str = "", execution: str = "", attention: str = ""
+    request: Request,
+    losses: Losses,
+    *,
+    output: str = "",
+    lost: str = "",
+    execution: str = "",
+    attention: str = "",
+    gather: str = "",
 ) -> None:
     """Report a target that runs the model under ``torch.autocast``.
 
@@ -82,8 +98,10 @@ def autocast_operators(
         lost: what the output is instead.
         execution: who compiles the model, or does not, as the policy says; empty for nobody.
         attention: who runs attention in the dtype that the policy names; empty for nobody.
+        gather: who gathers weights in FP8; empty for nobody.
     """
-    more = {name: who for name, who in (("execution", execution), ("attention", attention)) if who}
+    named = (("execution", execution), ("attention", attention), ("gather", gather))
+    more = {name: who for name, who in named if who}
     if request.policy.activations == "keep":
         report_operators(request, losses, dict.fromkeys(OPERATORS, _UNTOUCHED) | more, {})
         return

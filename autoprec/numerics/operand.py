@@ -71,16 +71,30 @@ class QuantizerState:
     agree on delayed scales before they are computed (``numerics.delayed``). ``postponed`` counts training forwards
     without a graph, which are the first of two where reentrant checkpointing recomputes. ``traced`` is true where
     amaxes are only noted, in a compiled graph and on a GPU, and ``numerics.delayed`` learns them for all layers at
-    once; ``prepared`` is the device on which the tensors for that lie.
+    once; ``prepared`` is the device on which the tensors for that lie. ``calibrated`` counts training forwards that
+    only noted amaxes, ``calibrating`` says whether the last forward did, which a recomputation repeats.
     """
 
-    __slots__ = ("delayed", "generators", "graph", "last", "postponed", "prepared", "seed", "shared", "traced")
+    __slots__ = (
+        "calibrated",
+        "calibrating",
+        "delayed",
+        "generators",
+        "graph",
+        "last",
+        "postponed",
+        "prepared",
+        "seed",
+        "shared",
+        "traced",
+    )
 
     def __init__(self, seed: int = 0) -> None:
         self.seed = seed
         self.shared = self.traced = False
         self.prepared: torch.device | None = None
-        self.postponed = 0
+        self.postponed = self.calibrated = 0
+        self.calibrating = False
         self.delayed: dict[tuple[str, Spec], DelayedScale] = {}
         self.graph: dict[str, DelayedScale] = {}  # the same ones, by a key that Dynamo can look up
         self.last: dict[tuple[str, Spec], Tensor] = {}
@@ -144,6 +158,12 @@ class QuantizerState:
         self.last[key] = scale
         self.traced = self.traced or update
         return scale, history.seen if update else None
+
+    def note(self, operand: str, spec: Spec, amax: Tensor) -> None:
+        """Take an amax in without asking for a scale (calibration)."""
+        together = self.prepared is not None and amax.is_cuda
+        self.traced = self.traced or together
+        self.history(operand, spec).take(amax, shared=self.shared or together)
 
     def seen(self, operand: str, spec: Spec) -> Tensor | None:
         """Return the largest amax noted since scales were last computed, or None; float32, 0-d."""

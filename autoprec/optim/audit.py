@@ -8,8 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.optim.communication import GradientHook, find_distributed
-from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of, stability_of
+from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of, stability_of, weight_gather_of
 from autoprec.optim.tensor import StoredTensor
+from autoprec.optim.weight_gather import GatheredWeights
 from autoprec.policy import Policy
 
 __all__ = ["audit_optimizer"]
@@ -40,6 +41,19 @@ def _gradients(requested: str, runtime: OptimizerRuntime | None, matrices: list[
         return _entry(requested, requested, f"{rounded} rounded at the step, not stored (DDP)" if rounded else "")
     found = _held([p.grad for p in matrices], requested)
     return _entry(requested, "fp32" if requested == "fp32" and found == "nothing yet" else found)
+
+
+def _gathered(policy: Policy, found: GatheredWeights | None) -> dict[str, Any]:
+    """Audit what FSDP2 gathers: one weight that travels as it is makes a mismatch."""
+    requested = policy.communication.weights
+    if found is None:
+        alone = "the model is not under FSDP2: no weight is gathered"
+        return {"requested": requested, "executed": "-", "ok": True, "reason": alone}
+    if found.refused:
+        name, why = next(iter(found.refused.items()))
+        return _entry(requested, "keep", f"{len(found.refused)} weights travel as they are ({name}: {why})")
+    sent = f"{found.plain_bytes / found.sent_bytes:.2f} times fewer bytes than FP32" if found.sent_bytes else ""
+    return _entry(requested, requested if found.names else "keep", sent or "no layer multiplies in FP8")
 
 
 def _stability(policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> dict[str, dict[str, Any]]:
@@ -99,6 +113,8 @@ def audit_optimizer(
     else:  # the script's own scaler does it
         out["loss_scaling"] = _entry(policy.loss_scaling, "dynamic", scaler.inactive_reason)
     out |= _stability(policy, optimizer, model)
+    if policy.communication.weights != "keep":
+        out["communication.weights"] = _gathered(policy, weight_gather_of(optimizer))
     wrapper = None if model is None else find_distributed(model)
     if wrapper is not None:
         hook: GradientHook | None = getattr(wrapper, "_autoprec_gradient_hook", None)

@@ -24,6 +24,7 @@ from autoprec.optim.guard import Stability, StepGuard
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.optim.update import adam_update, sgd_update
+from autoprec.optim.weight_gather import GatheredWeights, install_weight_gather
 from autoprec.optim.weights import StoredWeights
 from autoprec.policy import OptimizerPolicy, Policy, StabilityPolicy
 
@@ -36,10 +37,12 @@ __all__ = [
     "skipped_steps",
     "stability_of",
     "unwrap_optimizer",
+    "weight_gather_of",
     "wrap_optimizer",
 ]
 
 _ATTRIBUTE, _SCALER, _STABILITY = "_autoprec_runtime", "_autoprec_loss_scaler", "_autoprec_stability"
+_GATHER = "_autoprec_weight_gather"
 _ADAM, _SGD = "adam", "sgd"
 
 
@@ -221,6 +224,11 @@ def stability_of(optimizer: torch.optim.Optimizer) -> Stability | None:
     return getattr(optimizer, _STABILITY, None)
 
 
+def weight_gather_of(optimizer: torch.optim.Optimizer) -> GatheredWeights | None:
+    """Return which weights are gathered in FP8 since ``wrap_optimizer``; None where nothing is sharded."""
+    return getattr(optimizer, _GATHER, None)
+
+
 def skipped_steps(optimizer: torch.optim.Optimizer) -> int:
     """Return how many steps the guards or our loss scaler left out (a script's own GradScaler not included)."""
     runtime, scaler, stability = runtime_of(optimizer), loss_scaler_of(optimizer), stability_of(optimizer)
@@ -314,6 +322,8 @@ def wrap_optimizer(
         setattr(optimizer, _SCALER, LossScaler.install(model, [optimizer]))
     if isinstance(policy, Policy) and model is not None and policy.communication.gradients != "fp32":
         install_gradient_hook(model, policy.communication.gradients)
+    if isinstance(policy, Policy) and model is not None and policy.communication.weights != "keep":
+        setattr(optimizer, _GATHER, install_weight_gather(model, policy))
     if isinstance(policy, Policy) and policy.stability != StabilityPolicy():
         setattr(optimizer, _STABILITY, Stability.install(optimizer, policy.stability, model))
     if choice == OptimizerPolicy():

@@ -107,9 +107,13 @@ class OptimizerPolicy(_Frozen):
 
 
 class CommunicationPolicy(_Frozen):
-    """What travels between ranks; reductions of low-precision gradients accumulate in FP32."""
+    """What travels between ranks; reductions of low-precision gradients accumulate in FP32.
+
+    ``weights: fp8`` is for FSDP2: the weights of layers that multiply in FP8 are gathered as FP8 codes.
+    """
 
     gradients: Literal["fp32", "bf16", "fp8"] = "fp32"
+    weights: Literal["keep", "fp8"] = Field("keep", description="what FSDP2 gathers of the weights of FP8 layers")
 
 
 class StabilityPolicy(_Frozen):
@@ -282,6 +286,8 @@ class Policy(_Frozen):
         out |= {"default": self.default, "activations": self.activations}
         for name in ("operators", "optimizer", "communication"):
             out[name] = getattr(self, name).model_dump()
+        if self.communication.weights == "keep":
+            del out["communication"]["weights"]
         if self.stability != StabilityPolicy():
             out["stability"] = self.stability.model_dump()
         out["loss_scaling"] = self.loss_scaling

@@ -112,9 +112,10 @@ class OptimizerSpace(_Frozen):
 
 
 class CommunicationSpace(_Frozen):
-    """Formats of gradient communication that may be tried; the first is the default."""
+    """Formats of communication that may be tried; the first is the default."""
 
     gradients: tuple[str, ...] = ("fp32",)
+    weights: tuple[str, ...] = ("keep",)
 
 
 class StabilitySpace(_Frozen):
@@ -204,8 +205,9 @@ class SearchSpace(_Frozen):
         for name in OptimizerSpace.model_fields:
             for value in getattr(self.optimizer, name):
                 OptimizerPolicy.model_validate({name: value})
-        for value in self.communication.gradients:
-            CommunicationPolicy.model_validate({"gradients": value})
+        for name in CommunicationSpace.model_fields:
+            for value in getattr(self.communication, name):
+                CommunicationPolicy.model_validate({name: value})
         for name in StabilitySpace.model_fields:
             for number in getattr(self.stability, name):
                 StabilityPolicy.model_validate({name: number})
@@ -227,7 +229,8 @@ class SearchSpace(_Frozen):
         out: dict[str, tuple[Any, ...]] = {"activations": self.activations, "attention": self.attention}
         for name in OptimizerSpace.model_fields:
             out[f"optimizer.{name}"] = getattr(self.optimizer, name)
-        out["communication.gradients"] = self.communication.gradients
+        for name in CommunicationSpace.model_fields:
+            out[f"communication.{name}"] = getattr(self.communication, name)
         for name in StabilitySpace.model_fields:
             out[f"stability.{name}"] = getattr(self.stability, name)
         out["execution"] = self.execution

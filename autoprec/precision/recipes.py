@@ -54,12 +54,17 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+#: What only delayed scaling has, and its defaults.
+_DELAYED = {"margin": 0, "amax_history_len": 16, "amax_compute_algo": "max", "calibration_steps": 0}
+
+
 class Scaling(_Frozen):
     """How scales are chosen for ``fp8`` and ``int8``; MXFP8 and NVFP4 carry their scaling in the format.
 
     ``block`` is DeepSeek-V3's scheme: 1x128 tiles of input and grad_output, 128x128 blocks of weight
     (arXiv 2412.19437, section 3.3). ``delayed`` takes the scale from the last ``amax_history_len`` steps
-    (Transformer Engine's ``DelayedScaling``), per tensor only.
+    (Transformer Engine's ``DelayedScaling``), per tensor only; ``calibration_steps`` is what TE's ``calibrating`` is
+    for: a layer's first training forwards fill the history without quantising anything.
     """
 
     granularity: Literal["tensor", "row", "block"] = Field("tensor", description="how many values share one scale")
@@ -68,6 +73,9 @@ class Scaling(_Frozen):
     margin: int = Field(0, ge=-8, le=8, description="delayed: divide the scale by 2**margin")
     amax_history_len: int = Field(16, ge=1, le=4096, description="delayed: steps of amax history")
     amax_compute_algo: Literal["max", "most_recent"] = Field("max", description="delayed: which amax of the history")
+    calibration_steps: int = Field(
+        0, ge=0, le=4096, description="delayed: first steps that run as the script wrote them and only note amaxes"
+    )
     amax_epsilon: float = Field(0.0, ge=0.0, le=1.0, description="lower bound of amax, against all-zero tensors")
 
     @model_validator(mode="after")
@@ -75,7 +83,7 @@ class Scaling(_Frozen):
         if self.scale == "delayed" and self.granularity != "tensor":
             raise ValueError("delayed scaling exists per tensor only: set granularity: tensor, or scale: current")
         if self.scale == "current":
-            for name, default in (("margin", 0), ("amax_history_len", 16), ("amax_compute_algo", "max")):
+            for name, default in _DELAYED.items():
                 if getattr(self, name) != default:
                     raise ValueError(f"{name} has an effect with scale: delayed only; remove it")
         return self
@@ -180,11 +188,9 @@ class Recipe(_Frozen):
         """Return the plain-data form: everything that has an effect is spelled out, nothing else is."""
         out = self.model_dump(exclude_defaults=True, exclude={"scaling", "operands"})
         if self.scaling is not None:
-            delayed = ("margin", "amax_history_len", "amax_compute_algo")
-            left_out = set() if self.scaling.scale == "delayed" else set(delayed)
-            out["scaling"] = self.scaling.model_dump(
-                exclude=left_out | (set() if self.scaling.amax_epsilon else {"amax_epsilon"})
-            )
+            left_out = set() if self.scaling.scale == "delayed" else set(_DELAYED)
+            left_out |= {name for name in ("amax_epsilon", "calibration_steps") if not getattr(self.scaling, name)}
+            out["scaling"] = self.scaling.model_dump(exclude=left_out)
         if self.operands is not None:
             out["operands"] = self.operands.model_dump()
         return out
@@ -221,7 +227,8 @@ BUILTIN_RECIPES: dict[str, Recipe] = {
     "fp8_rowwise": _fp8("row", "e4m3", power_of_2=True),
     "fp8_delayed": _fp8("tensor", "e5m2", scale="delayed"),
     "fp8_block": _fp8("block", "e4m3", power_of_2=True),
-    "fp8_block_fp32_scales": _fp8("block", "e4m3"),
+    # DeepGEMM's casts clamp amax at 1e-4; Transformer Engine's default, above, does not
+    "fp8_block_fp32_scales": _fp8("block", "e4m3", amax_epsilon=1e-4),
     "mxfp8": Recipe.model_validate({"format": "mxfp8"}),
     "nvfp4": Recipe(format="nvfp4", hadamard=True, stochastic_rounding=True, weight_2d=True),
     "nvfp4_plain": Recipe(format="nvfp4"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from torch import nn
 
 from autoprec.applying.policy import Policy, remove_policy
 from autoprec.applying.swap import execution_of
+from autoprec.optim.audit import audit_optimizer
+from autoprec.optim.codecs import BlockCodec
+from autoprec.policy import CommunicationPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.warm import run_ranks
 
@@ -153,3 +157,46 @@ def test_delayed_scales_agree_on_all_ranks(tmp_path: Path) -> None:
     assert first["ddp"]["experts.1 grad_output e5m2"][0] not in (0.0, 1.0)
     shared = first["alone"].keys() & second["alone"].keys()
     assert all(first["alone"][key][0] != second["alone"][key][0] for key in shared if " weight " not in key)
+
+
+def _keep_weight(seen: list[torch.Tensor], layer: nn.Linear, _args: Any) -> None:
+    seen.append(layer.weight.detach().clone())
+
+
+def gathered(rank: int, how: str) -> dict[str, Any]:
+    """Losses with weights gathered in FP8, and the weights a forward saw."""
+    found: dict[str, Any] = {}
+    for weights in ("keep", "fp8"):
+        chosen = POLICY.model_copy(update={"communication": CommunicationPolicy(weights=weights)})
+        model = wrap(build(), how)
+        chosen.apply(model)
+        optimizer = chosen.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        seen: list[torch.Tensor] = []
+        model[0].register_forward_pre_hook(partial(_keep_weight, seen))
+        generator = torch.Generator().manual_seed(rank)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(torch.randn(8, 32, generator=generator)).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        found[weights] = losses
+        found[f"{weights} seen"] = seen[0]
+        found[f"{weights} audit"] = audit_optimizer(chosen, optimizer, model).get("communication.weights")
+    return found
+
+
+@pytest.mark.slow
+def test_fsdp2_gathers_the_weights_of_fp8_layers_in_fp8(tmp_path: Path) -> None:
+    for found in (rank["fsdp2"] for rank in on_two_ranks(gathered, ("fsdp2",), tmp_path)):
+        weight, row = build()[0].weight.detach(), found["fp8 audit"]
+        codec = BlockCodec("e4m3", 256)
+        halves = [
+            codec.decode(codec.encode(half.reshape(1, -1)), torch.Size((1, half.numel()))) for half in weight.chunk(2)
+        ]
+        assert torch.equal(found["keep seen"], weight)
+        assert torch.equal(found["fp8 seen"], torch.cat(halves, 1).view_as(weight))
+        assert found["fp8"] != found["keep"]
+        assert found["fp8"] == pytest.approx(found["keep"], rel=0.05)
+        assert (row["ok"], row["executed"], row["reason"]) == (True, "fp8", "3.94 times fewer bytes than FP32")

@@ -309,6 +309,40 @@ def removed() -> dict[str, Any]:
     return {"identical": torch.equal(step(model), before)}
 
 
+def resumed() -> dict[str, Any]:
+    """Saved after two steps and continued in a fresh model, against a run that was not interrupted."""
+    out: dict[str, Any] = {}
+    for name, taken in (("taken", True), ("left", False)):
+        runs = []
+        for interrupted in (False, True):
+            model, chosen = Model(), policy("fp8_delayed")
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+            chosen.apply(model, backend=BACKEND)
+            chosen.wrap_optimizer(optimizer, model)
+            losses = []
+            for count in range(5):
+                if interrupted and count == 2:
+                    weights, held = model.state_dict(), optimizer.state_dict()
+                    held = held if taken else torch.optim.SGD(Model().parameters(), lr=0.05).state_dict()
+                    model = Model()
+                    model.load_state_dict(weights)
+                    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+                    chosen.apply(model, backend=BACKEND)
+                    chosen.wrap_optimizer(optimizer, model)
+                    optimizer.load_state_dict(held)
+                loss = model(X * (1 + count)).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                losses.append(float(loss))
+            runs.append(losses)
+        out[name] = runs
+    shapes = {key: list(value.shape) for key, value in chosen.state_dict(model).items()}
+    chosen.apply(fresh := Model(), backend=BACKEND)
+    out["shapes"] = shapes == {key: list(value.shape) for key, value in chosen.state_dict(fresh).items()}
+    return out
+
+
 def _attempt(run: Callable[[], Any]) -> Any:
     from autoprec.errors import UnsupportedError
 
@@ -333,6 +367,7 @@ SCENARIOS = (
     copies,
     conformance,
     removed,
+    resumed,
 )
 
 

@@ -149,3 +149,11 @@ def test_blackwell_has_mxfp8_and_nvfp4() -> None:
     assert correct(found["recipes"]["nvfp4_plain"], limit=3e-3)  # bfloat16 output
     assert found["conformance"]["failed"] == []
     assert "powers of two" in found["recipes"]["fp8_block_fp32_scales"]["refused"]
+
+
+def test_delayed_histories_travel_in_checkpoints(hopper: dict) -> None:
+    found = hopper["resumed"]
+    whole, continued = found["taken"]
+    assert continued == whole, "losses of a resumed run are those of one that was not interrupted, bit for bit"
+    assert found["left"][1][2:] != whole[2:], "without them they are not"
+    assert found["shapes"]

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoprec.backends.te_state import EngineState, delayed_buffers
+from autoprec.backends.te_state import DelayedMemory, EngineState, delayed_buffers
 from tests.backends import fake_te
 
 
@@ -65,3 +65,39 @@ def test_a_recomputed_forward_sees_the_first_ones_scale_and_leaves_no_trace(stat
 
 def test_a_module_without_delayed_scales_has_no_buffers() -> None:
     assert delayed_buffers(SimpleNamespace(fp8_meta={})) is None
+
+
+def held(columns: int, value: float) -> SimpleNamespace:
+    return SimpleNamespace(scale=torch.full((columns,), value), amax_history=torch.full((4, columns), value))
+
+
+def test_histories_are_saved_with_shapes_of_the_recipe_and_come_back_before_the_first_forward() -> None:
+    shell = SimpleNamespace(fp8_meta={})
+    memory, cpu = DelayedMemory(shell, 4), torch.device("cpu")
+    empty = memory.state(cpu)
+    assert {name: tuple(value.shape) for name, value in empty.items()} == {
+        "forward.scale": (3,),
+        "forward.history": (4, 3),
+        "backward.scale": (2,),
+        "backward.history": (4, 2),
+    }
+    shell.fp8_meta = {"scaling_fwd": held(2, 5.0), "scaling_bwd": held(1, 7.0)}  # as under a custom recipe
+    saved = memory.state(cpu)
+    assert saved["forward.scale"].tolist() == [5.0, 5.0, 1.0]
+    assert {name: value.shape for name, value in saved.items()} == {name: value.shape for name, value in empty.items()}
+
+    other = SimpleNamespace(fp8_meta={})
+
+    def made(num_gemms: int) -> None:
+        assert num_gemms == 1
+        other.fp8_meta = {"scaling_fwd": held(2, 1.0), "scaling_bwd": held(1, 1.0)}
+
+    other.init_fp8_metadata = made
+    again = DelayedMemory(other, 4)
+    again.load(saved)
+    assert all(torch.equal(a, b) for a, b in zip(again.state(cpu).values(), saved.values(), strict=True))
+    again.restore()
+    again.restore()  # once only
+    assert again.pending is None
+    assert other.fp8_meta["scaling_fwd"].scale.tolist() == [5.0, 5.0]
+    assert other.fp8_meta["scaling_bwd"].amax_history.unique().tolist() == [7.0]

@@ -213,3 +213,12 @@ def test_ragged_tokens_are_padded_in_the_gemms_and_their_cost(large: GraphReport
     assert ragged.works(layer.name)[0].tokens % 16
     assert ragged.can_run(layer, R["fp8_rowwise"])[0]
     assert ragged.layer_cost(layer.name, plan).gemm == pytest.approx(full.layer_cost(layer.name, plan).gemm)
+
+
+@pytest.mark.parametrize("kind", ["conv", "rnn"])
+def test_library_kernels_run_and_return_one_dtype(tiny: GraphReport, kind: str) -> None:
+    layer = replace(tiny.tunable[0], kind=kind)
+    model = CostModel(tiny, TARGETS["h100"])
+    assert not model.can_run(layer, R["tf32"])[0]
+    assert "bf16 -> fp32" in model.can_run(layer, R["bf16_fp32_output"])[1]
+    assert model.can_run(layer, R["bf16"])[0]

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import nn
 
 from autoprec.numerics import delayed
-from autoprec.numerics.conv import ConvExecution
 from autoprec.numerics.delayed import DelayedReduction, data_parallel_groups
 from autoprec.numerics.linear import LinearExecution
+from autoprec.numerics.one_dtype import ConvExecution
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
 

@@ -75,3 +75,24 @@ def test_grouped_values_need_group_scales() -> None:
     made = quantize(torch.randn(4, 4), Spec("cast", "bf16"))
     with pytest.raises(ValueError, match="group scales"):
         grouped_values(made, torch.float32)
+
+
+def test_scales_of_tiny_blocks_are_clamped_as_deepgemm_clamps_them() -> None:
+    """Amax is at least 1e-4 (DeepGEMM, utils/math.py): what lies far below is zero, not a noise of full range."""
+    x = torch.ones(128, 128) * 1e-5
+    x[0] = 1e-12
+    made = quantize(x, spec_of(BUILTIN_RECIPES["fp8_block_fp32_scales"], "fprop", "input"))
+    assert made.groups is not None
+    assert torch.allclose(made.groups, torch.tensor(1e-4 / 448.0))
+    assert (dequantize(made)[0] == 0.0).all()
+    free = quantize(x, spec_of(BUILTIN_RECIPES["fp8_block"], "fprop", "input"))  # Transformer Engine's default
+    assert torch.allclose(dequantize(free)[0], torch.tensor(1e-12), rtol=0.07)
+
+
+def test_scales_of_tiny_nvfp4_groups_are_the_smallest_normal_e4m3() -> None:
+    x = torch.ones(16, 32)
+    x[:, 16:] = 1e-6
+    made = quantize(x, spec_of(BUILTIN_RECIPES["nvfp4_plain"], "fprop", "input"))
+    assert made.groups is not None
+    assert made.groups.float().flatten().unique().tolist() == [2.0**-6, 448.0]
+    assert (dequantize(made)[:, 16:] == 0.0).all()

@@ -299,7 +299,8 @@ class TorchaoExporter:
         source = torchao_source(request, losses)
         scaling_losses(request, losses, False, SCALER)
         output = "the exported module casts the model's output"
-        autocast_operators(request, losses, output=output, attention=IN_FORWARD)
+        gather = "apply(model, gather_float8=True) of the exported module"
+        autocast_operators(request, losses, output=output, attention=IN_FORWARD, gather=gather)
         state_losses(request, losses)
         notes = ("import precision_torchao; precision_torchao.apply(model); with precision_torchao.autocast(): ...",)
         return Export(self.name, {"precision_torchao.py": source}, losses.done(), notes, losses.kept)

@@ -222,7 +222,7 @@ def _outside(record: LayerRecord, names: ModelNames) -> str:
     if record.kind == "attention_projection":
         return "its weight is used inside nn.MultiheadAttention, not through a layer of its own"
     if record.kind == "rnn":
-        return "a recurrent kernel runs all gates at once: bf16 comes through activations"
+        return "a recurrent cell runs all gates at once: bf16 comes through activations"
     parameter, attribute = names.parameters.get(record.weight), record.weight.rpartition(".")[2]
     if record.weight == record.name and parameter is not None and (why := why_not_a_weight(attribute, parameter)):
         return f"{why}: follows activations"
@@ -275,6 +275,8 @@ def _verdict(
         return True, f"projection of nn.MultiheadAttention{frozen}"
     if record.module != record.name or not calls_of.get(record.name):
         return False, _used_by(record)
+    if kind == "recurrent":
+        return True, "recurrent layer: one dtype for all its gates, bf16 or fp16; no library trains it in 8 bits"
     if kind == "conv":
         return True, "convolution: bf16 or fp16; no training library runs it in FP8"
     return True, f"matrix product with a weight of its own{frozen}"

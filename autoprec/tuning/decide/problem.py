@@ -268,6 +268,7 @@ class Problem:
         """True when the point is the script as written: nothing is changed."""
         quiet = all(self.effective(params, group) == KEEP for group in self.groups)
         plain: dict[str, Any] = {"activations": "keep", "attention": "keep", "execution": "keep"}
+        plain["communication.weights"] = "keep"
         plain |= {f"stability.{name}": value for name, value in StabilityPolicy().model_dump().items()}
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
         return quiet and all(value == plain.get(name, "fp32") for name, value in values.items())
@@ -322,7 +323,7 @@ class Problem:
                 "activations": activations,
                 "operators": {**self.space.operators.model_dump(), "attention": params["attention"]},
                 "optimizer": {n.split(".")[1]: v for n, v in params.items() if n.startswith("optimizer.")},
-                "communication": {"gradients": params["communication.gradients"]},
+                "communication": {n.split(".")[1]: v for n, v in params.items() if n.startswith("communication.")},
                 "stability": {n.split(".")[1]: v for n, v in params.items() if n.startswith("stability.")},
                 "execution": params["execution"],
                 "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",

@@ -67,7 +67,7 @@ def test_multihead_attention_has_its_projections():
     assert report.layer("a.in_proj_weight").flops["fprop"] == 2 * 16 * WIDTH * 3 * WIDTH
 
 
-def test_lstm_is_one_layer_with_its_flops_and_is_not_tunable():
+def test_lstm_is_one_layer_with_its_flops_and_one_dtype():
     class Net(nn.Module):
         def __init__(self):
             super().__init__()
@@ -77,7 +77,8 @@ def test_lstm_is_one_layer_with_its_flops_and_is_not_tunable():
             return self.rnn(x)[0]
 
     layer = record(Net(), torch.randn(2, 5, 16)).layer("rnn")
-    assert (layer.kind, layer.tunable) == ("rnn", False)
+    assert (layer.kind, layer.tunable) == ("rnn", True)
+    assert "one dtype for all its gates" in layer.reason
     assert layer.flops["fprop"] == 2 * 2 * 5 * (16 + 24) * 4 * 24
     assert sum(layer.flops.values()) == 3 * layer.flops["fprop"]
 

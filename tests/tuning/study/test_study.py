@@ -138,6 +138,7 @@ def test_optuna_sees_every_parameter_of_a_large_study(tmp_path: Path) -> None:
     assert [trial.params for trial in seen.get_trials()] == asked
     frame = seen.trials_dataframe()
     assert {f"params_{name}" for name in wide} <= set(frame.columns)
+    assert {f"values_{name}" for name in study.objectives} <= set(frame.columns)
     assert frame[[f"params_{name}" for name in wide]].notna().all().all()
     again = store(tmp_path, resume=True)
     again.start(optuna.samplers.RandomSampler(seed=0), wide, [])

@@ -1,0 +1,134 @@
+"""Layers that a library's kernel runs in one dtype: convolutions, and recurrent layers (LSTM, GRU, RNN).
+
+PyTorch reaches an 8-bit convolution for training on no GPU, and a recurrent kernel multiplies by all weights of all
+gates and steps in one call, so both have one recipe for all three passes: fp32, bf16 or fp16, accumulated in FP32;
+others are refused when a policy is applied. A recurrent layer's weights are cast for the call and handed over in place
+of the module's flat list; autograd leads their gradients back through the cast. CUDA autocast's own rule casts cuDNN's
+recurrent kernels to FP16 whatever it is asked for (ATen/cudnn/AutocastRNN.cpp); here bf16 is bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import PackedSequence
+
+from autoprec.numerics.execution import Execution, autocast_dtype
+from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
+
+__all__ = ["ONE_DTYPE_FORMATS", "ConvExecution", "RecurrentExecution"]
+
+#: Formats in which such a layer can run.
+ONE_DTYPE_FORMATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(slots=True)
+class ConvExecution(Execution):
+    """Runs one convolution in one dtype: ``format``, a key of :data:`ONE_DTYPE_FORMATS`.
+
+    FP16 convolutions on a CPU, and with ``emulates_casts`` bfloat16 ones on a CPU without bfloat16 units, are float32
+    convolutions of rounded values.
+    """
+
+    module: nn.Module
+    format: str
+    emulates_casts: bool = False
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
+        """Return the convolution of ``input`` in the dtype the script would see."""
+        del training
+        self.called = True
+        device = input.device.type
+        dtype = ONE_DTYPE_FORMATS[self.format]
+        autocast = autocast_dtype(device)
+        run: Any = self.module._conv_forward
+        emulated = device == "cpu" and dtype is torch.float16
+        emulated |= self.emulates_casts and dtype is torch.bfloat16 and not fast_bf16_gemm(device)
+        if autocast is dtype and not emulated:
+            out = run(input, weight, bias)
+        else:
+            with torch.autocast(device, enabled=False):
+                out = self._cast(run, input, weight, bias, dtype, emulated)
+            if autocast is None:
+                out = out.to(input.dtype)
+            elif dtype is not torch.float32:
+                out = out.to(autocast)
+        self.ran["fprop"] = self.format
+        key = (autocast, input.dtype)
+        if out.requires_grad and self.watched != key and not torch.compiler.is_compiling():
+            ran = {"dgrad": input.requires_grad, "wgrad": weight.requires_grad}
+            self.watch(out, key, {gemm: self.format for gemm, did in ran.items() if did})
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def _cast(
+        run: Any, input: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, emulated: bool
+    ) -> Tensor:
+        if emulated:
+            bias = None if bias is None else cast_values(bias, dtype)
+            return run(cast_values(input, dtype), cast_values(weight, dtype), bias).to(dtype)  # type: ignore[no-any-return]
+        return run(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))  # type: ignore[no-any-return]
+
+
+@dataclass(slots=True)
+class RecurrentExecution(Execution):
+    """Runs one recurrent module in one dtype: ``format``, a key of :data:`ONE_DTYPE_FORMATS`.
+
+    FP16 on a CPU, and with ``emulates_casts`` bfloat16 on a CPU without bfloat16 units, are float32 kernels on rounded
+    weights and inputs; what passes from step to step is not rounded there.
+    """
+
+    module: nn.RNNBase
+    format: str
+    emulates_casts: bool = False
+
+    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
+        """Recurrent layers have no single product: :meth:`run` is what their forward calls."""
+        raise NotImplementedError
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the module's forward with weights, input and states in the format; results are as the script's."""
+        self.called = True
+        weights: list[Tensor] = self.module._flat_weights  # type: ignore[assignment]
+        device, dtype = weights[0].device.type, ONE_DTYPE_FORMATS[self.format]
+        autocast = autocast_dtype(device)
+        emulated = device == "cpu" and dtype is torch.float16
+        emulated |= self.emulates_casts and dtype is torch.bfloat16 and not fast_bf16_gemm(device)
+
+        def narrow(x: Tensor) -> Tensor:
+            return cast_values(x, dtype) if emulated else x.to(dtype)
+
+        given = args[0] if args else kwargs["input"]
+        script: torch.dtype = (given.data if isinstance(given, PackedSequence) else given).dtype
+        self.module._flat_weights = [narrow(weight) for weight in weights]
+        try:
+            with torch.autocast(device, enabled=False):
+                out = forward(*_each(args, narrow), **_each(kwargs, narrow))
+        finally:
+            self.module._flat_weights = weights
+        wide = script if autocast is None else torch.float32 if dtype is torch.float32 else autocast
+        out = _each(out, lambda x: (x.to(dtype) if emulated else x).to(wide))
+        self._note(out, (autocast, script), weights)
+        return out
+
+    def _note(self, out: Any, key: Any, weights: list[Tensor]) -> None:
+        self.ran["fprop"] = self.format
+        first = out[0].data if isinstance(out[0], PackedSequence) else out[0]
+        if first.requires_grad and self.watched != key and not torch.compiler.is_compiling():
+            gemms = ("dgrad", "wgrad") if any(w.requires_grad for w in weights) else ("dgrad",)
+            self.watch(first, key, dict.fromkeys(gemms, self.format))
+
+
+def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return arguments or results of a recurrent layer with its floating tensors changed."""
+    if isinstance(value, PackedSequence):
+        return PackedSequence(change(value.data), value.batch_sizes, value.sorted_indices, value.unsorted_indices)
+    if isinstance(value, Tensor):
+        return change(value) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {key: _each(item, change) for key, item in value.items()}
+    return tuple(_each(item, change) for item in value) if isinstance(value, tuple) else value
