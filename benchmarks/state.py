@@ -41,6 +41,7 @@ from autoprec.policy.levels import LEVELS  # noqa: E402
 
 CHART = {"amp-bf16": 16, "te": 16, "msamp-o1": 11, "msamp-o2": 6, "msamp-o3": 7, "bf16-sr-fp8": 6}
 STATES = {
+    **{name: LEVELS[name].optimizer for name in ("msamp-o1", "msamp-o2", "msamp-o3")},
     "msamp-o1-exact": LEVELS["msamp-o1-exact"].optimizer,
     "msamp-o2-exact": LEVELS["msamp-o2-exact"].optimizer,
     "msamp-o3-exact": LEVELS["msamp-o3-exact"].optimizer,

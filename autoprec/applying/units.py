@@ -97,8 +97,8 @@ def kind_of(module: nn.Module) -> str:
         return ""  # its code is compiled: nothing done to it from Python reaches the GEMM
     base = swapped_base(module)
     if isinstance(module, nn.RNNBase):
-        standard = next((c.forward for c in base.__mro__ if c in _RECURRENT), None)
-        return "recurrent" if base.forward is standard and "forward" not in module.__dict__ else ""
+        theirs = any(c in _RECURRENT and base.forward is c.forward for c in base.__mro__)
+        return "recurrent" if theirs and "forward" not in module.__dict__ else ""
     weight = module._parameters.get("weight")
     weight = weight if isinstance(weight, nn.Parameter) else None
     if weight is None and isinstance(module, nn.Linear):

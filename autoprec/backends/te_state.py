@@ -118,7 +118,7 @@ class DelayedMemory:
         """Return scales float32 ``[tensors]`` and histories float32 ``[amax_history_len, tensors]`` per direction."""
         if self.pending is not None:
             return {name: value.to(device, copy=True) for name, value in self.pending.items()}
-        found = {}
+        found: dict[str, Tensor] = {}
         for name, key, columns in self._SLOTS:
             scale, history = torch.ones(columns, device=device), torch.zeros(self.length, columns, device=device)
             held = delayed_buffers(self.shell, key)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
+from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 
@@ -88,12 +89,14 @@ class RecurrentExecution(Execution):
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
         """Recurrent layers have no single product: :meth:`run` is what their forward calls."""
-        raise NotImplementedError
+        del input, weight, bias, training
+        raise UnsupportedError("a recurrent layer has no single product", fix="call the module itself")
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module's forward with weights, input and states in the format; results are as the script's."""
         self.called = True
-        weights: list[Tensor] = self.module._flat_weights  # type: ignore[assignment]
+        self.module._update_flat_weights()  # now, not in the forward: FSDP2 and copies come with other Parameters
+        weights: Any = self.module._flat_weights
         device, dtype = weights[0].device.type, ONE_DTYPE_FORMATS[self.format]
         autocast = autocast_dtype(device)
         emulated = device == "cpu" and dtype is torch.float16

@@ -74,7 +74,8 @@ class _Shard:
         if out is None:
             made = whole.to(dtype)
             return made, (made,)
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+        same_version: Any = torch.autograd._unsafe_preserve_version_counter  # type: ignore[attr-defined]
+        with torch.no_grad(), same_version(out):
             out.copy_(whole)
         return None
 
