@@ -93,8 +93,6 @@ class StudyStore:
                 storage=self._storage, study_name=name, directions=["minimize"] * len(objectives), load_if_exists=True
             )
         )
-        if not existing:  # names of axes in optuna-dashboard and in trials_dataframe
-            self._guarded(lambda: self._rdb.set_metric_names(list(objectives)))
         self._claim = Claim(url, self._rdb)
         self._guarded(self._claim.hold)
         if self._guarded(lambda: self._rdb.metric_names) is None:
