@@ -140,6 +140,6 @@ def install_weight_gather(model: nn.Module, policy: Policy) -> GatheredWeights |
             continue
         shard, functions = parameter._sharded_local_tensor, _Shard(parameter, report)
         shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = functions.before, functions.after
-        parameter._extensions_data = parameter._extensions_data if _is_ours(parameter) else ExtensionsData()
+        parameter._extensions_data = ExtensionsData()
         report.names += (name,)
     return report
