@@ -30,13 +30,13 @@ __all__ = ["run_families", "run_llama", "run_transfer"]
 Row = tuple[str, str, str]
 LIMIT = 0.12  # of the mini-batch noise: the search's own
 #: Policies per pair of models: the fastest within these shares of the noise, and uniform ones.
-BUDGETS = (0.01, 0.03, 0.06, 0.12, 0.25)
+BUDGETS = (0.01, 0.03, 0.12, 0.25)
 UNIFORM = ("bf16", "fp8_rowwise", "nvfp4_plain")
 #: What grows -> (proxy, big model, seeds): 16 times the parameters of the blocks each.
 PAIRS = {
-    "gpt, deeper and wider": (Size("gpt", 64, 3), Size("gpt", 128, 12), 8),
-    "gpt, wider": (Size("gpt", 64, 3), Size("gpt", 256, 3), 2),
-    "vit, deeper and wider": (Size("vit", 64, 3), Size("vit", 128, 12), 2),
+    "gpt, deeper and wider": (Size("gpt", 32, 3, 256, 12), Size("gpt", 64, 12, 256, 12), 8),
+    "vit, deeper and wider": (Size("vit", 32, 3, 256, 12), Size("vit", 64, 12, 256, 12), 2),
+    "gpt, wider": (Size("gpt", 32, 3, 256, 12), Size("gpt", 128, 3, 256, 12), 2),
 }
 STEPS = 8
 

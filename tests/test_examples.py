@@ -39,6 +39,14 @@ def test_the_gpt_learns_repeats_and_saves_only_when_asked(tmp_path: Path) -> Non
     assert losses(run(script, *small, "--seed", "1", cwd=tmp_path)) != first
 
 
+def test_the_proxy_of_a_llama_learns_and_has_the_names_of_one(tmp_path: Path) -> None:
+    small = ("--width", "32", "--depth", "2", "--heads", "2", "--kv-heads", "1", "--steps", "31", "--batch", "4")
+    found = losses(run(str(EXAMPLES / "llama_proxy.py"), *small, cwd=tmp_path))
+    assert found[-1] < found[0] - 1.0
+    text = (EXAMPLES / "llama_proxy.py").read_text(encoding="utf-8")
+    assert all(name in text for name in ("q_proj", "o_proj", "gate_proj", "down_proj", "lm_head", "self_attn"))
+
+
 def test_the_vit_learns_to_read_digits(tmp_path: Path) -> None:
     output = run(str(EXAMPLES / "train_vit.py"), "--epochs", "3", "--width", "64", "--depth", "2", cwd=tmp_path)
     accuracy = [float(value) for value in re.findall(r"accuracy (\d\.\d+)", output)]

@@ -12,6 +12,7 @@ from importlib import metadata
 from typing import Any
 
 from autoprec._version import __version__
+from autoprec.cost import CostScale
 from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy
 from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Candidate
@@ -21,6 +22,7 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
 from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.transfer.law import Growth, error_factor
 
 __all__ = ["Answer", "emitted_policy", "search_result", "settled"]
 
@@ -141,6 +143,8 @@ def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
     if setup.options.cost_scale:
         out["cost_scale"] = setup.options.cost_scale
         out["cost_scale_note"] = "time and memory at scaled shapes; numerics from the model at hand"
+        if "gradient_error" in out:  # what the law expects there, for whoever trains the larger model
+            out["gradient_error_at_scale"] = error_at(setup.cost.scale, out["gradient_error"])
     out |= {
         "trials": len(ledger.store.learned()),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -149,6 +153,11 @@ def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
         "limit": "short trials see early divergence only; watch the guard's metrics in the long run",
     }
     return out
+
+
+def error_at(scale: CostScale, error: float) -> float:
+    """Return the gradient error that the law of transfers expects at a scale (layers in blocks, not the head)."""
+    return _plain(error * error_factor(Growth(scale.width, scale.depth, scale.tokens)))
 
 
 def emitted_policy(setup: Setup, ledger: Ledger, answer: Answer) -> Policy:

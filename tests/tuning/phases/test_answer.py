@@ -3,12 +3,13 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from autoprec.cost import CostScale
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import Limits
-from autoprec.tuning.phases.answer import Answer, _plain, guard_for, settled
+from autoprec.tuning.phases.answer import Answer, _plain, error_at, guard_for, settled
 from autoprec.tuning.study.study import StudyStore, default_storage
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
@@ -44,6 +45,12 @@ def test_a_guard_watches_what_a_policy_can_do_wrong() -> None:
 def test_figures_keep_four_digits() -> None:
     assert _plain(1.234567) == 1.235
     assert _plain(math.inf) == 0.0
+
+
+def test_a_scaled_search_says_what_the_law_expects_there() -> None:
+    assert error_at(CostScale(depth=4), 0.02) == 0.02
+    assert error_at(CostScale(width=8), 0.02) < 0.01
+    assert error_at(CostScale(tokens=4), 0.02) == _plain(0.02 * 4**0.25)
 
 
 def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  # noqa: F811
