@@ -56,7 +56,7 @@ def _nearest_recipe(recipe: Recipe | None, mixed: bool) -> tuple[Recipe | None, 
 
 
 def _kinds(plan: LayerPlan) -> set[Recipe | None]:
-    """Return the recipes of a layer but for their accumulators, which are no part of how an operand is quantised."""
+    """Return the recipes of a layer but for their accumulators, which are not a part of how an operand is quantised."""
     return {recipe and recipe.model_copy(update={"accumulation": "full"}) for recipe in plan.recipes}
 
 
