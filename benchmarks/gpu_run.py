@@ -41,7 +41,7 @@ def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, li
         words = commands(out, limit)
         suite = ["tests/testing/test_backends.py", "-k", "TestNative and fp8_rowwise"]
         words["tests"] = [python, "-m", "pytest", "-q", *suite]
-        words["calibrate"] += ["--device", "cpu"]
+        words["calibrate"] = [python, "-m", "autoprec", "calibrate", "--device", "cpu"]  # whose rates have their place
         words["fidelity"] += ["--model", "tiny", "--curve-steps", "6"]
         words["end_to_end"] += [
             "--models",
@@ -53,6 +53,7 @@ def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, li
             "--steps",
             "6",
         ]
+        words["end_to_end"] += ["--budget", f"{limit / 4:.0f}"]  # the later of two counts
         return words
     return {
         "tests": [python, "-m", "pytest", "-m", "gpu", "-rs", "-q"],

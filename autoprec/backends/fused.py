@@ -5,7 +5,8 @@ linear layer in FP8 launches 80 to 170 of them where bf16 launches 8. Here an op
 magnitudes are known (not at all for delayed scales and blocks, whose magnitudes lie within a tile), and both layouts
 are written: codes along its rows for the first GEMM that uses it, and transposed for the second, which
 ``torch._scaled_mm`` wants contiguous along the sum as well. Codes and scales are those of
-:mod:`autoprec.numerics.quantize`, bit for bit. The host waits for nothing.
+:mod:`autoprec.numerics.quantize`, bit for bit, which is checked on the device the first time; else they are not used.
+From then on the host waits for nothing.
 
 =========  ==================================================================  ========
 scheme     kernels                                                             operands
@@ -27,6 +28,7 @@ import importlib
 import importlib.util
 import struct
 import threading
+import warnings
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,6 +40,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
+from autoprec.numerics.quantize import quantize
 from autoprec.precision.formats import FORMATS
 from autoprec.support.optional import require
 
@@ -135,7 +138,7 @@ class FusedCasts:
             ahead = self.pair(x, first, None, operand, update=update, recompute=recompute)
             return ahead[0], self.pair(x, None, second, operand, update=update, recompute=recompute)[1]
         spec = first or second
-        if spec is None:
+        if spec is None or not _agrees(x.device, x.dtype, first, second):
             return None, None
         if spec.scheme == "block":
             return _blocks(x, spec, first, second)
@@ -167,6 +170,59 @@ class FusedCasts:
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedCasts:
         """A copied layer keeps nothing of another's weight."""
         return FusedCasts(copy.deepcopy(self.state, memo))
+
+
+_agreed: dict[Any, bool] = {}
+
+
+def _agrees(device: torch.device, dtype: torch.dtype, first: Spec | None, second: Spec | None) -> bool:
+    """Say whether the kernels give the codes of torch's operators on this device: tried once for each kind of cast.
+
+    What does not compile, or gives other codes, is told once and not used.
+    """
+    key = (device, dtype, first, second)
+    found = _agreed.get(key)
+    if found is None:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False  # comparing waits for the device, which a graph that is being captured cannot
+        why = ""
+        try:
+            with torch.inference_mode(False), torch.no_grad():
+                found = _same_codes(device, dtype, first, second)
+        except Exception as error:  # whatever a compiler or a driver raises
+            found, why = False, f": {type(error).__name__}: {error}"
+        if not found:
+            what = "do not run here" if why else "give other codes than torch's operators"
+            warnings.warn(f"fused FP8 casts {what}, torch casts instead, more slowly{why}"[:400], stacklevel=2)
+        _agreed[key] = found
+    return found
+
+
+def _same_codes(device: torch.device, dtype: torch.dtype, first: Spec | None, second: Spec | None) -> bool:
+    x = torch.linspace(-3.0, 5.0, 128 * 256, device=device).pow(3).reshape(128, 256).to(dtype)
+    state, spec = QuantizerState(), first or second
+    if spec is None:
+        return True
+    if spec.scheme == "block":
+        made = _blocks(x, spec, first, second)
+    elif _is_delayed(spec):
+        scale = state.history("input", spec).scale = torch.full((), 4.0, device=device)
+        made = _delayed(x, spec, first, second, scale, None)
+    else:
+        made = _scaled(x, spec, first, second)
+    for ours, use in zip(made, (first, second), strict=True):
+        if ours is None or use is None:
+            continue
+        theirs = quantize(x, use, state=state, update=False)
+        pairs = [(ours.codes.contiguous().view(torch.uint8), theirs.codes.contiguous().view(torch.uint8))]
+        pairs += [
+            (a, b)
+            for a, b in ((ours.scale, theirs.scale), (ours.groups, theirs.groups))
+            if a is not None and b is not None
+        ]
+        if not all(torch.equal(a, b) for a, b in pairs):
+            return False
+    return True
 
 
 def _is_delayed(spec: Spec) -> bool:

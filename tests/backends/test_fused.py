@@ -35,6 +35,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
     monkeypatch.delitem(sys.modules, "autoprec.backends.fused_kernels", raising=False)
     fused._kernels.cache_clear()
+    monkeypatch.setattr(fused, "_agreed", {})
     yield
     sys.modules.pop("autoprec.backends.fused_kernels", None)
     fused._kernels.cache_clear()
@@ -205,6 +206,7 @@ def test_a_delayed_layer_learns_the_same_scales() -> None:
 def test_how_much_a_layer_launches(monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> None:
     launched: list[str] = []
     monkeypatch.setattr(fused, "launch", lambda kernel, *_: launched.append(kernel))
+    monkeypatch.setattr(fused, "_agrees", lambda *_: True)  # nothing is computed here
     module, execution, _ = layers(name)
     execution.quantizers.prepare(execution.delayed_operands().values(), torch.device("cpu"))
     for key in execution.delayed_operands().values():
@@ -263,3 +265,24 @@ def test_torchs_operators_cast_on_a_cpu_and_what_is_not_fused() -> None:
     casts = FusedCasts(QuantizerState())
     assert casts.pair(x, spec, None, "input") == (None, None)
     assert casts.pair(x, spec_of(BUILTIN_RECIPES["mxfp8"], "fprop", "input"), None, "input") == (None, None)
+
+
+@needs_triton
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize("name", ["tensor", "row", "block"])
+def test_kernels_that_fail_or_give_other_codes_are_not_used(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    first, second = specs_of(RECIPES[name], "input")
+    x, really = torch.randn(16, 32), fused.launch
+
+    def other_codes(kernel: str, grid: Any, arguments: Any, constants: Any) -> None:
+        really(kernel, grid, arguments, constants | ({"LIMIT": 0x43000000} if kernel == "cast_kernel" else {}))
+
+    def fails(*_: Any) -> None:
+        raise RuntimeError("no image for this device")
+
+    for launch, told in ((other_codes, "other codes"), (fails, "no image for this device")):
+        monkeypatch.setattr(fused, "_agreed", {})
+        monkeypatch.setattr(fused, "launch", launch)
+        with pytest.warns(UserWarning, match=told):
+            assert FusedCasts(QuantizerState()).pair(x, first, second, "input") == (None, None)
+        assert FusedCasts(QuantizerState()).pair(x, first, second, "input") == (None, None)  # told once
