@@ -44,7 +44,8 @@ class SearchResult(Shown, records.SearchResult):
         """The study in Optuna, for its plots, its importances and its dashboard.
 
         Objectives are ``step_time_ms`` and ``divergence``; complete trials have every parameter, and figures, kind and
-        status as user attributes. References and finalists lie beside them as pruned trials.
+        status as user attributes. Finalists lie beside them as pruned trials, references, which
+        have no parameters, as failed ones.
 
         Raises:
             StudyError: the database is gone.

@@ -4,7 +4,8 @@ Optuna's RDB costs one transaction per suggested parameter; a trial is written h
 ``FrozenTrial`` instead, with all its parameters and figures (:class:`~.storage.TrialStorage`), so that a crash at any
 moment leaves only whole trials behind: none half-told, none RUNNING for ever. On resume the finished trials are
 replayed into a fresh in-memory study. Optuna's own plots, tables and dashboard read the database as any other's: a
-``COMPLETE`` trial is one that the sampler learned from; references and finalists lie beside as ``PRUNED``.
+``COMPLETE`` trial is one that the sampler learned from; finalists lie beside as ``PRUNED``, references, which decide
+nothing, as ``FAIL`` (their ``status`` says ok).
 """
 
 from __future__ import annotations
@@ -255,15 +256,17 @@ class StudyStore:
         return [float(record.metrics.get(name, 0.0)) for name in self.objectives]
 
     def _frozen(self, record: TrialRecord, *, store: bool = False) -> FrozenTrial:
-        known = getattr(self, "_distributions", {}) if record.kind in LEARNED else {}
+        known = getattr(self, "_distributions", {})
         params = {key: value for key, value in record.params.items() if key in known}
         values = self._values(record)
         state = TrialState.COMPLETE
         if values is None:
             state = TrialState.PRUNED if record.status == "pruned" else TrialState.FAIL
         elif record.kind not in LEARNED:
-            # beside the trials, not one of them: Optuna's importances and plots are over what was decided
-            state = TrialState.PRUNED
+            # beside the trials, not one of them: Optuna's importances and plots are over what was decided, and its
+            # dashboard draws the parameters that all but FAIL trials have
+            state = TrialState.PRUNED if params else TrialState.FAIL
+            values = values if params else None
         attrs: dict[str, Any] = {"metrics": record.metrics, "status": record.status}
         trial = optuna.trial.create_trial(
             state=state,

@@ -160,7 +160,8 @@ def test_optuna_shows_objectives_and_figures_by_name(tmp_path: Path) -> None:
     seen = optuna.load_study(study_name="study", storage=default_storage(tmp_path))
     assert seen.metric_names == list(OBJECTIVES)
     frame = seen.trials_dataframe()
-    assert frame["values_step_time_ms"][0] == 10.0, "the reference has its row, and no parameters"
+    assert frame["user_attrs_step_time_ms"][0] == 10.0, "the reference has its row, and no parameters"
+    assert frame["state"][0] == "FAIL", "or the dashboard would draw no parameter"
     assert frame["duration"][0].total_seconds() == 2.5
     trials = frame[frame["state"] == "COMPLETE"]
     assert len(trials) == 8
@@ -170,10 +171,13 @@ def test_optuna_shows_objectives_and_figures_by_name(tmp_path: Path) -> None:
     importance = optuna.importance.get_param_importances(seen, target=lambda trial: trial.values[0])
     assert set(importance) == set(SPACE)
     assert {trial.user_attrs["kind"] for trial in seen.best_trials} == {"search"}
+    study.add(replace(record(9, dict(trial.params), kind="finalist"), name="again"))
+    drawn = [t for t in seen.get_trials() if t.state != optuna.trial.TrialState.FAIL]
+    assert all(set(t.params) == set(SPACE) for t in drawn)
     again = store(tmp_path, resume=True)
     assert again.records[0].name == "reference"
-    again.add(record(9, {}))
-    assert len(again.records) == 10
+    again.add(record(10, {}))
+    assert len(again.records) == 11
 
 
 def test_a_study_begun_before_objectives_had_names_gets_them(tmp_path: Path) -> None:
