@@ -195,7 +195,8 @@ def gemm_label(recipe: Recipe | None, gemm: Gemm, activations: str = "keep") -> 
     if recipe is None:
         return "high"
     if not recipe.scaled:
-        return "high" if recipe.format == activations else recipe.format
+        kept = gemm != "fprop" or recipe.output == "keep"
+        return recipe.describe() if not kept else "high" if recipe.format == activations else recipe.format
     a, b = (recipe.operand_format(operand) for operand in GEMM_OPERANDS[gemm])
     if recipe.format == "nvfp4":
         square = recipe.weight_2d and gemm != "wgrad"

@@ -128,7 +128,8 @@ def _python_label(recipe: Any, gemm: Gemm, request: Request) -> str:
         return "high"
     scaling = {name: recipe[name] for name in Scaling.model_fields if name in recipe}
     operands = {name: recipe[name] for name in Operands.model_fields if name in recipe}
-    document = {"format": recipe["format"], "accumulation": recipe.get("accumulation", "full")}
+    kept = {name: recipe[name] for name in ("accumulation", "output") if name in recipe}
+    document = {"format": recipe["format"], **kept}
     document |= {"scaling": scaling, "operands": operands} if scaling else {}
     return gemm_label(Recipe.model_validate(document), gemm, request.policy.activations)
 
