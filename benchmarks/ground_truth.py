@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -168,6 +168,20 @@ class Case:
         np.savez_compressed(path.with_suffix(".tmp.npz"), **columns)
         path.with_suffix(".tmp.npz").replace(path)
 
+    # --- points -------------------------------------------------------------------------------------------------------
+    def row(self, params: Mapping[str, Any]) -> bytes:
+        """Return the row of params: a column per group."""
+        return self.problem.indices(params).astype(np.uint8).tobytes()
+
+    def params(self, row: bytes) -> dict[str, Any]:
+        """Return the params of a row."""
+        return self.problem.from_indices(np.frombuffer(row, dtype=np.uint8).astype(np.int64), {})
+
+    @property
+    def baseline(self) -> bytes:
+        """The row of the baseline everywhere: the 16-bit run."""
+        return self.row(self.problem.params_of(self.problem.baseline))
+
     # --- what a point costs and is worth ------------------------------------------------------------------------------
     def time(self, row: bytes) -> float:
         """Return the modelled step time in ms of an assignment."""
@@ -176,7 +190,7 @@ class Case:
 
     def prior(self, seed: int) -> Prior:
         """Return what a search under a trial seed knows at its start."""
-        return Prior(self.time_ms, self.scans[seed].table.error2, self.base_ms, time_noise=1e-4, time_trust=0.02)
+        return Prior(self.time_ms, self.scans[seed].table.error2, self.base_ms, time_noise=1e-4, time_trust=0.001)
 
     def trial(self, row: bytes, seed: int) -> float:
         """Return what a trial of this assignment measures under a trial seed."""

@@ -1,109 +1,167 @@
-"""The end of a search, replayed: finalists over paired seeds, a decision, and what fresh seeds say about it.
+"""A whole search, replayed on the table of ground_truth.py: what it asks, when it stops, what it adopts and costs.
 
-The same steps as :mod:`autoprec.tuning.phases.finalists`, on the table of ground_truth.py: the fastest trials within
-the budget, those whose divergence the model of all trials believes, the best preset; four paired seeds, then four for
-the uncertain, then safer ones; and what lies between the best of them and faster ones that were rejected.
+The same functions as the product's (sampler, expectation, standings, decision) over recorded runs; only who trains is
+different. Other strategies run their 30 trials first, and then get the same race.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
-from ground_truth import TRIAL_SEEDS, TRUTH_SEEDS, Case
-from search_runs import MAX_DIVERGENCE, PRESETS
+import optuna
+from ground_truth import JUDGE_SEEDS, TRIAL_SEEDS, TRUTH_SEEDS, Case
+from search_runs import MAX_DIVERGENCE
 
-from autoprec.tuning.decide.decision import Candidate, Decision, choose
-from autoprec.tuning.decide.shortlist import faster_ones, shortlist, smoothed_divergence
-from autoprec.tuning.phases.finalists import MODELLED_TIE, SAFER_SHARES, UNCERTAIN_SHARE
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.decide.decision import Candidate, choose, judge
+from autoprec.tuning.decide.noise import Baseline
+from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.race import Entrant, Standings, standings
+from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Expectation, Goals, Measured
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 
-FINALISTS, PAIRED, FRESH = 4, 4, 16
+TRIALS, SEEDS, REFERENCE_RUNS = 30, 4, 3
 
 
 @dataclass(frozen=True)
 class Ending:
-    """What one search decided: its row (empty for "stay"), and the mean over fresh seeds."""
+    """What one search decided: its row (empty for "stay"), the mean over fresh seeds, trials, runs, and the preset.
+
+    ``preset`` is the time of the best preset that is acceptable under fresh seeds.
+    """
 
     row: bytes
     mean: float
+    trials: int
+    runs: int
+    converged: bool
 
 
-def ending(case: Case, log: Sequence[bytes], seed: int) -> Ending:
-    """Decide at the end of a run."""
-    floor = case.scans[seed].floor
-    limit = max(MAX_DIVERGENCE, floor)
-    table = case.scans[seed].table
-    records = [_record(case, number, row, seed) for number, row in enumerate(log)]
-    fit = sorted((r for r in records if r.metrics["divergence"] <= limit), key=_step)
-    believed = smoothed_divergence(case.problem, table, records, floor)
-    worst = {r.number: max(b, r.metrics["divergence"]) for r, b in zip(records, believed, strict=True)}
-    short = shortlist(case.problem, table, fit, max_divergence=MAX_DIVERGENCE, noise_floor=floor, count=FINALISTS - 1)
-    presets = [r for r in fit if r.kind == "preset"][:1]
-    picked = list({r.number: r for r in (*fit[:1], *short, *presets, *fit[1:FINALISTS])}.values())[: FINALISTS + 1]
-    tried: list[TrialRecord] = []
-    seeds: dict[int, int] = {}
-    for turn in range(1 + len(SAFER_SHARES)):
-        seeds |= dict.fromkeys((r.number for r in picked), PAIRED)
-        tried += picked
-        decision = _decide(case, log, tried, seeds, seed, floor)
-        if decision.index is None:
-            means = {r.number: float(np.mean(_paired(case, log[r.number], seed, PAIRED))) for r in picked}
-            uncertain = sorted((r for r in picked if means[r.number] <= UNCERTAIN_SHARE * limit), key=_step)[:3]
-            seeds |= dict.fromkeys((r.number for r in uncertain), 2 * PAIRED)
-            decision = _decide(case, log, tried, seeds, seed, floor) if uncertain else decision
-        if decision.index is not None:
-            ahead = _step(tried[decision.index]) * (1 - MODELLED_TIE)
-            means = {r.number: float(np.mean(_paired(case, log[r.number], seed, seeds[r.number]))) for r in tried}
-            if any(_step(r) < ahead for r in tried):
-                between = faster_ones(
-                    case.problem, table, records, means, limit=limit, noise_floor=floor, ahead_of_ms=ahead
-                )
-                seeds |= dict.fromkeys((r.number for r in between), PAIRED)
-                tried += between
-                decision = _decide(case, log, tried, seeds, seed, floor)
-            row = log[tried[decision.index].number]
-            fresh = list(TRUTH_SEEDS)[:FRESH]
-            case.measure((row, s) for s in fresh)
-            return Ending(row, float(np.mean([case.values[row][s] for s in fresh])))
-        if turn < len(SAFER_SHARES):
-            known = {r.number for r in tried}
-            rest = [r for r in fit if r.number not in known]
-            safe = [r for r in rest if worst[r.number] <= SAFER_SHARES[turn] * limit][:2]
-            safest = sorted(rest, key=lambda r: worst[r.number])[:1]
-            picked = list({r.number: r for r in (*safe, *safest)}.values())
-    return Ending(b"", 0.0)
+class Replay:
+    """One search under one trial seed."""
 
+    def __init__(self, case: Case, seed: int, expectation: Expectation) -> None:
+        self.case, self.seed, self.expectation = case, seed, expectation
+        others = [s for s in TRIAL_SEEDS if s != seed]
+        self.order = [seed, *(others[(seed + k) % len(others)] for k in range(len(others))), *TRUTH_SEEDS]
+        self.rows: dict[bytes, list[float]] = {}
+        self.references = {0}
+        self.judge = partial(judge, max_divergence=MAX_DIVERGENCE, baseline=Baseline(case.scans[seed].floor))
+        self.fit()
 
-def _step(record: TrialRecord) -> float:
-    return record.metrics["step_time_ms"]
+    def run(self, row: bytes) -> None:
+        """Measure a row under its next paired seed."""
+        runs = self.rows.setdefault(row, [])
+        paired = self.order[len(runs)]
+        self.references.add(len(runs))
+        self.case.measure([(row, paired)])
+        runs.append(self.case.trial(row, paired))
+        self.fit()
 
+    def measured(self) -> list[Measured]:
+        """Return the pool."""
+        return [
+            Measured(self.case.params(row), k, gap, self.case.time(row))
+            for row, gaps in self.rows.items()
+            for k, gap in enumerate(gaps)
+        ]
 
-def _paired(case: Case, row: bytes, seed: int, count: int) -> list[float]:
-    seeds = [TRIAL_SEEDS[(seed + k) % len(TRIAL_SEEDS)] for k in range(count)]
-    case.measure((row, s) for s in seeds)
-    return [case.trial(row, s) for s in seeds]
+    def candidates(self) -> list[Candidate]:
+        """Return everything tried."""
+        return [
+            Candidate(str(i), 1e3 / self.case.time(row), tuple(g), tag=row)
+            for i, (row, g) in enumerate(self.rows.items())
+        ]
 
+    def fit(self) -> Standings:
+        """Refit, and say where everybody stands."""
+        self.expectation.fit(self.measured())
+        entrants = [Entrant(self.case.params(c.tag), c) for c in self.candidates()]
+        self.now = standings(self.expectation, entrants, self.judge, seeds=SEEDS)
+        return self.now
 
-def _decide(
-    case: Case, log: Sequence[bytes], tried: Sequence[TrialRecord], seeds: dict[int, int], seed: int, floor: float
-) -> Decision:
-    candidates = [
-        Candidate(
-            str(r.number),
-            1e3 / _step(r),
-            tuple(_paired(case, log[r.number], seed, seeds[r.number])),
-            preset=r.kind == "preset",
+    def next_seed(self) -> None:
+        """Give the next seed to who may still change the answer."""
+        assert self.now.next is not None
+        self.run(self.now.candidates[self.now.next].tag)
+
+    def ending(self, *, converged: bool) -> Ending:
+        """Decide, and measure what was decided under fresh seeds."""
+        ready = [c for c in self.now.candidates if len(c.divergences) > 1]
+        decision = choose(
+            ready, max_divergence=MAX_DIVERGENCE, noise_floor=self.case.scans[self.seed].floor, timing_noise=0.0
         )
-        for r in tried
-    ]
-    return choose(candidates, max_divergence=MAX_DIVERGENCE, noise_floor=floor, timing_noise=0.0)
+        runs = REFERENCE_RUNS + len(self.references) - 1 + sum(map(len, self.rows.values()))
+        if decision.index is None:
+            return Ending(b"", 0.0, len(self.rows), runs, converged)
+        row = ready[decision.index].tag
+        self.case.measure((row, s) for s in JUDGE_SEEDS)
+        return Ending(row, self.case.judged(row), len(self.rows), runs, converged)
 
 
-def _record(case: Case, number: int, row: bytes, seed: int) -> TrialRecord:
-    """Return a logged trial as the record the search keeps."""
-    params = case.problem.from_indices(np.frombuffer(row, dtype=np.uint8), {})
+def goals(case: Case, seed: int) -> Goals:
+    """Return what a search of this case is for."""
+    slowest = case.time(case.baseline)
+    return Goals(MAX_DIVERGENCE, noise_floor=case.scans[seed].floor, reference=(slowest, 1.0))
+
+
+def searched(case: Case, seed: int, trials: int = TRIALS) -> Ending:
+    """Search as the product does, until nothing is worth a run."""
+    offered = presets(case.problem)
+    sampler = PrecisionSampler(case.problem, case.prior(seed), goals(case, seed), offered)
+    study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
+    replay = Replay(case, seed, sampler.expectation)
+    replay.run(case.baseline)
+    tell(study, case, case.params(case.baseline), case.baseline, seed)
+    while True:
+        sampler.learn(replay.measured(), replay.now.best_cost)
+        best = sampler.best(study) if len(replay.rows) < trials else None
+        gain = best.worth if best is not None else 0.0
+        if max(gain, replay.now.gain) < LEAST_GAIN:
+            return replay.ending(converged=len(replay.rows) < trials)
+        if replay.now.gain > gain:
+            if replay.now.next is None:
+                return replay.ending(converged=len(replay.rows) < trials)
+            replay.next_seed()
+            continue
+        assert best is not None
+        row = case.row(best.params)
+        replay.run(row)
+        tell(study, case, best.params, row, seed)
+
+
+def tell(study: optuna.Study, case: Case, params: dict[str, Any], row: bytes, seed: int) -> None:
+    """Add a finished trial to a study."""
+    known = case.problem.distributions()
     metrics = {"step_time_ms": case.time(row), "divergence": case.trial(row, seed)}
-    kind = "preset" if number < PRESETS else "search"
-    return TrialRecord(number, kind, f"trial {number}", params, {}, "ok", metrics=metrics)
+    study.add_trial(
+        optuna.trial.create_trial(
+            values=list(metrics.values()),
+            params={k: v for k, v in params.items() if k in known},
+            distributions=known,
+            user_attrs={"metrics": metrics},
+        )
+    )
+
+
+def ended(case: Case, log: Sequence[bytes], seed: int) -> Ending:
+    """Race what another strategy tried in its first trials."""
+    replay = Replay(case, seed, Expectation(case.problem, case.prior(seed), goals(case, seed)))
+    for row in dict.fromkeys(itertools.islice(log, TRIALS)):
+        if not replay.rows.get(row):
+            replay.rows[row] = [case.trial(row, seed)]
+    replay.fit()
+    while replay.now.next is not None:
+        replay.next_seed()
+    return replay.ending(converged=False)
+
+
+def best_preset(case: Case) -> float:
+    """Return the time of the fastest preset that is within the budget under the judge seeds."""
+    rows = [case.row(params) for _, params in presets(case.problem)]
+    case.measure((row, s) for row in rows for s in JUDGE_SEEDS)
+    return min((case.time(row) for row in rows if case.judged(row) <= MAX_DIVERGENCE), default=np.inf)

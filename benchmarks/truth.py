@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 from ground_truth import JUDGE_SEEDS, TRUTH_SEEDS, Case
 
 from autoprec.tuning.decide.pareto import hypervolume, nondominated
-from autoprec.tuning.decide.sampler.posterior import Belief, DivergenceModel, Observation
+from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, DivergenceModel, Observation
 from autoprec.tuning.decide.sampler.prior import divergence_model
 from autoprec.tuning.decide.solver import solve
 
@@ -38,9 +39,9 @@ class Worth:
 
     def __init__(self, case: Case, noise: float) -> None:
         rows = [row for row in case.values if case.seeds_of(row)]
-        belief = _fitted(case).mean()
+        law = _fitted(case).law()
         index = np.stack([np.frombuffer(row, np.uint8) for row in rows]).astype(np.int64)
-        modelled = np.log(belief.divergences(index, np.zeros((len(rows), 0)), np.zeros(len(rows))))
+        modelled = np.log(law.divergences(index, np.zeros((len(rows), 0)), np.zeros(len(rows))))
         measured = np.log([case.truth(row) for row in rows])
         variance = noise**2 / np.array([case.seeds_of(row) for row in rows])
         known = variance <= noise**2 / 8
@@ -131,12 +132,14 @@ def long_run(case: Case, rounds: int, width: int = 48) -> None:
     rng = np.random.default_rng(0)
     for turn in range(rounds):
         model = _fitted(case)
-        fresh = {row for k in range(3) for row in _knapsack_front(case, model.draw(rng, 0.5 * k), width)}
-        belief = model.mean()
+        law = model.law()
+        shaken = [replace(law, error2=law.error2 * rng.lognormal(0.0, 0.25 * k, law.error2.shape)) for k in range(3)]
+        fresh = {row for one in shaken for row in _knapsack_front(case, one, width)}
 
-        def expected(row: bytes, belief: Belief = belief) -> float:
+        def expected(row: bytes, law: DivergenceLaw = law) -> float:
             index = np.frombuffer(row, np.uint8).astype(np.int64)
-            return case.truth(row) if case.seeds_of(row) else belief.divergence(index, np.zeros(0), 0.0)
+            known = case.seeds_of(row)
+            return case.truth(row) if known else float(law.divergences(index[None], np.zeros((1, 0)), np.zeros(1))[0])
 
         changed = _changes(case) - set(case.values)
         fresh |= set(near(case, [*changed, *case.values], expected, 1.15)[: 4 * width])
@@ -148,17 +151,23 @@ def long_run(case: Case, rounds: int, width: int = 48) -> None:
 def _fitted(case: Case) -> DivergenceModel:
     """Return the model of the 500 best-measured true values."""
     error2 = np.exp(np.mean([np.log(scan.table.error2) for scan in case.scans], axis=0))
-    model = divergence_model(case.problem, error2, shared=1.0)
+    model = divergence_model(case.problem, error2)
     known = sorted((row for row in case.values if case.seeds_of(row)), key=case.seeds_of)[-500:]
     rows = [np.frombuffer(row, np.uint8).astype(np.int64) for row in known]
-    model.fit([Observation(i, np.zeros(0), 0.0, case.truth(row)) for i, row in zip(rows, known, strict=True)])
+    model.fit(
+        [
+            # each a mean of its own: no two share a seed's luck
+            Observation(i, np.zeros(0), 0.0, case.truth(row), seed)
+            for seed, (i, row) in enumerate(zip(rows, known, strict=True))
+        ]
+    )
     return model
 
 
-def _knapsack_front(case: Case, belief: Belief, width: int) -> list[bytes]:
+def _knapsack_front(case: Case, law: DivergenceLaw, width: int) -> list[bytes]:
     fastest = np.argmin(case.time_ms, axis=1)
-    most = float(belief.error2[np.arange(len(fastest)), fastest].sum())
-    found = (solve(case.time_ms, belief.error2, float(b)) for b in np.geomspace(most * 1e-3, most, width))
+    most = float(law.error2[np.arange(len(fastest)), fastest].sum())
+    found = (solve(case.time_ms, law.error2, float(b)) for b in np.geomspace(most * 1e-3, most, width))
     return [index.astype(np.uint8).tobytes() for index in found if index is not None]
 
 

@@ -17,7 +17,7 @@ PHASES = {
     "verdict": "what could be gained",
     "sensitivity": "gradient error per group and recipe",
     "search": "trials",
-    "finalists": "finalists, paired seeds",
+    "finalists": "further paired seeds",
     "answer": "writing the policy",
     "tracking": "recording the answer in MLflow",
 }
@@ -70,19 +70,21 @@ class TerminalProgress:
                 self._phases.say(f"{record.name}: {describe(record)}")
             return
         leader = f"best {headline(best.metrics)} ({best.name})" if best else "best: the script as written"
-        count = f"finalist run {done}/{total}" if record.kind == "finalist" else f"{done}/{total}"
+        count = f"seed {record.seed + 1} of" if record.kind == "finalist" else f"{done}/{total}"
         if not self._phases.live or self._verbosity > 0:
             self._phases.say(f"{count} {record.name}: {describe(record)}   [{leader}; {clock(seconds_left)} left]")
-        what = "finalist runs" if record.kind == "finalist" else "trials"
-        self._phases.advance(done, total, text=f"{what}, {leader}", left_s=seconds_left)
+        if record.kind == "finalist":  # how many there will be depends on what they show
+            self._phases.advance(0, 0, text=f"further paired seeds, {leader}")
+            return
+        self._phases.advance(done, total, text=f"trials, {leader}", left_s=seconds_left)
 
     def _expected(self, record: TrialRecord) -> None:
         """Say, from the first run on, how long the trials take at most: nobody should wait without knowing for what."""
         if record.kind == "reference" and record.seconds and record.seed == 0:
             most = self._trials * record.seconds
             self._phases.say(
-                f"a run takes {duration(record.seconds)}: about {duration(most)} for {self._trials} trials one after "
-                "the other, then the finalists; `autoprec ui` in another terminal shows them as they end"
+                f"a run takes {duration(record.seconds)}: {duration(most)} at most for {self._trials} trials one after "
+                "the other; `autoprec ui` in another terminal shows them as they end"
             )
             self._phases.expect(most)
 

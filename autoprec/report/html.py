@@ -92,6 +92,7 @@ def _tiles(summary: Summary) -> str:
 def _cost(summary: Summary) -> str:
     cost = summary.payback
     text = f"The search took {duration(cost.seconds)} for {cost.trials} trials, {cost.runs} runs in all."
+    text += f" It {cost.stopped}." if cost.stopped else ""
     if cost.saved_share is not None:
         text += f" The policy saves {percent(cost.saved_share)} of the time of a training run."
         if cost.break_even_s is not None:

@@ -23,6 +23,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def _cost(summary: Summary) -> list[str]:
     cost = summary.payback
     lines = [f"The search took {duration(cost.seconds)}, {cost.trials} trials, {cost.runs} runs in all."]
+    lines[0] += f" It {cost.stopped}." if cost.stopped else ""
     if cost.saved_share is not None:
         lines[0] += f" The policy saves {percent(cost.saved_share)} of a training run's time"
         lines[0] += (

@@ -82,7 +82,8 @@ class Payback:
 
     ``saved_share`` is the part of a training run's time that the policy saves; ``break_even_s`` the length of a
     training run (measured without the policy) whose savings equal the search's own ``seconds``. Both are None when
-    nothing is saved, or when the figures are modelled for another machine than the one that searched.
+    nothing is saved, or when the figures are modelled for another machine than the one that searched. ``stopped`` says
+    why no further trial was run.
     """
 
     seconds: float
@@ -90,6 +91,7 @@ class Payback:
     runs: int
     saved_share: float | None
     break_even_s: float | None
+    stopped: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,11 +128,13 @@ def number(value: Any) -> float | None:
 
 
 def remeasured(records: Iterable[TrialRecord]) -> dict[str, tuple[float, int]]:
-    """Return the mean divergence of every policy with finalist runs, and over how many paired seeds."""
+    """Return the mean divergence of every policy with several runs, and over how many paired seeds."""
     gaps: dict[str, list[float]] = {}
+    records = list(records)
+    further = {record.name for record in records if record.kind == "finalist"}
     for record in records:
         gap = number(record.metrics.get("divergence"))
-        if record.kind == "finalist" and record.ok and gap is not None:
+        if record.name in further and record.kind not in ("reference", "noise") and record.ok and gap is not None:
             gaps.setdefault(record.name, []).append(gap)
     return {name: (sum(values) / len(values), len(values)) for name, values in gaps.items()}
 
@@ -263,7 +267,7 @@ def _payback(result: SearchResult, runs: int) -> Payback:
     here = "modelled" not in _source(result.best, None)
     total = sum(value for value in result.trials.values() if isinstance(value, int))
     break_even = result.seconds / saved if saved and here else None
-    return Payback(result.seconds, total, runs, saved, break_even)
+    return Payback(result.seconds, total, runs, saved, break_even, result.stopped)
 
 
 def _told_against(rows: Sequence[Row], baseline: str, final: Mapping[str, tuple[float, int]]) -> list[Row]:

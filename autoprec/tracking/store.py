@@ -195,6 +195,7 @@ class Store:
             "autoprec.verdict": result.verdict,
             "autoprec.reason": redact_text(result.reason)[:4000],
             "autoprec.target": result.target,
+            "autoprec.stopped": result.stopped,
             "mlflow.note.content": redact_text(parent_note(result)),
         }
         self._log(self.run_id, metrics=metrics, tags=tags)

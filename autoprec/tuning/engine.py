@@ -36,12 +36,11 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result, settled
-from autoprec.tuning.phases.finalists import run_finals
 from autoprec.tuning.phases.front import save_front
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
-from autoprec.tuning.phases.trials import run_trials
+from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.schedule import Pace, Schedule, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import runs_in_sixteen_bit, sixteen_bit_space
@@ -202,10 +201,7 @@ class Search:
                 self.listener.note(_expected(setup, runner, ledger).describe(self.options.budget_s))
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger)
-            self.listener.phase("search")
-            run_trials(setup, runner, ledger, table)
-            self.listener.phase("finalists")
-            answer = settled(run_finals(setup, runner, ledger, table), ledger)
+            answer = settled(run_study(setup, runner, ledger, table), ledger)
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 

@@ -34,6 +34,7 @@ class Ledger:
         timings: seconds by phase, and what else is counted.
         notes: what a person was told.
         cut_short: what was left out for want of time; empty when the search came to its own end.
+        stopped: why no further trial was run; empty where none was asked for.
     """
 
     store: StudyStore
@@ -46,6 +47,7 @@ class Ledger:
     timings: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cut_short: list[str] = field(default_factory=list)
+    stopped: str = ""
 
     def elapsed(self) -> float:
         """Return seconds since the search began."""
@@ -58,8 +60,9 @@ class Ledger:
 
     def cut(self, text: str) -> None:
         """Tell, and remember, that something was left out for want of time."""
-        self.cut_short.append(text)
-        self.note(text)
+        if text not in self.cut_short:
+            self.cut_short.append(text)
+            self.note(text)
 
     def seconds_per_run(self) -> float:
         """Return what one short run takes: the median trial of this study, before the first one the reference."""

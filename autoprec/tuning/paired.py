@@ -77,6 +77,7 @@ class PairedRunner:
             "backend": options.backend if measured else "emulated",
             "timeout_s": self.trial_timeout(),
             "memory_limit": self._setup.limits.memory if measured and policy is not None else None,
+            "anneal": True,  # the noise of a high learning rate is no policy's doing
         }
         return TrialSpec(**(values | changes))
 
@@ -124,6 +125,9 @@ class PairedRunner:
             ("starts", 1.0),
         ):
             self._ledger.add_seconds(name, seconds)
+        # what the answer costs in forward and backward passes, wherever and however fast it is found
+        passes = len(result.losses) if spec.kind == "train" else spec.warmup + len(spec.probes) + spec.batches
+        self._ledger.add_seconds("passes", float(passes))
         return result
 
     def prepare(self, seed: int) -> None:

@@ -83,7 +83,7 @@ def search(server: Any, notes: Notes, study: str, hook: Any, **changes: Any) -> 
     url = server.get_uri().replace("postgresql://", "postgresql+psycopg2://")
     options = SearchOptions(
         command=("train.py",), study=study, storage=url, trials=10, steps=8, seeds=2, space="hopper-fp8", force=True,
-        **changes,
+        sampler="random", **changes,
     )  # fmt: skip
     command = ScriptCommand.parse(options.command)
     return Search(options, command, Listeners(notes), lambda seed, _: Hooked(script, seed))

@@ -48,7 +48,7 @@ def _imported(tmp_path_factory: pytest.TempPathFactory) -> None:
 def test_a_signal_ends_the_search_at_once_and_the_printed_command_continues(
     tmp_path: Path, signals: tuple[int, ...], code: int
 ) -> None:
-    process = start(tmp_path, "0.1", "--trials", "12", "--study", "s")
+    process = start(tmp_path, "0.1", "--trials", "12", "--study", "s", "--sampler", "random")
     lines: list[str] = []
     while sum("all bf16:" in line or "fp8" in line for line in lines) < 4:
         lines.append(process.readline())

@@ -12,6 +12,7 @@ import pytest
 
 from autoprec.policy import load_policy
 from autoprec.trial.command import ScriptCommand
+from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
@@ -47,7 +48,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path: Path, monkeypatch: pytest.
 
 def asked(found: Synthetic, order: tuple[int, ...]) -> list[dict[str, Any]]:
     """Ask four trials at once, tell them in an order, and return what is asked next."""
-    sampler = PrecisionSampler(found.problem, found.prior, max_divergence=0.0025, seed=3)
+    sampler = PrecisionSampler(found.problem, found.prior, Goals(0.0025))
     study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
     next_asked: list[dict[str, Any]] = []
     for _ in range(3):

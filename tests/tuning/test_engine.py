@@ -83,7 +83,9 @@ def test_adopts_the_fastest_policy_within_every_limit(here: Path) -> None:
     assert policy.model is not None
     assert policy.model.class_name == "Simulated"
     finalists = [record for record in made.records if record.kind == "finalist"]
-    assert {record.seed for record in finalists} == {0, 1, 2, 3}
+    assert {record.seed for record in finalists} == {1}  # far within the budget: two seeds are enough
+    assert result.trials["complete"] < 14
+    assert "converged after" in result.stopped
     told = result.explanation
     assert sum(row["count"] for row in told["layers"]) == len(simulated.graph.tunable)
     assert any("saves" in row["text"] for row in told["layers"])
@@ -159,7 +161,7 @@ def test_a_tight_gradient_limit_forbids_what_the_loss_forgives(here: Path) -> No
 
 def test_failing_policies_fail_their_trial_and_not_the_search(here: Path) -> None:
     def fp8_crashes(policy: object) -> tuple[str, str] | None:
-        return ("crashed", "signal 11") if "fp8_rowwise" in str(policy) else None
+        return ("crashed", "signal 11") if "fp8_" in str(policy) else None
 
     made, result = search(script(fail=fp8_crashes), options(space="hopper-fp8"))
     assert result.verdict == "adopt"
@@ -171,10 +173,8 @@ def test_failing_policies_fail_their_trial_and_not_the_search(here: Path) -> Non
 
 def test_whether_the_script_is_compiled_is_searched_where_it_is_timed(here: Path) -> None:
     made, result = search(script(), options())
-    presets = {record.name: record for record in made.records if record.kind == "preset"}
-    compiled = presets["all bf16, compiled"]
-    assert compiled.policy["execution"] == "compile"
-    assert compiled.metrics["step_time_ms"] < presets["all bf16"].metrics["step_time_ms"]
+    compiled = [record for record in made.records if record.policy.get("execution") == "compile"]
+    assert compiled
     assert load_policy(result.policy).execution == "compile"
     rehearsed, _ = search(script(device="cpu"), options(target="h100", study="rehearsal"))
     assert not any("execution" in record.params for record in rehearsed.records)
@@ -196,7 +196,7 @@ def test_five_failures_in_a_row_end_the_search_with_the_first_cause(here: Path) 
         return ("oom", "CUDA out of memory") if policy is not None else None
 
     with pytest.raises(NothingAcceptableError, match="CUDA out of memory"):
-        search(script(fail=every_policy), options())
+        search(script(fail=every_policy), options(sampler="random"))
 
 
 def test_an_existing_study_is_refused_without_resume(here: Path) -> None:
@@ -228,7 +228,7 @@ def test_a_locked_study_names_its_holder(here: Path) -> None:
         made.run()
 
 
-@pytest.mark.parametrize("after", [1, 4, 9])
+@pytest.mark.parametrize("after", [1, 2, 4])
 def test_an_interrupted_search_resumes_to_the_same_answer_and_repeats_nothing(here: Path, after: int) -> None:
     _, plain = search(script(), options(study="plain"))
 
@@ -250,14 +250,14 @@ def test_an_interrupted_search_resumes_to_the_same_answer_and_repeats_nothing(he
     second = script()
     _, resumed = search(second, options(study="cut", resume=True))
     finished = trained(first)[:after]
-    assert not set(finished) & {call for call in trained(second) if not call[2]}
+    assert not set(finished) & set(trained(second))
     best = {k: v for k, v in resumed.best.items() if k != "number"}
     assert best == {k: v for k, v in plain.best.items() if k != "number"}
 
 
 def test_more_trials_on_resume_go_on_where_it_ended(here: Path) -> None:
-    _, first = search(script(), options(study="mine", trials=5))
-    made, second = search(script(), options(study="mine", trials=9, resume=True))
+    _, first = search(script(), options(study="mine", trials=5, sampler="random"))
+    made, second = search(script(), options(study="mine", trials=9, sampler="random", resume=True))
     assert first.trials["complete"] == 5
     assert second.trials["complete"] == 9
     numbers = [record.number for record in made.records]
@@ -265,8 +265,8 @@ def test_more_trials_on_resume_go_on_where_it_ended(here: Path) -> None:
 
 
 def test_trials_are_named_by_their_place_also_after_a_resume(here: Path) -> None:
-    search(script(), options(study="mine", trials=9))
-    made, _ = search(script(), options(study="mine", trials=12, resume=True))
+    search(script(), options(study="mine", trials=9, sampler="random"))
+    made, _ = search(script(), options(study="mine", trials=12, sampler="random", resume=True))
     learned = [record for record in made.records if record.kind in ("preset", "search")]
     places = {f"trial {place}": place for place in range(1, 13)}
     named = {record.name: place for place, record in enumerate(learned, 1) if record.kind == "search"}
@@ -291,7 +291,7 @@ def test_an_unwritable_output_is_found_before_anything_runs(here: Path) -> None:
 
 def test_parallel_workers_measure_each_policy_once(here: Path) -> None:
     simulated = script(device="cpu", delay_s=0.01)
-    _, result = search(simulated, options(target="h100", workers=4, trials=20))
+    _, result = search(simulated, options(target="h100", workers=4, trials=20, sampler="random"))
     assert result.trials["complete"] == 20
     seen = trained(simulated)
     assert len(seen) == len(set(seen))
@@ -309,14 +309,29 @@ class Moody(SimulatedRunner):
         return replace(result, losses=tuple(loss * (1 + gap) for loss in result.losses))
 
 
-def test_finalists_that_four_seeds_cannot_judge_get_four_more(here: Path) -> None:
-    asked = options(space="te-delayed")
-    simulated = script()
-    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Moody(simulated, seed))
+def test_a_policy_near_the_budget_gets_more_seeds_while_its_gain_pays_for_them(here: Path) -> None:
+    class Near(SimulatedRunner):
+        def run(self, spec: TrialSpec) -> TrialResult:
+            result, gap = super().run(spec), 0.0015
+            quantised = spec.kind == "train" and "fp8" in str(spec.policy)
+            return replace(result, losses=tuple(loss * (1 + gap) for loss in result.losses)) if quantised else result
+
+    simulated, asked = script(), options(space="te-delayed", seeds=4)
+    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Near(simulated, seed))
     result = made.run()
     finalists = [record for record in made.records if record.kind == "finalist"]
-    assert max(record.seed for record in finalists) == 7
+    assert len(finalists) >= 3
     assert result.verdict == "adopt"
+
+
+def test_a_search_that_converged_says_so_when_it_is_resumed(here: Path) -> None:
+    _, first = search(script(), options(study="mine"))
+    simulated = script()
+    _, again = search(simulated, options(study="mine", resume=True))
+    assert trained(simulated) == []
+    assert again.stopped == first.stopped
+    assert again.stopped.startswith("converged after")
+    assert again.reason == first.reason
 
 
 def test_when_every_fast_finalist_fails_a_safer_one_is_found(here: Path) -> None:
@@ -395,7 +410,8 @@ def test_a_search_ends_when_its_space_is_used_up(here: Path, monkeypatch: pytest
     _, result = search(simulated, options(trials=60, space="tiny"))
     tried = [record for record in result.presets if record["status"] == "ok"]
     assert tried
-    assert any("the space is exhausted" in note for note in result.notes)
+    assert result.stopped.startswith(("converged after", "exhausted the space"))
+    assert result.stopped in result.notes
     assert len(asked) < 30
 
 

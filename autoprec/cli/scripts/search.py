@@ -63,8 +63,14 @@ EXAMPLES = (
 @click.option("--reference", type=click.Choice(["script", "fp32", "bf16"]), default="script", show_default=True,
               help="What divergence and speed are compared with.")  # fmt: skip
 @click.option("--seed", default=0, show_default=True, metavar="N", help="Seed of the search itself.")
-@click.option("--seeds", default=4, show_default=True, metavar="N", help="Paired seeds of the finalists.")
-@click.option("--finalists", default=3, show_default=True, metavar="N", help="Policies re-measured over several seeds.")
+@click.option(
+    "--seeds",
+    default=4,
+    show_default=True,
+    metavar="N",
+    help="Paired seeds of a policy: as many where the loss cannot judge, else 2 to 3 N.",
+)
+@click.option("--finalists", default=3, show_default=True, metavar="N", help="Kept for old scripts; has no effect.")
 @click.option("--output", "-o", default="policy.yaml", show_default=True, metavar="FILE", help="Where the policy goes.")
 @click.option("--study", default="", metavar="NAME", help="Name of the study; default: from the script.")
 @click.option("--storage", envvar="OPTUNA_STORAGE", default="", metavar="URL", help="Optuna RDB; default: SQLite.")
@@ -178,6 +184,8 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     console = stdout_console()
     console.print(report.terminal_table(result, engine.records))
     lines = [f"verdict: {result.verdict}. {result.reason}"]
+    if result.stopped:
+        lines.append(f"stopped: {result.stopped}")
     if result.resume:
         lines.append(f"go on:   {engine.options.resume_command()}")
     if result.policy:

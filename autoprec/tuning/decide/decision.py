@@ -29,6 +29,7 @@ from autoprec.tuning.decide.noise import (
     compare_excess,
     compare_gaps,
     confidence_bounds,
+    is_wide,
     is_worse_than_benign,
 )
 
@@ -53,6 +54,8 @@ class Candidate:
         memory_bytes: peak of a step; 0 when unknown.
         preset: it is one of the presets.
         reference: it is the script as written (always acceptable).
+        upper: 95 % bound of its mean divergence by everything measured, of its neighbours too; None where only its own
+            seeds are known.
         tag: anything the caller wants back.
     """
 
@@ -64,6 +67,7 @@ class Candidate:
     memory_bytes: float = 0.0
     preset: bool = False
     reference: bool = False
+    upper: float | None = None
     tag: Any = None
 
 
@@ -95,12 +99,14 @@ class Judgement:
         upper: its upper 95 % bound.
         rejection: why it is not acceptable; empty when it is.
         caveat: why the loss could not judge it and what did instead; empty when it could.
+        final: no further seed can change the rejection: it breaks a limit that is not that of the loss.
     """
 
     mean: float
     upper: float
     rejection: str
     caveat: str
+    final: bool = False
 
 
 def gradient_limit(noise: float | None, max_gradient_error: float = 0.12, *, blind: bool = False) -> float | None:
@@ -147,6 +153,10 @@ class _Rules:
             why = self._against_benign(c) if chaotic else self._beyond_budget(mean, upper)
             if why:
                 return why
+        return self.beyond_limits(c)
+
+    def beyond_limits(self, c: Candidate) -> str:
+        """Return which limit of gradient error or memory a candidate breaks, whatever its loss; empty for none."""
         if self.blind and c.gradient_error is None:
             return f"{self.blind}, and its gradient error is unknown"
         limit = self.gradient_limit()
@@ -214,10 +224,12 @@ def judge(
     negligible = _NEGLIGIBLE * max(max_divergence, baseline.floor)
     bounds = confidence_bounds([() if c.reference else c.divergences for c in candidates], negligible)
     out = []
-    for candidate, (mean, upper) in zip(candidates, bounds, strict=True):
+    for candidate, (mean, own) in zip(candidates, bounds, strict=True):
+        upper = own if candidate.upper is None or is_wide(candidate.divergences) else max(mean, candidate.upper)
         why = "" if candidate.reference else rules.rejection(candidate, (mean, upper))
         caveat = "" if candidate.reference or why else rules.caveat(candidate, upper)
-        out.append(Judgement(mean, upper, why, caveat))
+        final = not candidate.reference and bool(rules.beyond_limits(candidate))
+        out.append(Judgement(mean, upper, why, caveat, final))
     return out
 
 

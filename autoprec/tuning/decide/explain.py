@@ -152,7 +152,7 @@ def importance(
     """
     features = features_of(problem)
     divergence, time = _fitted(problem, time_ms, table, records)
-    law, (learned, _, effects) = divergence.mean(), time.mean()
+    law, (learned, _, effects) = divergence.law(), time.mean()
     mean_error2 = float(np.where(np.isfinite(law.error2), law.error2, 0.0).mean(axis=1).sum()) or 1.0
     raw: dict[str, tuple[float, float]] = {}
     for g, group in enumerate(problem.groups):

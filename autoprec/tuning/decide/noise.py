@@ -43,6 +43,7 @@ __all__ = [
     "compare_gaps",
     "confidence_bounds",
     "has_learnt",
+    "is_wide",
     "is_worse_than_benign",
     "needs_more_benign_runs",
     "screening_limit",
@@ -131,6 +132,12 @@ def confidence_bounds(rows: Sequence[Sequence[float]], negligible: float = 1e-7)
         others = [log for j, log in enumerate(logs) if j != k and _alike(log, logs[k])]
         out.append((mean, max(mean, _cox(logs[k], *_lent(others)))))
     return out
+
+
+def is_wide(row: Sequence[float]) -> bool:
+    """Say whether a policy varies from seed to seed far more than others do: then only its own seeds bound its mean."""
+    logs = np.log(np.maximum(np.asarray(row, dtype=np.float64), _TINY))
+    return len(logs) > 2 and bool(np.isfinite(logs).all()) and float(logs.std(ddof=1)) > _WIDEST_LENT
 
 
 def _alike(one: Vector, other: Vector) -> bool:

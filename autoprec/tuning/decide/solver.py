@@ -80,8 +80,11 @@ def solve(time: FloatTable, error2: FloatTable, budget: float, *, limits: Sequen
 def _enumerate(time: FloatTable, error2: FloatTable, budget: float, limits: Sequence[Limit]) -> IntVector | None:
     """Try every assignment (small problems with limits)."""
     options = [np.flatnonzero(np.isfinite(row)) for row in time]
-    grid = np.stack([axis.ravel() for axis in np.meshgrid(*options, indexing="ij")], axis=1).astype(np.int64)
-    rows = np.arange(len(time))
+    rows, free = np.arange(len(time)), [g for g, columns in enumerate(options) if len(columns) > 1]
+    axes = np.meshgrid(*(options[g] for g in free), indexing="ij") if free else []
+    grid = np.tile([columns[0] for columns in options], (axes[0].size if free else 1, 1)).astype(np.int64)
+    for g, axis in zip(free, axes, strict=True):
+        grid[:, g] = axis.ravel()
     total = time[rows, grid].sum(axis=1)
     fits = error2[rows, grid].sum(axis=1) <= budget * _ROUNDING
     for limit in limits:

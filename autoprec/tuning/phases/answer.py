@@ -26,6 +26,8 @@ from autoprec.tuning.transfer.law import Growth, error_factor
 
 __all__ = ["Answer", "emitted_policy", "search_result", "settled"]
 
+#: A gain over the best preset below this is none that anybody would notice.
+_ENOUGH = 0.005
 #: What to fall back to in the long run, in order; short trials see early divergence only.
 FALLBACK_QUANTISED = ("wgrad_bf16", "head_bf16", "all_bf16", "script")
 KEPT_METRICS = (
@@ -35,12 +37,31 @@ KEPT_METRICS = (
 
 
 @dataclass(frozen=True, slots=True)
+class OverPreset:
+    """What a policy gains over the best preset: its name, its speed-up over the script, the gain, whether it ran."""
+
+    name: str
+    speedup: float
+    gain: float
+    measured: bool
+
+    @property
+    def text(self) -> str:
+        """The gain in words."""
+        if self.gain < _ENOUGH:
+            return f"{self.gain:.1%} over the best preset ({self.name}): a preset is enough here"
+        doubt = "" if self.measured else ", which was not run: predicted"
+        return f"{self.gain:.1%} over the best preset ({self.name}{doubt})"
+
+
+@dataclass(frozen=True, slots=True)
 class Answer:
     """What the search decided: ``adopt`` a record's policy, ``stay``, or ``undecided`` where it was cut short.
 
     ``chosen`` holds the finalist statistics, ``interval`` the half width of the interval of their mean divergence;
     ``caveat`` says how the policy was judged where the loss could not do it; ``explanation`` why each layer stays,
-    where that was known before any trial; ``rejected`` why finalists (by name) are not acceptable.
+    where that was known before any trial; ``rejected`` why finalists (by name) are not acceptable; ``over_preset`` what
+    it gains over what people run today.
     """
 
     verdict: str
@@ -52,6 +73,7 @@ class Answer:
     caveat: str = ""
     explanation: dict[str, Any] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
+    over_preset: OverPreset | None = None
 
 
 def settled(answer: Answer, ledger: Ledger) -> Answer:
@@ -87,6 +109,8 @@ def final_metrics(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any
         if chosen.gradient_error is not None:
             out["gradient_error"] = chosen.gradient_error
     out |= over_sixteen_bit(out, sixteen_bit_speedup(setup, ledger.store.records))
+    if answer.over_preset is not None:
+        out |= {"gain_over_preset": answer.over_preset.gain, "best_preset": answer.over_preset.name}
     out |= {"name": record.name, "seeds": answer.seeds, "sources": dict(record.sources)}
     return out
 
@@ -132,9 +156,12 @@ def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
         "noise_floor",
         "gradient_error",
         "memory_bytes",
+        "gain_over_preset",
     ):
         if name in metrics:
             out[name] = _plain(float(metrics[name]))
+    if ledger.stopped:
+        out["stopped"] = ledger.stopped
     if ledger.cut_short:
         out["cut_short"] = "; ".join(ledger.cut_short)
     if not setup.measured:
@@ -237,6 +264,7 @@ def search_result(
         timings={key: round(value, 3) for key, value in timings.items()},
         notes=tuple(ledger.notes),
         cut_short="; ".join(ledger.cut_short),
+        stopped=ledger.stopped,
         resume=setup.options.resume_command(stored=True) if ledger.cut_short else "",
         explanation=_explanation(setup, ledger, answer),
         rejected=answer.rejected,

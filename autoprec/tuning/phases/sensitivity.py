@@ -143,6 +143,7 @@ def _probe(
             side_by_side=runner.final_workers,
             timeout_s=max(300.0, 5.0 * len(probes) * one_run_s),
             memory_limit=None,
+            anneal=False,
         )
     )
     if not result.ok:

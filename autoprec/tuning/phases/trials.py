@@ -1,16 +1,16 @@
-"""The study's loop: ask the sampler, run the trial, score it, store it, tell the sampler.
+"""The study's loop: ask for what is worth most (a new policy, or one more seed), run it, store it, and refit.
 
-Presets come first (what people run today), then what the sampler proposes. It ends when the trials or the time are used
-up, or when nothing that is left is worth a trial.
+It ends when nothing is expected to gain enough to be worth a run; ``--trials`` and ``--budget`` are maxima.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import optuna
@@ -18,22 +18,27 @@ import optuna
 from autoprec.errors import NothingAcceptableError
 from autoprec.policy import Policy, save_policy
 from autoprec.trial.protocol import FAILURES
-from autoprec.tuning.decide.metrics import Reference, score
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.sampler.base import is_exhausted
+from autoprec.tuning.decide.race import stop_gap
+from autoprec.tuning.decide.sampler.base import finished
+from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Expectation, Goals
 from autoprec.tuning.decide.sampler.other_samplers import make_sampler
-from autoprec.tuning.decide.sampler.prior import Prior, build_prior
-from autoprec.tuning.decide.shortlist import stop_gap
+from autoprec.tuning.decide.sampler.prior import Prior
+from autoprec.tuning.decide.sampler.sampler import NOTHING_NEW, PrecisionSampler
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.phases.answer import Answer
+from autoprec.tuning.phases.finalists import Race
+from autoprec.tuning.phases.measuring import goals_of, make_prior, scored
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import NAMES, first_presets, over_sixteen_bit, sixteen_bit_speedup
+from autoprec.tuning.sixteen_bit import NAMES, first_presets, runs_in_sixteen_bit
 from autoprec.tuning.study.records import TrialRecord
 
-__all__ = ["measured", "run_trials"]
+__all__ = ["run_study"]
 
-#: This many failures in a row end the search: the cause is then not the policy.
+#: This many failures in a row end the search: the cause is then not the policy. Where others ran, twice as many do: a
+#: target that cannot run FP8 fails one recipe after the other.
 FAILURES_IN_A_ROW = 5
 #: Presets may take half of the trials, but never fewer than these are tried.
 FEWEST_PRESETS = 8
@@ -41,23 +46,6 @@ FEWEST_PRESETS = 8
 FINALISTS_SHARE = 0.4
 #: Ask at most this many times per wanted trial when a sampler proposes what was already measured.
 ASKS_PER_TRIAL = 20
-
-
-def make_prior(setup: Setup, table: SensitivityTable) -> Prior:
-    """Return what the cost model and the sensitivity table say before the first trial."""
-
-    def step_cost(params: Mapping[str, Any]) -> tuple[float, float]:
-        estimate = setup.steps.of(params)
-        return estimate.time_ms, float(estimate.memory_bytes)
-
-    return build_prior(
-        setup.problem,
-        table,
-        setup.cost.layer_time_ms,
-        step_cost,
-        measured=setup.measured,
-        with_memory=setup.limits.memory is not None or setup.options.objective != "throughput",
-    )
 
 
 def hopeless_gap(setup: Setup, ledger: Ledger, params: Mapping[str, Any]) -> float:
@@ -76,49 +64,15 @@ def hopeless_gap(setup: Setup, ledger: Ledger, params: Mapping[str, Any]) -> flo
     return min(fixed, stop_gap(expected, front, max_divergence=budget, noise_floor=floor))
 
 
-def measured(
-    setup: Setup,
-    runner: PairedRunner,
-    ledger: Ledger,
-    plan: TrialRecord,
-    reference: Reference,
-    gradient_error: float,
-    **spec: Any,
-) -> TrialRecord:
-    """Run the policy of a record under the record's paired seed; return it with everything that was measured."""
-    began, clock = time.time(), time.monotonic()  # the wall clock may jump; durations must not
-    result = runner.run(runner.spec(plan.policy, **spec), plan.seed)
-    estimate = None if setup.measured else setup.steps.of(plan.params)
-    doubt = result.unreliable if setup.measured else ""
-    scored = score(result, reference, estimate=estimate, gradient_error=gradient_error)
-    done = replace(
-        plan,
-        status=scored.status,
-        reason=scored.reason or doubt,
-        tags=(*plan.tags, "unreliable") if doubt else plan.tags,
-        tail=result.tail,
-        metrics=scored.metrics,
-        sources=scored.sources,
-        losses=result.losses,
-        reference_losses=reference.losses,
-        started=began,
-        seconds=time.monotonic() - clock,
-    )
-    over = over_sixteen_bit(done.metrics, sixteen_bit_speedup(setup, [*ledger.store.records, done]))
-    sources = dict.fromkeys(over, setup.source)
-    return replace(done, metrics={**done.metrics, **over}, sources={**done.sources, **sources})
-
-
 def reserve(setup: Setup, runner: PairedRunner, ledger: Ledger, began_s: float) -> float:
-    """Return the seconds kept for measuring again the finalists there would be now; none are kept for none.
+    """Return the seconds kept for the further seeds of the best policy there is now; none are kept where there is none.
 
     Args:
         setup, runner, ledger: of the search.
-        began_s: when the trials began, seconds into the search: only what was left then is shared with finalists.
+        began_s: when the trials began, seconds into the search: only what was left then is shared with further seeds.
     """
     fit = [r for r in ledger.acceptable_ones() if not setup.problem.is_script(r.params)]
-    count = min(len(fit), setup.options.finalists + 1)
-    runs = setup.options.seeds * (count + 1) if count else 0  # and the reference of each seed
+    runs = 2 * (setup.options.seeds - 1) if fit else 0  # each with the reference of its seed
     needed = runs * ledger.seconds_per_run() / runner.final_workers
     budget = setup.options.budget_s
     return needed if budget is None else min(needed, FINALISTS_SHARE * max(0.0, budget - began_s))
@@ -129,18 +83,25 @@ class _Loop:
     """The state of one run of the loop.
 
     Attributes:
-        goal, done: trials that are wanted, and that are finished (in earlier sessions, too).
+        race: everything measured, and where it stands.
+        sampler: who is asked.
+        goal, done: trials that are wanted at most, and that are finished (in earlier sessions, too).
         failures: how many of the last trials failed one after the other.
         seen: what every point that was tried gave.
         running: trials that have not ended yet.
         began_s, began_done: when this loop began (seconds into the search), and what was finished then.
-        yardstick: the 16-bit run, which is measured whatever the budget says; None where the space has none.
+        yardstick: the 16-bit run, which is measured whatever the budget says; None where none is needed.
+        number, place: of the next record, and N of the last trial named ``trial N``.
+        used_up: the sampler proposed nothing new any more.
+        taught: how many records there were when the models were last fitted.
     """
 
     setup: Setup
     runner: PairedRunner
     ledger: Ledger
     table: SensitivityTable
+    race: Race
+    sampler: optuna.samplers.BaseSampler
     goal: int
     done: int = 0
     failures: int = 0
@@ -149,6 +110,18 @@ class _Loop:
     began_s: float = 0.0
     began_done: int = 0
     yardstick: tuple[Any, ...] | None = None
+    number: int = 0
+    place: int = 0
+    used_up: bool = False
+    taught: int = -1
+
+    def __post_init__(self) -> None:
+        """Count on from what earlier sessions left."""
+        store = self.ledger.store
+        self.number = store.next_number()
+        # the N of the progress's N/30, not the number of the record: that one counts reference and finalist runs too
+        self.place = max((int(r.name[6:]) for r in store.learned() if re.fullmatch(r"trial \d+", r.name)), default=0)
+        self._teach()
 
     def trial(self, number: int, kind: str, name: str, params: dict[str, Any]) -> TrialRecord:
         """Run one policy of the study and return its scored record."""
@@ -156,19 +129,14 @@ class _Loop:
         policy = setup.problem.policy(params).to_dict()
         tags = ("preset",) if kind == "preset" else ()
         plan = TrialRecord(number, kind, name, params, policy, status="", tags=tags)
-        gap = hopeless_gap(setup, self.ledger, params)
-        predicted = self.table.predict(setup.problem, params)
-        return measured(
-            setup,
-            self.runner,
-            self.ledger,
-            plan,
-            reference,
-            predicted,
+        predicted, began = self.table.predict(setup.problem, params), (time.time(), time.monotonic())
+        spec = self.runner.spec(
+            policy,
             reference_losses=reference.losses,
-            stop_gap=gap,
+            stop_gap=hopeless_gap(setup, self.ledger, params),
             by_block=True,
         )
+        return scored(setup, self.ledger, plan, self.runner.run(spec), reference, predicted, began)
 
     def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:
         """Book one finished trial.
@@ -178,19 +146,31 @@ class _Loop:
         """
         ledger = self.ledger
         ledger.store.tell(trial, record)
+        self.number = max(self.number, ledger.store.next_number())
         self.done += 1
         self.seen[self.setup.problem.key(record.params)] = record
+        self._teach()
         best = ledger.best()
         if best is not None and best is record:  # so that not even kill -9 loses it
             save_policy(Policy.model_validate(best.policy), self.setup.study_dir / "best.yaml")
         ledger.listener.trial(record, self.done, self.goal, best, self.seconds_left())
         self.failures = 0 if record.ok or record.status == "pruned" else self.failures + 1
-        if self.failures >= FAILURES_IN_A_ROW:
-            first = ledger.store.learned()[-FAILURES_IN_A_ROW]
+        most = FAILURES_IN_A_ROW * (2 if any(r.ok for r in self.seen.values()) else 1)
+        if self.failures >= most:
+            first = ledger.store.learned()[-most]
             raise NothingAcceptableError(
-                f"{FAILURES_IN_A_ROW} trials in a row failed; the first: {first.status}: {first.reason}",
+                f"{most} trials in a row failed; the first: {first.status}: {first.reason}",
                 fix=f"its output ended with:\n{first.tail}" if first.tail else "run with -v to see every trial",
             )
+
+    def _teach(self) -> None:
+        """Refit to what was measured since the last time."""
+        if self.taught == len(self.ledger.store.records):
+            return
+        self.taught = len(self.ledger.store.records)
+        self.race.update()
+        if isinstance(self.sampler, PrecisionSampler):
+            self.sampler.learn(self.race.runs(), self.race.now.best_cost)
 
     def known(self, params: Mapping[str, Any]) -> TrialRecord | None:
         """Return what is known of a proposal without running it: it ran before, or it is bound to fail.
@@ -205,13 +185,55 @@ class _Loop:
         failed = [r for r in same if r.status in FAILURES and r.status != "diverged"]
         return failed[0] if len(failed) > 1 and not any(r.ok for r in same) else None
 
+    def name_of(self, trial: optuna.Trial, params: dict[str, Any]) -> str:
+        """Return the name of the preset that a trial is; empty for others."""
+        queued = str(trial.user_attrs.get("preset", ""))
+        if queued or not isinstance(self.sampler, PrecisionSampler):
+            return queued
+        best = self.sampler.last
+        return best.preset if best is not None and best.params == params else ""
+
+    # --- going on or not --------------------------------------------------------------------------------------------
+    def expected(self) -> float:
+        """Return what the best policy not tried yet is expected to gain per run; 0 where no trial may be run."""
+        return 0.0 if self.out_of_time() else self.left()
+
+    def left(self) -> float:
+        """Return the same where time is no matter."""
+        if self.done + len(self.running) >= self.goal or self.used_up:
+            return 0.0
+        if not isinstance(self.sampler, PrecisionSampler) or self.ledger.store.queued():
+            return math.inf
+        self._teach()
+        best = self.sampler.best(self.ledger.store.live)
+        return best.worth if best is not None else 0.0
+
+    def wants_more(self) -> bool:
+        """Say whether another trial should be asked for now."""
+        gain = self.expected()
+        return gain >= LEAST_GAIN and gain >= self.race.now.gain
+
+    def conclude(self) -> None:
+        """Note why the trials ended: converged, the time, the maximum, or nothing else to try."""
+        ledger, done = self.ledger, f"{self.done} of {self.goal} trials"
+        if self.left() >= LEAST_GAIN and self.out_of_time():
+            ledger.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
+            ledger.stopped = f"ran out of time after {done}"
+        elif self.done >= self.goal:
+            ledger.stopped = f"ran all {self.goal} trials"
+        elif self.used_up or (why := finished(self.sampler, ledger.store.live)) == NOTHING_NEW:
+            ledger.stopped = f"exhausted the space after {self.done} different policies"
+        else:
+            ledger.stopped = f"converged after {done}: {why}"
+        ledger.note(ledger.stopped)
+
     def seconds_left(self) -> float:
-        """Return the expected seconds until the search ends, finalists included."""
+        """Return the seconds until the search ends at most, further seeds included."""
         per_trial = (self.ledger.elapsed() - self.began_s) / max(1, self.done - self.began_done)
         return (self.goal - self.done) * per_trial + reserve(self.setup, self.runner, self.ledger, self.began_s)
 
     def out_of_time(self) -> bool:
-        """Say whether the time budget leaves no room for another trial before the finalists."""
+        """Say whether the time budget leaves no room for another trial before the further seeds."""
         budget = self.setup.options.budget_s
         if budget is None or (self.yardstick is not None and self.yardstick not in self.seen and not self.running):
             return False
@@ -224,63 +246,77 @@ class _Loop:
         return 0 if self.out_of_time() else min(self.runner.workers - busy, self.goal - self.done - busy)
 
 
-def run_trials(setup: Setup, runner: PairedRunner, ledger: Ledger, table: SensitivityTable) -> None:
-    """Run the study until its trials or its time are used up, or nothing is left that is worth a trial.
+def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: SensitivityTable) -> Answer:
+    """Run trials and further seeds, whichever is worth more, until nothing is worth a run any more; return the answer.
 
     Raises:
         NothingAcceptableError: five trials in a row failed.
     """
-    options, problem, store = setup.options, setup.problem, ledger.store
-    sampler = make_sampler(
-        options.sampler,
-        problem,
-        make_prior(setup, table),
-        max_divergence=setup.limits.divergence,
-        max_gradient=ledger.gradient_limit(),
-        max_memory=setup.limits.memory,
-        noise_floor=ledger.reference.noise_floor,
-        seed=options.seed,
-        trials=options.trials,
-        objective=options.objective,
-    )
-    first = first_presets(presets(problem))[: max(FEWEST_PRESETS, options.trials // 2)]
+    began, prior, goals = ledger.elapsed(), make_prior(setup, table), goals_of(setup, ledger, table)
+    sampler, first = _sampler(setup, prior, goals)
+    store, problem = ledger.store, setup.problem
+    own = isinstance(sampler, PrecisionSampler)
+    expectation = sampler.expectation if own else Expectation(problem, prior, goals)
     store.start(sampler, problem.distributions(), first)
+    race = Race(setup, runner, ledger, expectation)
     seen = {problem.key(record.params): record for record in store.learned()}
-    done = len(store.learned())
-    loop = _Loop(setup, runner, ledger, table, options.trials, done, seen=seen)
-    loop.began_s, loop.began_done = ledger.elapsed(), done
+    loop = _Loop(setup, runner, ledger, table, race, sampler, setup.options.trials, len(store.learned()), seen=seen)
+    loop.began_s, loop.began_done = began, loop.done
     loop.yardstick = next((problem.key(params) for name, params in first if name in NAMES), None)
+    while True:
+        ledger.listener.phase("search")
+        _drive(loop)
+        ledger.listener.phase("finalists")
+        race.run(loop.expected)
+        if loop.expected() < LEAST_GAIN:
+            break
+    loop.conclude()
+    return race.answer()
+
+
+def _sampler(
+    setup: Setup, prior: Prior, goals: Goals
+) -> tuple[optuna.samplers.BaseSampler, list[tuple[str, dict[str, Any]]]]:
+    """Return the sampler, and the presets that are measured before it is asked.
+
+    Ours asks for presets where they are worth a trial; only the 16-bit run, which a gain is told against, is measured
+    anyway. The others measure them all, whatever people run today.
+    """
+    options, problem = setup.options, setup.problem
+    known = first_presets(presets(problem))
+    sampler = make_sampler(
+        options.sampler, problem, prior, goals, presets=known, seed=options.seed, trials=options.trials
+    )
+    if not isinstance(sampler, PrecisionSampler):
+        return sampler, known[: max(FEWEST_PRESETS, options.trials // 2)]
+    told_against = [preset for preset in known if preset[0] in NAMES][:1]
+    needed = not setup.target.is_cpu and not runs_in_sixteen_bit(setup.graph)
+    return sampler, told_against if needed else []
+
+
+def _drive(loop: _Loop) -> None:
+    """Run trials until they are used up, further seeds are worth more, or nothing is worth a trial."""
+    runner = loop.runner
     with runner.threads(runner.workers, "trial") as threads:
-        _drive(loop, threads.submit, lambda: is_exhausted(sampler))
-    if loop.done < loop.goal and loop.out_of_time():
-        ledger.cut(f"the time budget of {options.budget_s:.0f} s ended the trials after {loop.done} of {loop.goal}")
-
-
-def _drive(loop: _Loop, submit: Callable[..., Future[TrialRecord]], exhausted: Callable[[], bool]) -> None:
-    store = loop.ledger.store
-    number, asked = store.next_number(), 0
-    # the N of the progress's N/30, not the number of the record: that one counts reference and finalist runs too
-    place = max((int(r.name[6:]) for r in store.learned() if re.fullmatch(r"trial \d+", r.name)), default=0)
-    while loop.running or (loop.done < loop.goal and not loop.out_of_time()):
-        while loop.room() > 0 and not exhausted() and asked < ASKS_PER_TRIAL * loop.goal:
-            asked += 1
-            trial = store.ask()
-            params = dict(trial.params)  # Optuna copies them deeply every time
-            known = loop.known(params)
-            if known is not None:
-                store.forget(trial, known)
-                continue
-            name = trial.user_attrs.get("preset")
-            kind = "preset" if name else "search"
-            place = max(place, loop.done + len(loop.running)) + 1
-            future = submit(loop.trial, number, kind, name or f"trial {place}", params)
-            loop.running[future] = trial
-            number += 1
-        if not loop.running:
-            if loop.out_of_time():
+        while loop.running or loop.wants_more():
+            asked = 0
+            while loop.room() > 0 and loop.wants_more() and asked < ASKS_PER_TRIAL * loop.goal:
+                asked += 1
+                trial = loop.ledger.store.ask()
+                params = dict(trial.params)  # Optuna copies them deeply every time
+                known = loop.known(params)
+                if known is not None:
+                    loop.ledger.store.forget(trial, known)
+                    continue
+                name = loop.name_of(trial, params)
+                loop.place = max(loop.place, loop.done + len(loop.running)) + 1
+                kind = "preset" if name else "search"
+                future = threads.submit(loop.trial, loop.number, kind, name or f"trial {loop.place}", params)
+                loop.running[future] = trial
+                loop.number += 1
+            if not loop.running:
+                loop.used_up = loop.used_up or asked >= ASKS_PER_TRIAL * loop.goal
                 return
-            loop.ledger.note(f"the space is exhausted after {loop.done} different policies")
-            return
-        finished, _ = wait(loop.running, return_when=FIRST_COMPLETED)
-        for future in sorted(finished, key=lambda f: loop.running[f].number):
-            loop.finish(loop.running.pop(future), future.result())
+            finished, _ = wait(loop.running, return_when=FIRST_COMPLETED)
+            for future in sorted(finished, key=lambda f: loop.running[f].number):
+                loop.finish(loop.running.pop(future), future.result())

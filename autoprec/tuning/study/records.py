@@ -106,7 +106,9 @@ class SearchResult:
 
     ``verdict`` is ``adopt``, ``stay``, or ``undecided`` where a search was cut short before anything could be said:
     no policy is written then. ``cut_short`` says what was left out, ``resume`` is the command that goes on; both are
-    empty where nothing was left out. ``best``, ``reference`` and the members of ``presets`` and ``front`` are metric
+    empty where nothing was left out; ``stopped`` says why no further trial was run ("converged after 9 of 30 trials:
+    ..."), and is in ``trials`` of the JSON document, too.
+    ``best``, ``reference`` and the members of ``presets`` and ``front`` are metric
     mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
     divergence's confidence interval over the finalist seeds. ``explanation`` is that of
     :func:`autoprec.tuning.decide.reasons.explanation`, or of ``stay_explanation`` where no trial was needed.
@@ -136,6 +138,7 @@ class SearchResult:
     rejected: dict[str, str] = field(default_factory=dict)
     cut_short: str = ""
     resume: str = ""
+    stopped: str = ""
 
     def __post_init__(self) -> None:
         """Hide secrets in what is said: notes may quote the script's own output."""
@@ -145,7 +148,8 @@ class SearchResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON document."""
-        return {"study" if key == "study_name" else key: value for key, value in asdict(self).items()}
+        out = {"study" if key == "study_name" else key: value for key, value in asdict(self).items()}
+        return out | {"trials": {**self.trials, "stopped": self.stopped}}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
@@ -155,4 +159,5 @@ class SearchResult:
         values = {key: value for key, value in named.items() if key in known}
         for name in ("presets", "front", "sensitivity", "notes"):
             values[name] = tuple(values.get(name, ()))
+        values["trials"] = {name: count for name, count in values["trials"].items() if name != "stopped"}
         return cls(**values)

@@ -192,17 +192,26 @@ class StudyStore:
                 live.enqueue_trial(params, user_attrs={"preset": name})
         self._live = live
 
+    @property
+    def live(self) -> optuna.Study:
+        """The in-memory study that is asked."""
+        if self._live is None:
+            raise StudyError("the study was not started", fix="call start() first")
+        return self._live
+
+    def queued(self) -> bool:
+        """Say whether presets wait to be asked for."""
+        return bool(self.live.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
+
     def learned(self) -> list[TrialRecord]:
         """Return the finished records the sampler learns from, in order of their numbers."""
         return sorted((r for r in self.records if r.kind in LEARNED), key=lambda r: r.number)
 
     def ask(self) -> optuna.Trial:
         """Ask the sampler (or the queue of presets) for the next trial."""
-        if self._live is None:
-            raise StudyError("the study was not started", fix="call start() first")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return self._live.ask(self._distributions)
+            return self.live.ask(self._distributions)
 
     def tell(self, trial: optuna.Trial, record: TrialRecord) -> None:
         """Finish a trial: durable first, then known to the sampler."""

@@ -139,3 +139,13 @@ def test_corners_are_exactly_optimal_for_their_own_error() -> None:
     few = corners(time, error2, points=3)
     assert len(few) == 3
     np.testing.assert_array_equal(few[[0, -1]], found[[0, -1]])
+
+
+def test_many_groups_without_a_choice_do_not_count_as_dimensions() -> None:
+    time, error2 = np.full((49, 2), np.inf), np.zeros((49, 2))
+    time[:, 0] = 1.0
+    time[:3, 1], error2[:3, 1] = 0.5, 1.0
+    memory = np.ones((49, 2))
+    found = solve(time, error2, 2.0, limits=[Limit(memory, 49.0)])
+    assert found is not None
+    assert found.sum() == 2

@@ -12,7 +12,9 @@ from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 def test_a_search_cut_short_never_says_stay(here: Path) -> None:  # noqa: F811
     """Every policy fails its divergence, and the time runs out: nothing can be said, and no policy is written."""
     simulated = script(delay_s=0.05, error_scale=30.0)
-    made, result = search(simulated, options(trials=400, budget_s=3.0, seeds=2, max_gradient_error=1e9))
+    made, result = search(
+        simulated, options(trials=400, budget_s=3.0, seeds=2, max_gradient_error=1e9, sampler="random")
+    )
     assert result.verdict == "undecided"
     assert "time budget of 3 s" in result.cut_short
     assert result.cut_short in result.reason
@@ -23,7 +25,7 @@ def test_a_search_cut_short_never_says_stay(here: Path) -> None:  # noqa: F811
 
 
 def test_what_was_cut_short_says_so_in_the_policy(here: Path) -> None:  # noqa: F811
-    _, result = search(script(delay_s=0.05), options(trials=400, budget_s=4.0, seeds=2, finalists=1))
+    _, result = search(script(delay_s=0.05), options(trials=400, budget_s=4.0, seeds=2, sampler="random"))
     assert result.verdict == "adopt"
     assert "cut short: " in result.reason
     assert "of 400" in load_policy(here / result.policy).evidence["cut_short"]

@@ -8,7 +8,7 @@ from optuna.trial import FrozenTrial
 
 from autoprec.tuning.decide.problem import Problem
 
-__all__ = ["PointSampler", "is_exhausted"]
+__all__ = ["PointSampler", "finished"]
 
 
 class PointSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
@@ -16,12 +16,10 @@ class PointSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
 
     Attributes:
         problem: the search problem.
-        exhausted: nothing new was left to propose; the search may end.
     """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.exhausted = False
 
     def infer_relative_search_space(  # the same for every study and trial
         self,
@@ -31,7 +29,11 @@ class PointSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
         """Return the distributions of everything there is to decide."""
         return dict(self.problem.distributions())
 
+    def finished(self, study: optuna.Study) -> str:  # noqa: ARG002
+        """Return why nothing is left that is worth a trial; empty while something is."""
+        return ""
 
-def is_exhausted(sampler: optuna.samplers.BaseSampler) -> bool:
-    """Say whether a sampler has nothing new to propose; Optuna's own never say so."""
-    return isinstance(sampler, PointSampler) and sampler.exhausted
+
+def finished(sampler: optuna.samplers.BaseSampler, study: optuna.Study) -> str:
+    """Return why a sampler has nothing left that is worth a trial; Optuna's own never say so."""
+    return sampler.finished(study) if isinstance(sampler, PointSampler) else ""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import abc
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from optuna.trial import FrozenTrial, TrialState
 from autoprec.errors import UnknownNameError
 from autoprec.tuning.decide.problem import IntVector, Problem
 from autoprec.tuning.decide.sampler.base import PointSampler
+from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.decide.solver import solve
@@ -155,37 +156,26 @@ def make_sampler(
     name: str,
     problem: Problem,
     prior: Prior,
+    goals: Goals,
     *,
+    presets: Sequence[tuple[str, dict[str, Any]]] = (),
     seed: int = 0,
-    max_divergence: float = 0.0025,
-    max_gradient: float | None = None,
-    max_memory: float | None = None,
-    noise_floor: float = 0.0,
     trials: int = 60,
-    objective: str = "throughput",
 ) -> optuna.samplers.BaseSampler:
     """Return a sampler by name.
 
     Args:
         name: one of :data:`SAMPLERS`.
-        problem, prior, max_divergence, max_gradient, max_memory, noise_floor, seed, objective: see
-            :class:`autoprec.tuning.decide.sampler.sampler.PrecisionSampler`; Optuna's own samplers use only the seed.
+        problem, prior, goals, presets: see :class:`~autoprec.tuning.decide.sampler.sampler.PrecisionSampler`; Optuna's
+            own samplers use none of them.
+        seed: of Optuna's own samplers, and of what the others draw at random.
         trials: how many trials are planned (sets NSGA-II's population).
 
     Raises:
         UnknownNameError: with the nearest valid name.
     """
     if name == "ours":
-        return PrecisionSampler(
-            problem,
-            prior,
-            max_divergence=max_divergence,
-            max_gradient=max_gradient,
-            max_memory=max_memory,
-            noise_floor=noise_floor,
-            seed=seed,
-            objective=objective,
-        )
+        return PrecisionSampler(problem, prior, goals, presets)
     if name == "tpe":
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=10)
     if name == "nsga2":
@@ -193,7 +183,7 @@ def make_sampler(
     if name == "random":
         return optuna.samplers.RandomSampler(seed=seed)
     if name == "ilp":
-        return IlpSampler(problem, prior, max_divergence=max_divergence, seed=seed)
+        return IlpSampler(problem, prior, max_divergence=goals.max_divergence, seed=seed)
     if name == "greedy":
-        return GreedySampler(problem, prior, max_divergence=max_divergence, seed=seed)
+        return GreedySampler(problem, prior, max_divergence=goals.max_divergence, seed=seed)
     raise UnknownNameError("sampler", name, SAMPLERS)

@@ -21,7 +21,6 @@ from autoprec.tuning.decide.table import SensitivityTable, families
 
 __all__ = [
     "HEAD_WEIGHT",
-    "SHARED",
     "LayerTime",
     "Prior",
     "build_prior",
@@ -34,10 +33,6 @@ __all__ = [
 #: An error in the output layer moves the loss itself, not only the weights: its squared gradient error counts this many
 #: times, on a small GPT and a small ViT alike (benchmarks/search_quality.py); the fit to the trials corrects it.
 HEAD_WEIGHT = 3.0
-#: All trials run under one paired seed, and much of what they say about single layers is true of that seed only: on the
-#: same two models the full corrections predict the mean over other seeds worse than the table does, a quarter of them
-#: as well as the table. Where the table is far off (the model's stretch), more of them is used.
-SHARED = 0.25
 #: (layer name, plan, activations) -> milliseconds of its GEMMs and casts
 LayerTime = Callable[[str, LayerPlan, str], float]
 #: params -> (milliseconds, bytes) of a whole step
@@ -59,9 +54,9 @@ class Prior:
         memory: ``[G, C]`` bytes each group holds, or None when memory is neither limited nor an objective.
         base_memory: bytes outside the groups.
         parameter_error2: squared error of the parameters of a point (``SensitivityTable.parameter_error2``).
-        parameter_time_ms: (name, value) -> milliseconds against the parameter's default.
+        parameter_time_ms, parameter_memory: (name, value) -> milliseconds and bytes against the parameter's default.
         time_noise: relative noise of one measured step time; tiny for modelled times.
-        time_trust: relative uncertainty of the differences in ``time_ms``.
+        time_trust: relative uncertainty of ``time_ms``.
     """
 
     time_ms: FloatTable
@@ -71,6 +66,7 @@ class Prior:
     base_memory: float = 0.0
     parameter_error2: Callable[[Mapping[str, Any]], float] = _zero
     parameter_time_ms: Mapping[tuple[str, Any], float] = field(default_factory=dict)
+    parameter_memory: Mapping[tuple[str, Any], float] = field(default_factory=dict)
     time_noise: float = 0.01
     time_trust: float = 0.2
 
@@ -115,6 +111,11 @@ def build_prior(
         for value in values[1:]
     }
     memory, held = memory_table(problem, step_cost) if with_memory else (None, 0.0)
+    sizes = {
+        (name, value): step_cost(problem.params_of(problem.baseline, **{name: value}))[1] - held
+        for name, values in (problem.parameters.items() if with_memory else ())
+        for value in values[1:]
+    }
     return Prior(
         time_ms=times,
         error2=table.error2,
@@ -123,8 +124,9 @@ def build_prior(
         base_memory=held,
         parameter_error2=partial(table.parameter_error2, problem),
         parameter_time_ms=effects,
-        time_noise=0.03 if measured else 1e-4,
-        time_trust=0.3 if measured else 0.02,
+        parameter_memory=sizes,
+        time_noise=0.02 if measured else 1e-4,
+        time_trust=0.3 if measured else 0.001,
     )
 
 
@@ -146,21 +148,18 @@ def features_of(problem: Problem) -> list[tuple[str, Any]]:
     return [(name, value) for name, values in problem.parameters.items() for value in values[1:]]
 
 
-def divergence_model(
-    problem: Problem, error2: FloatTable, noise_floor: float = 0.0, shared: float = SHARED
-) -> DivergenceModel:
+def divergence_model(problem: Problem, error2: FloatTable, noise_floor: float = 0.0) -> DivergenceModel:
     """Return the divergence model that starts from a table of squared errors.
 
     Args:
         problem: the search problem.
         error2: ``[G, C]``, see :class:`autoprec.tuning.decide.table.SensitivityTable`.
         noise_floor: divergence of the benign perturbation; half of it is what no assignment gets below.
-        shared: see :class:`~autoprec.tuning.decide.sampler.posterior.DivergenceModel`; 1 for means over many seeds.
     """
     numbers = {g: number for number, family in enumerate(families(problem)) for g in family}
     weight = np.array([HEAD_WEIGHT if "head" in group.flags else 1.0 for group in problem.groups])
     groups = [numbers[g] for g in range(len(problem.groups))]
-    return DivergenceModel(error2 * weight[:, None], groups, len(features_of(problem)), 0.5 * noise_floor, shared)
+    return DivergenceModel(error2 * weight[:, None], groups, len(features_of(problem)), 0.5 * noise_floor)
 
 
 def observation(

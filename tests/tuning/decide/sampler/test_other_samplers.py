@@ -5,6 +5,7 @@ import optuna
 import pytest
 
 from autoprec.errors import UnknownNameError
+from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.other_samplers import SAMPLERS, make_sampler
 from tests.tuning.synthetic import drive, synthetic
 
@@ -14,7 +15,7 @@ BUDGET = 0.0025
 def run(name: str, trials: int = 40, seed: int = 0) -> list[tuple[float, float]]:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     found = synthetic(seed=seed)
-    sampler = make_sampler(name, found.problem, found.prior, seed=seed, max_divergence=BUDGET, trials=trials)
+    sampler = make_sampler(name, found.problem, found.prior, Goals(BUDGET), seed=seed, trials=trials)
     return drive(found, optuna.create_study(directions=["minimize", "minimize"], sampler=sampler), trials)
 
 
@@ -50,4 +51,4 @@ def test_greedy_walks_back_from_the_fastest() -> None:
 def test_an_unknown_sampler_is_answered_with_the_nearest() -> None:
     found = synthetic(blocks=2)
     with pytest.raises(UnknownNameError, match="did you mean 'nsga2'"):
-        make_sampler("nsga3", found.problem, found.prior)
+        make_sampler("nsga3", found.problem, found.prior, Goals(BUDGET))

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -28,9 +30,10 @@ def observe(truth: np.ndarray, count: int, seed: int, noise: float = 0.05) -> li
 
 
 def error_of(model: DivergenceModel, points: list[Observation]) -> float:
-    belief = model.mean()
-    gaps = [np.log(belief.divergence(o.index, o.features, o.base2) / o.value) for o in points if o.value > 1e-7]
-    return float(np.sqrt(np.mean(np.square(gaps))))
+    kept = [o for o in points if o.value > 1e-7]
+    index = np.stack([o.index for o in kept])
+    mean, _ = model.predict(index, np.zeros((len(kept), 0)), np.zeros(len(kept)))
+    return float(np.sqrt(np.mean(np.square(mean - np.log([o.value for o in kept])))))
 
 
 def test_the_scale_is_learned_from_a_few_trials_and_the_table_from_many() -> None:
@@ -39,43 +42,53 @@ def test_the_scale_is_learned_from_a_few_trials_and_the_table_from_many() -> Non
     errors = []
     for count in (3, 20, 100):
         model = DivergenceModel(prior, FAMILIES, 0)
-        for _ in range(3):
-            model.fit(observe(truth, count, 1))
+        model.fit(observe(truth, count, 1))
         errors.append(error_of(model, fresh))
     assert errors[0] < 0.6  # the unknown scale alone has a prior width of 3
-    assert errors[2] < min(0.2, 0.65 * errors[0])
-    assert errors[2] < 0.15
+    assert errors[2] < min(0.25, 0.8 * errors[0])
 
 
 def test_budget_is_the_inverse_of_divergence() -> None:
     prior, truth = tables()
     model = DivergenceModel(prior, FAMILIES, 0, floor=1e-4)
     model.fit(observe(truth, 30, 1))
-    belief = model.mean()
+    belief = model.law()
     index = np.full(GROUPS, 2)
-    gap = belief.divergence(index, np.zeros(0), 0.0)
+    gap = float(belief.divergences(index[None], np.zeros((1, 0)), np.zeros(1))[0])
     assert belief.budget(gap, np.zeros(0), 0.0) == pytest.approx(belief.error2[np.arange(GROUPS), index].sum())
     assert belief.budget(5e-5, np.zeros(0), 0.0) == 0.0  # below the floor nothing fits
 
 
-def test_draws_spread_like_the_posterior_and_shrink_with_data() -> None:
-    prior, truth = tables()
-    index = np.full(GROUPS, 2)
-    spreads = []
-    for count in (4, 60):
+def test_what_is_predicted_is_as_uncertain_as_it_should_be_and_surer_with_more_seeds() -> None:
+    """Runs of four seeds that are off as a whole: another twenty runs of the same seeds cannot tell their mean."""
+    prior, truth = tables(misfit=0.2)
+    index = np.full((1, GROUPS), 2)
+    actual = np.log(0.03 * np.sqrt(truth[np.arange(GROUPS), index[0]].sum()))
+    spreads = {}
+    for runs, seeds in ((4, 4), (40, 4), (40, 40)):
+        found = [replace(o, seed=k % seeds) for k, o in enumerate(observe(truth, runs, 1, noise=0.3))]
         model = DivergenceModel(prior, FAMILIES, 0)
-        model.fit(observe(truth, count, 1))
-        rng = np.random.default_rng(0)
-        draws = [np.log(model.draw(rng).divergence(index, np.zeros(0), 0.0)) for _ in range(200)]
-        spreads.append(np.std(draws))
-        actual = np.log(0.03 * np.sqrt(truth[np.arange(GROUPS), index].sum()))
-        assert abs(np.mean(draws) - actual) < 4 * np.std(draws) + 0.05
-    assert spreads[1] < 0.5 * spreads[0]
+        model.fit(found)
+        mean, spread = model.predict(index, np.zeros((1, 0)), np.zeros(1))
+        assert abs(mean[0] - actual) < 3 * spread[0]
+        spreads[runs, seeds] = float(spread[0])
+    assert spreads[40, 40] < spreads[40, 4] < spreads[4, 4]
+
+
+def test_a_policy_that_was_measured_tells_of_its_neighbours_more_than_of_others() -> None:
+    prior, _ = tables()
+    model = DivergenceModel(prior, FAMILIES, 0)
+    at = np.full(GROUPS, 2)
+    near, far = at.copy(), np.zeros(GROUPS, dtype=np.int64)
+    near[0], far[0] = 1, 3
+    model.fit([Observation(at, np.zeros(0), 0.0, 0.01, seed) for seed in range(4)])
+    _, spread = model.predict(np.stack([at, near, far]), np.zeros((3, 0)), np.zeros(3))
+    assert spread[0] < 1.2 * spread[1] < spread[2]
 
 
 def test_before_any_trial_the_prior_answers() -> None:
     prior, _ = tables()
-    belief = DivergenceModel(prior, FAMILIES, 0).mean()
+    belief = DivergenceModel(prior, FAMILIES, 0).law()
     np.testing.assert_allclose(belief.error2, prior)
 
 
@@ -84,7 +97,7 @@ def test_choices_that_are_not_offered_stay_impossible() -> None:
     prior[3, 2] = np.inf
     model = DivergenceModel(prior, FAMILIES, 0)
     model.fit([o for o in observe(truth, 40, 1) if o.index[3] != 2])
-    assert np.isinf(model.draw(np.random.default_rng(0)).error2[3, 2])
+    assert np.isinf(model.law().error2[3, 2])
 
 
 def test_parameter_effects_are_learned() -> None:
@@ -94,16 +107,15 @@ def test_parameter_effects_are_learned() -> None:
         z = np.array([float(k % 2)])
         rows.append(Observation(o.index, z, 0.0, o.value * (2.0 if k % 2 else 1.0)))
     model = DivergenceModel(prior, FAMILIES, 1)
-    for _ in range(3):
-        model.fit(rows)
-    assert model.mean().parameter[0] == pytest.approx(2 * np.log(2), rel=0.25)
+    model.fit(rows)
+    assert model.law().parameter[0] == pytest.approx(2 * np.log(2), rel=0.25)
 
 
 def test_linear_model_learns_times() -> None:
     rng = np.random.default_rng(0)
     prior = rng.uniform(0.5, 1.5, (GROUPS, 1)) * np.array([1.0, 0.8, 0.6, 0.5])
     truth = prior * rng.lognormal(0, 0.1, prior.shape)
-    model = LinearModel(prior, 5.0, np.zeros(1), noise=0.005)
+    model = LinearModel(prior, 5.0, np.array([-1.0]), noise=0.005, trust=0.5)
     rows = []
     for k in range(80):
         index = rng.integers(0, CHOICES, GROUPS)
@@ -117,22 +129,14 @@ def test_linear_model_learns_times() -> None:
     assert np.corrcoef((table - table[:, :1]).ravel(), (truth - truth[:, :1]).ravel())[0, 1] > 0.97
 
 
-def test_many_divergences_at_once_are_those_one_by_one() -> None:
-    prior, truth = tables()
-    model = DivergenceModel(prior, FAMILIES, 0, floor=1e-4)
-    seen = observe(truth, 20, 1)
-    model.fit(seen)
-    belief = model.mean()
-    index = np.stack([o.index for o in seen])
-    together = belief.divergences(index, np.zeros((20, 0)), np.zeros(20))
-    assert together.tolist() == pytest.approx([belief.divergence(o.index, o.features, o.base2) for o in seen])
-
-
-def test_noise_and_trust_are_learned_from_the_trials() -> None:
-    for noise, misfit in ((0.05, 0.0), (0.35, 0.0), (0.05, 1.2)):
-        prior, truth = tables(misfit=misfit)
-        model = DivergenceModel(prior, FAMILIES, 0)
-        for _ in range(3):
-            model.fit(observe(truth, 80, 2, noise=noise))
-        assert abs(model.residual - noise) <= 0.1
-        assert (model.stretch > 1.0) == (misfit > 0)
+def test_a_recipe_that_is_slower_than_modelled_everywhere_is_learned_from_one_run() -> None:
+    prior = np.ones((GROUPS, 1)) * np.array([1.0, 0.8, 0.6, 0.5])
+    model = LinearModel(prior, 5.0, np.zeros(0), noise=0.01, trust=0.3)
+    uniform = [np.full(GROUPS, c) for c in (0, 3)]
+    model.fit([Observation(i, np.zeros(0), 0.0, v) for i, v in zip(uniform, (17.0, 17.5), strict=True)])
+    table, _, _ = model.mean()
+    assert (table[:, 3] > 0.6).all()
+    half = np.array([0] * (GROUPS // 2) + [3] * (GROUPS // 2))
+    mean, spread = model.predict(half[None], np.zeros((1, 0)))
+    assert mean[0] == pytest.approx(17.2, abs=1.0)
+    assert 0 < spread[0] < 1.5

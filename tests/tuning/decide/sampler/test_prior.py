@@ -91,7 +91,7 @@ def test_an_error_in_the_head_counts_more() -> None:
     heads = [g for g, group in enumerate(problem.groups) if "head" in group.flags]
     assert heads
     table = problem.table(lambda _g, c: 0.0 if c == "bf16" else 1e-4)
-    belief = divergence_model(problem, table).mean()
+    belief = divergence_model(problem, table).law()
     low = problem.choice_names.index("bf16")
     fp8 = next(c for c in range(len(problem.choice_names)) if problem.allowed[heads[0], c] and c != low)
     other = next(g for g in range(len(problem.groups)) if g not in heads and problem.allowed[g, fp8])

@@ -1,0 +1,294 @@
+"""What one more measurement of a policy may be expected to gain: what is asked next, and when it is enough.
+
+The *expected gain* of a policy is how much better it is than the best one that is surely acceptable, times the
+probability that it will turn out acceptable itself. It is the one number that everything is asked by: a new policy
+(a trial), one more paired seed for a policy that was tried, or nothing, where no policy is worth another run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from autoprec.tuning.decide.noise import screening_limit
+from autoprec.tuning.decide.problem import FloatTable, Problem
+from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, LinearModel, Observation
+from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of
+from autoprec.tuning.decide.solver import Limit
+
+__all__ = ["LEAST_GAIN", "Expectation", "Goals", "Measured", "Outlook", "Points"]
+
+Vector = npt.NDArray[np.float64]
+
+#: An expected gain below this, for each run that it takes to be sure of it, is not worth the runs.
+LEAST_GAIN = 0.002
+#: One-sided 95 % quantile of the normal distribution, and the paired seeds a policy near the budget may be given.
+_Z95, SEEDS_TO_BE_SURE = 1.645, 8
+#: Predicted gradient errors are right within a few percent: a policy at the very limit would be refused half the time.
+_GRADIENT_MARGIN = 1.03
+#: What is left of the chance of a policy for each failed run of a choice in it that never ran to its end.
+_AFTER_FAILURE = 0.2
+#: Timed policies that are closer than this are a tie, which nobody pays a run for.
+_TIE = 0.01
+#: What time counts against memory where memory is the objective: enough to break ties.
+_TIE_BREAK = 1e-3
+#: The models are fitted to this many runs at most: the first ones (the whole range) and the newest (near the answer).
+_MOST_FITTED, _FIRST_FITTED = 160, 40
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """What makes a policy acceptable, and better than another.
+
+    Attributes:
+        max_divergence: the budget, a fraction.
+        max_gradient: largest relative gradient error, absolute; None for no limit.
+        max_memory: bytes; None for no limit.
+        noise_floor: divergence of the benign perturbation.
+        objective: ``throughput``, ``memory`` or ``balanced``.
+        blind: the loss cannot judge, so only the limits do.
+        reference: (milliseconds, bytes) of the script as written, which the first gain is told against.
+    """
+
+    max_divergence: float = 0.0025
+    max_gradient: float | None = None
+    max_memory: float | None = None
+    noise_floor: float = 0.0
+    objective: str = "throughput"
+    blind: bool = False
+    reference: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One run of one policy: its params, paired seed, divergence, step time and memory (None where unknown)."""
+
+    params: Mapping[str, Any]
+    seed: int
+    divergence: float | None
+    step_ms: float | None
+    memory: float = 0.0
+
+
+@dataclass(frozen=True)
+class Points:
+    """Assignments ``[N, G]`` with parameter features ``[N, K]`` and the squared errors of parameters ``[N]``."""
+
+    index: npt.NDArray[np.int64]
+    features: FloatTable
+    base2: Vector
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What is expected of points ``[N]``.
+
+    Attributes:
+        cost: logarithm of what the objective minimises.
+        log_gap: mean of ln(divergence) over seeds; ``upper`` the 95 % bound of the mean divergence.
+        chance: probability of turning out acceptable.
+        gain: expected gain over the best policy that surely is, a fraction.
+        runs: how many more runs it takes to be sure, should it be acceptable.
+    """
+
+    cost: Vector
+    log_gap: Vector
+    upper: Vector
+    chance: Vector
+    gain: Vector
+    runs: Vector
+
+    @property
+    def worth(self) -> Vector:
+        """Expected gain for each run that it takes."""
+        return self.gain / self.runs
+
+
+class Expectation:
+    """The models of a search, fitted to every run so far, and what they expect.
+
+    Args:
+        problem, prior: of the search.
+        goals: what is wanted.
+    """
+
+    def __init__(self, problem: Problem, prior: Prior, goals: Goals) -> None:
+        self.problem, self.prior, self.goals = problem, prior, goals
+        self._features = features_of(problem)
+        self._sizes = np.array([prior.parameter_memory.get(f, 0.0) for f in self._features], dtype=np.float64)
+        self.max_gradient2 = math.inf
+        if goals.max_gradient is not None:
+            self.max_gradient2 = (goals.max_gradient / _GRADIENT_MARGIN) ** 2
+        self.best_cost: float | None = None
+        self.fit([])
+
+    # --- points -----------------------------------------------------------------------------------------------------
+    def points(self, many: Sequence[Mapping[str, Any]]) -> Points:
+        """Return the points of params."""
+        index = [self.problem.indices(params) for params in many]
+        vectors = [self.vector(params) for params in many]
+        base2 = np.array([self.prior.parameter_error2(params) for params in many], dtype=np.float64)
+        shape = (len(many), len(self._features))
+        return Points(np.array(index, dtype=np.int64), np.array(vectors, dtype=np.float64).reshape(shape), base2)
+
+    def vector(self, params: Mapping[str, Any]) -> Vector:
+        """Return the parameter features ``[K]`` of params."""
+        return np.array([self.problem.value(params, name) == value for name, value in self._features], dtype=np.float64)
+
+    def within_limits(self, points: Points) -> npt.NDArray[np.bool_]:
+        """Return ``[N]``: whether the limits of gradient error and memory are kept, by the tables."""
+        rows = np.arange(points.index.shape[1])
+        kept = self.prior.error2[rows, points.index].sum(axis=1) + points.base2 <= self.max_gradient2 * (1 + 1e-9)
+        if self.goals.max_memory is not None and self.prior.memory is not None:
+            held = self.prior.memory[rows, points.index].sum(axis=1) + points.features @ self._sizes
+            kept &= held <= self.goals.max_memory - self.prior.base_memory
+        return np.asarray(kept)
+
+    def limits(self, features: Vector, base2: float) -> list[Limit]:
+        """Return the limits that an assignment must keep beside the divergence, under given parameters."""
+        out = []
+        if math.isfinite(self.max_gradient2 - base2):
+            out.append(Limit(self.prior.error2, self.max_gradient2 - base2))
+        if self.goals.max_memory is not None and self.prior.memory is not None:
+            room = self.goals.max_memory - self.prior.base_memory - float(features @ self._sizes)
+            out.append(Limit(self.prior.memory, room))
+        return out
+
+    # --- learning ---------------------------------------------------------------------------------------------------
+    def fit(self, runs: Sequence[Measured]) -> None:
+        """Refit the models to every run so far."""
+        prior, runs = self.prior, list(runs)
+        if len(runs) > _MOST_FITTED:
+            runs = runs[:_FIRST_FITTED] + runs[_FIRST_FITTED - _MOST_FITTED :]
+        effects = np.array([prior.parameter_time_ms.get(f, 0.0) for f in self._features], dtype=np.float64)
+        self.divergence = divergence_model(self.problem, prior.error2, self.goals.noise_floor)
+        self.time = LinearModel(
+            prior.time_ms, prior.base_time_ms, effects, noise=prior.time_noise, trust=prior.time_trust
+        )
+        held = prior.memory if prior.memory is not None else np.where(self.problem.allowed, 0.0, np.inf)
+        base = prior.base_memory or max((run.memory for run in runs), default=0.0)
+        self.memory = LinearModel(held, base, self._sizes, noise=1e-3, trust=0.1)
+        self._failed = np.zeros(len(self.problem.choice_names) + len(self._features))
+        if not runs:
+            return
+        points = self.points([run.params for run in runs])
+        self._note_failures(points, np.array([run.step_ms is None for run in runs]))
+
+        def seen(values: Sequence[float | None]) -> list[Observation]:
+            rows = zip(points.index, points.features, points.base2, values, runs, strict=True)
+            return [Observation(i, z, float(b), v, run.seed) for i, z, b, v, run in rows if v is not None]
+
+        self.divergence.fit(seen([run.divergence for run in runs]))
+        self.time.fit(seen([run.step_ms for run in runs]))
+        self.memory.fit(seen([run.memory or None for run in runs]))
+
+    def _used(self, points: Points) -> npt.NDArray[np.bool_]:
+        """Return ``[N, C + K]``: which choices and parameter values points use."""
+        columns = np.arange(len(self.problem.choice_names))
+        choices = (points.index[:, :, None] == columns).any(axis=1)
+        return np.concatenate([choices, points.features > 0], axis=1)
+
+    def _note_failures(self, points: Points, failed: npt.NDArray[np.bool_]) -> None:
+        """Count, per choice and parameter value that never ran to its end, the runs that failed with it."""
+        used = self._used(points)
+        worked = used[~failed].any(axis=0)
+        self._failed = np.where(worked, 0.0, used[failed].sum(axis=0))
+
+    # --- expecting --------------------------------------------------------------------------------------------------
+    def law(self) -> DivergenceLaw:
+        """Return the most likely law of the divergence."""
+        return self.divergence.law()
+
+    def cost_table(self) -> tuple[FloatTable, Vector]:
+        """Return what the objective minimises per group and choice ``[G, C]`` and feature ``[K]``, to first order."""
+        (time, _, effects), (held, _, held_effects) = self.time.mean(), self.memory.mean()
+        duration, size = self.time.scale, max(self.memory.scale, 1e-12)
+        if self.goals.objective == "throughput":
+            return time / duration, effects / duration
+        weight = _TIE_BREAK if self.goals.objective == "memory" else 1.0
+        return held / size + weight * time / duration, held_effects / size + weight * effects / duration
+
+    @property
+    def limit(self) -> float:
+        """The divergence that a mean over seeds must surely keep to."""
+        return screening_limit(self.goals.max_divergence, self.goals.noise_floor)
+
+    @property
+    def aim(self) -> float:
+        """ln(divergence) of a typical seed that a policy may have and still be told acceptable with all its seeds."""
+        spread = self.divergence.spread
+        return math.log(self.limit) - spread**2 / 2 - _Z95 * spread / math.sqrt(SEEDS_TO_BE_SURE)
+
+    def outlook(self, points: Points) -> Outlook:
+        """Return what is expected of points."""
+        cost, cost_sd = self._cost(points)
+        log_gap, sd = self.divergence.predict(points.index, points.features, points.base2)
+        upper = np.exp(np.minimum(log_gap + self.divergence.spread**2 / 2 + _Z95 * sd, 60.0))
+        chance = np.ones(len(points)) if self.goals.blind else _normal((self.aim - log_gap) / np.maximum(sd, 1e-9))
+        chance = np.where(self.within_limits(points), chance, 0.0)
+        chance = chance * _AFTER_FAILURE ** (self._used(points) * self._failed).max(axis=1)
+        ahead = self._to_beat() - cost - (_TIE if self.prior.time_noise > _TIE else 0.0)
+        sure = np.maximum(cost_sd, 1e-9)
+        z = ahead / sure
+        gain = sure * (z * _normal(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi))
+        runs = self._runs(log_gap, sd)
+        return Outlook(cost, log_gap, upper, chance, chance * np.maximum(gain, 0.0), runs)
+
+    def _runs(self, log_gap: Vector, sd: Vector) -> Vector:
+        """Return how many more runs (half of them references of new seeds) make a policy's bound fall below the limit.
+
+        Given that it turns out acceptable its mean lies lower than is expected now, by so much of the normal's tail.
+        """
+        if self.goals.blind:
+            return np.full(len(sd), 2.0)
+        spread, sd = self.divergence.spread, np.maximum(sd, 1e-9)
+        z = (self.aim - log_gap) / sd
+        lower = log_gap - sd * np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) / np.maximum(_normal(z), 1e-9)
+        room = np.maximum(math.log(self.limit) - spread**2 / 2 - lower, 1e-3)
+        seeds = spread**2 * np.maximum((_Z95 / room) ** 2 - 1.0 / sd**2, 0.0)
+        return 2.0 * np.maximum(seeds, 1.0)
+
+    def _to_beat(self) -> float:
+        """Return the cost of the best policy that is surely acceptable; the script's where none is."""
+        if self.best_cost is not None:
+            return self.best_cost
+        if self.goals.reference is not None:
+            return self.cost_of(*self.goals.reference)
+        return float(self._cost(self.points([self.problem.params_of(self.problem.baseline)]))[0][0])
+
+    def cost_of(self, step_ms: float, memory: float) -> float:
+        """Return the logarithm of what the objective minimises, of a measured step time and memory."""
+        if self.goals.objective == "throughput":
+            return math.log(step_ms)
+        share = _TIE_BREAK if self.goals.objective == "memory" else 0.5
+        return (1 - share) * math.log(max(memory, 1.0)) + share * math.log(step_ms)
+
+    def _cost(self, points: Points) -> tuple[Vector, Vector]:
+        time, sd = self.time.predict(points.index, points.features)
+        time = np.maximum(time, 1e-3 * self.time.scale)
+        if self.goals.objective == "throughput":
+            return np.log(time), sd / time
+        held, held_sd = self.memory.predict(points.index, points.features)
+        held = np.maximum(held, 1.0)
+        share = _TIE_BREAK if self.goals.objective == "memory" else 0.5
+        spread = np.hypot((1 - share) * held_sd / held, share * sd / time)
+        return (1 - share) * np.log(held) + share * np.log(time), spread
+
+    def places(self, points: Points) -> FloatTable:
+        """Return (step time as a share of the largest, ln divergence) ``[N, 2]``, to measure hypervolume by."""
+        time, _ = self.time.predict(points.index, points.features)
+        log_gap, _ = self.divergence.predict(points.index, points.features, points.base2)
+        return np.stack([time / self.time.scale, log_gap], axis=1)
+
+
+def _normal(x: Vector) -> Vector:
+    """Return the standard normal distribution function."""
+    return np.asarray(0.5 * (1.0 + np.vectorize(math.erf)(np.clip(x, -30, 30) / math.sqrt(2))), dtype=np.float64)

@@ -1,0 +1,92 @@
+"""One policy under one paired seed: what is known of it before, the run, and its scored record."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from autoprec.trial.protocol import TrialResult
+from autoprec.tuning.decide.metrics import Reference, score
+from autoprec.tuning.decide.noise import blindness
+from autoprec.tuning.decide.sampler.expectation import Goals
+from autoprec.tuning.decide.sampler.prior import Prior, build_prior
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.setup import Setup
+from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
+from autoprec.tuning.study.records import TrialRecord
+
+__all__ = ["goals_of", "make_prior", "scored"]
+
+
+def make_prior(setup: Setup, table: SensitivityTable) -> Prior:
+    """Return what the cost model and the sensitivity table say before the first trial."""
+
+    def step_cost(params: Mapping[str, Any]) -> tuple[float, float]:
+        estimate = setup.steps.of(params)
+        return estimate.time_ms, float(estimate.memory_bytes)
+
+    return build_prior(
+        setup.problem,
+        table,
+        setup.cost.layer_time_ms,
+        step_cost,
+        measured=setup.measured,
+        with_memory=setup.limits.memory is not None or setup.options.objective != "throughput",
+    )
+
+
+def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
+    """Return what the search is for, in the units of the sampler's models."""
+    reference, limit = ledger.reference, ledger.gradient_limit()
+    return Goals(
+        max_divergence=setup.limits.divergence,
+        max_gradient=None if limit is None else limit / table.misfit.ratio,
+        max_memory=setup.limits.memory,
+        noise_floor=reference.noise_floor,
+        objective=setup.options.objective,
+        blind=bool(blindness(setup.limits.divergence, reference.baseline)),
+        reference=(reference.step_ms, float(max(reference.memory_bytes, 1))),
+    )
+
+
+def scored(
+    setup: Setup,
+    ledger: Ledger,
+    plan: TrialRecord,
+    result: TrialResult,
+    reference: Reference,
+    gradient_error: float,
+    began: tuple[float, float],
+) -> TrialRecord:
+    """Return a planned record with everything that its run measured.
+
+    Args:
+        setup, ledger: of the search.
+        plan: what was run.
+        result: the run.
+        reference: the reference of the same paired seed.
+        gradient_error: the policy's, as predicted or measured.
+        began: when, by the wall clock (which may jump) and by the monotonic one (which durations are taken from).
+    """
+    estimate = None if setup.measured else setup.steps.of(plan.params)
+    doubt = result.unreliable if setup.measured else ""
+    found = score(result, reference, estimate=estimate, gradient_error=gradient_error)
+    done = replace(
+        plan,
+        status=found.status,
+        reason=found.reason or doubt,
+        tags=(*plan.tags, "unreliable") if doubt else plan.tags,
+        tail=result.tail,
+        metrics=found.metrics,
+        sources=found.sources,
+        losses=result.losses,
+        reference_losses=reference.losses,
+        started=began[0],
+        seconds=time.monotonic() - began[1],
+    )
+    over = over_sixteen_bit(done.metrics, sixteen_bit_speedup(setup, [*ledger.store.records, done]))
+    sources = dict.fromkeys(over, setup.source)
+    return replace(done, metrics={**done.metrics, **over}, sources={**done.sources, **sources})

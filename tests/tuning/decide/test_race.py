@@ -1,0 +1,100 @@
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoprec.tuning.decide.decision import Candidate, judge
+from autoprec.tuning.decide.noise import Baseline
+from autoprec.tuning.decide.race import MARGIN, MOST_SEEDS, Entrant, Standings, standings, stop_gap
+from autoprec.tuning.decide.sampler.expectation import Expectation, Goals, Measured
+from tests.tuning.synthetic import synthetic
+
+BUDGET = 0.0025
+FOUND = synthetic(blocks=2)
+JUDGE = partial(judge, max_divergence=BUDGET, baseline=Baseline(1e-6))
+
+
+def stand(gaps: dict[str, list[float]], seeds: int = 4, *, blind: bool = False) -> Standings:
+    """Stand uniform policies with these divergences, one per seed."""
+    goals = Goals(BUDGET, blind=blind, reference=(60.0, 1.0))
+    expectation = Expectation(FOUND.problem, FOUND.prior, goals)
+    params = {name: FOUND.problem.params_of(name) for name in gaps}
+    runs = [
+        Measured(params[name], seed, gap, FOUND.step(params[name])[0])
+        for name, row in gaps.items()
+        for seed, gap in enumerate(row)
+    ]
+    expectation.fit(runs)
+    entrants = [
+        Entrant(params[name], Candidate(name, 60.0 / FOUND.step(params[name])[0], tuple(row), gradient_error=0.01))
+        for name, row in gaps.items()
+    ]
+    return standings(expectation, entrants, JUDGE, seeds=seeds)
+
+
+def test_one_seed_is_never_enough_and_two_are_far_within_the_budget() -> None:
+    once = stand({"fp8_tensorwise": [0.0001]})
+    assert once.accepted == ()
+    assert once.next == 0
+    twice = stand({"fp8_tensorwise": [0.0001, 0.00012]})
+    assert twice.accepted == (0,)
+    assert twice.next is None
+
+
+def test_near_the_budget_more_seeds_are_given_and_far_beyond_it_none() -> None:
+    near = stand({"fp8_tensorwise": [0.0016, 0.0018]})
+    assert near.accepted == ()
+    assert near.next == 0
+    assert stand({"fp8_tensorwise": [0.0016, 0.0018, *[0.0012] * 10]}).accepted == (0,)
+    assert stand({"fp8_tensorwise": [0.02, 0.03]}).next is None
+    assert stand({"fp8_tensorwise": [0.0024, 0.0025] * (2 * MOST_SEEDS)}).next is None
+
+
+def test_a_slower_policy_gets_no_seed_once_a_faster_one_is_sure() -> None:
+    both = stand({"bf16": [0.0001], "fp8_tensorwise": [0.0002, 0.0002]})
+    assert both.accepted == (1,)
+    assert both.next is None
+    assert both.best_cost is not None
+
+
+def test_where_the_loss_is_blind_as_many_seeds_as_asked_for_are_run() -> None:
+    assert stand({"fp8_tensorwise": [0.0001] * 3}, blind=True).accepted == ()
+    assert stand({"fp8_tensorwise": [0.0001] * 4}, blind=True).accepted == (0,)
+
+
+def test_a_run_that_failed_under_a_seed_ends_it() -> None:
+    failed = stand({"fp8_tensorwise": [0.0001, math.inf]})
+    assert failed.next is None
+    assert failed.accepted == ()
+
+
+def test_nothing_tried_is_nothing_to_say() -> None:
+    assert stand({}).next is None
+
+
+FRONT = [(10.0, 0.03), (15.0, 0.004), (20.0, 0.001)]
+
+
+def test_a_trial_faster_than_anything_measured_is_never_stopped() -> None:
+    assert stop_gap(9.0, FRONT, max_divergence=0.0025) == math.inf
+    assert stop_gap(9.0, [], max_divergence=0.0025) == math.inf
+    assert stop_gap(math.inf, FRONT, max_divergence=0.0025) == math.inf
+
+
+def test_a_trial_is_stopped_once_something_as_fast_is_out_of_reach() -> None:
+    assert stop_gap(12.0, FRONT, max_divergence=0.0025) == MARGIN * 0.03
+    assert stop_gap(16.0, FRONT, max_divergence=0.0025) == MARGIN * 0.004
+    assert stop_gap(25.0, FRONT, max_divergence=0.0025) == MARGIN * 0.0025
+
+
+def test_gaps_within_the_noise_stop_nothing() -> None:
+    assert stop_gap(25.0, FRONT, max_divergence=0.0025, noise_floor=0.02) == MARGIN * 0.04
+
+
+@given(st.floats(5, 40), st.floats(0, 0.1))
+def test_whatever_could_still_be_acceptable_goes_on(step: float, gap: float) -> None:
+    if gap <= 0.0025:
+        assert stop_gap(step, FRONT, max_divergence=0.0025) > gap
