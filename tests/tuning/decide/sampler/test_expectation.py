@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from autoprec.tuning.decide.sampler.expectation import Expectation, Goals, Measured
+from tests.tuning.synthetic import synthetic
+
+FOUND = synthetic(blocks=2)
+GOALS = Goals(0.0025, reference=(60.0, 1.0))
+FAST, SAFE = FOUND.problem.params_of("fp8_tensorwise"), FOUND.problem.params_of("bf16")
+
+
+def expect(gaps: list[float], goals: Goals = GOALS) -> Expectation:
+    made = Expectation(FOUND.problem, FOUND.prior, goals)
+    made.fit([Measured(FAST, seed, gap, FOUND.step(FAST)[0]) for seed, gap in enumerate(gaps)])
+    return made
+
+
+def test_the_chance_falls_with_the_divergence_and_the_bound_with_the_seeds() -> None:
+    chances, bounds = [], []
+    for gaps in ([0.0005], [0.0015], [0.005]):
+        made = expect(gaps)
+        chances.append(float(made.outlook(made.points([FAST])).chance[0]))
+    assert chances == sorted(chances, reverse=True)
+    assert chances[0] > 0.9 > 0.1 > chances[2]
+    for count in (1, 3, 9):
+        made = expect([0.001] * count)
+        bounds.append(float(made.outlook(made.points([FAST])).upper[0]))
+    assert bounds == sorted(bounds, reverse=True)
+    assert bounds[-1] > 0.001
+
+
+def test_a_gain_is_told_against_the_best_that_is_sure_and_costs_more_runs_near_the_budget() -> None:
+    made = expect([0.0003, 0.0003])
+    alone = made.outlook(made.points([FAST]))
+    assert alone.gain[0] == pytest.approx(math.log(60.0 / FOUND.step(FAST)[0]), rel=0.1)
+    made.best_cost = float(alone.cost[0])
+    assert made.outlook(made.points([FAST])).gain[0] < 0.01  # its own uncertainty
+    near = expect([0.0018, 0.0019])
+    assert near.outlook(near.points([FAST])).runs[0] > alone.runs[0]
+    assert alone.worth[0] == pytest.approx(alone.gain[0] / alone.runs[0])
+
+
+def test_where_the_loss_is_blind_only_the_limits_speak() -> None:
+    blind = expect([0.05], replace(GOALS, blind=True))
+    assert blind.outlook(blind.points([FAST])).chance[0] == 1.0
+    error = math.sqrt(FOUND.prior.error2[np.arange(len(FOUND.problem.groups)), FOUND.problem.indices(FAST)].sum())
+    limited = expect([0.0001], replace(GOALS, max_gradient=0.9 * error))
+    assert limited.outlook(limited.points([FAST, SAFE])).chance.tolist() == [0.0, pytest.approx(1.0, abs=0.2)]
+    assert limited.within_limits(limited.points([FAST, SAFE])).tolist() == [False, True]
+
+
+def test_memory_and_balance_are_costs_too() -> None:
+    for objective in ("memory", "balanced"):
+        made = expect([0.001], replace(GOALS, objective=objective))
+        assert made.cost_of(10.0, 2e9) > made.cost_of(10.0, 1e9)
+        table, _ = made.cost_table()
+        assert table.shape == FOUND.prior.time_ms.shape

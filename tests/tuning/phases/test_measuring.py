@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoprec.tuning.phases.measuring import goals_of, make_prior
+from tests.tuning.test_engine import here, options, script, search  # noqa: F401
+
+
+def test_goals_and_prior_are_those_of_the_search(here: Path) -> None:  # noqa: F811
+    made, _ = search(script(), options(trials=1, seeds=2))
+    setup, ledger = made.setup, made.ledger
+    assert setup is not None
+    assert ledger is not None
+    assert ledger.table is not None
+    goals = goals_of(setup, ledger, ledger.table)
+    limit = ledger.gradient_limit()
+    assert limit is not None
+    assert goals.max_gradient == limit / ledger.table.misfit.ratio
+    assert goals.reference == (ledger.reference.step_ms, float(ledger.reference.memory_bytes))
+    assert not goals.blind
+    prior = make_prior(setup, ledger.table)
+    assert prior.memory is None  # neither limited nor an objective
+    assert prior.time_ms.shape == ledger.table.error2.shape
