@@ -53,7 +53,7 @@ def test_how_long_it_takes_is_told_with_the_first_run(capsys: pytest.CaptureFixt
     told = capsys.readouterr().err
     assert "starting the script: train.py" in told
     assert "GPT, 5.5 M parameters, 1 group of layers; target h100 (modelled); trials start by fork" in told
-    assert "a run takes 4 s: about 2 min for 30 trials" in told
+    assert "a run takes 4 s: 2 min at most for 30 trials" in told
     assert "autoprec ui" in told
 
 
