@@ -1,49 +1,21 @@
-"""Outlets: exporters that conform, size of the report, cost of tracking (also with a dead and with a silent server)."""
+"""Outlets: exports under the real libraries, size of the report, cost of tracking (also with dead and silent servers).
 
+python benchmarks/outlets.py [--only exports|report|tracking] [--targets torchao,accelerate] [--why]
+"""
+
+import argparse
 import socket
 import sys
 import tempfile
 import time
-import warnings
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from autoprec.errors import MissingDependencyError
-from autoprec.export import EXPORTERS, Request, exporter
 from autoprec.report.html import html_report
-from autoprec.testing.exporters import MODELS, POLICIES, check_files, check_operators, differences
 from autoprec.tracking import Tracker
-from tests.export.readers import READERS
 from tests.tracking.conftest import make_records, make_result
-
-
-def problems_of(name: str) -> list[str]:
-    """Return what the conformance suite finds wrong with an exporter."""
-    found = []
-    for policy in POLICIES.values():
-        for layers in MODELS.values():
-            request = Request(policy, layers)
-            done = exporter(name).export(request)
-            found += check_files(done) + check_operators(request, done)
-            found += differences(request, done, READERS[name](done, request))
-    return found
-
-
-def exporters() -> None:
-    conforming = 0
-    for name in EXPORTERS:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                problems = problems_of(name)
-        except MissingDependencyError as error:
-            print(f"  {name:20} not read: {error.what}")
-            continue
-        conforming += not problems
-        print(f"  {name:20} {'conforms' if not problems else problems[0]}")
-    print(f"exporters conforming: {conforming} / {len(EXPORTERS)} ({len(POLICIES)} policies x {len(MODELS)} models)")
 
 
 def report() -> None:
@@ -85,7 +57,21 @@ def tracking() -> None:
             print(f"{what} server, 80 trials: {seconds:.2f} s in total, {1000 * each:.1f} ms per trial")
 
 
+def exports(targets: str, why: bool) -> None:
+    from benchmarks import outlets_exports
+
+    outlets_exports.main([name for name in targets.split(",") if name], why)
+
+
 if __name__ == "__main__":
-    exporters()
-    report()
-    tracking()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", choices=("exports", "report", "tracking"))
+    parser.add_argument("--targets", default="", help="exports: these alone, without the figures of all")
+    parser.add_argument("--why", action="store_true", help="exports: where a target failed")
+    given = parser.parse_args()
+    if given.only in (None, "exports"):
+        exports(given.targets, given.why)
+    if given.only in (None, "report"):
+        report()
+    if given.only in (None, "tracking"):
+        tracking()

@@ -1,0 +1,451 @@
+"""The targets' own code: loads what was exported, and trains two steps under it where that runs without a GPU.
+
+Everything here needs a package of the target; ``benchmarks/outlets.py --only exports`` runs it wherever there is
+one and prints which. Only what a machine without a GPU lacks is filled in: FP8 is emulated by torchao, capability checks are
+told that the GPU is there, and Transformer Engine is its recipe classes, which need no kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import yaml
+from torch import nn
+
+from autoprec.errors import MissingDependencyError
+from autoprec.export import Export, Request
+from autoprec.support.optional import require
+from tests.export.config_readers import megatron_labels, megatron_settings, read_dlfw_inspect
+from tests.export.readers import (
+    Reading,
+    float8_labels,
+    load_source,
+    model_of,
+    read_accelerate,
+    read_lightning,
+    read_python,
+    read_torchao,
+    read_transformer_engine,
+    stand_ins,
+    te_stand_ins,
+    uniform,
+)
+
+__all__ = ["LAYERS", "LOADERS", "TRAINERS", "Batches", "SmallModel", "TitanBlock", "losses_of", "quiet", "version"]
+
+Batches = list[tuple[torch.Tensor, torch.Tensor]]
+_DISTRIBUTIONS = {
+    "python": "torch",
+    "torchao": "torchao",
+    "transformer-engine": "transformer-engine",
+    "megatron": "megatron-core",
+    "dlfw-inspect": "nvdlfw_inspect",
+}
+
+
+def version(target: str) -> str:
+    """Return the version of a target's package, empty where it is not installed; nothing is imported."""
+    try:
+        return importlib.metadata.version(_DISTRIBUTIONS.get(target, target))
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _written(done: Export, folder: Path) -> Path:
+    for name, text in done.files.items():
+        (folder / name).write_text(text, encoding="utf-8")
+    return folder
+
+
+# --- loading
+
+
+def load_accelerate(done: Export, request: Request) -> Reading:
+    """``accelerate launch`` takes the YAML, and its environment is the recipe that ``Accelerator`` builds."""
+    require("accelerate")
+    from accelerate.commands.config.config_args import load_config_from_file
+    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+    from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = str(_written(done, Path(folder)) / "accelerate_config.yaml")
+        config = load_config_from_file(file)
+        parsed = launch_command_parser().parse_args(["--cpu", "--config_file", file, "train.py"])
+        args, *_ = _validate_launch_command(parsed)
+        _, environment = prepare_simple_launcher_cmd_env(args)
+    assert config.mixed_precision == environment["ACCELERATE_MIXED_PRECISION"]
+    for key, value in yaml.safe_load(done.files["accelerate_config.yaml"]).get("fp8_config", {}).items():
+        if not isinstance(value, list):  # override_linear_precision, which is nothing since TE 2.0
+            assert environment[f"ACCELERATE_FP8_{key.removeprefix('fp8_').upper()}"] == str(value), key
+    return read_accelerate(done, request)
+
+
+def te_recipes() -> Any:
+    """Transformer Engine's recipe module, by its path: importing the package asks for CUDA libraries."""
+    package = importlib.util.find_spec("transformer_engine")
+    if package is None or not package.submodule_search_locations:
+        raise MissingDependencyError(
+            "transformer-engine is not installed", fix="pip install --no-deps transformer-engine"
+        )
+    path = f"{package.submodule_search_locations[0]}/common/recipe/__init__.py"
+    spec = importlib.util.spec_from_file_location("te_recipes_of_the_real_one", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load_transformer_engine(done: Export, request: Request) -> Reading:
+    """Both files on Transformer Engine's own recipe classes; quantizers, which need CUDA, remember their arguments."""
+    real, fakes = te_recipes(), te_stand_ins()
+    named = {name: getattr(real, name) for name in ("CustomRecipe", "Format", "MMParams")}
+    with stand_ins(**fakes | {"transformer_engine__common__recipe": named}):
+        made = load_source(done.files["precision_te.py"], "precision_te").recipe()
+        assert isinstance(made, real.Recipe)
+    if nested := done.files.get("precision_te_nested.py"):
+        with stand_ins(**fakes | {"transformer_engine__common": {"recipe": real}}):
+            module = load_source(nested, "precision_te_nested")
+        assert all(isinstance(recipe, real.Recipe) for recipe in module.QUANTIZED.values())
+    return read_transformer_engine(done, request)
+
+
+def load_megatron(done: Export, request: Request) -> Reading:
+    """Megatron's quantization configuration matches the layers; its argument parser takes the flags, where it is."""
+    config: Any = require("megatron.core.quantization.quant_config", purpose="reading the exported YAML")
+    extensions: Any = require("megatron.core.extensions.transformer_engine")
+    flags = done.files["megatron_flags.txt"].split()
+    with tempfile.TemporaryDirectory() as folder:
+        recipes = config.RecipeConfig.from_yaml_file(str(_written(done, Path(folder)) / "te_precision_config.yaml"))
+    settings = {name: "" for name in flags if name.startswith("--")}
+    settings |= {a: b for a, b in itertools.pairwise(flags) if a.startswith("--") and not b.startswith("--")}
+    if importlib.util.find_spec("megatron.training") is not None:
+        arguments: Any = require("megatron.training.arguments")
+        with mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]):
+            parsed = arguments.parse_args()
+        assert parsed.te_precision_config_file == "te_precision_config.yaml"
+        assert (parsed.bf16, parsed.fp16) == ("--bf16" in flags, "--fp16" in flags)
+    out = {}
+    for name in request.layers:
+        matched = recipes.match(config.MatchContext(module_path=name, layer_number=None))
+        recipe = extensions.TEQuantizationParams.parse_from_config(matched).training_recipe
+        given = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(recipe)}
+        plain = {key: value for key, value in given.items() if value is not None}
+        out[name] = megatron_labels(plain, settings, request.policy.activations)
+    return Reading(out, megatron_settings(settings))
+
+
+def load_deepspeed(done: Export, request: Request) -> Reading:
+    """DeepSpeed's own configuration class, and what it makes of autocast and communication."""
+    require("deepspeed")
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    config = DeepSpeedConfig({"train_batch_size": 1, **json.loads(done.files["ds_config.json"])})
+    settings = dict(Reading({}).settings)
+    names = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "None": "fp32"}
+    if config.torch_autocast_enabled:
+        dtype = names[str(config.torch_autocast_dtype)]
+        modules = config.torch_autocast_lower_precision_safe_modules
+        settings |= {"activations": dtype, "loss_scaling": "dynamic" if dtype == "fp16" else "none"}
+        settings["communication.gradients"] = dtype if modules is None or modules else "fp32"
+    else:
+        settings["communication.gradients"] = names[str(config.communication_data_type)]
+    return Reading({name: uniform("high") for name in request.layers}, settings)
+
+
+def axolotl_config(done: Export, **more: Any) -> Any:
+    """The exported keys in axolotl's schema, on a GPU that has FP8."""
+    require("axolotl.utils.schemas.config", purpose="reading the exported YAML")
+    from axolotl.utils.schemas.config import AxolotlConfigWCapabilities
+
+    base: dict[str, Any] = {
+        "base_model": "model",
+        "learning_rate": 1e-3,
+        "micro_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "datasets": [{"path": "data", "type": "alpaca"}],
+        "capabilities": {"bf16": True, "fp8": True, "compute_capability": "sm_90"},
+        "env_capabilities": {"torch_version": "2.11.0"},
+    }
+    return AxolotlConfigWCapabilities(**base, **yaml.safe_load(done.files["axolotl_precision.yaml"]), **more)
+
+
+def axolotl_converted(config: Any, model: nn.Module) -> nn.Module:
+    """Convert a model as axolotl's trainer has accelerate do it: its recipe, its routers, accelerate's ends."""
+    from accelerate import accelerator
+    from axolotl.core.fp8 import build_fp8_linear_config
+    from axolotl.monkeypatch.accelerate import float8_moe_filter
+
+    recipe = build_fp8_linear_config(config.fp8_config.recipe, bool(config.fp8_enable_fsdp_float8_all_gather))
+    float8_moe_filter.patch_fp8_exclude_moe_router()
+    accelerator.convert_model_to_fp8_ao(model, config=dataclasses.replace(recipe, emulate=True))
+    return model
+
+
+def load_axolotl(done: Export, request: Request) -> Reading:
+    """axolotl's schema takes the keys, and its own code converts a model."""
+    config = axolotl_config(done)
+    float8: Any = require("torchao.float8.float8_linear")
+    model = model_of(request.layers)
+    if config.fp8:
+        axolotl_converted(config, model)
+    layers = {name: model.get_submodule(name) for name in request.layers}
+    out = {
+        n: float8_labels(m.config) if isinstance(m, float8.Float8Linear) else uniform("high") for n, m in layers.items()
+    }
+    dtype = "bf16" if config.bf16 else "fp16" if config.fp16 else "keep"
+    from axolotl.utils.config import resolve_dtype
+    from axolotl.utils.dict import DictDefault
+
+    resolved = DictDefault({"bf16": config.bf16, "fp16": config.fp16})
+    resolve_dtype(resolved)
+    names = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    stored = {name: names[resolved.torch_dtype] for name in Reading({}).settings if "." in name}
+    compiled = {True: "compile", False: "eager", None: "keep"}[config.torch_compile]
+    scaled = "dynamic" if dtype == "fp16" else "none"
+    return Reading(out, {**stored, "activations": dtype, "loss_scaling": scaled, "execution": compiled})
+
+
+def titan_names() -> tuple[str, ...]:
+    """The names of the linear layers of torchtitan's smallest Llama."""
+    from torchtitan.models.common.linear import Linear
+
+    return tuple(name for name, *_ in _titan_config().traverse(Linear.Config))
+
+
+def _titan_config() -> Any:
+    require("torchtitan.components.quantization", purpose="reading the exported converters")
+    from torchtitan.models.llama3 import llama3_configs
+
+    return llama3_configs["debugmodel"](attn_backend="flex")
+
+
+@contextlib.contextmanager
+def _capable() -> Iterator[None]:
+    """Tell torchtitan's converters that the GPU they ask for is there."""
+    with contextlib.ExitStack() as stack:
+        for name in ("float8", "mx", "nvfp4"):
+            patched = f"torchtitan.components.quantization.{name}.has_cuda_capability"
+            stack.enter_context(mock.patch(patched, return_value=True))
+        yield
+
+
+def titan_converted(done: Export) -> Any:
+    """The model's configuration after torchtitan's own converters."""
+    config = _titan_config()
+    with _capable():
+        module = load_source(done.files["precision_torchtitan.py"], "precision_torchtitan")
+        for converter in module.converters():
+            config = converter.build().convert(config)
+    return config
+
+
+def load_torchtitan(done: Export, request: Request) -> Reading:
+    """torchtitan's converters on the configuration of its smallest Llama."""
+    config = titan_converted(done)
+    from torchtitan.models.common.linear import Linear
+
+    from autoprec.policy import LayerPlan
+    from autoprec.precision.recipes import BUILTIN_RECIPES
+    from tests.export.readers import labels
+
+    def runs(layer: Any) -> dict[str, str]:
+        kind = type(layer).__qualname__.split(".")[0]
+        if kind == "Float8Linear":
+            return float8_labels(layer._torchao_config)
+        recipe = {"MXFP8Linear": "mxfp8", "NVFP4Linear": "nvfp4"}.get(kind)
+        return labels(LayerPlan.uniform(BUILTIN_RECIPES[recipe]), "bf16") if recipe else uniform("high")
+
+    out = {name: runs(layer) for name, layer, *_ in config.traverse(Linear.Config)}
+    return Reading({name: out[name] for name in request.layers}, Reading({}).settings | {"activations": "bf16"})
+
+
+def _requiring(name: str, reader: Callable[[Export, Request], Reading]) -> Callable[[Export, Request], Reading]:
+    def load(done: Export, request: Request) -> Reading:
+        require(name, purpose="loading what was exported")
+        return reader(done, request)
+
+    return load
+
+
+LOADERS: dict[str, Callable[[Export, Request], Reading]] = {
+    "python": read_python,
+    "torchao": _requiring("torchao.float8", read_torchao),
+    "transformer-engine": load_transformer_engine,
+    "accelerate": load_accelerate,
+    "megatron": load_megatron,
+    "dlfw-inspect": _requiring("nvdlfw_inspect", read_dlfw_inspect),
+    "lightning": read_lightning,
+    "deepspeed": load_deepspeed,
+    "axolotl": load_axolotl,
+    "torchtitan": load_torchtitan,
+}
+#: target -> names of its own model's layers, where it has one.
+LAYERS: dict[str, Callable[[], tuple[str, ...]]] = {"torchtitan": titan_names}
+
+
+# --- two steps
+
+
+class SmallModel(nn.Module):
+    """Four linear layers, a norm and a nonlinearity; every size is a multiple of 16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.fc1, self.fc2 = nn.Linear(32, 64), nn.Linear(64, 128), nn.Linear(128, 64)
+        self.norm, self.head = nn.LayerNorm(64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, 32] to [batch, 16]."""
+        x = torch.tanh(self.stem(x))
+        return self.head(self.norm(x + self.fc2(torch.nn.functional.gelu(self.fc1(x)))))
+
+
+def losses_of(
+    model: nn.Module,
+    batches: Batches,
+    context: Callable[[], Any] = contextlib.nullcontext,
+    backward: Callable[[torch.Tensor], Any] = torch.Tensor.backward,
+    optimizer: Any = None,
+) -> list[float]:
+    """Train a step of AdamW per batch, and return the loss of each."""
+    optimizer = optimizer or torch.optim.AdamW(model.parameters(), lr=0.02)
+    out = []
+    for x, y in batches:
+        with context():
+            loss = torch.nn.functional.mse_loss(model(x).float(), y)
+        backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        out.append(loss.item())
+    return out
+
+
+def train_python(done: Export, model: nn.Module, batches: Batches) -> list[float]:
+    """The plain module: its forward is under autocast already."""
+    module = load_source(done.files["precision_policy.py"], "precision_policy")
+    return losses_of(module.apply(model), batches)
+
+
+def train_torchao(done: Export, model: nn.Module, batches: Batches) -> list[float]:
+    """torchao's layers, emulated."""
+    module = load_source(done.files["precision_torchao.py"], "precision_torchao")
+    return losses_of(module.apply(model, emulate=True), batches, lambda: module.autocast("cpu"))
+
+
+def train_accelerate(done: Export, model: nn.Module, batches: Batches) -> list[float]:
+    """``Accelerator(**accelerator_kwargs()).prepare(model, optimizer)``, as a script would."""
+    from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
+
+    module = load_source(done.files["precision_accelerate.py"], "precision_accelerate")
+    fp8 = hasattr(module, "MAIN")
+    module.prepare_model(model, **{"emulate": True} if fp8 else {})
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = Accelerator(cpu=True, **module.accelerator_kwargs(**{"emulate": True} if fp8 else {}))
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    return losses_of(model, batches, backward=accelerator.backward, optimizer=optimizer)
+
+
+def train_lightning(done: Export, model: nn.Module, batches: Batches) -> list[float]:
+    """``Fabric(plugins=[PolicyFabricPrecision()]).setup(model, optimizer)``."""
+    from lightning.fabric import Fabric
+
+    inner = load_source(done.files["precision_policy.py"], "precision_policy")
+    with stand_ins(precision_policy=dict(inner.__dict__)):
+        plugin = load_source(done.files["precision_lightning.py"], "precision_lightning").PolicyFabricPrecision()
+    fabric = Fabric(accelerator="cpu", devices=1, plugins=[plugin])
+    model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters(), lr=0.02))
+    return losses_of(model, batches, backward=fabric.backward, optimizer=optimizer)
+
+
+def train_deepspeed(done: Export, model: nn.Module, batches: Batches) -> list[float]:
+    """``deepspeed.initialize(model=..., config=...)`` on one CPU process."""
+    import deepspeed
+
+    config = {"train_batch_size": len(batches[0][0]), **json.loads(done.files["ds_config.json"])}
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29591"}
+    # its shared-memory kernel for several processes of one host would be compiled for minutes
+    with mock.patch.dict(os.environ, alone), mock.patch("deepspeed.comm.torch.build_shm_op", return_value=None):
+        deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
+    out = []
+    for x, y in batches:
+        loss = torch.nn.functional.mse_loss(engine(x).float(), y)
+        engine.backward(loss)
+        engine.step()
+        out.append(loss.item())
+    return out
+
+
+def train_axolotl(done: Export, model: nn.Module, batches: Batches) -> list[float]:
+    """axolotl's conversion, in the dtype that it loads models in, under accelerate's autocast."""
+    config, model = axolotl_config(done), model.to(torch.bfloat16)
+    model = axolotl_converted(config, model) if config.fp8 else model
+    return losses_of(
+        model, [(x.to(torch.bfloat16), y) for x, y in batches], lambda: torch.autocast("cpu", torch.bfloat16)
+    )
+
+
+class TitanBlock(nn.Module):
+    """A feed-forward block and the head of torchtitan's smallest Llama, built from its configuration, by their names.
+
+    Its attention is compiled FlexAttention, which takes longer to compile for a CPU than all the rest together.
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        inner = nn.Module()
+        inner.feed_forward = config.layers[0].feed_forward.build()
+        self.layers, self.lm_head = nn.ModuleDict({"0": inner}), config.lm_head.build()
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.05)
+        for layer in self.modules():
+            if hasattr(layer, "linear_mm_config"):
+                layer.linear_mm_config = type(layer.linear_mm_config)(
+                    *(product._replace(emulate=True) for product in layer.linear_mm_config)
+                )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, 256] to [tokens, vocabulary]."""
+        return self.lm_head(self.layers["0"].feed_forward(x))
+
+
+def train_torchtitan(done: Export, _model: nn.Module, batches: Batches) -> list[float]:
+    """A block of torchtitan's smallest Llama after its own converters, with torchao's layers emulated."""
+    return losses_of(TitanBlock(titan_converted(done)), batches, lambda: torch.autocast("cpu", torch.bfloat16))
+
+
+TRAINERS: dict[str, Callable[[Export, nn.Module, Batches], list[float]]] = {
+    "python": train_python,
+    "torchao": train_torchao,
+    "accelerate": train_accelerate,
+    "lightning": train_lightning,
+    "deepspeed": train_deepspeed,
+    "axolotl": train_axolotl,
+    "torchtitan": train_torchtitan,
+}
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Other people's packages warn, log and print when they are imported."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
+        warnings.simplefilter("ignore")
+        yield
