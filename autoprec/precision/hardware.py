@@ -144,6 +144,12 @@ class Target:
                 return Capability(True)
             return Capability(False, f"{self.title} has no {family} peak in the table")
         found = self.recipes.get(family, Capability(False, f"{self.title} lists no {family}"))
+        if (
+            family == "nvfp4"
+            and self.architecture == "blackwell-rtx"
+            and (recipe.hadamard or recipe.stochastic_rounding)
+        ):
+            return Capability(False, "no Hadamard transform or stochastic rounding on capability 12: use nvfp4_plain")
         if found.ok and not self.is_cpu and not self.peak(family):
             return Capability(False, f"{self.title} has no {family} peak in the table")
         return found

@@ -1,8 +1,8 @@
 """The targets' own code: loads what was exported, and trains two steps under it where that runs without a GPU.
 
-Everything here needs a package of the target; ``benchmarks/outlets.py --only exports`` runs it wherever there is
-one and prints which. Only what a machine without a GPU lacks is filled in: FP8 is emulated by torchao, capability checks are
-told that the GPU is there, and Transformer Engine is its recipe classes, which need no kernels.
+Everything here needs a package of the target; ``benchmarks/outlets.py --only exports`` runs what it finds and prints
+which. Only what a machine without a GPU lacks is filled in: FP8 is emulated by torchao, capability checks are told that
+the GPU is there, and Transformer Engine is its recipe classes, which need no kernels.
 """
 
 from __future__ import annotations
@@ -446,6 +446,7 @@ TRAINERS: dict[str, Callable[[Export, nn.Module, Batches], list[float]]] = {
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Other people's packages warn, log and print when they are imported."""
-    with warnings.catch_warnings(), contextlib.redirect_stdout(None), contextlib.redirect_stderr(None):
+    with warnings.catch_warnings(), open(os.devnull, "w", encoding="utf-8") as nowhere:
         warnings.simplefilter("ignore")
-        yield
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            yield

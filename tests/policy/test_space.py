@@ -20,6 +20,7 @@ SHIPPED = [
     "ampere-bf16",
     "blackwell-mx",
     "blackwell-nvfp4",
+    "blackwell-rtx-nvfp4",
     "conservative",
     "cpu-bf16",
     "hopper-fp8",
@@ -60,6 +61,20 @@ def test_every_shipped_space_is_valid_and_makes_a_searchable_problem(name: str) 
 def test_targets_of_shipped_spaces_exist(name: str) -> None:
     unknown = set(load_space(name).targets) - set(TARGETS)
     assert not unknown, f"{name} names targets the hardware table does not have: {sorted(unknown)}"
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_no_shipped_space_offers_a_consumer_card_what_has_no_kernel_there(name: str) -> None:
+    """Hadamard transform and stochastic rounding of NVFP4 need compute capability 10.0; the RTX cards are 12.0."""
+    found = load_space(name)
+    for target in set(found.targets) & {"rtx5090", "rtx-pro-6000", "gb10"}:
+        for rule in found.choices:
+            for choice in rule.choices:
+                recipes = [r for r in choice.plan(found.all_recipes).scaled if r.format == "nvfp4"]
+                assert all(TARGETS[target].can_run(recipe) for recipe in recipes), (target, choice.name)
+    assert not TARGETS["rtx5090"].can_run(BUILTIN_RECIPES["nvfp4"])
+    assert TARGETS["rtx5090"].can_run(BUILTIN_RECIPES["nvfp4_plain"])
+    assert TARGETS["b200"].can_run(BUILTIN_RECIPES["nvfp4"])
 
 
 def test_every_target_has_exactly_one_default_space() -> None:
