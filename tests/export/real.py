@@ -124,17 +124,34 @@ def load_transformer_engine(done: Export, request: Request) -> Reading:
     return read_transformer_engine(done, request)
 
 
+@contextlib.contextmanager
+def _without(name: str) -> Iterator[None]:
+    """Make an import of a package fail; what is imported meanwhile stays."""
+    before = sys.modules.get(name)
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        if before is not None:
+            sys.modules[name] = before
+
+
 def load_megatron(done: Export, request: Request) -> Reading:
     """Megatron's quantization configuration matches the layers; its argument parser takes the flags, where it is."""
-    config: Any = require("megatron.core.quantization.quant_config", purpose="reading the exported YAML")
-    extensions: Any = require("megatron.core.extensions.transformer_engine")
+    # without its CUDA libraries Transformer Engine cannot be imported; Megatron's configuration does without it
+    with _without("transformer_engine"):
+        config: Any = require("megatron.core.quantization.quant_config", purpose="reading the exported YAML")
+        extensions: Any = require("megatron.core.extensions.transformer_engine")
+        arguments: Any = None
+        if importlib.util.find_spec("megatron.training") is not None:
+            arguments = require("megatron.training.arguments")
     flags = done.files["megatron_flags.txt"].split()
     with tempfile.TemporaryDirectory() as folder:
         recipes = config.RecipeConfig.from_yaml_file(str(_written(done, Path(folder)) / "te_precision_config.yaml"))
     settings = {name: "" for name in flags if name.startswith("--")}
     settings |= {a: b for a, b in itertools.pairwise(flags) if a.startswith("--") and not b.startswith("--")}
-    if importlib.util.find_spec("megatron.training") is not None:
-        arguments: Any = require("megatron.training.arguments")
+    if arguments is not None:
         with mock.patch.object(sys, "argv", ["pretrain_gpt.py", *flags]):
             parsed = arguments.parse_args()
         assert parsed.te_precision_config_file == "te_precision_config.yaml"
