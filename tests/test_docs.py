@@ -13,6 +13,7 @@ import autoprec as package
 from autoprec.cli import COMMANDS, cli
 from autoprec.cli.reference import reference
 from autoprec.cli.script import TakesScript
+from autoprec.errors import MissingDependencyError
 from autoprec.policy import Policy, parse_policy
 from autoprec.policy.space import space_from_dict
 from autoprec.precision.hardware import load_targets
@@ -89,8 +90,8 @@ def test_every_documented_python_snippet_runs(
         exec(compile(snippet.text, str(snippet), "exec"), names)
     except SystemExit:
         assert searched
-    except ModuleNotFoundError as error:
-        pytest.skip(f"shows a package that is not installed: {error.name}")
+    except (ModuleNotFoundError, MissingDependencyError) as error:
+        pytest.skip(f"shows a package that is not installed: {error}")
 
 
 def test_links_inside_the_documentation_lead_somewhere() -> None:
