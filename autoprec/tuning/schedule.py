@@ -17,8 +17,8 @@ __all__ = ["Pace", "Schedule", "schedule"]
 USUAL_PASSES = 60
 #: The first run of the reference is repeated for the noise floor, and once more with its weights rounded.
 REFERENCE_RUNS = 3
-#: CPU time to compile a model whose layers quantise, over that of its bf16 form (gpu_ready.py, one block).
-QUANTISED_COMPILE = 3.7
+#: CPU time to compile a block whose layers quantise, over that of its bf16 form (2026-11-22_gpu_ready.md).
+QUANTISED_COMPILE = 3.2
 #: A step of a rehearsal under emulated recipes, over a step as written (2026-11-22_numerics_trial.md).
 EMULATED_STEP = 2.0
 
