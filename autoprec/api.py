@@ -113,6 +113,8 @@ def search(
     force: bool = False,
     seeds: int = 4,
     finalists: int = 3,
+    run_steps: int = 0,
+    phases: str = "",
     backend: str = "auto",
     runs_dir: str = "autoprec-runs",
     track: bool = True,
@@ -134,6 +136,8 @@ def search(
         reference: what divergence is measured against: ``script``, ``fp32`` or ``bf16``.
         seed: the first paired seed, and the seed of the sampler.
         finalists, seeds: how many policies are measured again, and over how many paired seeds.
+        run_steps: optimizer steps of the whole run that the policy is for.
+        phases: parts of it in plain bf16, ``first-bf16``, ``last-bf16`` or both; the gain is discounted by them.
         output: where the policy is written.
         study, storage, resume: name and database of the study, and whether to continue it.
         workers, engine: trials side by side (0: as many as can be timed), ``local`` or on a ``ray`` cluster.

@@ -10,5 +10,6 @@ setting the old class again, after which the model computes the same bits as bef
 and then installs; ``swap`` changes classes. Some weights are multiplied by no module of theirs: ``raw_weights`` catches
 functions that multiply by them, ``attention`` writes ``nn.MultiheadAttention`` out. Around the model's own forward,
 ``operators`` runs autocast and keeps softmax, norms and losses in float32. ``audit`` compares what was asked with what
-ran; ``compiling`` is ``torch.compile`` as a choice; ``guard/`` watches a long run and falls back.
+ran; ``compiling`` is ``torch.compile`` as a choice; ``phases`` exchanges the policy during a run; ``guard/`` watches a
+long run and falls back.
 """

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,8 @@ from autoprec.applying import compiling, swap
 from autoprec.applying.attention import AttentionExecutions, attention_refusal
 from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
 from autoprec.applying.operators import RootExecution
-from autoprec.applying.raw_weights import RawWeightExecutions
+from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
+from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
 from autoprec.applying.swap import ShrunkGradient, install, install_root, swapped_base, uninstall, uninstall_root
 from autoprec.applying.units import Unit, tunable_layers, tunable_units, unwrap
 from autoprec.backends import Backend, choose, get
@@ -36,13 +38,16 @@ from autoprec.support.tables import Shown, Table
 if TYPE_CHECKING:
     from autoprec.applying.audit import AuditReport
 
-__all__ = ["Policy", "apply_policy", "load", "remove_policy", "tunable_layers", "unwrap"]
+__all__ = ["Policy", "apply_policy", "load", "put_policy", "remove_policy", "tunable_layers", "unwrap"]
 
 _ACTIVATIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "auto", strict: bool = True) -> None:
     """Make a model run under a policy, in place; a policy applied earlier is replaced.
+
+    Of a policy with phases this is how it begins: :meth:`Policy.apply` and :class:`~autoprec.applying.phases.Phases`
+    carry out the rest.
 
     Args:
         policy: what each layer runs.
@@ -57,6 +62,27 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
         UnknownNameError: no such backend.
 
     Whatever ends it, an interrupt included, the model is then as it was before.
+    """
+    put_policy(policy, model, backend=backend, strict=strict)
+    stop_phases(model)
+
+
+def put_policy(
+    policy: policies.Policy,
+    model: nn.Module,
+    *,
+    backend: str = "auto",
+    strict: bool = True,
+    keep: bool = False,
+    only_try: bool = False,
+) -> None:
+    """Do what :func:`apply_policy` does, for one stage of a policy with phases.
+
+    Args:
+        policy, model, backend, strict: as there.
+        keep: layers whose plan stays the same keep what runs them, with its delayed scales and random streams; for
+            policies that follow each other under one backend.
+        only_try: change nothing; only raise what would be raised.
     """
     root = unwrap(model)
     if isinstance(root, torch.jit.ScriptModule):
@@ -73,10 +99,16 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
     if not available:
         raise UnsupportedError(f"backend '{chosen.name}' cannot run here: {available.reason}", fix="use backend 'auto'")
     binder = _Binder(chosen, device, backend == "auto", strict)
-    executions = {name: binder.bind(name, unit, plans[name]) for name, unit in units.items() if not plans[name].keeps}
+    executions = {
+        name: (_kept(unit, plans[name]) if keep else None) or binder.bind(name, unit, plans[name])
+        for name, unit in units.items()
+        if not plans[name].keeps
+    }
+    if only_try:
+        return
     allow_versions(plans)
     with _all_or_nothing(root):
-        remove_policy(root)
+        _take_off(root)
         _install_all({name: made for name, made in executions.items() if made is not None}, units)
         _install_root(root, policy, chosen, device, executions)
         _shrink_embeddings(root, policy.stability.embedding_gradient)
@@ -137,9 +169,18 @@ def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:
         together[unit.parameter] = execution
 
 
+def _kept(unit: Unit, plan: LayerPlan) -> Any:
+    found = unit_execution(unit)
+    return found if found is not None and found.plan == plan else None
+
+
 def remove_policy(model: nn.Module) -> None:
     """Take a policy off again: every module gets its own class back and behaves bit-identically as before."""
-    root = unwrap(model)
+    stop_phases(model)
+    _take_off(unwrap(model))
+
+
+def _take_off(root: nn.Module) -> None:
     restore_execution(root)
     uninstall_root(root)
     for module in root.modules():
@@ -240,19 +281,45 @@ class Policy(Shown, policies.Policy):
         """Return what each rule runs, GEMM by GEMM: what ``print(policy)`` and a notebook show."""
         return policy_table(self)
 
-    def apply(self, model: nn.Module, backend: str = "auto") -> None:
-        """Make ``model`` run under this policy, in place; see :func:`apply_policy`."""
-        apply_policy(self, model, backend=backend)
+    def apply(
+        self,
+        model: nn.Module,
+        backend: str = "auto",
+        *,
+        run_steps: int | None = None,
+        step: int = 0,
+        on_change: Callable[[str], None] | None = None,
+    ) -> None:
+        """Make ``model`` run under this policy, in place; see :func:`apply_policy`.
+
+        Where the policy has phases they follow by themselves, counted by the steps of the optimizer that trains it.
+
+        Args:
+            model: the model, wrapped or not.
+            backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`.
+            run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it.
+            step: optimizer steps that were taken before, in a run that is resumed.
+            on_change: called with a line of text whenever a phase begins.
+
+        Raises:
+            UsageError: a phase begins at a share of a run whose number of steps is not given.
+        """
+        if not self.phases:
+            apply_policy(self, model, backend=backend)
+            return
+        put = partial(put_policy, backend=backend)
+        Phases(self, model, put, run_steps=run_steps, step=step, on_change=on_change).begin()
 
     def remove(self, model: nn.Module) -> None:
         """Take any policy off ``model``: bit-identical behaviour as before."""
         remove_policy(model)
 
     def audit(self, model: nn.Module) -> AuditReport:
-        """Compare what was asked for with what the last forward and backward really ran."""
+        """Compare what was asked for with what the last forward and backward really ran, in the phase of now."""
         from autoprec.applying.audit import audit_model
 
-        return audit_model(self, model)
+        found = phases_of(model)
+        return audit_model(self.stages[0] if found is None else found.current, model)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Give an optimizer the storage formats this policy asks for; returns the same object.
@@ -260,9 +327,8 @@ class Policy(Shown, policies.Policy):
         With ``model``, to which the policy is applied, its checkpoints also carry what :meth:`state_dict` returns.
         """
         from autoprec.applying.state import carry_state
-        from autoprec.optim import optimizer as optimizers
 
-        wrapped: torch.optim.Optimizer = optimizers.wrap_optimizer(optimizer, self, model=model)
+        wrapped = wrap_for_phases(optimizer, self, model)
         carry_state(wrapped, model)
         return wrapped
 

@@ -10,9 +10,10 @@ The entries and their shapes depend on the policy alone: a distributed checkpoin
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,30 @@ from autoprec.applying.swap import root_of
 from autoprec.applying.units import tunable_units, unwrap
 from autoprec.optim.optimizer import load_counters, optimizer_counters
 
-__all__ = ["carry_state", "load_model_state", "model_state"]
+__all__ = ["carries_state", "carry_state", "load_model_state", "model_state", "remember"]
 
 #: The entry of a parameter group that holds the state.
 ENTRY = "autoprec"
 _HANDLES = "_autoprec_state_handles"
+_PHASES = "autoprec.phases."
+
+
+class Counted(Protocol):
+    """What counts the steps of a model's run, and continues from a count."""
+
+    def state(self) -> dict[str, Tensor]: ...
+    def load_state(self, state: dict[str, Tensor]) -> None: ...
+
+
+#: What else is remembered of a model, beside its layers.
+_COUNTED: weakref.WeakKeyDictionary[nn.Module, Counted] = weakref.WeakKeyDictionary()
+
+
+def remember(model: nn.Module, counted: Counted | None) -> None:
+    """Let what counts the steps of a model travel in its checkpoints; None forgets it."""
+    _COUNTED.pop(unwrap(model), None)
+    if counted is not None:
+        _COUNTED[unwrap(model)] = counted
 
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
@@ -34,18 +54,22 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
     Delayed scaling: ``history`` float32 ``[amax_history_len]``, ``scale`` and ``seen`` float32; stochastic rounding:
     ``random``, the state of the layer's generator (uint8). Transformer Engine: ``scale`` and ``history`` of both
-    directions.
+    directions. A policy with phases: the steps of the run so far.
     """
     found: dict[str, Tensor] = {}
     for name, unit in tunable_units(model).items():
         run = unit_execution(unit)
         if run is not None:
             found |= {f"{name}.{part}": value for part, value in run.state(unit.weight.device).items()}
-    return found
+    counted = _COUNTED.get(unwrap(model))
+    return found if counted is None else found | {_PHASES + part: value for part, value in counted.state().items()}
 
 
 def load_model_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Continue from :func:`model_state`; what the state does not name begins anew, with a warning."""
+    counted = _COUNTED.get(unwrap(model))
+    if counted is not None:  # first: what runs the layers depends on how far the run is
+        counted.load_state(_under(_PHASES, state))
     missing = []
     for name, unit in tunable_units(model).items():
         run = unit_execution(unit)
@@ -96,6 +120,11 @@ def _settle(model: nn.Module, *_args: Any) -> None:
         root.before.settle()
     if root is not None and root.after_step is not None:
         root.after_step()
+
+
+def carries_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Say whether :func:`carry_state` was asked to look after this optimizer."""
+    return _HANDLES in optimizer.__dict__
 
 
 def carry_state(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.export.base import Export, Exporter, Loss, Request
@@ -49,9 +50,21 @@ def exact_target(policy: Policy) -> str:
     ``python`` is the last resort: a module with no other dependency than PyTorch, which needs no stack at all.
     """
     for name in ("torchao", "transformer-engine", "accelerate"):
-        if not exporter(name).export(Request(policy)).losses:
+        if not _exported(name, Request(policy)).losses:
             return name
     return "python"
+
+
+def _exported(target: str, request: Request) -> Export:
+    """Return what a target makes of the first phase; none has a word for the others (Transformer Engine's debug
+    features take no steps, Megatron's flags none but for layers), so each is listed.
+    """
+    done = exporter(target).export(request)
+    lost = (
+        Loss(f"phases: {', '.join(phase.changes)} from {phase.label}", "what the run begins with, to its end")
+        for phase in request.policy.phases
+    )
+    return replace(done, losses=(*done.losses, *lost))
 
 
 def export(
@@ -70,7 +83,7 @@ def export(
         UnknownNameError: no such target.
         UnsupportedError: the target cannot express all of it and ``allow_lossy`` is off; the message lists what.
     """
-    done = exporter(to).export(Request(policy, tuple(layers), name))
+    done = _exported(to, Request(policy, tuple(layers), name))
     if done.losses and not allow_lossy:
         listed = "".join(f"\n  - {line}" for line in done.lossy)
         raise UnsupportedError(

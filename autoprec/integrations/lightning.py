@@ -24,20 +24,25 @@ class _PolicyPrecision:
         policy: a policy, or the path of one.
         prefix: where the model sits inside the LightningModule, e.g. ``model``; a policy's names are relative to it.
         backend: who runs the GEMMs.
+        run_steps: optimizer steps of the run, where a phase of the policy begins at a share of it. A Trainer with
+            ``max_steps`` knows them.
     """
 
     precision = "32-true"
 
-    def __init__(self, policy: Policy | Path | str, *, prefix: str = "", backend: str = "auto") -> None:
+    def __init__(
+        self, policy: Policy | Path | str, *, prefix: str = "", backend: str = "auto", run_steps: int | None = None
+    ) -> None:
         super().__init__()
         self.policy = policy if isinstance(policy, Policy) else load(policy)
-        self.prefix, self.backend = prefix, backend
+        self.prefix, self.backend, self.run_steps = prefix, backend, run_steps
         self._model: nn.Module | None = None
 
     def convert_module(self, module: Any) -> Any:
         """Apply the policy in place and return the module."""
         self._model = module.get_submodule(self.prefix)
-        self.policy.apply(self._model, backend=self.backend)
+        run_steps = self.run_steps or _steps_of(module)
+        self.policy.apply(self._model, backend=self.backend, run_steps=run_steps)
         return module
 
     def state_dict(self) -> dict[str, Any]:
@@ -48,6 +53,12 @@ class _PolicyPrecision:
         """Continue from :meth:`state_dict`."""
         if self._model is not None:
             self.policy.load_state_dict(self._model, state_dict)
+
+
+def _steps_of(module: Any) -> int | None:
+    """Return the ``max_steps`` of the Trainer that a LightningModule belongs to; None where it counts epochs."""
+    steps = getattr(getattr(module, "_trainer", None), "max_steps", None)
+    return int(steps) if steps is not None and steps > 0 else None
 
 
 class PolicyFabricPrecision(_PolicyPrecision, FabricPrecision):  # type: ignore[misc]

@@ -46,6 +46,7 @@ def _refuse_scaling_twice(policy: Policy, fp16: bool) -> None:
 class PolicyCallback(TrainerCallback):  # type: ignore[misc]
     """Applies a policy when training begins, takes it off when it ends, and guards the run in between.
 
+    Phases of the policy follow the Trainer's own count (``state.max_steps``), in a resumed run as well.
     ``bf16`` of ``TrainingArguments`` stays what it was in the script that was searched, for "keep" means that; where
     the policy names ``activations``, those decide (:func:`training_arguments`).
 
@@ -64,7 +65,8 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
         """Apply the policy to the prepared model and wrap its optimizer."""
         model = kwargs["model"]
         _refuse_scaling_twice(self.policy, bool(getattr(args, "fp16", False)))
-        self.policy.apply(model, backend=self.backend)
+        steps = {"run_steps": state.max_steps or None, "step": state.global_step} if self.policy.phases else {}
+        self.policy.apply(model, backend=self.backend, **steps)
         optimizer = kwargs.get("optimizer")
         if optimizer is not None:
             self.policy.wrap_optimizer(getattr(optimizer, "optimizer", optimizer), model=model)

@@ -21,7 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.optim.codecs import BlockCodec, CastCodec, Codec
 
-__all__ = ["WIRE", "GradientHook", "find_distributed", "install_gradient_hook", "wire_bytes"]
+__all__ = [
+    "WIRE",
+    "GradientHook",
+    "find_distributed",
+    "install_gradient_hook",
+    "reserve_gradient_hook",
+    "wire_bytes",
+]
 
 _BLOCK = 256
 #: What travels, by the policy's word; None leaves torch's own FP32 all-reduce.
@@ -121,12 +128,24 @@ def find_distributed(model: nn.Module) -> DistributedDataParallel | None:
     return None
 
 
-def install_gradient_hook(model: nn.Module, gradients: str) -> GradientHook | None:
+def reserve_gradient_hook(model: nn.Module) -> GradientHook | None:
+    """Install the hook with ``fp32`` on the wire, for a policy that changes it later in the run.
+
+    DDP takes a hook before its first backward only.
+
+    Raises:
+        UnsupportedError: see :func:`install_gradient_hook`.
+    """
+    return install_gradient_hook(model, "fp32", reserve=True)
+
+
+def install_gradient_hook(model: nn.Module, gradients: str, *, reserve: bool = False) -> GradientHook | None:
     """Let DDP average gradients with ``fp32``, ``bf16`` or ``fp8`` on the wire.
 
     Args:
         model: a DistributedDataParallel module, or the module inside one.
         gradients: the policy's ``communication.gradients``. A second call changes the precision of the first hook.
+        reserve: install the hook for ``fp32``, too, which needs none.
 
     Returns:
         The hook in force; None when the model is not distributed (nothing is communicated).
@@ -138,7 +157,7 @@ def install_gradient_hook(model: nn.Module, gradients: str) -> GradientHook | No
     wire_codec(gradients)
     wrapper = find_distributed(model)
     if wrapper is None:
-        if gradients != "fp32" and any(type(p).__name__ == "DTensor" for p in model.parameters()):
+        if (gradients != "fp32" or reserve) and any(type(p).__name__ == "DTensor" for p in model.parameters()):
             raise UnsupportedError(
                 "gradients of a sharded model (FSDP2, DTensor) are reduced by FSDP itself",
                 where="policy.communication",
@@ -150,7 +169,7 @@ def install_gradient_hook(model: nn.Module, gradients: str) -> GradientHook | No
     if hook is not None:
         hook.name = gradients
         return hook
-    if gradients == "fp32":
+    if gradients == "fp32" and not reserve:
         return None
     hook = GradientHook(gradients, wrapper.process_group)
     try:

@@ -30,9 +30,11 @@ from autoprec.policy import OptimizerPolicy, Policy, StabilityPolicy
 
 __all__ = [
     "OptimizerRuntime",
+    "check_optimizer",
     "load_counters",
     "loss_scaler_of",
     "optimizer_counters",
+    "rewrap_optimizer",
     "runtime_of",
     "skipped_steps",
     "stability_of",
@@ -345,6 +347,30 @@ def wrap_optimizer(
     ]
     _encode_state(optimizer)
     return optimizer
+
+
+def check_optimizer(optimizer: torch.optim.Optimizer, policy: Policy) -> None:
+    """Refuse now what :func:`wrap_optimizer` would refuse; changes nothing."""
+    if policy.optimizer != OptimizerPolicy():
+        _check(optimizer, policy.optimizer, _kind(optimizer))
+
+
+def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn.Module) -> None:
+    """Go over to another policy in the middle of a run: stored values are converted, counters go on.
+
+    What does not change is left alone.
+
+    Raises:
+        UnsupportedError, PolicyMismatchError: see :func:`wrap_optimizer`.
+    """
+    install_gradient_hook(model, policy.communication.gradients)
+    runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
+    stored = OptimizerPolicy() if runtime is None else runtime.choice
+    if stored == policy.optimizer and (scaler is not None) == (policy.loss_scaling == "dynamic"):
+        return
+    counters = optimizer_counters(optimizer)
+    wrap_optimizer(optimizer, policy, model=model)
+    load_counters(optimizer, counters)
 
 
 def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -13,6 +13,7 @@ from autoprec.policy.diff import diff_policies
 from autoprec.policy.document import dump_yaml, explain, load_policy, parse_policy, policy_from_dict, save_policy
 from autoprec.policy.globs import Glob, escape, glob_matches, glob_regex
 from autoprec.policy.matching import first_match, resolve, unmatched_rules
+from autoprec.policy.phases import boundaries
 from autoprec.policy.schema import (
     GUARD_METRICS,
     SCHEMA,
@@ -23,6 +24,7 @@ from autoprec.policy.schema import (
     ModelInfo,
     OperatorPolicy,
     OptimizerPolicy,
+    Phase,
     Policy,
     StabilityPolicy,
 )
@@ -38,8 +40,10 @@ __all__ = [
     "ModelInfo",
     "OperatorPolicy",
     "OptimizerPolicy",
+    "Phase",
     "Policy",
     "StabilityPolicy",
+    "boundaries",
     "diff_policies",
     "dump_yaml",
     "escape",

@@ -38,7 +38,9 @@ def diff_policies(a: Policy, b: Policy) -> list[tuple[str, Any, Any]]:
         common = [k for k in x if k in y]
         if common != [k for k in y if k in x]:
             rows.append((f"{name} (order)", common, [k for k in y if k in x]))
-    del left["layers"], right["layers"]
+    for document in (left, right):
+        del document["layers"]
+        document["phases"] = {f"from {phase.pop('from')}": phase for phase in document.get("phases", ())}
     flat_a, flat_b = _flatten(left), _flatten(right)
     for key in dict.fromkeys([*flat_a, *flat_b]):
         if flat_a.get(key) != flat_b.get(key):

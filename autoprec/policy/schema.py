@@ -5,7 +5,9 @@ Nothing here touches a model: :mod:`autoprec.applying.policy` gives a policy han
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import itertools
+from collections.abc import Sequence
+from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
@@ -24,6 +26,7 @@ __all__ = [
     "ModelInfo",
     "OperatorPolicy",
     "OptimizerPolicy",
+    "Phase",
     "Policy",
     "StabilityPolicy",
 ]
@@ -167,6 +170,57 @@ class Guard(_Frozen):
     fallback: tuple[str, ...] = ()
 
 
+class Phase(_Frozen):
+    """What changes at a boundary of the run: the entries named here replace those in force until then.
+
+    ``from`` is a share of the run (0.85), whose number of steps must then be known, or a step (200: after 200 optimizer
+    steps). A phase that names ``layers`` replaces all rules; what it does not name stays as it was before it.
+    """
+
+    start: float | int = Field(alias="from", description="share of the run (0.85), or optimizer steps before it (200)")
+    layers: tuple[LayerRule, ...] | None = Field(None, max_length=MOST_RULES)
+    default: str | None = Field(None, description="recipe of tunable layers that no rule names")
+    activations: Literal["keep", "bf16", "fp16"] | None = None
+    optimizer: OptimizerPolicy | None = None
+    communication: CommunicationPolicy | None = None
+    loss_scaling: Literal["none", "dynamic"] | None = None
+
+    @field_validator("start", mode="before")
+    @classmethod
+    def _share_or_step(cls, value: Any) -> Any:
+        whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if whole or (isinstance(value, float) and 0.0 < value < 1.0):
+            return value
+        raise ValueError("a phase begins at a share of the run between 0 and 1 (0.85), or at a step from 1 on (200)")
+
+    @model_validator(mode="after")
+    def _changes_something(self) -> Phase:
+        if not self.changes:
+            raise ValueError("this phase changes nothing: name layers, default, activations, optimizer or another part")
+        return self
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """The entries of the policy that this phase replaces."""
+        parts = {name: getattr(self, name) for name in type(self).model_fields if name != "start"}
+        return {name: value for name, value in parts.items() if value is not None}
+
+    @property
+    def label(self) -> str:
+        """When it begins, for people: ``85 % of the run`` or ``step 200``."""
+        return f"step {self.start}" if isinstance(self.start, int) else f"{self.start * 100:g} % of the run"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain-data form that is written to a file."""
+        out: dict[str, Any] = {"from": self.start}
+        for name, value in self.changes.items():
+            if name == "layers":
+                out[name] = [rule.model_dump(exclude_defaults=True) for rule in value]
+            else:
+                out[name] = value.model_dump() if isinstance(value, BaseModel) else value
+        return out
+
+
 class LayerPlan(_Frozen):
     """What one layer runs: a recipe per GEMM, ``None`` meaning "as the script wrote it"."""
 
@@ -229,6 +283,7 @@ class Policy(_Frozen):
     model: ModelInfo | None = None
     evidence: dict[str, Any] = Field(default_factory=dict, description="how it was found; plain data")
     guard: Guard | None = None
+    phases: tuple[Phase, ...] = Field((), max_length=16, description="what changes during the run, in order")
 
     @field_validator("recipes")
     @classmethod
@@ -239,11 +294,9 @@ class Policy(_Frozen):
 
     @model_validator(mode="after")
     def _names_resolve(self) -> Policy:
-        named = {"default": self.default}
-        for index, rule in enumerate(self.layers):
-            named[f"layers[{index}].recipe"] = rule.recipe
-            for gemm, name in rule.gemms.items():
-                named[f"layers[{index}].gemms.{gemm}"] = name
+        named = _named_recipes("", self.layers, self.default)
+        for index, phase in enumerate(self.phases):
+            named |= _named_recipes(f"phases[{index}].", phase.layers or (), phase.default)
         undefined = {where: name for where, name in named.items() if name != KEEP and name not in self.recipes}
         if undefined:
             where, name = next(iter(undefined.items()))
@@ -251,9 +304,36 @@ class Policy(_Frozen):
             names = {"undefined": [*undefined.values()], "defined": [*self.recipes]}
             what = "{where}: recipe '{name}' is not defined under recipes"
             raise PydanticCustomError("undefined_recipe", what, {"where": where, "name": name, **names})
-        if self.loss_scaling == "dynamic" and not self.uses_format("fp16") and self.activations != "fp16":
-            raise ValueError("loss_scaling: dynamic is for fp16 only, and this policy uses no fp16; set it to none")
+        for kind in (float, int):
+            starts = [phase.start for phase in self.phases if isinstance(phase.start, kind)]
+            if any(later <= earlier for earlier, later in itertools.pairwise(starts)):
+                raise ValueError(f"phases: each must begin after the one before it, not at {starts}")
+        for stage in self.stages:
+            fp16 = stage.uses_format("fp16") or stage.activations == "fp16"
+            if stage.loss_scaling == "dynamic" and not fp16:
+                raise ValueError("loss_scaling: dynamic is for fp16 only, and this policy uses no fp16; set it to none")
         return self
+
+    @property
+    def stages(self) -> tuple[Self, ...]:
+        """The policies of the run one after the other, each without phases; the first is how it begins."""
+        found = [self if not self.phases else self.model_copy(update={"phases": ()})]
+        for phase in self.phases:
+            found.append(found[-1].model_copy(update=phase.changes))
+        return tuple(found)
+
+    def with_stages(self, stages: Sequence[Self]) -> Self:
+        """Return this policy running ``stages`` instead of its own, phase by phase at the same boundaries.
+
+        Recipes of all stages are taken along; each name must mean the same in all.
+        """
+        first, *later = stages
+        phases = tuple(
+            phase.model_copy(update={name: getattr(stage, name) for name in _PHASED})
+            for phase, stage in zip(self.phases, later, strict=True)
+        )
+        recipes = {name: recipe for stage in stages for name, recipe in stage.recipes.items()}
+        return first.model_copy(update={"recipes": recipes, "phases": phases})
 
     def __repr__(self) -> str:
         """Return one line: the whole document is :meth:`to_dict`'s, and ``autoprec show``'s."""
@@ -299,4 +379,20 @@ class Policy(_Frozen):
             out["evidence"] = dict(self.evidence)
         if self.guard is not None:
             out["guard"] = self.guard.model_dump(mode="json")
+        if self.phases:
+            out["phases"] = [phase.to_dict() for phase in self.phases]
         return out
+
+
+#: What a phase may change.
+_PHASED = tuple(name for name in Phase.model_fields if name != "start")
+
+
+def _named_recipes(prefix: str, layers: Sequence[LayerRule], default: str | None) -> dict[str, str]:
+    """Return every place that names a recipe, with the name."""
+    named = {} if default is None else {f"{prefix}default": default}
+    for index, rule in enumerate(layers):
+        named[f"{prefix}layers[{index}].recipe"] = rule.recipe
+        for gemm, name in rule.gemms.items():
+            named[f"{prefix}layers[{index}].gemms.{gemm}"] = name
+    return named

@@ -43,6 +43,7 @@ class Session:
         optimizer: what updates it; None where the loop updates weights itself (use :meth:`observe`).
         policy: a policy, or a policy file, applied at once. In a trial of AutoPrec the trial's own is used instead.
         backend: which backend runs the GEMMs.
+        run_steps: optimizer steps of the whole run, where a phase of the policy begins at a share of it.
     """
 
     def __init__(
@@ -52,19 +53,24 @@ class Session:
         policy: Any = None,
         *,
         backend: str = "auto",
+        run_steps: int | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
+        self._phases: Any = None
         register(model, optimizer)
         agent = _agent()
         if agent is not None and optimizer is None:
             agent.hooks.told = True
         if policy is not None and _agent() is None:
+            from autoprec.applying.phases import phases_of
             from autoprec.applying.policy import load
 
             chosen = load(policy) if isinstance(policy, (str, Path)) else policy
-            chosen.apply(model, backend=backend)
+            chosen.apply(model, backend=backend, run_steps=run_steps)
             if optimizer is not None:
                 chosen.wrap_optimizer(optimizer, model)
+            else:
+                self._phases = phases_of(model)  # no optimizer counts its steps
 
     def step(self, loss: torch.Tensor) -> None:
         """Run backward, update the weights, and clear the gradients."""
@@ -87,6 +93,8 @@ class Session:
         self._boundary()
 
     def _boundary(self) -> None:
+        if self._phases is not None:
+            self._phases.advance()
         agent = _agent()
         if agent is not None:
             agent.boundary(self.model)

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.errors import StudyError, UnknownNameError, UsageError
+from autoprec.policy import Policy, boundaries
+from autoprec.policy.phases import with_presets
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
 
@@ -67,6 +69,8 @@ class SearchOptions:
     force: bool = False
     seeds: int = 4
     finalists: int = 3
+    run_steps: int = 0
+    phases: str = ""
     backend: str = "auto"
     runs_dir: str = "autoprec-runs"
 
@@ -87,8 +91,23 @@ class SearchOptions:
                 raise UsageError(f"{flag} {getattr(self, name)} is too small", fix=f"use {least} or more")
         if not 0 < self.max_divergence < 1:
             raise UsageError("--max-divergence must lie between 0 and 100 %", fix="e.g. --max-divergence 0.25%")
+        self._check_phases()
         if self.workers < 0:
             raise UsageError("--workers must not be negative", fix="leave it out to let AutoPrec choose")
+
+    def _check_phases(self) -> None:
+        if self.run_steps < 0 or (self.phases and not self.run_steps):
+            raise UsageError(
+                f"--phases {self.phases} needs the steps of the whole run, to know what share of it they take",
+                fix="add --run-steps N",
+            )
+        if self.phases:
+            boundaries(with_presets(Policy(), self.phase_names), self.run_steps)
+
+    @property
+    def phase_names(self) -> tuple[str, ...]:
+        """The presets of ``--phases``."""
+        return tuple(name.strip() for name in self.phases.split(",") if name.strip())
 
     def signature(
         self,

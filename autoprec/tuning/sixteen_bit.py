@@ -21,6 +21,7 @@ __all__ = [
     "NAMES",
     "first_presets",
     "over_sixteen_bit",
+    "plain_speedup",
     "runs_in_sixteen_bit",
     "sixteen_bit_space",
     "sixteen_bit_speedup",
@@ -53,14 +54,21 @@ def sixteen_bit_speedup(setup: Setup, records: Iterable[TrialRecord]) -> float |
     """
     if setup.target.is_cpu:
         return None
+    plain = plain_speedup(records)
+    speeds = [] if plain is None else [plain]
+    if setup.options.reference == "bf16" or (setup.options.reference == "script" and runs_in_sixteen_bit(setup.graph)):
+        speeds.append(1.0)
+    return max(speeds, default=None)
+
+
+def plain_speedup(records: Iterable[TrialRecord]) -> float | None:
+    """Return the speed-up of the better of the 16-bit presets that were measured; None where none was."""
     known = [r for r in records if r.ok and r.name in NAMES and r.metrics.get("speedup")]
     speeds = []
     for name in NAMES:
         runs = [r for r in known if r.name == name]
         final = [r.metrics["speedup"] for r in runs if r.kind == "finalist"]
         speeds += [statistics.median(final or [r.metrics["speedup"] for r in runs])] if runs else []
-    if setup.options.reference == "bf16" or (setup.options.reference == "script" and runs_in_sixteen_bit(setup.graph)):
-        speeds.append(1.0)
     return max(speeds, default=None)
 
 

@@ -34,6 +34,11 @@ POLICIES: dict[str, dict[str, Any]] = {
         "default": "r",
         "optimizer": {"weights": "bf16_stochastic", "exp_avg": "e4m3", "exp_avg_sq": "e4m3_block"},
     },
+    "phases": {
+        "recipes": {"r": BUILTIN_RECIPES["fp8_delayed"].to_dict(), "b": {"format": "bf16"}},
+        "default": "r",
+        "phases": [{"from": 3, "layers": [{"match": "0", "recipe": "r"}], "default": "b"}, {"from": 7, "default": "r"}],
+    },
 }
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 from torch import nn
 
+from autoprec.applying.phases import phases_of
 from autoprec.applying.policy import Policy
 from autoprec.applying.swap import execution_of
 from autoprec.policy import policy_from_dict
@@ -33,3 +35,9 @@ def test_the_lightning_plugins(name: str) -> None:
     assert execution_of(module.model[0]) is not None
     assert execution_of(module.other) is None
     plugin.load_state_dict(plugin.state_dict())
+    phased = policy_from_dict(_policy().to_dict() | {"phases": [{"from": 0.5, "default": "keep"}]}, cls=Policy)
+    module._trainer = SimpleNamespace(max_steps=10)  # as a LightningModule has one
+    getattr(lightning, name)(phased, prefix="model").convert_module(module)
+    found = phases_of(module.model)
+    assert found is not None
+    assert found.starts == (0, 5)

@@ -58,3 +58,17 @@ def test_training_arguments_leave_to_the_policy_what_it_decides(tmp_path: Path) 
         training_arguments(scaled, fp16=True, **shared)
     with pytest.raises(UsageError, match="scales the loss"):
         PolicyCallback(scaled).on_train_begin(SimpleNamespace(fp16=True), None, None, model=nn.Linear(4, 4))
+
+
+@pytest.mark.skipif(not is_available("transformers"), reason="transformers is not installed")
+def test_phases_follow_the_trainers_own_count() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from autoprec.integrations.transformers import PolicyCallback
+    document = _policy().to_dict() | {"phases": [{"from": 0.5, "default": "keep"}]}
+    callback = PolicyCallback(policy_from_dict(document, cls=Policy), guard=False)
+    for step, plain in ((0, False), (60, True)):
+        model = nn.Sequential(nn.Linear(4, 4))
+        callback.on_train_begin(None, SimpleNamespace(max_steps=100, global_step=step), None, model=model)
+        assert (type(model[0]) is nn.Linear) is plain
+        callback.on_train_end(None, None, None, model=model)

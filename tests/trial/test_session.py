@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from autoprec.errors import UsageError
 from autoprec.trial.session import Session, register
 from tests.trial.conftest import uniform
 
@@ -26,3 +28,28 @@ def test_session_trains_and_applies_a_policy() -> None:
     assert model[0].weight.grad is None
     assert not torch.equal(model[0].weight, other[0].weight)
     session.observe(torch.tensor(1.0))
+
+
+@pytest.mark.parametrize("own_optimizer", [True, False])
+def test_a_session_carries_out_phases(own_optimizer: bool) -> None:
+    from autoprec.applying.phases import phases_of
+    from autoprec.applying.policy import Policy
+    from autoprec.policy import policy_from_dict
+
+    document = uniform("bf16") | {"phases": [{"from": 0.5, "default": "keep", "layers": []}]}
+    policy = policy_from_dict(document, cls=Policy)
+    model = nn.Sequential(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if own_optimizer else None
+    with pytest.raises(UsageError, match="how many steps"):
+        Session(model, optimizer, policy)
+    session = Session(model, optimizer, policy, run_steps=4)
+    ran = []
+    for _ in range(4):
+        loss = model(torch.randn(2, 4)).square().mean()
+        session.step(loss) if own_optimizer else session.observe(loss)
+        ran.append(type(model[0]) is nn.Linear)
+    assert ran == [False, True, True, True]
+    found = phases_of(model)
+    assert found is not None
+    assert found.step == 4
+    policy.remove(model)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.errors import StudyError, UsageError
+from autoprec.errors import AutoPrecError, StudyError, UsageError
 from autoprec.tuning.options import (
     SearchOptions,
     check_signature,
@@ -127,3 +127,17 @@ def test_a_study_goes_on_though_another_version_hid_other_arguments() -> None:
     check_signature(stored, {"script": "train.py --private-key '[hidden]' --text-key caption --lr 1"}, where="x")
     with pytest.raises(StudyError, match="another setup"):
         check_signature(stored, {"script": "train.py --private-key '[hidden]' --text-key caption --lr 2"}, where="x")
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"phases": "last-bf16"}, "--run-steps N"),
+        ({"phases": "last-bf61", "run_steps": 1000}, "last-bf16"),
+        ({"phases": "first-bf16,last-bf16", "run_steps": 200}, "must begin after"),
+        ({"run_steps": -1}, "--run-steps"),
+    ],
+)
+def test_phases_that_cannot_be_are_refused_before_anything_runs(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(AutoPrecError, match=message):
+        SearchOptions(command=("train.py",), **asked)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeVar
 
 from autoprec.errors import UnknownNameError
 from autoprec.policy import LayerRule, Policy, escape
-from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Gemm
+from autoprec.policy.phases import plain_recipe
+from autoprec.precision.recipes import GEMMS, Gemm
+
+P = TypeVar("P", bound=Policy)
 
 __all__ = ["FALLBACKS", "fall_back"]
 
@@ -15,16 +18,8 @@ __all__ = ["FALLBACKS", "fall_back"]
 FALLBACKS = ("wgrad_bf16", "dgrad_bf16", "head_bf16", "ends_bf16", "all_bf16", "script")
 
 
-def _bf16(policy: Policy) -> tuple[str, dict[str, Any]]:
-    for name, recipe in policy.recipes.items():
-        if recipe == BUILTIN_RECIPES["bf16"]:
-            return name, dict(policy.recipes)
-    name = "bf16" if "bf16" not in policy.recipes else "guard_bf16"
-    return name, {**policy.recipes, name: BUILTIN_RECIPES["bf16"]}
-
-
-def fall_back(policy: Policy, name: str, layers: Sequence[str]) -> Policy:
-    """Return the policy after one fallback.
+def fall_back(policy: P, name: str, layers: Sequence[str]) -> P:
+    """Return the policy after one fallback, in each of its phases.
 
     Args:
         policy: what runs now.
@@ -38,9 +33,15 @@ def fall_back(policy: Policy, name: str, layers: Sequence[str]) -> Policy:
     """
     if name not in FALLBACKS:
         raise UnknownNameError("fallback", name, FALLBACKS)
+    if not policy.phases:
+        return _stepped_back(policy, name, layers)
+    return policy.with_stages([_stepped_back(stage, name, layers) for stage in policy.stages])
+
+
+def _stepped_back(policy: P, name: str, layers: Sequence[str]) -> P:
     if name == "script":
         return type(policy)()
-    plain, recipes = _bf16(policy)
+    plain, recipes = plain_recipe(policy)
     rules = [*policy.layers, LayerRule(match="*", recipe=policy.default, gemms={}, optional=True)]
     if name in ("head_bf16", "ends_bf16"):
         ends = list(dict.fromkeys([layers[-1], layers[0]]))[: 1 if name == "head_bf16" else 2] if layers else []

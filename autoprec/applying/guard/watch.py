@@ -1,7 +1,13 @@
-"""Watch a long training run under a policy, and fall back step by step when it leaves its way.
+"""Watch a long training run under a policy, fall back step by step when it leaves its way, and come back afterwards.
 
-Short trials see early divergence only. The guard looks at what a policy's ``guard`` section names, every few steps;
-on a breach it applies the next fallback in the policy's order, logs it, and never stops or breaks the training.
+Short trials see early divergence only. The guard looks at what a policy's ``guard`` section names, every few steps; on
+a breach it applies the next fallback in the policy's order, logs it, and never stops or breaks the training. A cause
+may pass: a bad stretch of data, the first large gradients. When nothing was crossed for some windows the guard goes
+back by one fallback; if the breach returns, it waits twice as long the next time.
+
+A single high loss is not a divergence. Medians over the last steps are compared, and a gap counts from where noise
+ends: three standard errors of it, taken from the differences between neighbouring steps. Where the reference's losses
+are known, of the same batches, the gap to them is looked at step by step: a spike that the data cause is in both.
 """
 
 from __future__ import annotations
@@ -13,6 +19,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -21,14 +28,17 @@ from torch import Tensor, nn
 
 from autoprec.applying.guard.fallback import FALLBACKS, fall_back
 from autoprec.applying.guard.samples import OperandSampler
-from autoprec.applying.policy import apply_policy, remove_policy
+from autoprec.applying.phases import Phases, phases_of
+from autoprec.applying.policy import apply_policy, put_policy, remove_policy
 from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import AutoPrecError, UnknownNameError
 from autoprec.policy import GUARD_METRICS, Policy, resolve
 
-__all__ = ["Breach", "Guard"]
+__all__ = ["Breach", "Guard", "Recovery"]
 
 _LOG = logging.getLogger("autoprec.guard")
+#: A loss gap of this many times its threshold, beyond noise, is acted on at the first look.
+_GROSS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +52,15 @@ class Breach:
     action: str
 
 
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """The guard went back by the fallback ``undone`` at ``step``, after ``calm`` steps without a crossed threshold."""
+
+    step: int
+    undone: str
+    calm: int
+
+
 class Guard:
     """Watches one training run.
 
@@ -52,13 +71,16 @@ class Guard:
         policy: what the model runs; its ``guard`` section says what to watch, how far it may go, and the fallbacks.
             Without one, all of :data:`~autoprec.policy.GUARD_METRICS` is watched, and all fallbacks are used in order.
         model: the model the policy is applied to, wrapped or not; without it the guard warns but cannot fall back.
-        reference: losses of the reference run per step, where known; otherwise the run's own best smoothed loss
-            stands for the reference's trend.
+        reference: losses of the reference run per step, of the same batches, where known; otherwise the run's own best
+            smoothed loss stands for the reference's trend.
         every: steps between two looks; only then are tensors brought to the host.
         window: steps that a median runs over, and the time a fallback is given before the next one.
         patience: looks in a row that a threshold must be crossed before the guard acts.
         backend: backend for the policies that it applies.
         on_breach: called with every :class:`Breach`.
+        recover: windows without a crossed threshold after which the last fallback is undone; doubled whenever the
+            breach returned. 0: never.
+        run_steps: optimizer steps of the whole run; for a policy with phases that is not applied yet.
     """
 
     def __init__(
@@ -72,6 +94,8 @@ class Guard:
         patience: int = 3,
         backend: str = "auto",
         on_breach: Callable[[Breach], None] | None = None,
+        recover: int = 5,
+        run_steps: int | None = None,
     ) -> None:
         section = policy.guard
         named = section.metrics if section and section.metrics else tuple(GUARD_METRICS)
@@ -82,6 +106,10 @@ class Guard:
         self.every, self.patience, self.backend, self.on_breach = max(1, every), patience, backend, on_breach
         self.steps, self.window = 0, window
         self.breaches: list[Breach] = []
+        self.recoveries: list[Recovery] = []
+        self.recover = recover
+        self._undo: list[tuple[str, Policy]] = []  # fallbacks in force, each with the policy before it
+        self._calm = self._relapses = 0
         self.values: dict[str, float] = {}
         self._pending: list[tuple[Any, Any]] = []
         self._losses: deque[float] = deque(maxlen=window)
@@ -89,6 +117,9 @@ class Guard:
         self._best = math.inf
         self._above: dict[str, int] = {}
         self._sampler = OperandSampler(model) if model is not None and self._samples() else None
+        if policy.phases and model is not None and phases_of(model) is None:
+            put = partial(put_policy, backend=backend, strict=False)
+            Phases(policy, model, put, run_steps=run_steps).begin()
 
     def _samples(self) -> bool:
         return bool({"saturated_share", "underflow_share"} & set(self.thresholds))
@@ -122,10 +153,34 @@ class Guard:
             value = self.values.get(name, math.nan)
             self._above[name] = self._above.get(name, 0) + 1 if value > threshold else 0
         _to_mlflow({f"guard/{name}": value for name, value in self.values.items()}, self.steps)
-        enough = {name: 1 if name == "nonfinite_steps" else self.patience for name in self.thresholds}
+        enough = {name: self._patience_for(name) for name in self.thresholds}
         settled = not self.breaches or self.steps - self.breaches[-1].step >= self.window
         crossed = [name for name, count in self._above.items() if settled and count >= enough[name]]
-        return self._act(crossed[0]) if crossed else None
+        if crossed:
+            return self._act(crossed[0])
+        self._calm = 0 if any(self._above.values()) else self._calm + self.every
+        if self._undo and self.recover and self._calm >= self.recover * self.window * 2**self._relapses:
+            self._come_back()
+        return None
+
+    def _patience_for(self, name: str) -> int:
+        """Return the looks that a threshold must be crossed: one is enough for what cannot be noise."""
+        gross = name == "loss_gap" and self.values.get(name, 0.0) > _GROSS * self.thresholds[name]
+        return 1 if gross or name == "nonfinite_steps" else self.patience
+
+    def _come_back(self) -> None:
+        """Undo the last fallback: nothing has been wrong for long enough."""
+        name, policy = self._undo.pop()
+        self._install(policy, name)
+        self.fallbacks.insert(0, name)
+        recovery = Recovery(self.steps, name, self._calm)
+        self.recoveries.append(recovery)
+        self._calm = 0
+        text = f"step {self.steps}: {recovery.calm} steps without a breach; undone: {name}"
+        _LOG.warning(text)
+        _to_mlflow(
+            {"guard/recoveries": float(len(self.recoveries))}, self.steps, {f"autoprec.guard.{self.steps}": text}
+        )
 
     def _measure(self) -> dict[str, float]:
         finite = [loss for loss in self._losses if math.isfinite(loss)]
@@ -136,8 +191,14 @@ class Guard:
         if recent:
             smooth = median(recent)
             self._best = min(self._best, smooth)
-            expected = self._expected(len(recent))
-            beyond = smooth - expected - _allowance(finite, len(recent))
+            gaps = self._gaps()
+            if gaps:  # what is small shows over the whole window, what is large in the last steps
+                counts = (len(recent), len(gaps))
+                beyond = max(median(gaps[-count:]) - _allowance(gaps, 2 * count) for count in counts)
+                expected = median(self.reference[max(0, self.steps - len(recent)) : self.steps])
+            else:
+                expected = self._best
+                beyond = smooth - expected - _allowance(finite, len(recent))
             values["loss_gap"] = max(0.0, beyond) / max(abs(expected), 1e-12)
         norms = [norm for norm in self._norms if math.isfinite(norm)]
         if len(norms) >= 2 * self.every:
@@ -146,9 +207,13 @@ class Guard:
             values |= self._sampler.report()
         return values
 
-    def _expected(self, count: int) -> float:
-        reference = [x for x in self.reference[max(0, self.steps - count) : self.steps] if math.isfinite(x)]
-        return median(reference) if reference else self._best
+    def _gaps(self) -> list[float]:
+        """Return how far the last losses lie above the reference's of the same steps; empty where it is not known."""
+        known = self.reference[max(0, self.steps - len(self._losses)) : self.steps]
+        if len(known) < len(self._losses):
+            return []
+        gaps = [loss - reference for loss, reference in zip(self._losses, known, strict=True)]
+        return [gap for gap in gaps if math.isfinite(gap)]
 
     def _act(self, metric: str) -> Breach:
         action = "none left"
@@ -159,6 +224,9 @@ class Guard:
                 break
         breach = Breach(self.steps, metric, self.values[metric], self.thresholds[metric], action)
         self.breaches.append(breach)
+        self._calm = 0
+        if self.recoveries and self.recoveries[-1].undone == action:
+            self._relapses += 1
         self._above.clear()
         self._losses.clear()
         self._norms.clear()
@@ -179,20 +247,34 @@ class Guard:
         except UnknownNameError as error:
             _LOG.warning("%s", error)
             return False
-        same = resolve(following, layers, strict=False) == resolve(self.policy, layers, strict=False)
+        plans = [[resolve(stage, layers, strict=False) for stage in p.stages] for p in (following, self.policy)]
+        same = plans[0] == plans[1]
         if same and (name != "script" or following == self.policy):
+            return False
+        before = self.policy
+        if not self._install(following, name):
+            return False
+        self._undo.append((name, before))
+        return True
+
+    def _install(self, policy: Policy, name: str) -> bool:
+        """Exchange the policy on the model for one that a fallback leads to, or led away from."""
+        if self.model is None:
             return False
         if self._sampler is not None:
             self._sampler.disarm()
+        phases = phases_of(self.model)
         try:
-            if name == "script":
+            if phases is not None:
+                phases.replace(policy)
+            elif policy == type(policy)():
                 remove_policy(self.model)
             else:
-                apply_policy(following, self.model, backend=self.backend, strict=False)
+                apply_policy(policy, self.model, backend=self.backend, strict=False)
         except AutoPrecError as error:
             _LOG.warning("fallback %s could not be applied: %s", name, error)
             return False
-        self.policy = following
+        self.policy = policy
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -203,6 +285,9 @@ class Guard:
             "fallbacks": list(self.fallbacks),
             "policy": self.policy.to_dict(),
             "breaches": [asdict(breach) for breach in self.breaches],
+            "recoveries": [asdict(recovery) for recovery in self.recoveries],
+            "undo": [(name, policy.to_dict()) for name, policy in self._undo],
+            "calm": (self._calm, self._relapses),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -210,9 +295,14 @@ class Guard:
         self.steps, self._best = int(state["steps"]), float(state["best"])
         self.fallbacks = list(state["fallbacks"])
         self.breaches = [Breach(**row) for row in state["breaches"]]
-        self.policy = type(self.policy).model_validate(state["policy"])
+        self.recoveries = [Recovery(**row) for row in state.get("recoveries", ())]
+        cls = type(self.policy)
+        self._undo = [(name, cls.model_validate(document)) for name, document in state.get("undo", ())]
+        self._calm, self._relapses = state.get("calm", (0, 0))
+        policy = cls.model_validate(state["policy"])
         if self.model is not None and self.breaches:
-            apply_policy(self.policy, self.model, backend=self.backend, strict=False)
+            self._install(policy, "of the checkpoint")
+        self.policy = policy
 
 
 def _detached(value: Tensor | float | None) -> Any:

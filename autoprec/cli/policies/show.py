@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from autoprec.graph.report import GraphReport
-    from autoprec.policy import Policy
+    from autoprec.policy import LayerRule, Phase, Policy
 
 __all__ = ["show"]
 
@@ -74,6 +74,21 @@ def _settings(policy: Policy) -> dict[str, Any]:
     changed["loss scaling"] = policy.loss_scaling
     changed["execution"] = policy.execution
     return changed
+
+
+def _changes(phase: Phase) -> dict[str, Any]:
+    """Return what a phase changes, rule by rule."""
+    changed: dict[str, Any] = {}
+    for name, value in phase.changes.items():
+        if name == "layers":
+            changed |= {f"layers {rule.match or '(root)'}": _rule(rule) for rule in value}
+        else:
+            changed[name] = value if isinstance(value, str) else value.model_dump()
+    return changed
+
+
+def _rule(rule: LayerRule) -> str:
+    return ", ".join([rule.recipe, *(f"{gemm} {recipe}" for gemm, recipe in rule.gemms.items())])
 
 
 def _load(path: Path) -> Policy:
@@ -137,6 +152,8 @@ def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
     console.print()
     console.print(table)
     _print_facts(console, "around the layers", _settings(policy))
+    for phase in policy.phases:
+        _print_facts(console, f"from {phase.label}", _changes(phase))
     reasons = {name: policy.evidence.get(name) for name in ("why", "mattered")}
     _print_facts(console, "evidence", {k: v for k, v in policy.evidence.items() if k not in reasons})
     for name, title in (("why", "why"), ("mattered", "decisions that mattered most")):

@@ -39,7 +39,8 @@ def _describe(path: Path) -> str:
     from autoprec.policy import Policy, load_policy
 
     policy: Policy = load_policy(path)
-    return f"policy, {len(policy.layers)} rules, {len(policy.recipes)} recipes"
+    phases = f", {len(policy.phases)} phases" if policy.phases else ""
+    return f"policy, {len(policy.layers)} rules, {len(policy.recipes)} recipes{phases}"
 
 
 @click.command("validate")

@@ -41,6 +41,9 @@ def _audited(
 ) -> tuple[dict[str, Any], tuple[SpotCheck, GraphReport] | None]:
     """Run ``steps`` steps under a policy; return its audit document, and where ``passes`` are asked for a spot check.
 
+    Of a policy with phases ``steps`` are run under each: the document is that of the policy as it begins, ``phases``
+    holds one for each phase, and ``ok`` is about all. The spot check is of the policy as it begins.
+
     Raises:
         PolicyMismatchError, UnsupportedError: the policy could not be applied; the message says why.
         ScriptError: the script failed before or within these steps.
@@ -48,19 +51,30 @@ def _audited(
     """
     from autoprec.trial.protocol import TrialSpec
 
-    document, spot = policy.to_dict(), None
-    spec = TrialSpec(policy=document, steps=steps, warmup=0, backend=backend, timeout_s=timeout_s, record_graph=True)
+    spot, audits = None, []
     with Phases() as phases, running(script, phases, timeout_s=timeout_s) as (runner, host, label):
-        phases.begin(f"{steps} training steps under the policy, the last one recorded")
-        result = runner.run(spec)
-        if passes and result.audit is not None:
+        for stage, name in zip(
+            policy.stages, ["", *(f" from {phase.label} on" for phase in policy.phases)], strict=True
+        ):
+            phases.begin(f"{steps} training steps under the policy{name}, the last one recorded")
+            document = stage.to_dict()
+            spec = TrialSpec(
+                policy=document, steps=steps, warmup=0, backend=backend, timeout_s=timeout_s, record_graph=True
+            )
+            result = runner.run(spec)
+            if result.audit is None:
+                raise _refusal(result, label + name)
+            audits.append(_with_recording(result.audit, result.payload.get("graph"), document))
+        if passes:
             report = record(runner, label, phases, timeout_s=timeout_s)
             phases.begin(f"{passes} forward and backward passes on the model itself")
-            spot = ask(runner, host, label, policy, report, passes, backend), report
-    _compare_models(document.get("model"), host.model)
-    if result.audit is not None:
-        return _with_recording(result.audit, result.payload.get("graph"), document), spot
-    raise _refusal(result, label)
+            spot = ask(runner, host, label, policy.stages[0], report, passes, backend), report
+    _compare_models(policy.to_dict().get("model"), host.model)
+    audit, *later = audits
+    if later:
+        audit["phases"] = [{"from": phase.start, **row} for phase, row in zip(policy.phases, later, strict=True)]
+        audit["ok"] = all(row["ok"] for row in audits)
+    return audit, spot
 
 
 def _refusal(result: TrialResult, where: str) -> AutoPrecError:
@@ -160,23 +174,29 @@ def check(
     audit, spot = _audited(script, loaded, backend, steps, timeout, sensitivity)
     if as_json:
         print_json(audit | ({"sensitivity": spot[0].to_json()} if spot else {}))
-    else:
-        _print_table(audit, verbose)
-    _conclude(audit, policy, quiet=as_json)
+    later = zip(loaded.phases, audit.get("phases", ()), strict=False)
+    parts = {"": audit} | {f"from {phase.label}: ": row for phase, row in later}
+    for title, part in [] if as_json else [*parts.items()]:
+        if title:
+            echo(f"\n{title.removesuffix(': ')}")
+        _print_table(part, verbose)
+    _conclude(parts, policy, quiet=as_json)
     if spot is not None:
         if not as_json:
             print_spot(spot[0])
         settle(spot[0], loaded, spot[1], policy, output)
 
 
-def _conclude(audit: dict[str, Any], policy: Path, *, quiet: bool) -> None:
-    """Say that everything executed what was asked.
+def _conclude(parts: dict[str, dict[str, Any]], policy: Path, *, quiet: bool) -> None:
+    """Say that everything executed what was asked, in each phase; ``parts`` holds the audits by what begins a name.
 
     Raises:
         AuditError: something did not.
     """
-    wrong = [row["name"] for row in audit["layers"] if not row["ok"]]
-    wrong += [name for name, row in audit["operators"].items() if not row["ok"]]
+    wrong = [title + row["name"] for title, audit in parts.items() for row in audit["layers"] if not row["ok"]]
+    wrong += [
+        title + name for title, audit in parts.items() for name, row in audit["operators"].items() if not row["ok"]
+    ]
     if wrong:
         listed = ", ".join(wrong[:5]) + (f" and {len(wrong) - 5} more" if len(wrong) > 5 else "")
         raise AuditError(
@@ -185,7 +205,9 @@ def _conclude(audit: dict[str, Any], policy: Path, *, quiet: bool) -> None:
             fix="the reason column says why; `autoprec doctor` lists what this machine can run",
         )
     if not quiet:
+        audit = parts[""]
         silent = {row["name"] for row in audit["layers"] if not row["executed"]} | set(audit.get("did_not_run", ()))
-        echo(f"every one of {len(audit['layers']) - len(silent)} layers executed what was asked")
+        where = f", in each of {len(parts)} phases" if len(parts) > 1 else ""
+        echo(f"every one of {len(audit['layers']) - len(silent)} layers executed what was asked{where}")
         if silent:
             echo(f"{len(silent)} more did not run in these steps, wholly or in part: {', '.join(sorted(silent))}")

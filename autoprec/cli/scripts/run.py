@@ -15,8 +15,10 @@ __all__ = ["run"]
 @script_command("run")
 @click.option("--policy", type=click.Path(path_type=Path), help="Policy file; without one the script runs as written.")
 @options.backend
+@click.option("--run-steps", type=click.IntRange(min=1), metavar="N",
+              help="Optimizer steps of the whole run, for a policy whose phases begin at a share of it.")  # fmt: skip
 @click.option("--audit", type=click.Path(path_type=Path), metavar="FILE", help="Write asked/executed here at the end.")
-def run(script: tuple[str, ...], policy: Path | None, backend: str, audit: Path | None) -> int:
+def run(script: tuple[str, ...], policy: Path | None, backend: str, run_steps: int | None, audit: Path | None) -> int:
     """Run a training script, unmodified, under a policy.
 
     The exit code is the script's own. Its output, files and arguments are untouched.
@@ -30,5 +32,7 @@ def run(script: tuple[str, ...], policy: Path | None, backend: str, audit: Path 
     loaded = load_policy(policy) if policy is not None else None
     if audit is not None:
         check_writable(audit)
-    code = run_script(command, loaded, backend=backend, audit=audit if audit is not None else False)
+    code = run_script(
+        command, loaded, backend=backend, audit=audit if audit is not None else False, run_steps=run_steps
+    )
     return code if code >= 0 else 128 - code

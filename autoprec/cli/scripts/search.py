@@ -28,6 +28,7 @@ Files = dict[str, Path]
 GROUPS = {
     "What to search": ("--target", "--cost-scale", "--calibration", "--space", "--reference", "--backend"),
     "How long": ("--trials", "--budget", "--steps", "--warmup", "--seeds", "--finalists", "--dry-run", "--force"),
+    "What the whole run is": ("--run-steps", "--phases"),
     "What is acceptable": ("--max-divergence", "--max-gradient-error", "--max-memory", "--objective"),
     "Where it is kept": ("--output", "--study", "--storage", "--resume", "--no-mlflow"),
     "Who runs and proposes trials": (
@@ -71,6 +72,9 @@ EXAMPLES = (
     help="Paired seeds of a policy: as many where the loss cannot judge, else 2 to 3 N.",
 )
 @click.option("--finalists", default=3, show_default=True, metavar="N", help="Kept for old scripts; has no effect.")
+@click.option("--run-steps", default=0, metavar="N", help="Optimizer steps of the whole run, for --phases.")
+@click.option("--phases", default="", metavar="first-bf16,last-bf16",
+              help="Begin (200 steps) and end (15 %) the run in bf16.")  # fmt: skip
 @click.option("--output", "-o", default="policy.yaml", show_default=True, metavar="FILE", help="Where the policy goes.")
 @click.option("--study", default="", metavar="NAME", help="Name of the study; default: from the script.")
 @click.option("--storage", envvar="OPTUNA_STORAGE", default="", metavar="URL", help="Optuna RDB; default: SQLite.")

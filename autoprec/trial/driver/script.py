@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autoprec.policy import Policy
+from autoprec.policy import Policy, boundaries
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.environment import run_environment
 from autoprec.trial.processes import die_with_parent, private_folder, sweep
@@ -102,6 +102,7 @@ def run_script(
     policy: Policy | dict[str, Any] | None = None,
     backend: str = "auto",
     audit: Path | str | bool = False,
+    run_steps: int | None = None,
 ) -> int:
     """Run a script in its own process, with its own input, output, files and environment; returns its exit code.
 
@@ -115,13 +116,25 @@ def run_script(
         backend: which backend runs the GEMMs.
         audit: where to write the audit (asked against executed, JSON) when the script ends; True for ``audit.json``
             beside the script's working directory; False for none.
+        run_steps: optimizer steps of the whole run, for phases that begin at a share of it.
+
+    Raises:
+        UsageError: such a phase, and no ``run_steps``.
     """
+    if isinstance(policy, Policy):
+        boundaries(policy, run_steps)
     document = policy.to_dict() if isinstance(policy, Policy) else policy
     private, lock = private_folder()
     mark = f"autoprec-{uuid.uuid4().hex}"
     target = command.cwd / "audit.json" if audit is True else (Path(audit).absolute() if audit else None)
     config = private / "run.json"
-    settings = {"mode": "run", "policy": document, "backend": backend, "audit": str(target) if target else ""}
+    settings: dict[str, Any] = {
+        "run_steps": run_steps,
+        "mode": "run",
+        "policy": document,
+        "backend": backend,
+        "audit": str(target) if target else "",
+    }
     config.write_text(json.dumps(settings), encoding="utf-8")
     try:
         with _held_back() as mask:

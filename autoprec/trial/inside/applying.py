@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from autoprec.trial.inside.observe.discovery import Found
@@ -9,11 +10,23 @@ from autoprec.trial.inside.observe.discovery import Found
 __all__ = ["apply_document", "state_document", "watch_state"]
 
 
-def apply_document(document: dict[str, Any] | None, found: Found, backend: str) -> Any:
+def apply_document(
+    document: dict[str, Any] | None,
+    found: Found,
+    backend: str,
+    *,
+    run_steps: int | None = None,
+    say: Callable[[str], None] | None = None,
+) -> Any:
     """Apply a policy document to the primary model and its optimizers; returns the policy, or None.
 
+    Args:
+        document, found, backend: what, on what, and who runs the GEMMs.
+        run_steps: optimizer steps of the run, for phases that begin at a share of it.
+        say: told whenever a phase begins.
+
     Raises:
-        PolicyError, PolicyMismatchError, UnsupportedError: see :func:`autoprec.applying.policy.apply_policy`.
+        UsageError, PolicyError, PolicyMismatchError, UnsupportedError: of `autoprec.applying.policy.Policy.apply`.
     """
     if document is None:
         return None
@@ -21,7 +34,7 @@ def apply_document(document: dict[str, Any] | None, found: Found, backend: str) 
     from autoprec.policy import policy_from_dict
 
     policy = policy_from_dict(document, cls=Policy)
-    policy.apply(found.root, backend=backend)
+    policy.apply(found.root, backend=backend, run_steps=run_steps, on_change=say)
     for optimizer in found.optimizers:  # changes nothing where the policy leaves state, loss and communication alone
         policy.wrap_optimizer(optimizer, model=found.root)
     return policy

@@ -115,7 +115,8 @@ class Trial:
         if spec.by_block:
             compile_by_block()
         try:
-            self._policy = apply_document(spec.policy, self.found, spec.backend)
+            # in a trial shares of a run are shares of the trial
+            self._policy = apply_document(spec.policy, self.found, spec.backend, run_steps=spec.warmup + spec.steps)
         except AutoPrecError as error:
             self.finish(status_of(error), str(error))
         if self._policy is not None and self._policy.execution == "compile":

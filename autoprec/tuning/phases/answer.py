@@ -14,13 +14,14 @@ from typing import Any
 from autoprec._version import __version__
 from autoprec.cost import CostScale
 from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy
+from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Candidate
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.reasons import explanation, told
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
+from autoprec.tuning.sixteen_bit import over_sixteen_bit, plain_speedup, sixteen_bit_speedup
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 from autoprec.tuning.transfer.law import Growth, error_factor
 
@@ -194,7 +195,24 @@ def emitted_policy(setup: Setup, ledger: Ledger, answer: Answer) -> Policy:
         return Policy(model=ModelInfo.model_validate(setup.graph.model), evidence=evidence)
     reasons = told(_explanation(setup, ledger, answer))
     policy = setup.problem.policy(answer.record.params, evidence=evidence | reasons)
-    return policy.model_copy(update={"guard": guard_for(policy)})
+    policy = policy.model_copy(update={"guard": guard_for(policy)})
+    return _over_the_run(setup, ledger, policy) if setup.options.phases else policy
+
+
+def _over_the_run(setup: Setup, ledger: Ledger, policy: Policy) -> Policy:
+    """Return the policy with the phases that were asked for, and what is left of its gain over the whole run."""
+    if not any(recipe.scaled for recipe in policy.recipes.values()):
+        ledger.note(f"--phases {setup.options.phases} changes nothing: the policy runs no layer below 16 bits")
+        return policy
+    phased, steps = with_presets(policy, setup.options.phase_names), setup.options.run_steps
+    plain = plain_speedup(ledger.store.records) or 1.0
+    speedup, share = speedup_of_run(phased, steps, float(policy.evidence["speedup"]), plain)
+    ledger.note(
+        f"over a run of {steps} steps, {share:.0%} of them not in plain bf16, the speed-up is {speedup:.2f}x "
+        f"({policy.evidence['speedup']:.2f}x there, {plain:.2f}x in bf16)"
+    )
+    run = {"run_steps": steps, "run_share": _plain(share), "run_speedup": _plain(speedup)}
+    return phased.model_copy(update={"evidence": policy.evidence | run})
 
 
 def guard_for(policy: Policy) -> Guard:

@@ -15,7 +15,8 @@ import torch
 from autoprec.applying.guard import Breach, Guard
 from autoprec.applying.policy import apply_policy
 from autoprec.applying.swap import execution_of
-from tests.applying.guard.helpers import make_model, make_policy
+from autoprec.policy.phases import last_in_bf16
+from tests.applying.guard.helpers import formats_of, make_model, make_policy
 
 
 def _run(guard: Guard, losses: list[float], norms: list[float] | None = None) -> list[Breach]:
@@ -124,3 +125,66 @@ def test_a_resumed_run_keeps_its_fallbacks() -> None:
     assert resumed.fallbacks == ["script"]
     other(torch.randn(4, 32)).sum().backward()
     assert execution_of(other[0]).executed["fprop"] == "bf16"
+
+
+def test_it_comes_back_when_the_cause_is_gone_and_waits_longer_when_it_returns() -> None:
+    model = make_model()
+    policy = make_policy(metrics=("loss_gap",), thresholds={"loss_gap": 0.05}, fallback=("wgrad_bf16", "all_bf16"))
+    apply_policy(policy, model, backend="emulated")
+    guard = Guard(policy, model, every=5, patience=2, window=20, backend="emulated", recover=2)
+    _run(guard, [1.0] * 30 + [2.0] * 15)
+    assert [breach.action for breach in guard.breaches] == ["wgrad_bf16"]
+    assert (formats_of(guard.policy), guard.recoveries) == (["bf16"] * 3, [])
+    state = guard.state_dict()
+    _run(guard, [1.0] * 60)
+    assert [recovery.undone for recovery in guard.recoveries] == ["wgrad_bf16"]
+    assert (guard.policy, guard.fallbacks) == (policy, ["wgrad_bf16", "all_bf16"])
+    assert formats_of(policy) == ["fp8"] * 3
+    back = guard.recoveries[0]
+    assert back.calm >= 2 * 20
+    _run(guard, [2.0] * 15 + [1.0] * 300)
+    assert [breach.action for breach in guard.breaches] == ["wgrad_bf16"] * 2
+    assert [recovery.undone for recovery in guard.recoveries] == ["wgrad_bf16"] * 2
+    assert guard.recoveries[1].calm >= 2 * back.calm
+    resumed = Guard(policy, model, every=5, patience=2, window=20, backend="emulated", recover=2)
+    resumed.load_state_dict(state)
+    assert formats_of(resumed.policy) == ["bf16"] * 3
+    _run(resumed, [1.0] * 60)
+    assert resumed.policy == policy
+
+
+def test_a_run_that_never_calms_down_stays_where_it_fell_back_to() -> None:
+    model = make_model()
+    policy = make_policy(metrics=("loss_gap",), thresholds={"loss_gap": 0.05}, fallback=("all_bf16",))
+    apply_policy(policy, model, backend="emulated")
+    guard = Guard(policy, model, every=5, patience=2, window=20, backend="emulated", recover=1)
+    _run(guard, [1.0] * 30 + [2.0] * 400)
+    assert guard.recoveries == []
+
+
+def test_a_spike_that_the_data_cause_is_in_the_reference_as_well() -> None:
+    generator = torch.Generator().manual_seed(0)
+    reference = (1 + 0.1 * torch.randn(600, generator=generator)).tolist()
+    reference[200:260] = [3.0 * loss for loss in reference[200:260]]
+    near = [loss * (1 + 0.002 * (i % 3)) for i, loss in enumerate(reference)]
+    section = {"thresholds": {"loss_gap": 0.02}, "metrics": ("loss_gap",)}
+    assert _run(Guard(make_policy(**section), reference=reference), near) == []
+    assert _run(Guard(make_policy(**section)), near)  # nobody knows it
+    worse = [loss * (1.05 if i > 300 else 1.0) for i, loss in enumerate(reference)]
+    breach = _run(Guard(make_policy(**section), reference=reference), worse)[0]
+    assert 300 < breach.step <= 350  # of 10 % noise a gap of 5 % is seen at once, because the batches are the same
+
+
+def test_a_policy_with_phases_falls_back_in_each_of_them_and_keeps_their_boundaries() -> None:
+    model = make_model()
+    policy = last_in_bf16(make_policy(metrics=("loss_gap",), thresholds={"loss_gap": 0.05}, fallback=("wgrad_bf16",)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    guard = Guard(policy, model, every=5, patience=1, window=20, backend="emulated", run_steps=100)
+    ran = []
+    for step in range(100):
+        model(torch.randn(4, 32)).sum().backward()
+        optimizer.step()
+        guard.step(9.0 if step > 40 else 1.0)
+        ran.append(execution_of(model[0]).plan.describe())
+    assert [text.split()[0] for text in dict.fromkeys(ran)] == ["fp8", "fprop:", "bf16"]
+    assert ran.index("bf16") in (84, 85)

@@ -28,6 +28,8 @@ recipes: {bf16: {format: bf16}, fp8: {format: fp8}}
 layers:
   - {match: "0", recipe: fp8, gemms: {wgrad: bf16}}
 default: bf16
+phases:
+  - {from: 0.85, layers: [{match: "0", recipe: keep}]}
 """
 
 
@@ -56,6 +58,10 @@ def test_what_is_asked_is_executed(script: Path, policy: Path) -> None:
     assert rows["0"]["requested"]["wgrad"] == rows["0"]["executed"]["wgrad"] == "bf16"
     assert rows["0"]["executed"]["fprop"].startswith("fp8 tensor")
     assert set(rows["2"]["executed"].values()) == {"bf16"}
+    (phase,) = document["phases"]
+    assert (phase["from"], phase["ok"]) == (0.85, True)
+    rows = {row["name"]: set(row["executed"].values()) for row in phase["layers"]}
+    assert rows == {"0": {"keep"}, "2": {"bf16"}}
 
 
 @pytest.mark.slow

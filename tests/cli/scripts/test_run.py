@@ -13,8 +13,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """Record what would be run instead of running it."""
     calls: list[tuple[object, ...]] = []
 
-    def record(command: object, policy: object, *, backend: str, audit: object) -> int:
-        calls.append((command, policy, backend, audit))
+    def record(command: object, policy: object, *, backend: str, audit: object, run_steps: int | None) -> int:
+        calls.append((command, policy, backend, audit, run_steps))
         return int(getattr(command, "args", ("0",))[0])
 
     monkeypatch.setattr(trial_script, "run_script", record)
@@ -38,10 +38,18 @@ def test_policy_backend_and_audit_are_passed_on(
     ran: list[tuple[object, ...]], script: Path, policy_file: Path, tmp_path: Path
 ) -> None:
     audit = tmp_path / "audit.json"
-    autoprec("run", "--policy", policy_file, "--backend", "emulated", "--audit", audit, script, "0")
-    (_, policy, backend, where) = ran[0]
+    autoprec("run", "--policy", policy_file, "--backend", "emulated", "--audit", audit, "--run-steps", "9", script, "0")
+    (_, policy, backend, where, run_steps) = ran[0]
     assert getattr(policy, "default", "") == "bf16"
-    assert (backend, where) == ("emulated", audit)
+    assert (backend, where, run_steps) == ("emulated", audit, 9)
+
+
+def test_shares_of_a_run_of_unknown_length_are_refused(script: Path, tmp_path: Path) -> None:
+    path = tmp_path / "phases.yaml"
+    path.write_text("schema: autoprec.policy/1\nphases: [{from: 0.5, activations: bf16}]\n", encoding="utf-8")
+    found = autoprec("run", "--policy", path, script)
+    assert found.code == 2
+    assert "--run-steps" in found.err
 
 
 def test_a_bad_policy_is_found_before_the_script_starts(ran: list[object], script: Path, tmp_path: Path) -> None:

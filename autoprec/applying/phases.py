@@ -1,0 +1,229 @@
+"""A policy that changes during the run, carried out on the live model.
+
+Somebody has to count the steps, and neither a model nor a policy does. Every ``torch.optim`` optimizer calls a hook
+after its step; one hook for the whole process asks whether the optimizer trains this model, counts, and exchanges the
+policy where a phase begins: between two steps, on the same modules and Parameters. Layers whose plan stays the same
+keep what runs them, delayed scales and random streams included, and optimizer state is converted in place, so that
+nothing is restarted; compiled code is traced once more at each boundary. Every stage is bound to its backend before the
+first step: what cannot run is refused then, and not after four fifths of a run.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from autoprec.applying.state import carries_state, carry_state, remember
+from autoprec.applying.units import unwrap
+from autoprec.errors import AutoPrecError
+from autoprec.optim.communication import reserve_gradient_hook
+from autoprec.optim.optimizer import check_optimizer, rewrap_optimizer, wrap_optimizer
+from autoprec.policy import Policy, boundaries
+
+__all__ = ["Phases", "Put", "phases_of", "stop_phases"]
+
+_LOG = logging.getLogger("autoprec.phases")
+#: The phases at work, by the model they are for (the innermost one, which wrappers come and go around).
+_ACTIVE: weakref.WeakKeyDictionary[nn.Module, Phases] = weakref.WeakKeyDictionary()
+
+
+class Put(Protocol):
+    """Puts a policy on a model; see :func:`autoprec.applying.policy.put_policy`."""
+
+    def __call__(self, policy: Policy, model: nn.Module, *, keep: bool = False, only_try: bool = False) -> None: ...
+
+
+class Phases:
+    """Carries out the phases of one policy on one model.
+
+    Args:
+        policy: the policy; its base runs until its first phase begins.
+        model: the model, wrapped or not.
+        put: puts one stage on the model.
+        run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it.
+        step: optimizer steps that were taken before (a resumed run).
+        on_change: called with a line of text whenever a phase begins.
+
+    Raises:
+        UsageError: the number of steps is needed and not known.
+        PolicyError, PolicyMismatchError, UnsupportedError: a stage cannot run on this model.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        model: nn.Module,
+        put: Put,
+        *,
+        run_steps: int | None = None,
+        step: int = 0,
+        on_change: Callable[[str], None] | None = None,
+    ) -> None:
+        self.starts = boundaries(policy, run_steps)
+        self.stages: Sequence[Policy] = policy.stages
+        self.policy, self.run_steps, self.step = policy, run_steps, step
+        self._model, self._root, self._put = weakref.ref(model), weakref.ref(unwrap(model)), put
+        self._on_change = on_change
+        self._optimizers: list[weakref.ref[Optimizer]] = []
+        self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._index = self._stage_at(step)
+        self._late = False  # the optimizers still have to follow
+        self._stop: Callable[[], None] = lambda: None
+
+    # ---------------------------------------------------------------- begin and end
+    def begin(self) -> None:
+        """Put the stage of now on the model, and count from here on."""
+        model = self._model()
+        assert model is not None
+        for stage in self.stages:
+            self._put(stage, model, only_try=True)
+        if any(stage.communication.gradients != "fp32" for stage in self.stages):
+            reserve_gradient_hook(model)  # DDP takes one before the first step, or never
+        stop_phases(model)
+        self._put(self.current, model)
+        handle = register_optimizer_step_post_hook(self._after_step)
+        # a hook of the process would keep this alive when the model is gone
+        self._stop = weakref.finalize(unwrap(model), handle.remove)
+        _ACTIVE[unwrap(model)] = self
+        remember(model, self)
+
+    def stop(self) -> None:
+        """Count no more; what is on the model stays."""
+        self._stop()
+
+    @property
+    def current(self) -> Policy:
+        """The stage that runs now, without phases."""
+        return self.stages[self._index]
+
+    def _stage_at(self, step: int) -> int:
+        return max(index for index, start in enumerate(self.starts) if start <= step)
+
+    # ---------------------------------------------------------------- optimizers
+    def know(self, optimizer: Optimizer) -> None:
+        """Learn of an optimizer that trains this model; its state follows the phases from now on.
+
+        Raises:
+            UnsupportedError, PolicyMismatchError: it cannot do what a later stage asks of it.
+        """
+        if all(ref() is not optimizer for ref in self._optimizers):
+            for stage in self.stages:
+                check_optimizer(optimizer, stage)
+            self._optimizers.append(weakref.ref(optimizer))
+
+    def _trains_this_model(self, optimizer: Optimizer) -> bool:
+        if optimizer in self._strangers:
+            return False
+        if any(ref() is optimizer for ref in self._optimizers):
+            return True
+        held = [found for ref in (self._model, self._root) if (found := ref()) is not None]
+        own = {id(parameter) for found in held for parameter in found.parameters()}
+        if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
+            self._strangers.add(optimizer)
+            return False
+        self.know(optimizer)
+        if self.step == 0:  # a checkpoint was loaded; the step that has just been taken is counted by who asks
+            self.step = max(0, _steps_taken(optimizer) - 1)
+        return True
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        primary = next((found for ref in self._optimizers if (found := ref()) is not None), None)
+        if self._trains_this_model(optimizer) and (primary is None or optimizer is primary):
+            self.advance()
+
+    # ---------------------------------------------------------------- steps
+    def advance(self, steps: int = 1) -> None:
+        """Count optimizer steps; where a phase begins after them, it is put on the model."""
+        self.resume(self.step + steps)
+
+    def resume(self, step: int, *, with_optimizers: bool = True) -> None:
+        """Continue as after ``step`` optimizer steps."""
+        self.step = step
+        index = self._stage_at(step)
+        if index != self._index or (self._late and with_optimizers):
+            self._index = index
+            self._exchange(with_optimizers=with_optimizers)
+
+    def replace(self, policy: Policy) -> None:
+        """Carry out another policy with the same boundaries from this step on (a guard that falls back)."""
+        self.policy, self.stages = policy, policy.stages
+        self._exchange()
+
+    def _exchange(self, *, with_optimizers: bool = True) -> None:
+        model, stage = self._model() or self._root(), self.current
+        if model is None:
+            return
+        try:
+            self._put(stage, model, keep=True)
+            self._late = not with_optimizers
+            for ref in self._optimizers if with_optimizers else ():
+                optimizer = ref()
+                if optimizer is not None:
+                    rewrap_optimizer(optimizer, stage, model)
+                    if carries_state(optimizer):
+                        carry_state(optimizer, model)
+        except AutoPrecError as error:  # all was tried before the first step, so the script has changed its model
+            warnings.warn(f"the policy's phase of step {self.step} could not begin: {error}", stacklevel=2)
+            return
+        text = self.describe()
+        _LOG.info(text)
+        if self._on_change is not None:
+            self._on_change(text)
+
+    def describe(self) -> str:
+        """Return where in the run this is, in one line."""
+        of = "" if self.run_steps is None else f" of {self.run_steps}"
+        if self._index == 0:
+            return f"step {self.step}{of}: the policy as it begins"
+        return f"step {self.step}{of}: the policy's phase from {self.policy.phases[self._index - 1].label} begins"
+
+    # ---------------------------------------------------------------- checkpoints
+    def state(self) -> dict[str, Tensor]:
+        """Return what a checkpoint must carry: ``step``, float64 and 0-d."""
+        return {"step": torch.tensor(float(self.step), dtype=torch.float64)}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Continue from :meth:`state`."""
+        if "step" in state:  # an optimizer that is loading its state must not be wrapped anew: after its next step
+            self.resume(int(state["step"]), with_optimizers=False)
+
+
+def phases_of(model: nn.Module) -> Phases | None:
+    """Return the phases at work on a model, or None."""
+    return _ACTIVE.get(unwrap(model))
+
+
+def stop_phases(model: nn.Module) -> None:
+    """Carry out no phases on a model any more; a no-op where there are none."""
+    found = _ACTIVE.pop(unwrap(model), None)
+    if found is not None:
+        found.stop()
+        remember(model, None)
+
+
+def wrap_for_phases(optimizer: Optimizer, policy: Policy, model: nn.Module | None) -> Optimizer:
+    """Wrap an optimizer for the stage that runs now; later ones follow by themselves where phases are at work."""
+    found = None if model is None else phases_of(model)
+    if found is None:
+        return wrap_optimizer(optimizer, policy, model=model)
+    found.know(optimizer)
+    if found.step == 0:
+        found.resume(_steps_taken(optimizer))
+    return wrap_optimizer(optimizer, found.current, model=model)
+
+
+def _steps_taken(optimizer: Optimizer) -> int:
+    """Return how many steps the state of an optimizer has seen; 0 where it does not say."""
+    for state in optimizer.state.values():
+        step = state.get("step") if isinstance(state, dict) else None
+        if step is not None:
+            return int(step)
+    return 0

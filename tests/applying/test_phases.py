@@ -1,0 +1,215 @@
+"""Phases on a live model: when they change, what they keep, and what is refused before the first step."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_post_hooks
+
+from autoprec.applying.phases import phases_of
+from autoprec.applying.policy import Policy
+from autoprec.applying.swap import execution_of
+from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
+from autoprec.optim.optimizer import loss_scaler_of, runtime_of
+from autoprec.optim.tensor import StoredTensor
+from autoprec.policy import policy_from_dict
+
+RECIPES = {
+    "fp8": {"format": "fp8"},
+    "delayed": {"format": "fp8", "scaling": {"scale": "delayed"}},
+    "bf16": {"format": "bf16"},
+}
+
+
+def made(*phases: dict[str, Any], **rest: Any) -> Policy:
+    document = {"schema": "autoprec.policy/1", "recipes": RECIPES, "default": "fp8", **rest}
+    return policy_from_dict({**document, "phases": list(phases)}, cls=Policy)
+
+
+class Training:
+    def __init__(self, policy: Policy | None, *, kind: Any = torch.optim.AdamW, **given: Any) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 32))
+        self.optimizer = kind(self.model.parameters(), lr=0.01)
+        self.done = 0
+        if policy is not None:
+            policy.apply(self.model, backend="emulated", **given)
+
+    def steps(self, count: int) -> list[float]:
+        losses = []
+        for _ in range(count):
+            x = torch.randn(8, 32, generator=torch.Generator().manual_seed(self.done))
+            loss = (self.model(x).float() - x.roll(1)).square().mean()
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            losses.append(loss.item())
+            self.done += 1
+        return losses
+
+    def ran(self) -> str:
+        """Return what the first layer's last step really ran."""
+        execution = execution_of(self.model[0])
+        return "keep" if execution is None else str(execution.executed["wgrad"]).split()[0]
+
+
+def test_every_step_runs_the_policy_of_its_phase() -> None:
+    policy = made({"from": 2, "default": "bf16"}, {"from": 0.5, "default": "keep"})
+    said: list[str] = []
+    run = Training(policy, run_steps=8, on_change=said.append)
+    ran = []
+    for _ in range(8):
+        run.steps(1)
+        ran.append(run.ran() if run.done not in (2, 4) else "exchanged")
+    assert ran == ["fp8", "exchanged", "bf16", "exchanged", *["keep"] * 4]
+    assert said == [
+        "step 2 of 8: the policy's phase from step 2 begins",
+        "step 4 of 8: the policy's phase from 50 % of the run begins",
+    ]
+    assert policy.audit(run.model).ok
+
+
+def test_the_losses_are_those_of_policies_exchanged_by_hand() -> None:
+    policy = made({"from": 3, "default": "bf16", "optimizer": {"exp_avg": "e4m3"}}, {"from": 6, "optimizer": {}})
+    run = Training(policy)
+    policy.wrap_optimizer(run.optimizer, run.model)
+    by_hand = Training(None)
+    expected = []
+    for stage in policy.stages:
+        stage.apply(by_hand.model, backend="emulated")
+        stage.wrap_optimizer(by_hand.optimizer, by_hand.model)
+        expected += by_hand.steps(3)
+    assert run.steps(9) == expected
+
+
+def test_a_layer_whose_plan_stays_keeps_its_delayed_scales() -> None:
+    rules = [{"match": "0", "recipe": "delayed"}, {"match": "2", "recipe": "fp8"}]
+    policy = made({"from": 2, "layers": [rules[0]], "default": "bf16"}, layers=rules)
+    run = Training(policy)
+    run.steps(1)
+    before = [execution_of(run.model[i]) for i in (0, 2)]
+    run.steps(2)
+    assert execution_of(run.model[0]) is before[0]
+    assert execution_of(run.model[2]) is not before[1]
+    assert any(float(value) > 0 for name, value in policy.state_dict(run.model).items() if name.endswith("scale"))
+
+
+def test_state_is_converted_and_goes_back() -> None:
+    policy = made(
+        {"from": 2, "optimizer": {"exp_avg": "e4m3", "weights": "bf16_stochastic"}}, {"from": 4, "optimizer": {}}
+    )
+    run = Training(policy)
+    run.steps(3)
+    assert isinstance(run.optimizer.state[run.model[0].weight]["exp_avg"], StoredTensor)
+    runtime = runtime_of(run.optimizer)
+    assert runtime is not None
+    assert run.model[0].weight in runtime.weights
+    run.steps(1)
+    assert runtime_of(run.optimizer) is None
+    assert type(run.model[0].weight) is nn.Parameter
+    assert run.optimizer.state[run.model[0].weight]["step"] == 4
+
+
+def test_the_loss_scale_goes_on_over_a_boundary() -> None:
+    policy = made(
+        {"from": 2, "optimizer": {"exp_avg": "bf16"}}, activations="fp16", loss_scaling="dynamic", default="keep"
+    )
+    run = Training(policy)
+    policy.wrap_optimizer(run.optimizer, run.model)
+    scaler = loss_scaler_of(run.optimizer)
+    assert scaler is not None
+    scaler.scale = 1024.0
+    run.steps(3)
+    following = loss_scaler_of(run.optimizer)
+    assert following is not None
+    assert (following.scale, following.good_steps) == (1024.0, 3)
+
+
+@pytest.mark.parametrize("way", ["wrapped", "plain", "told"])
+def test_a_resumed_run_continues_in_its_phase(way: str) -> None:
+    policy = made({"from": 3, "default": "bf16"})
+    run = Training(policy)
+    if way == "wrapped":
+        policy.wrap_optimizer(run.optimizer, run.model)
+    run.steps(5)
+    saved = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict()))
+    resumed = Training(policy if way != "told" else None)
+    if way == "told":
+        policy.apply(resumed.model, backend="emulated", step=5)
+    elif way == "wrapped":
+        policy.wrap_optimizer(resumed.optimizer, resumed.model)
+    resumed.model.load_state_dict(saved[0])
+    resumed.optimizer.load_state_dict(saved[1])
+    resumed.done = 5
+    if way != "plain":  # Adam's own count is looked at with its first step, which then ran as the policy begins
+        assert resumed.steps(3) == run.steps(3)
+    else:
+        resumed.steps(2)
+        assert resumed.ran() == "bf16"
+    found = phases_of(resumed.model)
+    assert found is not None
+    assert found.step == resumed.done
+
+
+def test_other_optimizers_are_not_counted() -> None:
+    policy = made({"from": 3, "default": "bf16"})
+    run = Training(policy)
+    other = Training(None)
+    second = torch.optim.SGD([run.model[2].bias], lr=0.1)
+    for _ in range(2):
+        run.steps(1)
+        second.step()
+        other.steps(5)
+    found = phases_of(run.model)
+    assert found is not None
+    assert found.step == 2
+
+
+def test_what_cannot_run_is_refused_before_the_first_step() -> None:
+    model = nn.Sequential(nn.Linear(32, 32))
+    with pytest.raises(UsageError, match="how many steps"):
+        made({"from": 0.5, "default": "bf16"}).apply(model)
+    with pytest.raises(PolicyMismatchError):
+        made({"from": 5, "layers": [{"match": "nothing", "recipe": "bf16"}]}).apply(model)
+    assert execution_of(model[0]) is None
+    assert phases_of(model) is None
+    policy = made({"from": 5, "optimizer": {"exp_avg_sq": "e4m3_block"}})
+    policy.apply(model)
+    with pytest.raises(UnsupportedError):
+        policy.wrap_optimizer(torch.optim.RMSprop(model.parameters()), model)
+
+
+def test_it_ends_with_the_policy_and_with_the_model() -> None:
+    gc.collect()  # models of other tests
+    hooks = len(_global_optimizer_post_hooks)
+    policy = made({"from": 2, "default": "bf16"})
+    run = Training(policy)
+    policy.apply(run.model, backend="emulated")  # again: the first count is dropped
+    assert len(_global_optimizer_post_hooks) == hooks + 1
+    policy.remove(run.model)
+    assert len(_global_optimizer_post_hooks) == hooks
+    run.steps(3)
+    assert type(run.model[0]) is nn.Linear
+    policy.apply(run.model, backend="emulated")
+    gone = weakref.ref(run.model)
+    del run
+    gc.collect()
+    assert gone() is None
+    assert len(_global_optimizer_post_hooks) == hooks
+
+
+def test_a_phase_that_cannot_begin_any_more_is_told_and_does_not_end_the_training() -> None:
+    run = Training(made({"from": 2, "layers": [{"match": "2", "recipe": "bf16"}]}))
+    run.steps(1)
+    run.model[2] = nn.Identity()  # the script changes its model
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run.steps(1)
+    assert "could not begin" in str(caught[0].message)
