@@ -37,7 +37,7 @@ from autoprec.policy import GUARD_METRICS, Policy, resolve
 __all__ = ["Breach", "Guard", "Recovery"]
 
 _LOG = logging.getLogger("autoprec.guard")
-#: A loss gap of this many times its threshold, beyond noise, is acted on at the first look.
+#: A gap to the reference of this many times its threshold, beyond noise, is acted on at the first look.
 _GROSS = 5.0
 
 
@@ -164,8 +164,8 @@ class Guard:
         return None
 
     def _patience_for(self, name: str) -> int:
-        """Return the looks that a threshold must be crossed: one is enough for what cannot be noise."""
-        gross = name == "loss_gap" and self.values.get(name, 0.0) > _GROSS * self.thresholds[name]
+        """Return the looks that a threshold must be crossed: one is enough for what cannot be noise of the batches."""
+        gross = name == "loss_gap" and self.reference and self.values.get(name, 0.0) > _GROSS * self.thresholds[name]
         return 1 if gross or name == "nonfinite_steps" else self.patience
 
     def _come_back(self) -> None:
