@@ -13,9 +13,11 @@ from typing import Any
 
 import pytest
 
+from autoprec.export import Request, exporter
 from autoprec.export.stacks.transformer_engine import nearest_te, nested_recipe, slot_specs
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.testing.exporters import POLICIES
 
 
 def test_te_slots_put_single_gemms_into_rows_and_columns() -> None:
@@ -92,3 +94,18 @@ def test_te_builds_the_recipe_with_the_fields_we_name(recipes: Any, name: str) -
         assert made.fp8_format == (recipes.Format.HYBRID if hybrid else recipes.Format.E4M3)
     if recipe.scaling is not None and recipe.scaling.scale == "delayed":
         assert made.amax_history_len == recipe.scaling.amax_history_len
+
+
+def test_each_file_names_the_oldest_version_that_runs_it() -> None:
+    done = exporter("transformer-engine").export(Request(POLICIES["tensorwise everywhere"]))
+    assert "# Needs Transformer Engine 2.19 or newer." in done.files["precision_te.py"]
+    assert "# Needs Transformer Engine 2.9 or newer." in done.files["precision_te_nested.py"]
+    assert "precision_te.py needs Transformer Engine 2.19 or newer" in done.notes
+
+
+def test_accumulators_are_written_as_the_policy_has_them() -> None:
+    full = exporter("transformer-engine").export(Request(POLICIES["tensorwise everywhere"])).files
+    fast = exporter("transformer-engine").export(Request(POLICIES["tensorwise, fast fprop"])).files
+    assert 'ACCUMULATORS = {"fprop": True, "dgrad": True, "wgrad": True}' in full["precision_te.py"]
+    assert 'ACCUMULATORS = {"fprop": False, "dgrad": True, "wgrad": True}' in fast["precision_te.py"]
+    assert "accumulating(recipe.Float8CurrentScaling(" in fast["precision_te_nested.py"]
