@@ -160,6 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--points", type=Path, help="keep what the law rests on in this file, or read it from there")
+    parser.add_argument("--seeds", type=int, default=8, help="at most so many per pair of models")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -104,8 +104,8 @@ def _step_ms(big: Looked, policy: Policy) -> float:
 
 
 def outcome(small: Size, large: Size, *, search_too: bool) -> Outcome:
-    """Scan a proxy, transfer what it finds, and measure that on the big model."""
-    proxy, big = Looked.at(small), Looked.at(large)
+    """Scan a proxy, transfer what it finds, and measure that on the big model; both costed at one width."""
+    proxy, big = (Looked.at(size, scale=f"width={4096 // size.width},tokens=64") for size in (small, large))
     table = proxy.scan(1)
     policies = _policies(proxy)
 
@@ -130,12 +130,14 @@ def outcome(small: Size, large: Size, *, search_too: bool) -> Outcome:
     return Outcome(ratios, rank, share, _divergence(big, best.policy), lost)
 
 
-def run_transfer(_options: argparse.Namespace) -> tuple[list[Row], list[str]]:
+def run_transfer(options: argparse.Namespace) -> tuple[list[Row], list[str]]:
     """Predicted against measured, time lost, and budgets kept, over pairs of models and seeds."""
     found: dict[str, list[Outcome]] = {}
     for name, (small, large, seeds) in PAIRS.items():
-        for seed in range(seeds):
-            one = outcome(replace(small, seed=seed), replace(large, seed=seed), search_too=seed == 0)
+        for seed in range(min(seeds, options.seeds)):
+            one = outcome(
+                replace(small, seed=seed), replace(large, seed=seed), search_too=seed == 0 and small.kind == "gpt"
+            )
             found.setdefault(name, []).append(one)
             print(f"{name} seed {seed}: {time.process_time():.0f} s CPU, {one}", file=sys.stderr, flush=True)
     every = [one for outcomes in found.values() for one in outcomes]
