@@ -69,8 +69,7 @@ def test_bf16_at_the_ends_of_the_run_is_written_with_what_it_leaves_of_the_gain(
 def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  # noqa: F811
     from autoprec.policy import load_policy
 
-    made, result = search(script(), options(trials=6, seeds=2, run_steps=2000, phases="first-bf16,last-bf16"))
-    assert any("changes nothing: the policy runs no layer below 16 bits" in note for note in result.notes)
+    made, result = search(script(), options(trials=6, seeds=2))
     evidence = load_policy(here / result.policy).evidence
     for name in ("speedup", "speedup_over_16bit", "divergence", "gradient_error", "noise_floor"):
         assert evidence[name] == _plain(result.best[name])
