@@ -120,8 +120,13 @@ def transfer(
         fill: spend the room that dropped rules leave.
 
     Raises:
-        PolicyMismatchError: too many layers have no known role, or none has a counterpart.
+        PolicyMismatchError: too many layers have no known role, none has a counterpart, or the policy has phases.
     """
+    if policy.phases:
+        raise PolicyMismatchError(
+            "a policy with phases is not carried over: their rules name the proxy's layers",
+            fix="transfer it without `phases:`, and write the phases of the big model by hand",
+        )
     here = places(report.tunable, hints)
     there = places(proxy.report.tunable, hints)
     matched = counterparts(here, there, proxy.choices)
@@ -180,6 +185,7 @@ def rendered(policy: Policy, names: Sequence[str], choices: Mapping[str, str], r
         "layers": tuple(rules),
         "recipes": {name: recipes[name] for name in recipes if name in used},
         "default": KEEP,
+        "phases": (),
         "evidence": {},
     }
     return Policy.model_validate(document)

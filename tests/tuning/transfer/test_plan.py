@@ -105,6 +105,15 @@ def test_a_few_strangers_are_kept_as_written() -> None:
     assert found.choices["model.layers.1.adapter"] == "keep"
 
 
+def test_phases_are_refused_not_dropped() -> None:
+    found = policy(*ROWWISE)
+    phased = type(found).model_validate(
+        {**found.model_dump(by_alias=True), "phases": [{"from": 0.8, "default": "bf16"}]}
+    )
+    with pytest.raises(PolicyMismatchError, match="phases"):
+        transfer(phased, Proxy.of(phased, gpt(), table()), llama())
+
+
 def test_rules_without_a_place_are_named() -> None:
     big = report([x for x in llama(layers=4).layers if ".mlp." in x.name])
     assert moved((("*.attn.*", "fp8_rowwise"), ("*.mlp.*", "fp8_rowwise")), big).unused == (0,)
