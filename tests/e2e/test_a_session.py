@@ -67,7 +67,7 @@ def test_the_search_answers_on_stdout_and_writes_only_what_it_says(searched: Out
     keys = "verdict reason policy best reference presets front trials study storage mlflow seconds".split()  # noqa: SIM905
     assert set(keys) <= set(result)
     assert result["verdict"] in ("adopt", "stay")
-    assert result["trials"]["complete"] >= 4
+    assert 1 <= result["trials"]["complete"] <= 4
     assert {path.name for path in folder.iterdir()} <= {"train.py", "policy.yaml", "autoprec-runs", "__pycache__"}
     assert result["best"]["divergence"] <= 0.0025
 
