@@ -61,7 +61,7 @@ def test_a_changed_number_in_a_record_names_the_study_and_the_trial(study: Path)
     "statement",
     [
         "delete from trial_user_attributes where trial_id = 2",
-        "update trial_user_attributes set key = 'recosd' where trial_id = 2",
+        "update trial_user_attributes set key = 'recosd' where trial_id = 2 and key = 'record'",
         "update trials set number = 7 where trial_id = 2",
         "update trials set state = 'RUNNING' where trial_id = 3",
         "update trials set state = 'COMPLEUE' where trial_id = 3",
@@ -82,7 +82,8 @@ def test_a_study_from_before_checksums_is_read(study: Path) -> None:
     expected = read_study(study)
     connection = sqlite3.connect(study)
     connection.execute("update study_user_attributes set value_json = ?", (json.dumps(expected[1]),))
-    rows = connection.execute("select trial_user_attribute_id, value_json from trial_user_attributes").fetchall()
+    wanted = "select trial_user_attribute_id, value_json from trial_user_attributes where key = 'record'"
+    rows = connection.execute(wanted).fetchall()
     for identity, text in rows:
         document = json.loads(text)
         document.pop("checksum")

@@ -227,6 +227,12 @@ def test_the_memory_objective_finds_small_points() -> None:
     prior = Prior(
         problem.table(lambda _g, c: 1.0 if c == "bf16" else 0.6),
         problem.table(lambda _g, c: 1e-8 if c == "bf16" else 1e-7),
+        base_memory=108.0,
+        parameter_memory={
+            ("optimizer.exp_avg", "bf16"): -2.0,
+            ("optimizer.exp_avg", "e4m3"): -3.0,
+            ("optimizer.weights", "fp16_scaled"): -2.0,
+        },
     )
     found = Synthetic(problem, prior, prior.error2)
     small = {"optimizer.exp_avg": {"fp32": 4.0, "bf16": 2.0, "e4m3": 1.0}, "optimizer.weights": {"fp16_scaled": 2.0}}
