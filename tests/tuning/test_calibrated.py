@@ -52,7 +52,7 @@ def test_a_calibrated_rehearsal_uses_its_rates_and_says_so_everywhere(here: Path
 
 def test_a_calibrated_study_is_resumed_under_the_same_calibration_only(here: Path) -> None:
     given = calibration(here / "c.json")
-    asked = options(target="h100", study="mine", trials=3, calibration=given)
+    asked = options(target="h100", study="mine", trials=3, sampler="random", calibration=given)
     made, _ = search(script(device="cpu"), asked)
     assert f"--calibration {given}" in made.options.resume_command()
     again = replace(asked, resume=True, trials=5)
