@@ -62,7 +62,7 @@ class TakesScript(click.Command):
 
     def grouped(self, ctx: click.Context) -> dict[str, list[click.Parameter]]:
         """Return the options by heading; those that no group names come last, under ``Options``."""
-        left = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        left = [param for param in self.get_params(ctx) if isinstance(param, click.Option) and not param.hidden]
         out: dict[str, list[click.Parameter]] = {}
         for heading, names in self.groups.items():
             by_name = {name: param for param in left for name in param.opts}

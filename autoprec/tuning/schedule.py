@@ -15,6 +15,8 @@ __all__ = ["Pace", "Schedule", "schedule"]
 
 #: Passes of a scan of gradient errors that has no time budget (``phases.sensitivity``).
 USUAL_PASSES = 60
+#: Policies that usually need further paired seeds before one of them is adopted; the reference runs beside them.
+CONTENDERS = 2
 #: The first run of the reference is repeated for the noise floor, and once more with its weights rounded.
 REFERENCE_RUNS = 3
 #: CPU time to compile a block whose layers quantise, over that of its bf16 form (2026-11-22_gpu_ready.md).
@@ -44,7 +46,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Expected seconds of a search by phase; ``trials`` and ``runs`` (finalists and their references) are counts."""
+    """Expected seconds of a search by phase; ``trials`` and ``runs`` (those under further paired seeds) are counts."""
 
     trials: int
     runs: int
@@ -67,7 +69,7 @@ class Schedule:
         """Return one line for a person, told when the reference has been measured."""
         parts = (
             f"gradient errors {_time(self.scan_s)}, {self.trials} trials {_time(self.trials_s)}, "
-            f"{self.runs} runs of finalists {_time(self.finalists_s)}"
+            f"{self.runs} runs under further paired seeds {_time(self.finalists_s)}"
         )
         text = f"expected from here on: at most about {_time(self.rest_s)} ({parts})"
         if budget_s is not None and self.total_s > budget_s:
@@ -92,17 +94,17 @@ def schedule(
         reference, trial: what one run takes as written, and under a policy.
         setup_s: until the script of a paired seed is at its first step, when it is started anew.
         passes: forward and backward passes for gradient errors.
-        workers, final_workers: trials and finalists that run at once.
+        workers, final_workers: trials, and runs under further paired seeds, at once.
     """
     steps = options.steps + options.warmup
-    runs = (options.finalists + 1) * options.seeds
+    runs = (CONTENDERS + 1) * (options.seeds - 1)
     return Schedule(
         trials=options.trials,
         runs=runs,
         reference_s=setup_s + REFERENCE_RUNS * reference.run_s(steps),
         scan_s=reference.start_s + passes * trial.step_s,
         trials_s=options.trials * trial.run_s(steps) / workers,
-        finalists_s=options.seeds * setup_s + runs * trial.run_s(steps) / final_workers,
+        finalists_s=(options.seeds - 1) * setup_s + runs * trial.run_s(steps) / final_workers,
     )
 
 

@@ -7,7 +7,7 @@ import pytest
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.schedule import Pace, schedule
 
-OPTIONS = SearchOptions(command=("train.py",), trials=30, steps=20, warmup=3, seeds=4, finalists=3)
+OPTIONS = SearchOptions(command=("train.py",), trials=30, steps=20, warmup=3, seeds=4)
 
 
 def test_every_run_is_counted() -> None:
@@ -15,8 +15,8 @@ def test_every_run_is_counted() -> None:
     assert found.reference_s == pytest.approx(10 + 3 * 27.3)
     assert found.scan_s == pytest.approx(5 + 6)
     assert found.trials_s == pytest.approx(30 * 81.3)
-    assert (found.trials, found.runs) == (30, 16)
-    assert found.finalists_s == pytest.approx(4 * 10 + 16 * 81.3)
+    assert (found.trials, found.runs) == (30, 9)
+    assert found.finalists_s == pytest.approx(3 * 10 + 9 * 81.3)
     assert found.total_s == pytest.approx(found.reference_s + found.rest_s)
 
 
@@ -39,7 +39,7 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     pace = Pace(5.0, 0.1, 20.0)
     found = schedule(OPTIONS, pace, pace, setup_s=10.0)
     told = found.describe()
-    parts = "gradient errors 11 s, 30 trials 14 min, 16 runs of finalists 8 min"
-    assert told == f"expected from here on: at most about 22 min ({parts})"
+    parts = "gradient errors 11 s, 30 trials 14 min, 9 runs under further paired seeds 5 min"
+    assert told == f"expected from here on: at most about 18 min ({parts})"
     assert found.describe(600.0) == told + "; --budget ends it after 10 min in all"
     assert found.describe(86_400.0) == told

@@ -25,7 +25,7 @@ POLICY = "demo-policy.yaml"
 #: with their gradients, optimizer state and activations fit on one such GPU.
 REHEARSAL: dict[str, Any] = {"target": "h100", "cost_scale": "width=8,depth=4,tokens=32"}
 #: Enough trials to see presets, a recipe in single layers and the sampler at work, in three minutes on two cores.
-SHORT: dict[str, Any] = {"trials": 10, "steps": 8, "warmup": 2, "finalists": 2, "seeds": 2}
+SHORT: dict[str, Any] = {"trials": 10, "steps": 8, "warmup": 2, "seeds": 2}
 
 
 def example() -> Path:

@@ -176,11 +176,11 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         f"bound     {plan.bound}",
         f"choices   {', '.join(plan.choices)}: {size}",
         f"presets   {shown}",
-        f"trials    at most {plan.trials}, then {plan.finalist_runs} runs of the finalists and their references",
+        f"trials    at most {plan.trials}, then {plan.finalist_runs} runs under further paired seeds",
         f"one run   {duration(plan.reference_s)} as written, {duration(plan.trial_s)} as a trial (timed just now)",
         f"duration  at most {duration(plan.total_s)} one after the other: reference {duration(plan.setup_s)}, "
         f"gradient errors {duration(plan.scan_s)}, trials {duration(plan.trials_s)}, "
-        f"finalists {duration(plan.finalists_s)}{limit}",
+        f"further seeds {duration(plan.finalists_s)}{limit}",
         f"writes    {plan.output} and {asked.runs_dir}/ when it is run without --dry-run",
     ]
     echo("\n".join(lines))

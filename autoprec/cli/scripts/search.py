@@ -27,7 +27,7 @@ Files = dict[str, Path]
 #: The order in which a first reader needs them; what has no place here comes last.
 GROUPS = {
     "What to search": ("--target", "--cost-scale", "--calibration", "--space", "--reference", "--backend"),
-    "How long": ("--trials", "--budget", "--steps", "--warmup", "--seeds", "--finalists", "--dry-run", "--force"),
+    "How long": ("--trials", "--budget", "--steps", "--warmup", "--seeds", "--dry-run", "--force"),
     "What the whole run is": ("--run-steps", "--phases"),
     "What is acceptable": ("--max-divergence", "--max-gradient-error", "--max-memory", "--objective"),
     "Where it is kept": ("--output", "--study", "--storage", "--resume", "--no-mlflow"),
@@ -71,7 +71,7 @@ EXAMPLES = (
     metavar="N",
     help="Paired seeds of a policy: as many where the loss cannot judge, else 2 to 3 N.",
 )
-@click.option("--finalists", default=3, show_default=True, metavar="N", help="Kept for old scripts; has no effect.")
+@click.option("--finalists", default=3, hidden=True, help="Kept for old scripts; has no effect.")
 @click.option("--run-steps", default=0, metavar="N", help="Optimizer steps of the whole run, for --phases.")
 @click.option("--phases", default="", metavar="first-bf16,last-bf16",
               help="Begin (200 steps) and end (15 %) the run in bf16.")  # fmt: skip

@@ -22,7 +22,7 @@ def test_the_plan_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert plan["source"] == "modelled"
     assert plan["trials"] == 12
     assert plan["trials_s"] == pytest.approx(12 * plan["trial_s"])
-    assert plan["finalist_runs"] == 3 * 4 + 4
+    assert plan["finalist_runs"] == 3 * 3
     parts = plan["setup_s"] + plan["scan_s"] + plan["trials_s"] + plan["finalists_s"]
     assert 0 < plan["total_s"] == pytest.approx(min(parts, 1800))
     assert "all fp8_rowwise" in plan["presets"]
