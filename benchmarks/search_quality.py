@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 import optuna
-from ground_truth import CASES, REPORTED, RESULTS, TRIAL_SEEDS, TRUTH_SEEDS, Case
-from search_finals import Ending, ending
+from ground_truth import CASES, JUDGE_SEEDS, REPORTED, RESULTS, TRIAL_SEEDS, TRUTH_SEEDS, Case
+from search_finals import Ending, ended, searched
 from search_runs import MAX_DIVERGENCE, play
 from search_strategies import STRATEGIES
 from truth import Point, Worth, corner, judge, judged, long_run, picked, refine_run, settle, volume
@@ -110,8 +110,10 @@ def comparisons(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def decisions(case: Case, strategy: str) -> list[Ending]:
-    """Decide at the end of every run, and measure what was decided under fresh seeds."""
-    return [ending(case, list(log), seed) for seed, log in zip(TRIAL_SEEDS, case.logs[strategy], strict=False)]
+    """Return what was decided under every trial seed, ours by whole searches, others by racing their first trials."""
+    if strategy == "ours":
+        return [searched(case, seed) for seed in TRIAL_SEEDS]
+    return [ended(case, list(log), seed) for seed, log in zip(TRIAL_SEEDS, case.logs[strategy], strict=False)]
 
 
 def endings(case: Case, found: Sequence[Ending], front: Sequence[Point]) -> dict[str, Any]:
@@ -126,6 +128,8 @@ def endings(case: Case, found: Sequence[Ending], front: Sequence[Point]) -> dict
         "violated": len(violated),
         "regret": float(np.mean(regrets)) if regrets else math.nan,
         "means": [e.mean for e in adopted],
+        "trials": float(np.mean([e.trials for e in found])),
+        "measured": float(np.mean([e.runs for e in found])),
     }
 
 
@@ -223,7 +227,8 @@ def show(result: dict[str, Any]) -> str:
     for name, end in result["endings"].items():
         lines.append(
             f"Decisions of {name}: {end['adopted']} of {end['runs']} runs adopt, {end['violated']} of them beyond the "
-            f"budget under 16 fresh seeds; regret of what was adopted {end['regret']:.1%}."
+            f"budget under {len(JUDGE_SEEDS)} fresh seeds; regret of what was adopted {end['regret']:.1%}; "
+            f"{end['trials']:.0f} trials and {end['measured']:.0f} runs per search, references included."
         )
     losses = "; ".join(result["not_better"]) or "none"
     lines += ["", f"Not better than the alternative beyond the standard error of the difference: {losses}.", ""]

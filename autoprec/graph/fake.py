@@ -22,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.recorder import StepRecorder
@@ -69,15 +68,6 @@ def _answer(
         if rows is None:
             raise
         return rows, True
-
-
-class _Guessing(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers for data while the model is being built."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _answer(func, args, kwargs or {})[0]
 
 
 class FakeStepRecorder(StepRecorder):  # type: ignore[no-untyped-call]
@@ -177,9 +167,8 @@ def record_fake(
         optimizer: returns the optimizer whose state is to be counted.
         rules: rules, or a rules file that extends the built-in ones.
     """
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        with _Guessing():  # type: ignore[no-untyped-call]
-            model = build()
+    with _GuessingMode(allow_non_fake_inputs=True):
+        model = build()
         optimizers = () if optimizer is None else (optimizer(model),)
         with FakeStepRecorder(model, optimizers=optimizers) as recorder:
             step(model)

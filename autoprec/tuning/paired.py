@@ -77,7 +77,7 @@ class PairedRunner:
             "backend": options.backend if measured else "emulated",
             "timeout_s": self.trial_timeout(),
             "memory_limit": self._setup.limits.memory if measured and policy is not None else None,
-            "anneal": True,  # the noise of a high learning rate is no policy's doing
+            "anneal": True,  # no policy causes the noise of a high learning rate
         }
         return TrialSpec(**(values | changes))
 

@@ -199,7 +199,7 @@ class _Loop:
         return 0.0 if self.out_of_time() else self.left()
 
     def left(self) -> float:
-        """Return the same where time is no matter."""
+        """Return the same where time does not count."""
         if self.done + len(self.running) >= self.goal or self.used_up:
             return 0.0
         if not isinstance(self.sampler, PrecisionSampler) or self.ledger.store.queued():
