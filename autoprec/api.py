@@ -135,7 +135,7 @@ def search(
         objective: ``throughput``, ``memory`` or ``balanced``.
         reference: what divergence is measured against: ``script``, ``fp32`` or ``bf16``.
         seed: the first paired seed, and the seed of the sampler.
-        seeds: the most paired seeds that a policy is measured under; it gets as many as the decision needs.
+        seeds: paired seeds of a policy where the loss cannot judge; elsewhere from two up to three times as many.
         finalists: kept for old callers; has no effect.
         run_steps: optimizer steps of the whole run that the policy is for.
         phases: parts of it in plain bf16, ``first-bf16``, ``last-bf16`` or both; the gain is discounted by them.
