@@ -154,7 +154,8 @@ def definitions(name: str) -> tuple[list[Definition], set[str]]:
                 else:
                     here.names = words_of(child) | decorators
                     # a method of a framework's class is called by the framework; a decorated function by its decorator
-                    framework = {"command", "overload", "field_validator", "model_validator", "custom_op", "register_fake"}
+                    framework = {"command", "overload", "field_validator", "model_validator"}
+                    framework |= {"custom_op", "register_fake"}
                     here.implicit = child.name.startswith(("__", "_repr_")) or bool(decorators & framework)
                     # pytest calls the tests of a conformance suite, a training framework the methods of its plugin
                     here.implicit |= name.startswith(("autoprec.testing.", "autoprec.integrations."))
