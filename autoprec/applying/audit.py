@@ -143,15 +143,10 @@ def _not_reached(root: nn.Module, units: dict[str, Unit]) -> set[str]:
 
 def _left_out(units: dict[str, Unit]) -> set[str]:
     """Return the layers that ran outside compiled graphs while the same layer of another block ran inside one."""
-    inside: dict[str, set[bool]] = {}
-    places = {name: re.sub(r"\d+", "*", name) for name in units}
-    found = {name: unit_execution(unit) for name, unit in units.items()}
-    traced = {
-        name: one.traced is not None for name, one in found.items() if isinstance(one, LinearExecution) and one.called
-    }
-    for name, was in traced.items():
-        inside.setdefault(places[name], set()).add(was)
-    return {name for name, was in traced.items() if not was and True in inside[places[name]]}
+    found = ((re.sub(r"\d+", "*", name), name, unit_execution(unit)) for name, unit in units.items())
+    ran = [(kind, name, one) for kind, name, one in found if isinstance(one, LinearExecution) and one.called]
+    compiled = {kind for kind, _, one in ran if one.traced is not None}
+    return {name for kind, name, one in ran if one.traced is None and kind in compiled}
 
 
 def _compiled_row(row: LayerAudit, unit: Unit, left_out: bool) -> LayerAudit:

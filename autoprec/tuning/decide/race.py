@@ -15,7 +15,7 @@ from typing import Any
 from autoprec.tuning.decide.decision import Candidate, Judgement
 from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Expectation
 
-__all__ = ["Entrant", "Standings", "standings", "stop_gap"]
+__all__ = ["Entrant", "Standings", "fewest_seeds", "standings", "stop_gap"]
 
 #: Paired seeds that a policy is given at most, as a multiple of those that are asked for.
 MOST_SEEDS = 3
@@ -23,7 +23,7 @@ MOST_SEEDS = 3
 #: than late ones only makes the rule later, never wrong.
 MARGIN = 4.0
 #: A policy that was measured under one seed only is accepted under none.
-FEWEST_SEEDS = 2
+_FEWEST_SEEDS = 2
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,11 @@ class Standings:
     best_cost: float | None
 
 
+def fewest_seeds(seeds: int, *, blind: bool) -> int:
+    """Return under how many paired seeds a policy is measured before it is accepted: all where the loss is blind."""
+    return seeds if blind else min(_FEWEST_SEEDS, seeds)
+
+
 def standings(
     expectation: Expectation,
     entrants: Sequence[Entrant],
@@ -81,7 +86,7 @@ def standings(
     if not entrants:
         return Standings((), (), (), None, 0.0, (), None)
     blind = expectation.goals.blind
-    fewest = seeds if blind else min(FEWEST_SEEDS, seeds)
+    fewest = fewest_seeds(seeds, blind=blind)
     points = expectation.points([e.params for e in entrants])
     expectation.best_cost = None
     outlook = expectation.outlook(points)

@@ -19,7 +19,7 @@ from autoprec.tuning.decide.decision import Candidate, Judgement, choose, judge
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, blindness
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.race import FEWEST_SEEDS, Entrant, Standings, standings
+from autoprec.tuning.decide.race import Entrant, Standings, fewest_seeds, standings
 from autoprec.tuning.decide.sampler.expectation import Expectation, Measured
 from autoprec.tuning.decide.sampler.sampler import told_divergence
 from autoprec.tuning.ledger import Ledger
@@ -70,8 +70,7 @@ class Race:
     @property
     def fewest(self) -> int:
         """Paired seeds under which a policy must have been measured to be accepted."""
-        asked = self._setup.options.seeds
-        return asked if self.expectation.goals.blind else min(FEWEST_SEEDS, asked)
+        return fewest_seeds(self._setup.options.seeds, blind=self.expectation.goals.blind)
 
     def runs(self) -> list[Measured]:
         """Return every run of the pool."""
