@@ -46,8 +46,8 @@ def wrap(model: nn.Module, how: str) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def train(model: nn.Module, rank: int) -> list[float]:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(model: nn.Module, rank: int, optimizer: torch.optim.Optimizer | None = None) -> list[float]:
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     generator = torch.Generator().manual_seed(rank)
     losses = []
     for _ in range(3):
@@ -173,15 +173,7 @@ def gathered(rank: int, how: str) -> dict[str, Any]:
         optimizer = chosen.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
         seen: list[torch.Tensor] = []
         model[0].register_forward_pre_hook(partial(_keep_weight, seen))
-        generator = torch.Generator().manual_seed(rank)
-        losses = []
-        for _ in range(3):
-            optimizer.zero_grad()
-            loss = model(torch.randn(8, 32, generator=generator)).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        found[weights] = losses
+        found[weights] = train(model, rank, optimizer)
         found[f"{weights} seen"] = seen[0]
         found[f"{weights} audit"] = audit_optimizer(chosen, optimizer, model).get("communication.weights")
     return found

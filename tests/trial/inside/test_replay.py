@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,13 +22,8 @@ class DoneError(Exception):
     pass
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_loss_outside_the_model_dropout_autocast_and_scaling(autocast: bool) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
-    found = Found([model], [optimizer], list(model.parameters()))
+def scanned(found: Found, step: Callable[[], None], *probes: Probe, **changes: Any) -> dict[str, Any]:
+    """Return what a scan answers that begins in the first of ten steps."""
     hooks = Hooks()
     hooks.install()
     payloads: list[dict[str, Any]] = []
@@ -36,33 +32,47 @@ def test_loss_outside_the_model_dropout_autocast_and_scaling(autocast: bool) -> 
         payloads.append(payload)
         raise DoneError
 
-    probes = (Probe("none", None), Probe("bf16", uniform("bf16")), Probe("wrong", uniform("bf16", "nothing.*")))
-    replay = Replay(TrialSpec(kind="sensitivity", probes=probes), found, hooks, done)
-    weights = [p.detach().clone() for p in model.parameters()]
+    replay = Replay(TrialSpec(kind="sensitivity", probes=probes, **changes), found, hooks, done)
     try:
         hooks.watch(lambda module, args, kwargs: (hooks.unwatch(), replay.start(module, args, kwargs)))
         for _ in range(10):
-            x, y = torch.randn(8, 6), torch.randint(0, 5, (8,))
-            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                out = model(x)
-                loss = F.cross_entropy(out * 2.0, y) + out.square().mean()
-            optimizer.zero_grad()
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
+            step()
     except DoneError:
         pass
     finally:
         hooks.remove()
-    rows = {row["id"]: row for row in payloads[0]["probes"]}
+    return payloads[0]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_loss_outside_the_model_dropout_autocast_and_scaling(autocast: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Dropout(0.3), nn.Linear(16, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+
+    def step() -> None:
+        x, y = torch.randn(8, 6), torch.randint(0, 5, (8,))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = model(x)
+            loss = F.cross_entropy(out * 2.0, y) + out.square().mean()
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    weights = [p.detach().clone() for p in model.parameters()]
+    probes = (Probe("none", None), Probe("bf16", uniform("bf16")), Probe("wrong", uniform("bf16", "nothing.*")))
+    found = scanned(Found([model], [optimizer], list(model.parameters())), step, *probes)
+    rows = {row["id"]: row for row in found["probes"]}
     assert rows["none"]["gradient_error"] == pytest.approx(0.0, abs=1e-7)
-    assert rows["none"]["loss"] == pytest.approx(payloads[0]["reference_loss"], rel=1e-6)
+    assert rows["none"]["loss"] == pytest.approx(found["reference_loss"], rel=1e-6)
     if not autocast:
         assert 1e-4 < rows["bf16"]["gradient_error"] < 0.05
     assert "nothing.*" in rows["wrong"]["failed"]
-    assert payloads[0]["noise_batches"] == 4
-    assert 0.1 < payloads[0]["gradient_noise"] < 10
-    assert 0 <= payloads[0]["lost_updates"] <= 1
+    assert found["noise_batches"] == 4
+    assert 0.1 < found["gradient_noise"] < 10
+    assert 0 <= found["lost_updates"] <= 1
     changed = [not torch.equal(p, w) for p, w in zip(model.parameters(), weights, strict=True)]
     assert not any(changed[1:]) or not autocast  # weights of the scan stay; the last update is the script's own
 
@@ -70,29 +80,16 @@ def test_loss_outside_the_model_dropout_autocast_and_scaling(autocast: bool) -> 
 def test_a_scan_out_of_time_answers_one_probe_and_ends() -> None:
     model = nn.Linear(6, 5)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hooks = Hooks()
-    hooks.install()
-    payloads: list[dict[str, Any]] = []
 
-    def done(payload: dict[str, Any]) -> None:
-        payloads.append(payload)
-        raise DoneError
+    def step() -> None:
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().mean().backward()
+        optimizer.step()
 
     probes = tuple(Probe(name, uniform("bf16")) for name in "abc")
-    spec = TrialSpec(kind="sensitivity", probes=probes, within_s=0.0)
-    replay = Replay(spec, Found([model], [optimizer], list(model.parameters())), hooks, done)
-    try:
-        hooks.watch(lambda module, args, kwargs: (hooks.unwatch(), replay.start(module, args, kwargs)))
-        for _ in range(10):
-            optimizer.zero_grad()
-            model(torch.randn(8, 6)).square().mean().backward()
-            optimizer.step()
-    except DoneError:
-        pass
-    finally:
-        hooks.remove()
-    assert [row["id"] for row in payloads[0]["probes"]] == ["a"]
-    assert payloads[0]["gradient_noise"] > 0
+    found = scanned(Found([model], [optimizer], list(model.parameters())), step, *probes, within_s=0.0)
+    assert [row["id"] for row in found["probes"]] == ["a"]
+    assert found["gradient_noise"] > 0
 
 
 def test_a_scan_holds_few_bytes_per_parameter() -> None:
@@ -100,30 +97,16 @@ def test_a_scan_holds_few_bytes_per_parameter() -> None:
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=0.01)
-    hooks = Hooks()
-    hooks.install()
     held = Held()
-
-    def done(_payload: dict[str, Any]) -> None:
-        raise DoneError
 
     def step() -> None:
         optimizer.zero_grad()
         model(torch.randn(2, 512)).square().mean().backward()
         optimizer.step()
 
-    try:
-        step()
-        probes = (Probe("bf16", uniform("bf16")), Probe("fp8", uniform("fp8_rowwise")))
-        spec, found = TrialSpec(kind="sensitivity", probes=probes), Found([model], [optimizer], parameters)
-        with held:
-            replay = Replay(spec, found, hooks, done)
-            hooks.watch(lambda module, args, kwargs: (hooks.unwatch(), replay.start(module, args, kwargs)))
-            for _ in range(5):
-                step()
-    except DoneError:
-        pass
-    finally:
-        hooks.remove()
+    step()
+    probes = (Probe("bf16", uniform("bf16")), Probe("fp8", uniform("fp8_rowwise")))
+    with held:
+        scanned(Found([model], [optimizer], parameters), step, *probes)
     own = 4  # gradients that zero_grad dropped, made anew by the script itself
     assert held.peak / sum(p.numel() for p in parameters) < 20 + own
