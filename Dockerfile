@@ -1,6 +1,6 @@
 # docker build -t autoprec .                           rehearsals and CPU searches, with PyTorch's CPU build
 # docker build --build-arg INDEX= -t autoprec:cuda .   PyTorch with CUDA; run it with --gpus all
-# docker run --rm -v "$PWD:/work" autoprec search --target h100 train.py
+# docker run --rm -v "$PWD:/workspace" autoprec search --target h100 train.py
 FROM python:3.13-slim
 
 ARG TORCH=2.13.0
@@ -11,6 +11,6 @@ RUN pip install --no-cache-dir torch==${TORCH} ${INDEX:+--index-url ${INDEX}}
 COPY . /opt/autoprec
 RUN pip install --no-cache-dir "/opt/autoprec[ui]"
 
-WORKDIR /work
+WORKDIR /workspace
 ENTRYPOINT ["autoprec"]
 CMD ["doctor"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import os
 import resource
 import subprocess
 import sys
@@ -188,9 +187,9 @@ def run_llama(_options: argparse.Namespace) -> tuple[list[Row], list[str]]:
     with tempfile.TemporaryDirectory() as folder:
         path = _write_study(Path(folder))
         command = [sys.executable, "-m", "autoprec", "transfer", str(path), "--to", "llama3-70b", "--seq", "4096"]
-        command += ["--gpus", "8,64,1024", "--tensor-parallel", "8", "-o", str(Path(folder, "big.yaml"))]
+        command += ["--gpus", "8,64,1024", "--tensor-parallel", "8", "-o", "big.yaml"]
         began = time.monotonic()
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=dict(os.environ))
+        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
         wall = time.monotonic() - began
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**20
     rows = [
