@@ -11,10 +11,10 @@ import numpy as np
 import optuna
 from ground_truth import Case
 
+from autoprec.policy.solver import solve
 from autoprec.tuning.decide.problem import IntVector, Problem
 from autoprec.tuning.decide.sampler.other_samplers import IlpSampler, ProposalSampler, make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.solver import solve
 
 STRATEGIES = ("ours", "ilp", "one-pass", "measured-ilp", "greedy", "tpe", "tpe-mv", "nsga2", "gp", "random")
 

@@ -17,10 +17,10 @@ import numpy as np
 from transfer_models import Looked, Size
 
 from autoprec.policy import Policy, save_policy
+from autoprec.policy.solver import solve
 from autoprec.policy.space import Choice
 from autoprec.support.files import with_checksum, write_json
 from autoprec.tuning.decide.problem import FloatTable, IntVector, Problem
-from autoprec.tuning.decide.solver import solve
 from autoprec.tuning.transfer.plan import Transfer, transfer
 from autoprec.tuning.transfer.proxy import Proxy
 

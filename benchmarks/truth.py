@@ -16,10 +16,10 @@ from dataclasses import replace
 import numpy as np
 from ground_truth import JUDGE_SEEDS, TRUTH_SEEDS, Case
 
+from autoprec.policy.solver import solve
 from autoprec.tuning.decide.pareto import hypervolume, nondominated
 from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, DivergenceModel, Observation
 from autoprec.tuning.decide.sampler.prior import divergence_model
-from autoprec.tuning.decide.solver import solve
 
 #: (fresh seeds, factor): so many seeds for what is within this factor of the divergence of a run's own front.
 LEVELS = ((4, 1.6), (8, 1.2))

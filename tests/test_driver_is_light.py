@@ -18,7 +18,7 @@ DRIVER = [
     "autoprec.trial.driver.script",
     "autoprec.tuning.study.records",
     "autoprec.tuning.decide.problem",
-    "autoprec.tuning.decide.solver",
+    "autoprec.policy.solver",
     "autoprec.tuning.decide.sampler.sampler",
     "autoprec.tuning.engine",
     "autoprec.tracking",

@@ -19,6 +19,7 @@ import numpy.typing as npt
 from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import LayerPlan, LayerRule, ModelInfo, Policy, StabilityPolicy, glob_matches
+from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import Choice, SearchSpace
 from autoprec.precision.recipes import KEEP, Recipe
 from autoprec.tuning.decide.rules import GlobTable, compact_rules
@@ -30,10 +31,6 @@ __all__ = ["CanRun", "FloatTable", "GroupVariable", "IntVector", "Params", "Prob
 
 CanRun = Callable[[Layer, Recipe], tuple[bool, str]]
 Params = Mapping[str, Any]
-#: ``[G, C]`` float64: a row per group, a column per choice; infinite where a group does not offer a choice.
-FloatTable = npt.NDArray[np.float64]
-#: ``[G]`` int64: the column each group takes.
-IntVector = npt.NDArray[np.int64]
 
 #: Autocast dtype -> the recipe that ``keep`` comes to under it.
 _AUTOCAST = {"bf16": "bf16", "fp16": "fp16"}

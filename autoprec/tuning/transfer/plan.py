@@ -21,11 +21,11 @@ from autoprec.cost.reasons import Rival, layer_reason
 from autoprec.errors import PolicyMismatchError, nearest
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import LayerPlan, LayerRule, Policy
+from autoprec.policy.solver import solve
 from autoprec.policy.space import Choice, SearchSpace
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Recipe
 from autoprec.tuning.decide.problem import FloatTable, GroupVariable, IntVector, Problem
 from autoprec.tuning.decide.rules import GlobTable, compact_rules
-from autoprec.tuning.decide.solver import solve
 from autoprec.tuning.transfer.counterparts import Counterparts, counterparts
 from autoprec.tuning.transfer.law import Growth, error_factor, growth, noise_factor
 from autoprec.tuning.transfer.proxy import Proxy

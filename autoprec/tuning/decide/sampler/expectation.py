@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from autoprec.policy.solver import Limit
 from autoprec.tuning.decide.noise import screening_limit
 from autoprec.tuning.decide.problem import FloatTable, Problem
 from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, LinearModel, Observation
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of
-from autoprec.tuning.decide.solver import Limit
 
 __all__ = ["LEAST_GAIN", "Expectation", "Goals", "Measured", "Outlook", "Points"]
 

@@ -18,12 +18,12 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import UnknownNameError
+from autoprec.policy.solver import solve
 from autoprec.tuning.decide.problem import IntVector, Problem
 from autoprec.tuning.decide.sampler.base import PointSampler
 from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
-from autoprec.tuning.decide.solver import solve
 
 __all__ = ["SAMPLERS", "GreedySampler", "IlpSampler", "ProposalSampler", "make_sampler"]
 

@@ -18,12 +18,12 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from autoprec.policy.solver import corners, solve
 from autoprec.tuning.decide.pareto import added_area
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.base import PointSampler
 from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Expectation, Goals, Measured
 from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.solver import corners, solve
 
 __all__ = ["NOTHING_NEW", "PrecisionSampler", "Proposal", "told_divergence"]
 

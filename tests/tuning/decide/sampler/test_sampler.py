@@ -8,6 +8,7 @@ import numpy as np
 import optuna
 import pytest
 
+from autoprec.policy.solver import solve
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import Problem
@@ -15,7 +16,6 @@ from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Goals, Measur
 from autoprec.tuning.decide.sampler.other_samplers import make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import NOTHING_NEW, PrecisionSampler
-from autoprec.tuning.decide.solver import solve
 from tests.tuning.models import even_space, gpt, linear, report
 from tests.tuning.synthetic import Synthetic, drive, synthetic
 

@@ -1,6 +1,6 @@
 """Which choice for which group: the multiple-choice knapsack over time, squared error, and further limits.
 
-Squared relative gradient errors of single groups add over a mixed assignment (:mod:`~autoprec.tuning.decide.table`),
+Squared relative gradient errors of single groups add over a mixed assignment (:mod:`autoprec.tuning.decide.table`),
 so "the fastest policy within an error budget" is a *multiple-choice knapsack*: every group takes exactly one of its
 choices, times add, squared errors add, and the sum of the errors is bounded.
 
@@ -27,10 +27,12 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.tuning.decide.problem import FloatTable, IntVector
+__all__ = ["FloatTable", "IntVector", "Limit", "corners", "solve"]
 
-__all__ = ["Limit", "corners", "solve"]
-
+#: ``[G, C]`` float64: a row per group, a column per choice; infinite where a group does not offer a choice.
+FloatTable = npt.NDArray[np.float64]
+#: ``[G]`` int64: the column each group takes.
+IntVector = npt.NDArray[np.int64]
 Vector = npt.NDArray[np.float64]
 #: Partial assignments that the dynamic program keeps per group.
 _MAX_STATES = 4096

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoprec.policy.solver import Limit, corners, solve
 from autoprec.tuning.decide.problem import FloatTable, IntVector
-from autoprec.tuning.decide.solver import Limit, corners, solve
 
 
 def instance(seed: int, groups: int, choices: int, *, coarse: bool = False) -> tuple[FloatTable, FloatTable]:
