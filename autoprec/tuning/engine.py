@@ -25,6 +25,7 @@ from autoprec.cost.calibrate.cpu import cpu_rates
 from autoprec.errors import AutoPrecError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy, save_policy
+from autoprec.precision.recipes import KEEP
 from autoprec.support.files import file_lock, keep_earlier, write_json
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.command import ScriptCommand
@@ -57,6 +58,11 @@ __all__ = ["Search"]
 
 #: Below this modelled gain over 16 bit no quantised policy is worth a trial (the threshold of the verdict).
 WORTH_SEARCHING = 1.03
+ONLY_SIXTEEN_BIT = (
+    "no choice beyond 16 bit can gain at these shapes and the script is not in 16 bit yet: only 16-bit policies are "
+    "tried (--force searches the whole space)"
+)
+STANDS_IN = "if the model stands in for a larger one, judge it at that size: --cost-scale width=16,depth=4,tokens=32"
 
 
 class Search:
@@ -177,10 +183,9 @@ class Search:
         verdict = self._verdict(setup)
         nothing = verdict.kind == "stay" and not self.options.force
         beyond = verdict.bound_speedup >= WORTH_SEARCHING or self.options.force
-        if not beyond and not setup.target.is_cpu and not runs_in_sixteen_bit(graph):
-            # nothing beats 16 bit, but the script is not there yet
+        only_sixteen_bit = not beyond and not setup.target.is_cpu and not runs_in_sixteen_bit(graph)
+        if only_sixteen_bit:  # nothing beats 16 bit, but the script is not there yet
             setup, nothing = setup.restricted(sixteen_bit_space(setup.space)), False
-            self.listener.note(f"{verdict.reason}; the script is not in 16 bit yet, so what is tried is 16 bit alone")
         self._sign(setup, store)
         ledger = Ledger(store, self.listener, setup.limits, self.options.objective, self._started)
         self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
@@ -188,7 +193,11 @@ class Search:
         self.listener.started(self._info(setup, store))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
-        self.listener.phase("verdict", verdict.reason)
+        self.listener.phase("verdict", _told(verdict, measured=setup.measured))
+        if only_sixteen_bit:
+            ledger.note(ONLY_SIXTEEN_BIT)
+        if not beyond and not setup.measured and not self.options.cost_scale:
+            ledger.note(STANDS_IN)
         ledger.timings["verdict_s"] = ledger.elapsed()
         if nothing:
             why = stay_explanation(verdict.rows, verdict.baseline)
@@ -202,6 +211,8 @@ class Search:
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger)
             answer = settled(run_study(setup, runner, ledger, table), ledger)
+            if only_sixteen_bit:
+                answer = replace(answer, reason=f"{answer.reason}. Only 16 bit was tried: {verdict.reason}")
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 
@@ -273,17 +284,11 @@ class Search:
     def _verdict(self, setup: Setup) -> Verdict:
         problem = setup.problem
         plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
-        verdict = setup.cost.verdict(
+        return setup.cost.verdict(
             plans,
             script=shlex.join(redact_arguments(self.options.command)),
             executions=problem.parameters.get("execution", ()),
         )
-        if verdict.kind != "stay":
-            # beside real timings the model's sentence would claim too much: it bounds the GEMMs, not attention or casts
-            what = "GEMMs" if verdict.execution == "keep" else "torch.compile and GEMMs"
-            bound = f"{what} could gain up to {verdict.bound_speedup:.2f}x by the cost model; the trials decide"
-            self.listener.note(bound if setup.measured else verdict.reason)
-        return verdict
 
     def _finish(
         self, setup: Setup, ledger: Ledger, answer: Answer, bound_speedup: float, *, one_worker: bool
@@ -336,6 +341,14 @@ class Search:
         return SearchInterruptedError(
             f"interrupted; {kept}", fix=f"continue with:\n    {self.options.resume_command()}", exit_code=code
         )
+
+
+def _told(verdict: Verdict, *, measured: bool) -> str:
+    """Return the bound in words: beside real timings it covers GEMMs, not attention or casts, and claims no more."""
+    if verdict.kind == "stay" or not measured:
+        return verdict.reason
+    what = "GEMMs" if verdict.execution == KEEP else "torch.compile and GEMMs"
+    return f"{what} could gain up to {verdict.bound_speedup:.2f}x by the cost model; the trials decide"
 
 
 def _changes_nothing(path: Path) -> bool:
