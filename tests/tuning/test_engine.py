@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from autoprec.cli.progress import TerminalProgress
 from autoprec.errors import NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
-from autoprec.tuning.events import Listener, Listeners
+from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.study import StudyStore
@@ -438,26 +439,16 @@ def test_a_policy_file_that_was_there_is_kept_and_our_own_is_not_copied(here: Pa
     assert sorted(path.name for path in here.glob("policy.yaml*")) == ["policy.yaml", "policy.yaml.1"]
 
 
-def test_where_only_16_bit_can_gain_the_answer_says_so_once_and_why(here: Path) -> None:
-    class Heard(Listener):
-        def __init__(self) -> None:
-            self.lines: list[str] = []
-
-        def phase(self, name: str, detail: str = "") -> None:
-            self.lines.append(f"{name}: {detail}")
-
-        def note(self, text: str) -> None:
-            self.lines.append(text)
-
+def test_where_only_16_bit_can_gain_the_answer_says_so_once_and_why(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     small = script(graph=simulated_graph(2, width=128, tokens=512), device="cpu")
-    heard = Heard()
-    asked = options(force=False, target="h100", trials=4)
-    made = engine(small, asked)
-    made.listener = Listeners(heard)
+    made = engine(small, options(force=False, target="h100", trials=4))
+    made.listener = Listeners(TerminalProgress())
     result = made.run()
-    told = [line for line in heard.lines if "too small to pay for casts" in line]
+    told = [line for line in capsys.readouterr().err.splitlines() if "too small to pay for casts" in line]
     assert len(told) == 1
-    assert told[0].startswith("verdict: bf16 is up to")
+    assert "what could be gained: bf16 is up to" in told[0]
     assert any("only 16-bit policies are tried" in note for note in result.notes)
     assert any("--cost-scale" in note for note in result.notes)
     assert "Only 16 bit was tried: bf16 is up to" in result.reason
