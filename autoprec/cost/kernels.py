@@ -262,7 +262,7 @@ def layer_cost(
                 target,
                 rates,
                 chosen,
-                work.elements(operand),
+                work.cast_elements(operand),
                 uses,
                 source,
                 fused=fused and operand == "input" and 0 in uses,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,6 +13,7 @@ from autoprec.errors import UsageError
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import GEMMS
+from autoprec.support.units import memory_text
 
 __all__ = [
     "Payback",
@@ -20,8 +22,10 @@ __all__ = [
     "break_even_tokens",
     "check_layout",
     "payback",
+    "scale_notes",
     "scale_out",
     "sweep",
+    "tensor_parallel_share",
 ]
 
 Choices = Mapping[str, Mapping[str, LayerPlan]]
@@ -29,6 +33,8 @@ Choices = Mapping[str, Mapping[str, LayerPlan]]
 _OVERLAP = 0.8
 _KEEP = LayerPlan()
 _NODE = 8
+#: Share of the time that waiting for gradients may take where they are accumulated.
+_LITTLE = 0.05
 _GRADIENT_BYTES = 4.0
 #: Training steps of a search as it is by default, at most: 30 trials of 23 steps, two policies and the reference under
 #: three further paired seeds, 60 probes.
@@ -139,8 +145,15 @@ def payback(step_ms: float, speedup: float) -> Payback:
 class ScalePoint:
     """One step on many GPUs, extrapolated.
 
-    ``exposed`` is the share of the policy's step spent waiting for communication; ``fits`` says whether parameters,
-    gradients and optimizer state of one GPU's share fit into its memory (optimizer state sharded over replicas).
+    Attributes:
+        speedup: of the policy over the baseline, every rank casting the whole of what a tensor-parallel layer gathers.
+        early_casts_speedup: the same where each rank casts its share before it is gathered.
+        exposed: share of the policy's step spent waiting for communication.
+        accumulation: steps of this size between two reductions of gradients from which on waiting for those takes less
+            than 5 % of the time; 1 where they hide.
+        accumulated_speedup: ``early_casts_speedup`` with so many.
+        state_bytes, fits: parameters, gradients and optimizer state of one GPU's share (optimizer state sharded over
+            replicas), and whether they fit into its memory.
     """
 
     gpus: int
@@ -149,7 +162,10 @@ class ScalePoint:
     baseline_ms: float
     policy_ms: float
     speedup: float
+    early_casts_speedup: float
     exposed: float
+    accumulation: int
+    accumulated_speedup: float
     state_bytes: int
     fits: bool
 
@@ -167,11 +183,22 @@ def _reduce_seconds(size: float, replicas: int, ways: int, links: Mapping[str, f
     return near + far
 
 
-def _split(work: GemmWork, ways: int) -> GemmWork:
-    """Return one GPU's share of a layer: its wider side is cut."""
-    if work.inp > work.out:
-        return replace(work, inp=max(1, work.inp // ways))
-    return replace(work, out=max(1, work.out // ways))
+def tensor_parallel_share(model: CostModel, ways: int, *, early_casts: bool = False) -> CostModel:
+    """Return the model of one of ``ways`` GPUs that share every layer, without what they exchange.
+
+    The wider side of a layer is cut. The other side stays whole: the input of a layer whose outputs are divided, the
+    output gradient of one whose inputs are. Whether every rank quantises that whole (torch's DTensor with row-wise or
+    block scaling), or its share of the tokens before they are gathered (``early_casts``; Transformer Engine under
+    sequence parallelism), decides how much of a recipe's gain is left.
+    """
+
+    def share(work: GemmWork) -> GemmWork:
+        casters = ways if early_casts else 1
+        if work.inp > work.out:
+            return replace(work, inp=max(1, work.inp // ways), gathered="grad_output", casters=casters)
+        return replace(work, out=max(1, work.out // ways), gathered="input", casters=casters)
+
+    return model.split(share) if ways > 1 else model
 
 
 def check_layout(target: Target, gpus: Sequence[int], tensor_parallel: int) -> None:
@@ -215,38 +242,129 @@ def scale_out(
         tensor_parallel: GPUs that share one replica; at most 8, at least 1.
 
     Gradients travel as float32, reduced inside the node and then across nodes, one link per GPU; they hide behind 80 %
-    of the backward pass, tensor-parallel activations do not hide. A layer whose share no longer fits its recipe's
-    multiples runs the baseline. Nothing here was measured: it is an extrapolation.
+    of the backward pass, tensor-parallel activations (16 bits) do not hide. A layer whose share no longer fits its
+    recipe's multiples runs the baseline. Nothing here was measured: it is an extrapolation.
 
     Raises:
         UsageError: a count that the replica size does not divide, or a device without links in the table.
     """
     check_layout(model.target, gpus, tensor_parallel)
     links, ways = model.target.links, tensor_parallel
-    shard = model.split(lambda work: _split(work, ways)) if ways > 1 else model
-    plans = {name: plan if _runs(shard, name, plan) else baseline.get(name, _KEEP) for name, plan in plans.items()}
+    shards = [tensor_parallel_share(model, ways, early_casts=early) for early in (False, True)]
+    plans = {name: plan if _runs(shards[0], name, plan) else baseline.get(name, _KEEP) for name, plan in plans.items()}
     exchanged = _exchanged_bytes(model, ways) / links["scale_up"]
     out = []
     for count in gpus:
         replicas = count // ways
-        sharded, times, exposed = shard.with_shards(replicas), [], 0.0
         traffic = _reduce_seconds(model.parameters / ways * _GRADIENT_BYTES, replicas, ways, links)
-        for chosen in (baseline, plans):
-            compute = sharded.estimate(chosen, activations=activations).time_ms / 1e3
-            waiting = max(0.0, traffic - _OVERLAP * compute * 2 / 3)
-            times.append(compute + exchanged + waiting)
-            exposed = (exchanged + waiting) / times[-1] if times[-1] else 0.0
+        whole, early = (shard.with_shards(replicas) for shard in shards)
+        slow = _Step.of(whole, baseline, activations, exchanged, traffic)
+        fast = _Step.of(whole, plans, activations, exchanged, traffic)
+        faster = _Step.of(early, plans, activations, exchanged, traffic)
+        again = faster.accumulation
         state = int(model.parameters / ways * (4 + 4 + 8 / replicas))
-        fits = state < model.target.memory_bytes
-        speedup = times[0] / times[1]
-        out.append(ScalePoint(count, ways, replicas, times[0] * 1e3, times[1] * 1e3, speedup, exposed, state, fits))
+        point = ScalePoint(
+            gpus=count,
+            tensor_parallel=ways,
+            data_parallel=replicas,
+            baseline_ms=slow.seconds() * 1e3,
+            policy_ms=fast.seconds() * 1e3,
+            speedup=slow.seconds() / fast.seconds(),
+            early_casts_speedup=slow.seconds() / faster.seconds(),
+            exposed=(exchanged + fast.waiting) / fast.seconds(),
+            accumulation=again,
+            accumulated_speedup=slow.seconds(again) / faster.seconds(again),
+            state_bytes=state,
+            fits=state < model.target.memory_bytes,
+        )
+        out.append(point)
     return out
+
+
+def scale_notes(
+    model: CostModel,
+    points: Sequence[ScalePoint],
+    plans: Mapping[str, LayerPlan],
+    baseline: Mapping[str, LayerPlan],
+    *,
+    activations: str = "keep",
+) -> list[str]:
+    """Say why many GPUs gain other than one: what tensor parallelism leaves of the gain, and what waiting covers.
+
+    Args:
+        model: cost model of one replica's step, not split.
+        points: of :func:`scale_out`.
+        plans, baseline, activations: as for it.
+    """
+    first, last, notes = points[0], points[-1], []
+    ways = first.tensor_parallel
+    if ways > 1:
+        shard = tensor_parallel_share(model, ways)
+        alone, shared = (_taken_back(m, plans, baseline, activations) for m in (model, shard))
+        small = sum(not _runs(shard, name, plan) for name, plan in plans.items())
+        more = model.at(replace(model.scale, tokens=4 * model.scale.tokens))
+        (larger,) = scale_out(more, plans, baseline, [first.gpus], activations=activations, tensor_parallel=ways)
+        notes.append(
+            f"tensor parallel: of the time that the policy's GEMMs save, casts take back {alone:.0%} on one GPU and "
+            f"{shared:.0%} on one of {ways}: a rank casts all of what its layers gather, and every cast costs at least "
+            "its kernels. 'cast early': each rank casts its share before that is gathered (Transformer Engine under "
+            f"sequence parallelism). {4 * _tokens(model):,} tokens in a pass instead of {_tokens(model):,}: "
+            f"{larger.speedup:.2f}x, cast early {larger.early_casts_speedup:.2f}x at {first.gpus:,} GPUs"
+        )
+        if small:
+            notes.append(f"{small} of {len(plans)} layers run 16 bits: their share has not the multiples they need")
+    if last.accumulation > 1:
+        notes.append(
+            f"waiting: {memory_text(int(model.parameters / ways * _GRADIENT_BYTES))} of gradients per GPU (float32) do "
+            f"not hide behind one backward pass of {_tokens(model):,} tokens. At {last.gpus:,} GPUs it is under 5 % "
+            f"from {last.accumulation:,} passes per optimizer step on (gradient accumulation), where the policy gains "
+            f"{last.accumulated_speedup:.2f}x" + (", cast early" if ways > 1 else "")
+        )
+    return notes
+
+
+def _taken_back(
+    model: CostModel, plans: Mapping[str, LayerPlan], baseline: Mapping[str, LayerPlan], activations: str
+) -> float:
+    """Return what the casts of a policy take longer, as a share of what its GEMMs take less."""
+    slow, fast = (model.estimate(chosen, activations=activations).breakdown for chosen in (baseline, plans))
+    saved = slow["gemm"] - fast["gemm"]
+    return max(0.0, fast["quantise"] - slow["quantise"]) / saved if saved > 0 else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """Seconds of one GPU: forward and backward with exchanged activations, the update, waiting for gradients."""
+
+    passes: float
+    update: float
+    waiting: float
+
+    @classmethod
+    def of(
+        cls, model: CostModel, plans: Mapping[str, LayerPlan], activations: str, exchanged: float, traffic: float
+    ) -> _Step:
+        found = model.estimate(plans, activations=activations)
+        update, whole = found.breakdown["optimizer"] / 1e3, found.time_ms / 1e3
+        return cls(whole - update + exchanged, update, max(0.0, traffic - _OVERLAP * whole * 2 / 3))
+
+    def seconds(self, accumulated: int = 1) -> float:
+        """Return the seconds of so many passes with one reduction and one update."""
+        return accumulated * self.passes + self.update + self.waiting
+
+    @property
+    def accumulation(self) -> int:
+        """Passes per reduction from which on waiting for gradients takes less than 5 % of the time."""
+        return max(1, math.ceil((self.waiting * (1 / _LITTLE - 1) - self.update) / max(self.passes, 1e-12)))
 
 
 def _exchanged_bytes(model: CostModel, ways: int) -> float:
     """Return what tensor parallelism moves in one step: four all-reduces of 16-bit activations per block."""
-    tokens = max((work.tokens for layer in model.report.tunable for work in model.works(layer.name)), default=0)
-    return 4.0 * _blocks(model) * tokens * _hidden(model) * 2.0 * 2.0 * (ways - 1) / ways
+    return 4.0 * _blocks(model) * _tokens(model) * _hidden(model) * 2.0 * 2.0 * (ways - 1) / ways
+
+
+def _tokens(model: CostModel) -> int:
+    return max((work.tokens for layer in model.report.tunable for work in model.works(layer.name)), default=0)
 
 
 def _hidden(model: CostModel) -> int:

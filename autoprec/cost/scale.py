@@ -75,7 +75,8 @@ class GemmWork:
     """The GEMMs of one layer (or of one of its calls): ``[tokens, inp] x [inp, out]`` and its two gradients.
 
     ``copies`` counts how often this work runs in one step: calls, batch entries apart, times repeated depth.
-    ``batch`` counts entries of a batched or grouped GEMM.
+    ``batch`` counts entries of a batched or grouped GEMM. ``gathered`` is the operand that every rank of a
+    tensor-parallel group holds whole, ``casters`` the ranks that quantise a share of it each.
     """
 
     tokens: int
@@ -84,6 +85,8 @@ class GemmWork:
     batch: int
     copies: float
     roles: tuple[str, ...]
+    gathered: str = ""
+    casters: int = 1
 
     def dims(self, role: str) -> tuple[int, int, int]:
         """Return M, K, N of one role."""
@@ -105,6 +108,10 @@ class GemmWork:
         if operand == "weight":
             return float(self.inp) * self.out * self.batch
         return float(self.tokens) * self.out * self.batch
+
+    def cast_elements(self, operand: str) -> float:
+        """Return how many values of one operand this device quantises."""
+        return self.elements(operand) / (self.casters if operand == self.gathered else 1)
 
 
 @lru_cache(maxsize=65536)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from autoprec.cost import CostModel, CostScale
-from autoprec.cost.planning import break_even_tokens, payback, scale_out, sweep
+from autoprec.cost.planning import break_even_tokens, payback, scale_notes, scale_out, sweep, tensor_parallel_share
 from autoprec.cost.transformer import PRESETS, DecoderConfig, decoder_report
 from autoprec.errors import UsageError
 from autoprec.graph.report import GraphReport
@@ -95,6 +95,39 @@ def test_tensor_parallelism_divides_the_work_and_shrinks_the_gain(large: GraphRe
     assert whole.baseline_ms / 9 < split.baseline_ms < whole.baseline_ms / 3
     assert split.speedup < whole.speedup
     assert split.exposed > 0
+
+
+def test_a_rank_casts_what_it_gathers_whole_or_its_share(large: GraphReport, uniform: Uniform) -> None:
+    plans = uniform(large)["fp8_tensorwise"]
+    model = CostModel(large, H100)
+    late, early = (tensor_parallel_share(model, 8, early_casts=early) for early in (False, True))
+    name = "model.layers.3.mlp.gate_proj"  # its outputs are divided, its input is gathered
+    whole, some, less = (m.layer_cost(name, plans[name]) for m in (model, late, early))
+    assert less.cast < some.cast < whole.cast
+    assert some.gemm == less.gemm < whole.gemm / 4
+    (point,) = scale_out(model, plans, uniform(large)["bf16"], [8], tensor_parallel=8)
+    assert point.early_casts_speedup > point.speedup
+    (alone,) = scale_out(model, plans, uniform(large)["bf16"], [8])
+    assert alone.early_casts_speedup == alone.speedup
+    assert tensor_parallel_share(model, 1) is model
+
+
+def test_notes_say_what_takes_the_gain(large: GraphReport, uniform: Uniform) -> None:
+    model, plans = CostModel(large, H100), uniform(large)
+    fast, base = plans["fp8_tensorwise"], plans["bf16"]
+    points = scale_out(model, fast, base, [8, 1024], tensor_parallel=8)
+    tensor, waiting = scale_notes(model, points, fast, base)
+    assert "on one GPU and" in tensor
+    assert f"from {points[-1].accumulation:,} passes per optimizer step" in waiting
+    assert points[-1].accumulation > points[0].accumulation == 1
+    assert points[-1].speedup < points[-1].accumulated_speedup
+    assert points[0].accumulated_speedup == points[0].early_casts_speedup
+    (calm,) = scale_out(model, fast, base, [1])
+    assert scale_notes(model, [calm], fast, base) == []
+    odd = CostModel(decoder_report(PRESETS["nanochat-d26"], batch=1, seq=2048), TARGETS["b200"])
+    mx, bf16 = (uniform(odd.report, ["mxfp8", "bf16"])[name] for name in ("mxfp8", "bf16"))
+    found = scale_notes(odd, scale_out(odd, mx, bf16, [8], tensor_parallel=8), mx, bf16)
+    assert any("layers run 16 bits: their share" in note for note in found)
 
 
 @pytest.mark.parametrize(("gpus", "ways"), [([4], 8), ([12], 8), ([16], 16), ([8], 0)])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shlex
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from autoprec.errors import UsageError
 from autoprec.support.redact import redact_arguments
 from autoprec.support.units import memory_text
 
-__all__ = ["counts_of", "estimate"]
+__all__ = ["counts_of", "estimate", "scale_lines"]
 
 
 def _graph(
@@ -147,15 +149,17 @@ def _more(
         out["break_even_tokens"] = planning.break_even_tokens(out["batch_sweep"], threshold)
     if gpus:
         best, base = plans.get(verdict.best_uniform[0], {}), plans.get(verdict.baseline, {})
-        out["scale_out"] = planning.scale_out(
+        points = planning.scale_out(
             model, best, base, gpus, activations=verdict.activations, tensor_parallel=tensor_parallel
         )
+        out["scale_out"] = points
+        out["scale_out_notes"] = planning.scale_notes(model, points, best, base, activations=verdict.activations)
     return out
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
-        return [entry.to_json() for entry in value]
+        return [_plain(entry) for entry in value]
     return value.to_json() if hasattr(value, "to_json") else value
 
 
@@ -176,6 +180,22 @@ def _break_even(points: list[Any], found: int | None) -> str:
     notes = ["the smallest looked at"] if found == min(p.tokens for p in points) else []
     notes += ["which one device cannot hold"] if any(p.tokens == found and not p.fits for p in points) else []
     return f"pays from {found:,} tokens per step on" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def scale_lines(points: Sequence[Any], notes: Sequence[str]) -> list[str]:
+    """Return the table of an extrapolation to many GPUs, and why it says what it says."""
+    split = points[0].tensor_parallel > 1
+    lines = [
+        f"  GPUs  TP    DP  baseline ms   policy ms  speed-up  {'cast early  ' if split else ''}waiting  state fits"
+    ]
+    for p in points:
+        early = f"{p.early_casts_speedup:>9.2f}x  " if split else ""
+        lines.append(
+            f"{p.gpus:>6,}  {p.tensor_parallel:>2}  {p.data_parallel:>4}  {_ms(p.baseline_ms):>11}  "
+            f"{_ms(p.policy_ms):>10}  {p.speedup:>7.2f}x  {early}{p.exposed:>7.0%}  "
+            f"{'yes' if p.fits else 'no'} ({memory_text(p.state_bytes)})"
+        )
+    return lines + [textwrap.fill(note, 110, subsequent_indent="  ") for note in notes]
 
 
 def _more_lines(more: dict[str, Any], best: str) -> list[str]:
@@ -205,13 +225,7 @@ def _more_lines(more: dict[str, Any], best: str) -> list[str]:
             "",
             f"extrapolated to many GPUs, {best} wherever it runs; state: weights, gradients and optimizer of one GPU",
         ]
-        lines += ["  GPUs  TP    DP  baseline ms   policy ms  speed-up  waiting  state fits"]
-        lines += [
-            f"{p.gpus:>6,}  {p.tensor_parallel:>2}  {p.data_parallel:>4}  {_ms(p.baseline_ms):>11}  "
-            f"{_ms(p.policy_ms):>10}  {p.speedup:>7.2f}x  {p.exposed:>7.0%}  "
-            f"{'yes' if p.fits else 'no'} ({memory_text(p.state_bytes)})"
-            for p in more["scale_out"]
-        ]
+        lines += scale_lines(more["scale_out"], more["scale_out_notes"])
     return lines
 
 

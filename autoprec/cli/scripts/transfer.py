@@ -125,8 +125,12 @@ def _document(asked: _Written, policy: Policy, proxy: Proxy, found: Transfer) ->
         "step": found.step.to_json() if found.step else None,
         "baseline": found.baseline.to_json() if found.baseline else None,
         "speedup": found.speedup if found.step else None,
-        "memory": {"bytes": found.step.memory_bytes, "device_bytes": asked.device_bytes} if found.step else None,
+        "memory": {"bytes": found.step.memory_bytes, "device_bytes": asked.device_bytes}
+        if found.step and asked.tensor_parallel == 1
+        else None,
+        "tensor_parallel": asked.tensor_parallel,
         "plan": [point.to_json() for point in asked.points],
+        "plan_notes": asked.notes,
     }
 
 
@@ -137,7 +141,9 @@ class _Written:
     output: str
     target: str
     device_bytes: int
-    points: tuple[Any, ...]
+    tensor_parallel: int
+    points: list[Any]
+    notes: list[str]
 
 
 def _filled_rows(found: Transfer) -> list[dict[str, Any]]:
@@ -184,32 +190,24 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
     if found.step is not None and found.baseline is not None:
         echo(
             f"step      {found.step.time_ms:,.4g} ms against {found.baseline.time_ms:,.4g} ms in 16 bits: "
-            f"{found.speedup:.2f}x on {document['target']}; {found.step.label}"
+            f"{found.speedup:.2f}x on {document['target']}{_of_ways(document['tensor_parallel'])}; {found.step.label}"
         )
         memory = document["memory"]
-        if memory["bytes"]:
+        if memory and memory["bytes"]:
             echo(f"memory    {memory_text(memory['bytes'])}; one device has {memory_text(memory['device_bytes'])}")
     else:
         echo("step      not modelled: a list of names has no shapes")
 
 
-def _print_plan(points: tuple[Any, ...]) -> None:
-    rows = [
-        (
-            f"{p.gpus:,}",
-            str(p.tensor_parallel),
-            f"{p.data_parallel:,}",
-            f"{p.baseline_ms:,.4g}",
-            f"{p.policy_ms:,.4g}",
-            f"{p.speedup:.2f}x",
-            f"{p.exposed:.0%}",
-            f"{'yes' if p.fits else 'no'} ({memory_text(p.state_bytes)})",
-        )
-        for p in points
-    ]
-    heads = ("GPUs", "TP", "DP", "16-bit ms", "policy ms", "speed-up", "waiting", "state fits")
-    stdout_console().print(plain_table(heads, rows))
-    echo("extrapolated, nothing of this table was measured; state: weights, gradients and optimizer of one GPU")
+def _of_ways(ways: int) -> str:
+    return f", one of {ways} that share every layer, without what they exchange" if ways > 1 else ""
+
+
+def _print_plan(points: list[Any], notes: list[str]) -> None:
+    from autoprec.cli.scripts.estimate import scale_lines
+
+    echo("\nextrapolated, nothing of this table was measured; state: weights, gradients and optimizer of one GPU")
+    echo("\n".join([*scale_lines(points, notes), ""]))
 
 
 class _TakesTarget(click.Command):
@@ -251,7 +249,7 @@ def _is_config(text: str) -> bool:
 @click.option("--max-gradient-error", default=0.12, show_default=True, metavar="X", help="Share of the gradient noise.")
 @click.option("--no-fill", is_flag=True, help="Do not spend the error that dropped rules leave.")
 @click.option("--gpus", default="", metavar="8,64,1024", help="Also: extrapolate the policy to many GPUs.")
-@click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="With --gpus: GPUs per replica.")
+@click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="GPUs that share every layer.")
 @options.timeout("Until the script's first training step.")
 @click.option(
     "-o", "--output", default="transferred.yaml", show_default=True, metavar="FILE", help="Where to write it."
@@ -285,6 +283,7 @@ def transfer(
     of layer names. Rules go by role and relative depth; one that no longer pays there is dropped, with its reason.
     """
     from autoprec.cli.scripts.estimate import counts_of
+    from autoprec.cost import CostModel
     from autoprec.policy import load_policy, save_policy
     from autoprec.support.files import check_writable
     from autoprec.tuning.transfer.evidence import with_evidence
@@ -310,19 +309,21 @@ def transfer(
     origin = load_proxy(small, found_at, proxy)
     device = _target(target, small)
     report, shaped = _big(asked)
-    cost = _cost(report, device) if shaped else None
-    result = carry(small, origin, report, cost, hints=hints, max_gradient_error=max_gradient_error, fill=not no_fill)
-    points = _scale_out(cost, result, counts, tensor_parallel)
+    cost = CostModel(report, device) if shaped else None
+    share = _share(cost, counts, tensor_parallel)
+    result = carry(small, origin, report, share, hints=hints, max_gradient_error=max_gradient_error, fill=not no_fill)
+    points, notes = _scale_out(cost, result, counts, tensor_parallel)
     study_name = found_at.resolve().name if found_at is not None else ""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     save_policy(with_evidence(result, small, origin, report, device.name, study=study_name, date=today), output)
-    document = _document(_Written(output, device.name, device.memory_bytes, points), small, origin, result)
+    written = _Written(output, device.name, device.memory_bytes, tensor_parallel, points, notes)
+    document = _document(written, small, origin, result)
     if as_json:
         print_json(document)
         return 0
     _print(document, result)
     if points:
-        _print_plan(points)
+        _print_plan(points, notes)
     echo(f"wrote     {output}; a few passes on the big model tell whether it holds:")
     echo(f"          autoprec check --policy {output} --sensitivity 8 SCRIPT")
     return 0
@@ -352,21 +353,26 @@ def _target(name: str, policy: Policy) -> Target:
     return resolve_target(chosen, "cpu")[0]
 
 
-def _cost(report: GraphReport, device: Target) -> CostModel:
-    from autoprec.cost import CostModel
+def _share(cost: CostModel | None, counts: list[int], ways: int) -> CostModel | None:
+    """Return the cost of what one device runs: a recipe that gains on a whole layer may not on its share."""
+    from autoprec.cost.planning import check_layout, tensor_parallel_share
 
-    return CostModel(report, device)
+    if cost is None or ways == 1:
+        return cost
+    check_layout(cost.target, counts, ways)
+    return tensor_parallel_share(cost, ways)
 
 
-def _scale_out(cost: CostModel | None, found: Transfer, counts: list[int], ways: int) -> tuple[Any, ...]:
-    """Return the extrapolation of the transferred policy to many GPUs."""
+def _scale_out(cost: CostModel | None, found: Transfer, counts: list[int], ways: int) -> tuple[list[Any], list[str]]:
+    """Return the extrapolation of the transferred policy to many GPUs, and what explains it."""
     if not counts or cost is None:
-        return ()
-    from autoprec.cost.planning import scale_out
+        return [], []
+    from autoprec.cost.planning import scale_notes, scale_out
     from autoprec.policy import resolve
 
     names = [layer.name for layer in cost.report.tunable]
     bf16 = found.policy.model_copy(update={"layers": (), "default": "keep"})
     plans, plain = (resolve(policy, names, strict=False) for policy in (found.policy, bf16))
     activations = found.policy.activations
-    return tuple(scale_out(cost, plans, plain, counts, activations=activations, tensor_parallel=ways))
+    points = scale_out(cost, plans, plain, counts, activations=activations, tensor_parallel=ways)
+    return points, scale_notes(cost, points, plans, plain, activations=activations)

@@ -122,6 +122,7 @@ def test_json_of_everything(wide: str) -> None:
     document = json.loads(found.output)
     assert len(document["batch_sweep"]) == len(document["sequence_sweep"]) == 8
     assert document["scale_out"][0]["tensor_parallel"] == 4
+    assert "tensor parallel: of the time" in document["scale_out_notes"][0]
     assert document["target"] == "b200"
 
 

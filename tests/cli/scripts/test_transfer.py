@@ -33,6 +33,15 @@ def test_a_policy_for_a_decoder_from_its_config(found: Path) -> None:
     assert (again.code, "this file exists" in again.err) == (2, True)
 
 
+def test_what_a_share_of_a_layer_gains_decides_under_tensor_parallelism(found: Path) -> None:
+    command = ("transfer", found, "--to", "llama3-8b", "--seq", "4096", "--json", "--gpus", "8")
+    alone, split = (autoprec(*command, "-o", f"{n}.yaml", "--tensor-parallel", n).json() for n in ("1", "8"))
+    assert sum(row["count"] for row in split["lost"]) > sum(row["count"] for row in alone["lost"])
+    assert split["plan"][0]["speedup"] >= 0.995
+    assert split["memory"] is None
+    assert split["plan_notes"]
+
+
 def test_json_says_where_every_rule_went(found: Path) -> None:
     outcome = autoprec("transfer", found, "--to", "llama3-8b", "--seq", "4096", "--json", "--no-fill")
     document = outcome.json()
