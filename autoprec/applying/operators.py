@@ -8,6 +8,8 @@ in the dtype ``operators.attention`` names. A torch-function mode sees all of it
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -68,6 +70,9 @@ def _table() -> dict[Callable[..., Any], tuple[str, bool]]:
 #: What is computed in float32, by operator class.
 FLOAT32_FUNCTIONS = _table()
 
+
+#: What updates running statistics, which a model in 16 bits keeps in 16 bits.
+_RUNNING = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm})
 
 #: What multiplies. On a CPU the FP16 versions are 20 to 100 times slower than float32, and so may be the bfloat16 ones
 #: (3 to 40 times without bfloat16 units): then they are emulated.
@@ -154,6 +159,8 @@ class OperatorMode(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if "out" in kwargs:  # writes into a tensor whose dtype is what it is
+            return func(*args, **kwargs)
         entry = self.in_float32.get(func)
         if entry is not None:
             return self._float32(func, entry[0], args, kwargs)
@@ -175,7 +182,7 @@ class OperatorMode(TorchFunctionMode):
 
         with torch.autocast(self.device, enabled=False):
             out = func(*rounded(args), **{key: rounded(value) for key, value in kwargs.items()})
-        return out.to(dtype)
+        return out.to(dtype) if out.is_floating_point() else out  # complex numbers are nobody's business here
 
     def _float32(self, func: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._note(kind, "fp32")
@@ -186,11 +193,16 @@ class OperatorMode(TorchFunctionMode):
         low = _low_dtype(args)
         if low is None:
             return func(*args, **kwargs)
+        given, wide = (*args, *kwargs.values()), [_wide(value) for value in args]
         kwargs = {key: _wide(value) for key, value in kwargs.items()}
         if kwargs.get("dtype") in _LOW:
             kwargs["dtype"] = torch.float32
         with torch.autocast(self.device, enabled=False):
-            out = func(*_wide(args), **kwargs)
+            out = func(*wide, **kwargs)
+        if func in _RUNNING:  # running statistics are written in place, and what was written is the copy's
+            for held, used in zip(given, (*wide, *kwargs.values()), strict=True):
+                if isinstance(held, Tensor) and held is not used and held is not given[0] and not held.requires_grad:
+                    held.copy_(used)
         # outside autocast the script's own layers expect the dtype they were written for
         return out if self.autocast else _narrow(out, low)
 
@@ -339,7 +351,13 @@ def holds_low(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.dtype in _LOW
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return any(holds_low(item) for item in items)
+    return any(holds_low(item) for item in (items or _fields(value)))
+
+
+def _fields(value: Any) -> list[Any]:
+    """Return what a dataclass holds; nothing of any other object."""
+    whole = dataclasses.is_dataclass(value) and not isinstance(value, (type, dict))
+    return [getattr(value, field.name) for field in dataclasses.fields(value)] if whole else []
 
 
 def widen(value: Any) -> Any:
@@ -355,4 +373,8 @@ def widen(value: Any) -> Any:
             changed = widen(item)
             if changed is not item:
                 value[key] = changed
+    if held := _fields(value):
+        value = copy.copy(value)
+        for field, item in zip(dataclasses.fields(value), held, strict=True):
+            object.__setattr__(value, field.name, widen(item))  # a frozen one as well
     return value

@@ -67,7 +67,7 @@ class _Shrink(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
         ctx.factor = factor
-        return x.view_as(x)
+        return x.clone()  # what is a view here could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
@@ -175,7 +175,9 @@ def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
 def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
     found = _CLASSES.get((id(base), kind))
     if found is None:
+        parametrized = _parametrized(base)
         namespace = {
+            **parametrized,
             "forward": _FORWARDS[kind],
             "extra_repr": _extra_repr,
             "__deepcopy__": _deepcopy,
@@ -185,8 +187,19 @@ def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
             "__doc__": base.__doc__,
             "_autoprec_base": base,
         }
-        found = _CLASSES[id(base), kind] = type(base.__name__, (base,), namespace)
+        above = base.__bases__ if parametrized else (base,)
+        found = _CLASSES[id(base), kind] = type(base.__name__, above, namespace)
     return found
+
+
+def _parametrized(base: type[nn.Module]) -> dict[str, Any]:
+    """Return the properties of a class that ``register_parametrization`` made, and of no other.
+
+    ``remove_parametrizations`` deletes them from a module's class, and takes what is above that class in its place.
+    """
+    if not base.__name__.startswith("Parametrized") or len(base.__bases__) != 1:
+        return {}
+    return {name: value for name, value in base.__dict__.items() if isinstance(value, property)}
 
 
 def install(module: nn.Module, kind: str, execution: Any) -> None:

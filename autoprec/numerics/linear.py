@@ -312,7 +312,8 @@ class _PlannedLinear(torch.autograd.Function):
             _save(ctx, kept_x, kept_w)
             ctx.layer, ctx.steps = layer, steps
             ctx.shapes = (input.shape, input.dtype, weight.dtype, None if bias is None else bias.dtype)
-        return out.reshape(*input.shape[:-1], weight.shape[0])
+        # a view of it could not be changed in place, as residuals and in-place activations do
+        return torch.ops.aten._unsafe_view(out, [*input.shape[:-1], weight.shape[0]])  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -100,9 +101,14 @@ class QuantizerState:
         self.last: dict[tuple[str, Spec], Tensor] = {}
         self.generators: dict[torch.device, torch.Generator] = {}
 
-    def __deepcopy__(self, _memo: Any) -> QuantizerState:
-        """A copied layer starts with its own histories and its own stream from the same seed."""
-        return QuantizerState(self.seed)
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizerState:
+        """A copied layer computes what this one computes: with histories and a stream of its own that stand alike."""
+        made = memo[id(self)] = QuantizerState(self.seed)
+        made.delayed, made.graph = copy.deepcopy((self.delayed, self.graph), memo)
+        made.prepared, made.calibrated = self.prepared, self.calibrated
+        for device, generator in self.generators.items():
+            made.generator(device).set_state(generator.get_state())
+        return made
 
     def generator(self, device: torch.device) -> torch.Generator:
         """Return this layer's private random stream on ``device``."""

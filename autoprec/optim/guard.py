@@ -6,8 +6,10 @@ FP8 runs (GLM, DeepSeek) skip such steps as well.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +19,30 @@ from torch import Tensor, nn
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.policy import StabilityPolicy
 
-__all__ = ["Stability", "StepGuard", "gradient_norm"]
+__all__ = ["Stability", "StepGuard", "before_update", "gradient_norm"]
+
+
+def before_update(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
+    """Return a step pre-hook that runs ``check`` on the gradients of this step.
+
+    They are there, or the closure that ``step`` is given makes them (as Lightning's does).
+    """
+
+    def hook(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
+            check(optimizer)
+            return None
+
+        @functools.wraps(closure)
+        def checked() -> Any:
+            loss = closure()
+            check(optimizer)
+            return loss
+
+        return (args, {**kwargs, "closure": checked}) if "closure" in kwargs else ((args[0], checked), kwargs)
+
+    return hook
 
 
 def _whole(norm: Any) -> Tensor:
@@ -130,7 +155,7 @@ class Stability:
         tables = [m.weight for m in model.modules() if isinstance(m, nn.Embedding)] if model is not None else []
         made = cls(policy, [weight for weight in tables if id(weight) in mine], StepGuard(outlier=policy.outlier))
         if policy.embedding_clip or policy.outlier:
-            made._handles.append(optimizer.register_step_pre_hook(made._before))
+            made._handles.append(optimizer.register_step_pre_hook(before_update(made._before)))
             made._handles.append(optimizer.register_step_post_hook(made._after))
         return made
 
@@ -140,7 +165,7 @@ class Stability:
             handle.remove()
         self._handles = []
 
-    def _before(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before(self, optimizer: torch.optim.Optimizer) -> None:
         found = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if not found:  # left out already, by a loss scaler
             return

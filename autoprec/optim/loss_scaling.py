@@ -4,7 +4,8 @@ The scale lives inside the backward pass only: gradients are multiplied where th
 and divided where they leave it (at its parameters, before they are accumulated, and at its inputs). The script
 therefore never sees a scaled loss or gradient: clipping, logging and accumulation need no change. Where a model
 returns several tensors, the script gets copies of them: a loss computed from the logits that are returned beside it
-would otherwise pass its gradient through both, multiplied twice. A step whose gradients overflowed is left out and
+would otherwise pass its gradient through both, multiplied twice; so it does of what the forward leaves in attributes
+(``self.aux_loss``). A step whose gradients overflowed is left out and
 counted, and the scale halved; after ``growth_interval`` good steps it doubles (Micikevicius et al., arXiv 1710.03740;
 constants of ``torch.amp.GradScaler``). A script with its own ``GradScaler`` is left alone.
 
@@ -25,10 +26,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from autoprec.optim.guard import gradient_norm
+from autoprec.optim.guard import before_update, gradient_norm
 
 __all__ = ["LossScaler", "script_has_scaler"]
 
+#: Attributes that every module has.
+_TORCHS_OWN = frozenset(nn.Module().__dict__)
 _SMALLEST, _LARGEST = 1.0, 2.0**32
 
 
@@ -52,6 +55,7 @@ class LossScaler:
     inactive_reason: str = ""
     _handles: list[Any] = field(default_factory=list)
     _held: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    _left: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
 
     @classmethod
     def install(
@@ -73,7 +77,7 @@ class LossScaler:
             if parameter.requires_grad:
                 made._handles.append(parameter.register_hook(made._unscale))  # type: ignore[no-untyped-call]
         for optimizer in optimizers:
-            made._handles.append(optimizer.register_step_pre_hook(made._before_step))
+            made._handles.append(optimizer.register_step_pre_hook(before_update(made._before_step)))
             made._handles.append(optimizer.register_step_post_hook(made._after_step))
         return made
 
@@ -89,24 +93,44 @@ class LossScaler:
         self._handles = []
 
     def _unscale_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        for module, name, inner, outer in self._left:
+            if module.__dict__.get(name) is outer:  # the forward goes on with its own
+                module.__dict__[name] = inner
+        self._left.clear()
         if not torch.is_grad_enabled() or not _differentiable((args, kwargs)):
             return None
         return _each_tensor((args, kwargs), _hooked_copies(self._unscale))
 
-    def _scale_outputs(self, _module: nn.Module, _inputs: Any, output: Any) -> Any:
-        found = _differentiable(output)
-        if len(found) == 1:
+    def _scale_outputs(self, model: nn.Module, _inputs: Any, output: Any) -> Any:
+        found, copied = _differentiable(output), _hooked_copies(self._multiply)
+        if torch.is_grad_enabled():
+            self._scale_attributes(model, copied)
+        if len(found) == 1 and not self._left:
             next(iter(found.values())).register_hook(self._multiply)  # type: ignore[no-untyped-call]
             return None
-        return _each_tensor(output, _hooked_copies(self._multiply)) if found else None
+        return _each_tensor(output, copied) if found else None
+
+    def _scale_attributes(self, model: nn.Module, copied: Callable[[Tensor], Tensor]) -> None:
+        """Give the script copies of what the forward left in attributes, such as the auxiliary loss of a router."""
+
+        def change(tensor: Tensor) -> Tensor:
+            return tensor if tensor.grad_fn is None else copied(tensor)
+
+        for module in model.modules():
+            for name, inner in list(module.__dict__.items()):
+                if isinstance(inner, (Tensor, list, tuple, dict)) and name not in _TORCHS_OWN:
+                    outer = _each_tensor(inner, change)
+                    if outer is not inner:
+                        self._left.append((module, name, inner, outer))
+                        module.__dict__[name] = outer
 
     def _multiply(self, gradient: Tensor) -> Tensor:
-        return gradient * self.scale
+        return _across(gradient, self.scale)
 
     def _unscale(self, gradient: Tensor) -> Tensor:
-        return gradient / self.scale
+        return _across(gradient, 1 / self.scale)
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         if torch.isfinite(torch.tensor(gradient_norm(parameters))):
             self.good_steps += 1
@@ -123,6 +147,29 @@ class LossScaler:
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         for parameter, gradient in self._held.pop(id(optimizer), []):
             parameter.grad = gradient
+
+
+class _Across(torch.autograd.Function):
+    """A gradient that enters the scaled region (factor: the scale) or leaves it (its inverse).
+
+    What is differentiated again (``create_graph=True``) crosses the other way: the derivative of entering is leaving,
+    the factor times its inverse, and so 1 both ways.
+    """
+
+    @staticmethod
+    def forward(_ctx: Any, gradient: Tensor, factor: float) -> Tensor:
+        return gradient * factor
+
+    @staticmethod
+    def backward(_ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return grad_output, None
+
+
+def _across(gradient: Tensor, factor: float) -> Tensor:
+    if torch.is_grad_enabled() and gradient.requires_grad:
+        crossed: Tensor = _Across.apply(gradient, factor)  # type: ignore[no-untyped-call]
+        return crossed
+    return gradient * factor
 
 
 def _hooked_copies(hook: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import copy
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoprec.applying.operators import FLOAT32_FUNCTIONS, widen
+from autoprec.applying.operators import FLOAT32_FUNCTIONS, holds_low, widen
 from autoprec.applying.policy import Policy
 from autoprec.applying.swap import root_of
 
@@ -254,6 +256,14 @@ def test_the_scripts_own_autocast_is_protected_too() -> None:
 
 def test_outputs_of_any_nesting_are_widened() -> None:
     low = torch.ones(2, dtype=torch.bfloat16)
+
+    @dataclasses.dataclass(frozen=True)
+    class Output:
+        logits: torch.Tensor
+
+    given = Output(low)
+    assert holds_low(given)
+    assert (widen(given).logits.dtype, given.logits.dtype) == (torch.float32, torch.bfloat16)
     found = widen({"a": [low, (low, 3)], "b": torch.ones(1, dtype=torch.long)})
     assert found["a"][0].dtype is found["a"][1][0].dtype is torch.float32
     assert found["b"].dtype is torch.long
@@ -288,3 +298,42 @@ def test_a_compiled_model_is_compiled_once() -> None:
     assert rows["activations"]["executed"] == "bf16"
     assert rows["output"]["executed"] == "fp32"
     assert policy.audit(model).ok
+
+
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.InstanceNorm1d(8, track_running_stats=True)])
+def test_running_statistics_of_a_model_in_16_bits_are_updated(norm: nn.Module) -> None:
+    model = Probe(lambda h: h).to(torch.bfloat16)
+    model.norm = copy.deepcopy(norm).to(torch.bfloat16)
+    model.function = lambda h: model.norm(h.t().reshape(2, 8, -1))
+    x = torch.randn(16, 8).to(torch.bfloat16)
+    model(x)
+    expected = model.norm.running_mean.clone()
+    model.norm.reset_running_stats()
+    Policy.model_validate({"activations": "keep", "operators": {"attention": "bf16"}}).apply(model)
+    model(x)
+    assert expected.abs().sum() > 0
+    assert torch.allclose(model.norm.running_mean, expected, atol=1e-2)
+
+
+@torch.no_grad()
+def test_what_is_written_into_a_tensor_of_the_script_arrives_there() -> None:
+    written = []
+
+    def both(h: torch.Tensor) -> torch.Tensor:
+        written[:] = torch.zeros_like(h), torch.zeros(4, 4, dtype=h.dtype)
+        torch.matmul(h, h.t(), out=written[1])
+        return torch.exp(h, out=written[0])
+
+    model, x = Probe(both), torch.randn(4, 8)
+    Policy(activations="bf16", operators={"attention": "fp32"}).apply(model)
+    h = model(x)
+    assert torch.allclose(written[0].float(), h.exp(), atol=0.05)
+    assert torch.allclose(written[1].float(), h @ h.t(), atol=0.05)
+
+
+def test_complex_products_are_left_alone() -> None:
+    model = Probe(lambda h: torch.matmul(z := torch.fft.fft(h.float()), z.t()))
+    for attention in ("keep", "fp16"):
+        Policy(activations="fp16", operators={"attention": attention}).apply(model)
+        model(torch.randn(4, 8))
+        assert model.seen["result"] is torch.complex64

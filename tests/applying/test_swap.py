@@ -161,3 +161,18 @@ def test_classes_live_no_longer_than_the_models_that_have_them() -> None:
         once()
     gc.collect()
     assert len(swap._CLASSES) <= before
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8_rowwise"])
+def test_a_parametrisation_may_be_removed_under_a_policy(name: str) -> None:
+    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 8))
+    policy = Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES[name]}, "default": "r"})
+    policy.apply(model)
+    x = torch.randn(4, 8)
+    before = model(x)
+    torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+    assert list(model[0]._parameters) == ["bias", "weight"]
+    policy.apply(model)
+    assert torch.equal(model(x), before)
+    policy.remove(model)
+    assert type(model[0]) is nn.Linear

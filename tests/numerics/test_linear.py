@@ -169,13 +169,15 @@ def test_double_backward_is_refused_rather_than_wrong() -> None:
         grad.sum().backward()
 
 
-def test_a_copied_layer_starts_its_own_history() -> None:
+def test_a_copied_layer_goes_on_with_a_history_of_its_own() -> None:
     layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["fp8_delayed"]))
     x, weight, bias, _ = tensors(8, 32, 16)
     layer(x, weight, bias)
     twin = copy.deepcopy(layer)
-    assert layer.quantizers.delayed
-    assert not twin.quantizers.delayed
+    assert torch.equal(twin(x / 2, weight, bias), layer(x / 2, weight, bias))
+    layer(x * 8, weight, bias)
+    device = torch.device("cpu")
+    assert float(layer.state(device)["fprop.input.scale"]) * 4 < float(twin.state(device)["fprop.input.scale"])
     assert twin.plan == layer.plan
 
 
@@ -324,3 +326,15 @@ def test_a_recomputed_forward_calibrates_as_the_first_one_did(reentrant: bool) -
             assert torch.equal(x.grad, wanted)
     assert layer.quantizers.calibrated == 1
     assert layer.executed["fprop"] == recipe.describe()
+
+
+@pytest.mark.parametrize("shape", [(4, 32), (2, 3, 32), (32,)])
+def test_an_output_may_be_changed_in_place(shape: tuple[int, ...]) -> None:
+    """Residuals (``x += ...``) and ``nn.ReLU(inplace=True)`` do so."""
+    for recipe in BUILTIN_RECIPES.values():
+        layer, weight = LinearExecution(LayerPlan.uniform(recipe)), torch.randn(16, 32, requires_grad=True)
+        x = torch.randn(shape, requires_grad=True)
+        F.relu_(layer(x, weight, None).mul_(2)).sum().backward()
+        changed, x.grad = x.grad, None
+        F.relu(layer(x, weight, None) * 2).sum().backward()
+        assert (changed - x.grad).norm() <= 0.1 * x.grad.norm()

@@ -43,13 +43,15 @@ def test_shared_scales_are_noted_and_learnt_only_when_told() -> None:
     assert scale == 64.0
 
 
-def test_a_copy_starts_anew_from_the_same_seed() -> None:
+def test_a_copy_stands_where_the_original_does() -> None:
     state = QuantizerState(5)
-    drawn = torch.rand(4, generator=state.generator(torch.device("cpu")))
+    torch.rand(4, generator=state.generator(torch.device("cpu")))
     state.delayed_scale("input", DELAYED, torch.tensor(1.0), update=True, recompute=False)
     twin = copy.deepcopy(state)
-    assert twin.delayed == {}
-    assert torch.equal(drawn, torch.rand(4, generator=twin.generator(torch.device("cpu"))))
+    assert torch.equal(twin.delayed["input", DELAYED].history, state.delayed["input", DELAYED].history)
+    assert twin.delayed["input", DELAYED] is not state.delayed["input", DELAYED]
+    drawn = [torch.rand(4, generator=one.generator(torch.device("cpu"))) for one in (state, twin)]
+    assert torch.equal(*drawn)
 
 
 def test_the_private_stream_leaves_the_global_one_alone() -> None:

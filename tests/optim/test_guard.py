@@ -6,6 +6,7 @@ import torch
 from autoprec.applying.state import carry_state
 from autoprec.optim.audit import audit_optimizer
 from autoprec.optim.guard import StepGuard, gradient_norm
+from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.optimizer import skipped_steps, stability_of, unwrap_optimizer, wrap_optimizer
 from autoprec.policy import Policy, StabilityPolicy
 
@@ -133,3 +134,27 @@ def test_a_guard_that_was_not_installed_is_a_mismatch():
         "stability.embedding_clip",
         "stability.outlier",
     }
+
+
+@pytest.mark.parametrize("way", ["positional", "named"])
+def test_gradients_that_a_closure_makes_are_guarded(way: str) -> None:
+    """As Lightning hands them over: when ``step`` begins, they are those of the step before, or none."""
+    model, made = embedded(StabilityPolicy(outlier=8.0))
+    scaled, optimizer = embedded(StabilityPolicy())
+    scaler = LossScaler.install(scaled, [optimizer])
+
+    def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer, value: float) -> None:
+        def closure() -> float:
+            grads(model, value)
+            return value
+
+        optimizer.step(closure) if way == "positional" else optimizer.step(closure=closure)
+
+    for value in (*[1.0] * 10, 100.0, 1.0):
+        before = model[1].weight.detach().clone()
+        step(model, made, value)
+        assert torch.equal(before, model[1].weight) is (value == 100.0)
+    for value in (1.0, float("inf"), 1.0):
+        step(scaled, optimizer, value)
+    assert (skipped_steps(made), scaler.skipped_steps, scaler.scale) == (1, 1, 2.0**15)
+    assert torch.isfinite(scaled[1].weight).all()

@@ -176,3 +176,52 @@ def test_an_output_may_be_changed_in_place() -> None:
     model.zero_grad()
     model(torch.ones(1, 4))[0].mul_(3).sum().backward()
     assert torch.equal(model.linear.weight.grad, plain)
+
+
+class Routed(Half):
+    """Leaves auxiliary losses in attributes, as mixtures of experts do, and a state for the next forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4, bias=False)
+        self.losses: list[torch.Tensor] = []
+        self.state: torch.Tensor | float = 0.0
+
+    def forward(self, x):
+        hidden = self.state = super().forward(x) + self.state
+        self.aux = hidden.square().sum()
+        self.losses = [hidden.abs().sum()]
+        return self.head(hidden)
+
+
+def test_what_the_forward_leaves_in_attributes_is_scaled() -> None:
+    model = Routed()
+
+    def gradients() -> list[torch.Tensor]:
+        model.state, total = 0.0, 0.0
+        for _ in range(3):
+            out = model(torch.linspace(-1, 1, 32).view(8, 4))
+            total = total + out.sum() + model.aux + model.losses[0]
+        return list(torch.autograd.grad(total, list(model.parameters())))
+
+    plain = gradients()
+    LossScaler.install(model, [], initial_scale=2.0**6)
+    assert all(map(torch.equal, gradients(), plain))
+
+
+def test_a_gradient_penalty_is_scaled_as_the_loss_is() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    x = torch.randn(6, 4)
+
+    def gradients() -> list[torch.Tensor]:
+        given = x.clone().requires_grad_()
+        out = model(given)
+        (slope,) = torch.autograd.grad(out.sum(), given, create_graph=True)
+        loss = (slope.norm(dim=1) - 1).square().mean() + out.mean()
+        return list(torch.autograd.grad(loss, list(model.parameters())))
+
+    plain = gradients()
+    LossScaler.install(model, [], initial_scale=2.0**10)
+    for found, wanted in zip(gradients(), plain, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
