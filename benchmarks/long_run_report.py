@@ -148,14 +148,15 @@ def report(rows: list[Row]) -> str:
             if not refused and not why[o.name]:
                 count += 1
                 worse_accepted += [f"{task}: {o.name}"] if worse else []
-                bad_accepted += [f"{task}: {o.name}"] if o.case.bad else []
+                ended = f"{task}: {o.name}, which ends {o.gap:+.2%} ± {o.half_width(paired):.2%}"
+                bad_accepted += [ended] if o.case.bad else []
         head = ("policy", "short divergence", "gradient error / noise", "final gap", "seeds", "end", "a search says")
         seeds = f"seed-to-seed spread of the reference {spread:.2%} (standard deviation over {len(references)} seeds)"
         parts.append(f"### {task}\n\n{seeds}; benign perturbation, paired: {paired:.2%}\n\n{table(head, lines)}")
         parts.append(_correlations(task, [o for o in found if o.case]))
     parts.append(
         f"Accepted: {count} policies; of these worse than the reference beyond the seed-to-seed spread: "
-        f"{len(worse_accepted)} ({', '.join(worse_accepted) or '-'}); known to be bad: {len(bad_accepted)} "
+        f"{len(worse_accepted)} ({', '.join(worse_accepted) or '-'}); known to be bad elsewhere: {len(bad_accepted)} "
         f"({', '.join(bad_accepted) or '-'})."
     )
     parts += [_limits(by_task, rows), _drift(rows), guard_lines(rows)]

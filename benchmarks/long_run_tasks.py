@@ -1,7 +1,7 @@
 """The models of the horizon study: so small that a step takes a millisecond or two, trained to where they stop falling.
 
 ``gpt``: characters of the Python language reference (it ships with Python, as ``pydoc_data``), one block.
-``mlp``: scikit-learn's handwritten digits, shifted and noisy.
+``vit``, ``mlp``: scikit-learn's handwritten digits, shifted and noisy; one block over 16 patches, or three layers.
 ``moe``: a made classification whose inputs are heavy-tailed, one batch in twenty with
 outliers; two experts, softly mixed.
 
@@ -60,6 +60,8 @@ def rate(step: int, steps: int) -> float:
 class GPT(nn.Module):
     """One block: causal attention (its output is not projected again) and an MLP; no biases, as in large models."""
 
+    causal = True
+
     def __init__(self, vocabulary: int, length: int, width: int = 32, heads: int = 2) -> None:
         super().__init__()
         self.heads = heads
@@ -71,14 +73,29 @@ class GPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.positions
+        return self.head(self.norm(self.block(self.embed(tokens) + self.positions)))
+
+    def block(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         parts = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = parts.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + mixed.transpose(1, 2).reshape(batch, length, width)
-        x = x + self.down(F.relu(self.up(self.norm2(x))))
-        return self.head(self.norm(x))
+        return x + self.down(F.relu(self.up(self.norm2(x))))
+
+
+class ViT(GPT):
+    """The same block over the 16 patches of a digit, all of which see each other; their mean is classified."""
+
+    causal = False
+
+    def __init__(self) -> None:
+        super().__init__(10, 16)
+        self.embed = nn.Linear(4, 32, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = x.view(-1, 4, 2, 4, 2).transpose(2, 3).reshape(len(x), 16, 4)
+        return self.head(self.norm(self.block(self.embed(patches) + self.positions)).mean(1))
 
 
 class MLP(nn.Module):
@@ -217,6 +234,7 @@ TASKS: dict[str, Task] = {
     task.name: task
     for task in (
         Task("gpt", lambda: GPT(_VOCABULARY, _LENGTH), _text_batches, _text_held_out, 4e-3, "head", "qkv"),
+        Task("vit", ViT, _digit_batches, _digits_held_out, 3e-3, "head", "embed"),
         Task("mlp", MLP, _digit_batches, _digits_held_out, 3e-3, "head", "first"),
         Task("moe", lambda: MoE(_INPUTS, _CLASSES), _row_batches, _rows_held_out, 3e-3, "head", "embed"),
     )

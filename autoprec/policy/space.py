@@ -237,8 +237,27 @@ class SearchSpace(_Frozen):
         return out | {path: tuple(values) for path, values in self.parameters.items()}
 
     def warnings(self) -> list[str]:
-        """Return what a person should know before searching here: FP16 gradients underflow without loss scaling."""
+        """Return what a person should know before searching here.
+
+        FP16 gradients underflow without loss scaling; E5M2 has two bits of mantissa, too few for the forward pass:
+        "FP8 Formats for Deep Learning" (arXiv 2209.05433, section 3) takes it for gradients only.
+        """
         offered = {c.recipe_of(gemm) for rule in self.choices for c in rule.choices for gemm in GEMMS} - {KEEP}
+        return [*self._underflowing(offered), *self._coarse_forward(offered)]
+
+    def _coarse_forward(self, offered: set[str]) -> list[str]:
+        found = []
+        for name in sorted(offered):
+            operands = self.all_recipes[name].operands
+            for role in ("input", "weight"):
+                values = self.parameters.get(f"{name}.operands.{role}", (getattr(operands, role, None),))
+                found += [f"{name}.operands.{role}"] if "e5m2" in values else []
+        return [
+            f"space '{self.name}' offers e5m2 in the forward pass ({', '.join(found)}): two bits of mantissa, which may "
+            "hold in a short trial and not in a long run; e4m3 is the format for input and weight"
+        ] * bool(found)
+
+    def _underflowing(self, offered: set[str]) -> list[str]:
         narrow = [name for name in sorted(offered) if self.all_recipes[name].format == "fp16"]
         narrow += ["activations: fp16"] if "fp16" in self.activations else []
         if not narrow or self.loss_scaling == "dynamic":

@@ -234,3 +234,22 @@ def test_fp16_without_loss_scaling_is_told() -> None:
     assert "offers fp16 (fp16, activations: fp16) without loss scaling" in warning
     assert space_from_dict(space(choices=[rule], loss_scaling="dynamic")).warnings() == []
     assert [name for name in SHIPPED if load_space(name).warnings()] == []
+
+
+@pytest.mark.parametrize(
+    "offer",
+    [
+        {
+            "recipes": {"wide": {"format": "fp8", "operands": {"input": "e5m2"}}},
+            "choices": [{"match": "*", "choices": ["wide"]}],
+        },
+        {
+            "choices": [{"match": "*", "choices": ["fp8_rowwise"]}],
+            "parameters": {"fp8_rowwise.operands.input": ["e4m3", "e5m2"]},
+        },
+    ],
+)
+def test_e5m2_in_the_forward_pass_is_warned_of(offer: dict[str, object]) -> None:
+    (warning,) = space_from_dict(space(**offer)).warnings()
+    assert "e5m2 in the forward pass" in warning
+    assert ".operands.input" in warning
