@@ -253,8 +253,8 @@ class SearchSpace(_Frozen):
                 values = self.parameters.get(f"{name}.operands.{role}", (getattr(operands, role, None),))
                 found += [f"{name}.operands.{role}"] if "e5m2" in values else []
         return [
-            f"space '{self.name}' offers e5m2 in the forward pass ({', '.join(found)}): two bits of mantissa, which may "
-            "hold in a short trial and not in a long run; e4m3 is the format for input and weight"
+            f"space '{self.name}' offers e5m2 in the forward pass ({', '.join(found)}): its two bits of mantissa may do "
+            "for a short trial and not for a long run; e4m3 is the format for input and weight"
         ] * bool(found)
 
     def _underflowing(self, offered: set[str]) -> list[str]:
