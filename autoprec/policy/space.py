@@ -253,7 +253,7 @@ class SearchSpace(_Frozen):
                 values = self.parameters.get(f"{name}.operands.{role}", (getattr(operands, role, None),))
                 found += [f"{name}.operands.{role}"] if "e5m2" in values else []
         return [
-            f"space '{self.name}' offers e5m2 in the forward pass ({', '.join(found)}): its two bits of mantissa may do "
+            f"space '{self.name}' offers e5m2 in fprop ({', '.join(found)}): its two bits of mantissa may do "
             "for a short trial and not for a long run; e4m3 is the format for input and weight"
         ] * bool(found)
 

@@ -251,5 +251,5 @@ def test_fp16_without_loss_scaling_is_told() -> None:
 )
 def test_e5m2_in_the_forward_pass_is_warned_of(offer: dict[str, object]) -> None:
     (warning,) = space_from_dict(space(**offer)).warnings()
-    assert "e5m2 in the forward pass" in warning
+    assert "e5m2 in fprop" in warning
     assert ".operands.input" in warning
