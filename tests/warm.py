@@ -58,11 +58,16 @@ def warm_up() -> None:
 
 
 class ForkedScript(ProcessTree):
-    """Runs ``python script.py args`` in a fork of this process."""
+    """Runs ``python script.py args`` in a fork of this process, or in as many forks of it as there are ranks."""
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None) -> None:
+    def __init__(
+        self, argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None, ranks: int = 0
+    ) -> None:
         reader, writer = os.pipe()
         self.pid = os.fork()
+        if self.pid == 0 and ranks:
+            started = {name: value for name, value in env.items() if name != "AUTOPREC_TRIAL"}
+            _become(["torchrun"], started, cwd, writer, writer, lambda: _start_ranks(argv[1:], env, cwd, ranks))
         if self.pid == 0:
             _become(list(argv[1:]), env, cwd, writer, writer)
         os.close(writer)
@@ -84,7 +89,9 @@ class ForkedScript(ProcessTree):
 
 
 def _start(argv: Sequence[str], env: Mapping[str, str], cwd: Path, mark: str, log: Path | None) -> ProcessTree:
-    """Start a process: a fork for a plain script, else (``-m``, a launcher) a new one."""
+    """Start a process: a fork for a plain script or ``torchrun --nproc-per-node N script``, else a new one."""
+    if argv[0].endswith("/torchrun"):
+        return ForkedScript(argv[2:], env, cwd, mark, log, ranks=int(argv[2]))
     plain = len(argv) > 1 and argv[0] == sys.executable and argv[1].endswith(".py")
     return (ForkedScript if plain else NewProcess)(argv, env, cwd, mark, log)
 
@@ -156,17 +163,25 @@ def run_forked(argv: Sequence[str | Path], cwd: Path) -> Ended:
     return _run([_script(argv[0])], argv, cwd, {})
 
 
-def run_ranks(body: str | Path | Callable[[int], object], *args: str | Path, cwd: Path, ranks: int = 2) -> Ended:
-    """Run a script, or a function of the rank, in processes with the environment that ``torchrun`` gives them."""
+def _start_ranks(argv: Sequence[str], env: Mapping[str, str], cwd: Path, ranks: int) -> None:
+    """Be a launcher: fork the ranks, and wait for them."""
+    shared = {**env, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **_free_address()}
+    for rank in range(ranks):
+        if os.fork() == 0:
+            _become(list(argv), {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}, cwd, 1, 2)
+    ended = [os.waitstatus_to_exitcode(os.wait()[1]) for _ in range(ranks)]
+    sys.exit(max(ended, key=abs))
+
+
+def _free_address() -> dict[str, str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
+        return {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+
+
+def run_ranks(body: str | Path | Callable[[int], object], *args: str | Path, cwd: Path, ranks: int = 2) -> Ended:
+    """Run a script, or a function of the rank, in processes with the environment that ``torchrun`` gives them."""
+    env = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), **_free_address()}
     script = "" if callable(body) else body
     bodies = [functools.partial(body, rank) if callable(body) else _script(body) for rank in range(ranks)]
     return _run(bodies, [script, *args], cwd, env)

@@ -6,7 +6,6 @@ decides whether its policy pays; a search may therefore try both.
 
 from __future__ import annotations
 
-import gc
 import importlib
 import re
 import sys
@@ -18,6 +17,7 @@ import torch
 from torch import nn
 
 from autoprec.policy import LayerPlan
+from autoprec.support.living import living
 
 __all__ = [
     "allow_versions",
@@ -54,8 +54,7 @@ def is_compiled(root: nn.Module) -> bool:
     if any(isinstance(module, wrapper) for module in root.modules()):
         return True
     inside = {id(module) for module in root.modules()}
-    wrappers = (x for x in gc.get_objects() if type(x) is wrapper)
-    return any(id(x.__dict__["_modules"].get("_orig_mod")) in inside for x in wrappers)
+    return any(id(x.__dict__["_modules"].get("_orig_mod")) in inside for x in living(wrapper))
 
 
 def set_execution(root: nn.Module, wanted: Execution) -> None:

@@ -9,13 +9,13 @@ seen by running it (``tests/backends/te_scenarios.py``).
 from __future__ import annotations
 
 import contextlib
-import gc
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from autoprec.support.living import living
 from autoprec.support.optional import require
 
 __all__ = ["DelayedMemory", "EngineState", "delayed_buffers"]
@@ -27,7 +27,7 @@ class EngineState:
     def __init__(self, purpose: str) -> None:
         self.te = require("transformer_engine.pytorch", purpose=purpose)
         self.manager: Any = require("transformer_engine.pytorch.quantization", purpose=purpose).FP8GlobalStateManager
-        self.base: type[nn.Module] = require(
+        self.base: type[Any] = require(
             "transformer_engine.pytorch.module.base", purpose=purpose
         ).TransformerEngineBaseModule
         self.backward_seen = False
@@ -40,7 +40,7 @@ class EngineState:
         """
         self.manager.reset()
         mark = self.manager.get_buffer_info()
-        for module in [found for found in gc.get_objects() if self.base in type(found).__mro__]:
+        for module in living(self.base):
             module.fp8_meta.pop(mark, None)
 
     @contextlib.contextmanager

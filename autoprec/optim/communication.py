@@ -9,7 +9,6 @@ that is not finite on one rank is not finite on any rank afterwards.
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.optim.codecs import BlockCodec, CastCodec, Codec
+from autoprec.support.living import living
 
 __all__ = [
     "WIRE",
@@ -121,11 +121,7 @@ def find_distributed(model: nn.Module) -> DistributedDataParallel | None:
     """Return the DistributedDataParallel wrapper around ``model`` (or ``model`` itself), None when there is none."""
     if isinstance(model, DistributedDataParallel):
         return model
-    for found in gc.get_objects():
-        if issubclass(type(found), DistributedDataParallel) and found.module is model:
-            wrapper: DistributedDataParallel = found
-            return wrapper
-    return None
+    return next((wrapper for wrapper in living(DistributedDataParallel) if wrapper.module is model), None)
 
 
 def reserve_gradient_hook(model: nn.Module) -> GradientHook | None:

@@ -16,7 +16,6 @@ its gradient divided although it was never multiplied; move such a term into the
 from __future__ import annotations
 
 import copy
-import gc
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from autoprec.optim.guard import before_update, gradient_norm
+from autoprec.support.living import living
 
 __all__ = ["LossScaler", "script_has_scaler"]
 
@@ -37,8 +37,7 @@ _SMALLEST, _LARGEST = 1.0, 2.0**32
 
 def script_has_scaler() -> bool:
     """Say whether an enabled ``GradScaler`` (torch's, or a subclass) is alive in this process."""
-    # type() rather than isinstance(): asking a lazy proxy for its class may import or warn.
-    return any(issubclass(type(found), torch.amp.GradScaler) and found.is_enabled() for found in gc.get_objects())
+    return any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
 
 
 @dataclass

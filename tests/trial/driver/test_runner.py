@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import shutil
 import sys
 import threading
 import time
@@ -12,12 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import Probe, TrialSpec
-from tests.trial.conftest import uniform
+from tests.trial.conftest import SCRIPTS, uniform
+from tests.warm import run_forked
 
 STEPS = 5
 KINDS: dict[str, tuple[str, ...]] = {
@@ -48,6 +51,7 @@ KINDS: dict[str, tuple[str, ...]] = {
 NEEDS = {"hf_trainer": "transformers", "accelerated": "accelerate", "lightning": "lightning"}
 
 
+TORCHRUN = ("torchrun", "--nproc-per-node", "2")
 WITHOUT_UPDATE = ("gradscaler",)
 
 
@@ -55,8 +59,16 @@ def logged(path: Path) -> list[float]:
     return [float(x) for x in re.findall(r"loss ([\d.]+)", path.read_text())]
 
 
-def test_a_trial_may_compile_what_the_script_does_not(host: Any, tmp_path: Path) -> None:
-    (tmp_path / "user").mkdir()
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs without inductor's C++; what the first one of a process imports is imported here, once for all forks."""
+    plain = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda model, **more: plain(model, **{**more, "backend": "aot_eager"}))
+    torch.compile(torch.nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_trial_may_compile_what_the_script_does_not(host: Any) -> None:
     policy = uniform("bf16") | {"execution": "compile"}
     with host("plain.py") as runner:
         info = runner.start()
@@ -72,7 +84,9 @@ def test_a_trial_may_compile_what_the_script_does_not(host: Any, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_kind(kind: str, host: Any, tmp_path: Path) -> None:
+def test_kind(kind: str, host: Any, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    if kind == "compiled":
+        request.getfixturevalue("compiler")
     if kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None:
         pytest.skip(f"{NEEDS[kind]} is not installed")
     (tmp_path / "user").mkdir()
@@ -109,24 +123,21 @@ def test_kind(kind: str, host: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: Path) -> None:
-    """A real interpreter: injection, the process mode, the zygote mode and a second seed."""
-    (tmp_path / "user").mkdir()
-    import subprocess
-
-    from tests.trial.conftest import SCRIPTS
-
-    plain = subprocess.run(
-        [sys.executable, str(SCRIPTS / "plain.py"), "--steps", "6"], capture_output=True, text=True, check=True
-    )
+    """A real interpreter: injection, the zygote mode with a module, and a second seed."""
+    plain = run_forked([SCRIPTS / "plain.py", "--steps", "6"], tmp_path)
     own = [float(x) for x in re.findall(r"loss ([\d.]+)", plain.stdout)]
-    with host("plain.py", real=True) as runner:
+    with host("plain.py", real=True) as runner, host("plain.py", real=True, seed_offset=1) as third:
         info = runner.start()
         forked = runner.run(TrialSpec(steps=5, warmup=1))
-        with host("plain.py", real=True, launch="zygote") as second:
+        other = third.run(TrialSpec(steps=5, warmup=1))
+        shutil.copy(SCRIPTS / "plain.py", tmp_path / "user" / "my_train.py")
+        with host("-m", "my_train", real=True, launch="zygote") as second:
             assert second.start().launch == "zygote"
             zygote = second.run(TrialSpec(steps=5, warmup=1))
-        with host("plain.py", real=True, seed_offset=1) as third:
-            other = third.run(TrialSpec(steps=5, warmup=1))
+        for each in (runner, third):  # the zygote that the third was forked from is a child of the first
+            began = time.monotonic()
+            each.close()
+            assert time.monotonic() - began < 15
     assert info.launch == "fork"
     assert [round(x, 6) for x in forked.losses] == own
     assert zygote.losses == forked.losses
@@ -137,38 +148,19 @@ def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["module", "console"])
-def test_imports_are_done_once_for_modules_and_console_scripts(kind: str, tmp_path: Path) -> None:
+def test_imports_are_done_once_for_console_scripts(tmp_path: Path) -> None:
     """The second process is forked from the zygote that the first left behind."""
-    from tests.trial.conftest import SCRIPTS
-
     user = tmp_path / "user"
     user.mkdir()
     program = user / "train-net"
     program.write_text(f"#!{sys.executable}\n" + (SCRIPTS / "plain.py").read_text())
     program.chmod(0o700)
-    (user / "my_train.py").write_text((SCRIPTS / "plain.py").read_text())
-    words = ["-m", "my_train"] if kind == "module" else ["--", str(program)]
-    command = ScriptCommand.parse(words, cwd=user)
+    command = ScriptCommand.parse(["--", str(program)], cwd=user)
     with TrialRunner(command, run_dir=tmp_path / "run", launch="zygote") as runner:
         assert runner.start().launch == "zygote"
         first, second = (runner.run(TrialSpec(steps=3, warmup=0)) for _ in range(2))
     assert first.ok, first.reason + first.tail
     assert first.losses == second.losses
-
-
-@pytest.mark.slow
-def test_hosts_end_at_once_in_whatever_order(host: Any, tmp_path: Path) -> None:
-    """The zygote that later hosts were forked from is a child of the first host, and tells of their ends."""
-    (tmp_path / "user").mkdir()
-    with host("plain.py", real=True) as first, host("plain.py", real=True, seed_offset=1) as second:
-        for runner in (first, second):
-            assert runner.start().launch == "fork"
-            assert runner.run(TrialSpec(steps=2, warmup=1)).ok
-        for runner in (first, second):
-            began = time.monotonic()
-            runner.close()
-            assert time.monotonic() - began < 15
 
 
 def test_trials_run_at_the_same_time(host: Any) -> None:
@@ -239,10 +231,18 @@ def test_replay_gives_what_forking_gives(host: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [("torchrun", "--nproc-per-node", "2", "fsdp.py"), ("spawned.py",)])
+def test_torchrun_is_followed_into_its_ranks(host: Any) -> None:
+    """Real processes, three of them; what a trial says of several ranks is the test below."""
+    with host(*TORCHRUN, "ddp.py", real=True) as runner:
+        info = runner.start()
+    assert (info.launch, info.world_size) == ("process", 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [(*TORCHRUN, "fsdp.py"), ("spawned.py",)])
 def test_several_ranks(tokens: tuple[str, ...], host: Any) -> None:
-    """FSDP2 under torchrun, DDP in children that the script starts itself; eight processes that import torch."""
-    with host(*tokens, real=True) as runner:
+    """FSDP2 in forked ranks, DDP in new processes that the script starts itself."""
+    with host(*tokens) as runner:
         info = runner.start()
         trial = runner.run(TrialSpec(steps=3, warmup=0, policy=uniform("bf16")))
     assert (info.launch, info.world_size) == ("process", 2)

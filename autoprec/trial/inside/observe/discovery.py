@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from autoprec.applying.units import tunable_layers
+from autoprec.support.living import living
 
 __all__ = ["Found", "any_shared", "batch_size", "discover", "loss_parameters"]
 
@@ -66,12 +66,6 @@ class Found:
         return not self.optimizers
 
 
-def _living_modules() -> list[nn.Module]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some lazily deprecated objects warn when their class is asked for
-        return [x for x in gc.get_objects() if issubclass(type(x), nn.Module)]
-
-
 def _owned_numel(module: nn.Module, owned: set[int]) -> int:
     return sum(p.numel() for p in module.parameters() if id(p) in owned)
 
@@ -93,7 +87,7 @@ def _group_parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
 
 def _tops(owned: set[int]) -> list[nn.Module]:
     """Return the outermost modules that own trained parameters, largest share first, wrappers removed."""
-    modules = _living_modules()
+    modules = living(nn.Module)
     children = {id(child) for module in modules for child in module.children()}
     candidates = [m for m in modules if id(m) not in children]
     sized = [(m, size) for m in candidates if (size := _owned_numel(m, owned))]
@@ -113,6 +107,7 @@ def _tops(owned: set[int]) -> list[nn.Module]:
     return out
 
 
+@_disable_dynamo  # the first training forward may be inside torch.compile, which would trace this
 def discover(optimizers: Sequence[Optimizer], *, loss_leaves: Iterable[torch.Tensor] = ()) -> Found | None:
     """Find the trained models now; None when no living module owns a trained parameter.
 
