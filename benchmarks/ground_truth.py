@@ -16,58 +16,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from search_cases import CASES, Spec, parameter_times, recorded
 
 from autoprec.cost import CostModel, CostScale
-from autoprec.graph.report import GemmCall, GraphReport, Layer
+from autoprec.policy import glob_matches
 from autoprec.policy.space import Choice, space_from_dict
 from autoprec.precision.hardware import target
-from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.scan import scan_batches
-from autoprec.tuning.decide.table import SensitivityTable, plan_probes
+from autoprec.tuning.decide.problem import GroupVariable, Problem
+from autoprec.tuning.decide.sampler.prior import Prior, features_of
+from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
+from autoprec.tuning.decide.table import SensitivityTable, mixed_params
 
 if TYPE_CHECKING:
     from replicas import Replicas
 
-STEPS, SCORED, SCAN_STEP = 14, 7, 6
-SCALE = "width=256,tokens=256"
+SCAN_STEP = 6
 RESULTS = Path(__file__).parent / "results"
 #: A run of a search sees one of the first seeds. The best of thousands of means over the truth seeds is best partly by
-#: luck, so what was picked by them is judged by seeds of its own.
-TRIAL_SEEDS, TRUTH_SEEDS, JUDGE_SEEDS = range(8), range(8, 32), range(32, 56)
-#: Replicas trained at once.
-BATCH = 256
-_B200 = ["bf16", "mxfp8", "nvfp4_plain", "nvfp4_plain/wgrad=mxfp8"]
-_H100 = ["bf16", "fp8_rowwise", "fp8_tensorwise", "fp8_rowwise/wgrad=bf16"]
-#: The cases that are reported, and the two that the method was developed on.
-CASES = {
-    "gpt-b200": ("gpt", "b200", _B200),
-    "vit-h100": ("vit", "h100", _H100),
-    "gpt-h100": ("gpt", "h100", _H100),
-    "vit-b200": ("vit", "b200", _B200),
-}
-REPORTED = ("gpt-b200", "vit-h100")
-WIDTH, BLOCKS = 32, 4
-
-
-def recorded(kind: str) -> GraphReport:
-    """Return the graph report of a replica's model: its GEMMs, one group per layer."""
-    d, tokens, outputs = WIDTH, 64, 96 if kind == "gpt" else 32
-    shapes = {}
-    for b in range(BLOCKS):
-        shapes |= {f"h.{b}.attn.qkv": (3 * d, d), f"h.{b}.attn.proj": (d, d)}
-        shapes |= {f"h.{b}.mlp.up": (4 * d, d), f"h.{b}.mlp.down": (d, 4 * d)}
-    layers = []
-    for name, (n, k) in {**shapes, "head": (outputs, d)}.items():
-        if name == "head":  # stands for a large vocabulary: no scale reaches it, and at 96 outputs no GPU gains there
-            n = 32768
-        gemms = (GemmCall("fprop", tokens, k, n), GemmCall("dgrad", tokens, n, k), GemmCall("wgrad", n, tokens, k))
-        flags = ("head",) if name == "head" else ()
-        flops = {gemm.role: gemm.flops for gemm in gemms}
-        layers.append(Layer(name, "Linear", "linear", name, name, gemms, n * k, True, "", flags, flops, "float32"))
-    total = sum(layer.total_flops for layer in layers)
-    info = {"class": kind, "parameters": sum(x.parameters for x in layers), "fingerprint": ""}
-    return GraphReport(info, tuple(layers), (), {x.name: (x.name,) for x in layers}, total, 1.0, memory={})
+#: luck, so what was picked by them is judged by seeds of its own; what was adopted, by 48 that it never saw.
+TRIAL_SEEDS, TRUTH_SEEDS, JUDGE_SEEDS, FRESH_SEEDS = range(8), range(8, 32), range(32, 56), range(56, 80)
+#: Passes of a scan, and passes that it may take where it can be complete: the product's, for 30 trials of 23 steps.
+SCAN_PASSES, SCAN_ROOM = 60, 138
 
 
 @dataclass(frozen=True)
@@ -89,10 +58,11 @@ class Case:
     """One problem with its real objective; ``values`` maps an assignment's bytes to one divergence per seed."""
 
     name: str
-    kind: str
+    spec: Spec
     problem: Problem
     time_ms: np.ndarray[Any, Any]
     base_ms: float
+    effects_ms: dict[tuple[str, Any], float] = field(default_factory=dict)
     scans: list[Scan] = field(default_factory=list)
     values: dict[bytes, np.ndarray[Any, Any]] = field(default_factory=dict)
     logs: dict[str, np.ndarray[Any, Any]] = field(default_factory=dict)
@@ -105,37 +75,51 @@ class Case:
     @classmethod
     def load(cls, name: str) -> Case:
         """Build a case and read its stored table; scan its sensitivities where none are stored."""
-        kind, device, choices = CASES[name]
+        spec = CASES[name]
         document = {"schema": "autoprec.space/1", "name": name, "baseline": "bf16", "activations": ["bf16"]}
-        space = space_from_dict({**document, "choices": [{"match": "*", "choices": choices}]})
-        report = recorded(kind)
-        cost = CostModel(report, target(device), scale=CostScale.parse(SCALE))
+        document |= {"choices": [{"match": glob, "choices": list(choices)} for glob, choices in spec.rules.items()]}
+        document |= {"optimizer": {k: list(v) for k, v in spec.optimizer.items()}}
+        document |= {"communication": {k: list(v) for k, v in spec.communication.items()}}
+        space = space_from_dict(document)
+        report = recorded(spec)
+        cost = CostModel(report, target(spec.device), scale=CostScale.parse(spec.scale))
         problem = Problem.build(report, space, cost.can_run)
-        if any(len(group.choices) != len(choices) for group in problem.groups):
+        if problem.refused:
             raise SystemExit(f"{name}: refused choices {problem.refused}")
         path = RESULTS / f"search_quality_{name}.npz"
         if path.exists():  # the modelled times of the stored run too: a later cost model must not shift the target
             with np.load(path) as stored:
-                return cls._restored(name, kind, problem, {key: stored[key] for key in stored.files})
+                return cls._restored(name, spec, problem, {key: stored[key] for key in stored.files})
         recipes = space.all_recipes
-        times = problem.table(
-            lambda g, c: cost.layer_time_ms(g.name, Choice.parse(c).plan(recipes), activations="bf16")
-        )
-        whole = cost.estimate(problem.plans(problem.params_of("bf16")), activations="bf16").time_ms
-        case = cls(name, kind, problem, times, float(whole - times[:, problem.choice_names.index("bf16")].sum()))
+
+        def milliseconds(group: GroupVariable, choice: str) -> float:
+            less = next((factor for glob, factor in spec.small.items() if glob_matches(glob, group.name)), 1.0)
+            return less * cost.layer_time_ms(group.name, Choice.parse(choice).plan(recipes), activations="bf16")
+
+        times = problem.table(milliseconds)
+        baseline = problem.params_of("bf16")
+        whole = cost.estimate(problem.plans(baseline), activations="bf16").time_ms
+        inside = [cost.layer_time_ms(n, plan, activations="bf16") for n, plan in problem.plans(baseline).items()]
+        effects = parameter_times(spec, cost, cost.estimate({}, activations="bf16").time_ms)
+        # what a parameter's default takes is part of every step: an all-reduce of float32 gradients
+        sent = -sum(min((ms for (n, _), ms in effects.items() if n == name), default=0.0) for name in _sent(spec))
+        case = cls(name, spec, problem, times, float(whole - sum(inside)) + sent * 4 / 3, effects)
         case.scans = [case.scan(seed) for seed in TRIAL_SEEDS]
         return case
 
     @classmethod
-    def _restored(cls, name: str, kind: str, problem: Problem, stored: dict[str, Any]) -> Case:
-        case = cls(name, kind, problem, stored["time_ms"], float(stored["base_ms"]))
+    def _restored(cls, name: str, spec: Spec, problem: Problem, stored: dict[str, Any]) -> Case:
+        case = cls(name, spec, problem, stored["time_ms"], float(stored["base_ms"]))
+        if "effects_ms" in stored:
+            case.effects_ms = dict(zip(features_of(problem), stored["effects_ms"].tolist(), strict=True))
         scans = zip(stored["error2"], stored["checks"], stored["floor"], stored["one_pass"], strict=True)
         for error2, checks, floor, one_pass in scans:
             groups = tuple(group.name for group in problem.groups)
             table = SensitivityTable(groups, problem.choice_names, error2)
             case.scans.append(Scan(table, checks, float(floor), one_pass))
-        rows = zip(stored["assignment"], stored["divergence"], strict=True)
-        case.values = {row.tobytes(): values.astype(np.float64) for row, values in rows}
+        for row, values in zip(stored["assignment"], stored["divergence"], strict=True):
+            case.values[row.tobytes()] = np.full(FRESH_SEEDS.stop, np.nan)
+            case.values[row.tobytes()][: len(values)] = values
         rows = list(case.values)
         for key in stored:
             if key.startswith("log:"):
@@ -154,6 +138,7 @@ class Case:
             "divergence": np.array([self.values[row] for row in rows], dtype=np.float32),
             "time_ms": self.time_ms,
             "base_ms": np.float64(self.base_ms),
+            "effects_ms": np.array([self.effects_ms[f] for f in features_of(self.problem)], dtype=np.float64),
             "error2": np.array([scan.table.error2 for scan in self.scans]),
             "checks": np.array([scan.checks for scan in self.scans], dtype=np.float32),
             "floor": np.array([scan.floor for scan in self.scans]),
@@ -170,12 +155,25 @@ class Case:
 
     # --- points -------------------------------------------------------------------------------------------------------
     def row(self, params: Mapping[str, Any]) -> bytes:
-        """Return the row of params: a column per group."""
-        return self.problem.indices(params).astype(np.uint8).tobytes()
+        """Return the row of params: a column per group, then the position of every parameter's value."""
+        values = [v.index(self.problem.value(params, name)) for name, v in self.problem.parameters.items()]
+        return np.array([*self.problem.indices(params), *values], dtype=np.uint8).tobytes()
 
     def params(self, row: bytes) -> dict[str, Any]:
         """Return the params of a row."""
-        return self.problem.from_indices(np.frombuffer(row, dtype=np.uint8).astype(np.int64), {})
+        index, columns = self.split(row)
+        chosen = {n: v[c] for (n, v), c in zip(self.problem.parameters.items(), columns, strict=True)}
+        return self.problem.from_indices(index, chosen)
+
+    def split(self, row: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return the columns of the groups ``[G]`` and of the parameters ``[K]``."""
+        whole = np.frombuffer(row, dtype=np.uint8).astype(np.int64)
+        return whole[: len(self.problem.groups)], whole[len(self.problem.groups) :]
+
+    def features(self, row: bytes) -> np.ndarray[Any, Any]:
+        """Return the parameter features of a row, as the models of a search have them."""
+        params = self.params(row)
+        return np.array([params[name] == value for name, value in features_of(self.problem)], dtype=np.float64)
 
     @property
     def baseline(self) -> bytes:
@@ -185,12 +183,17 @@ class Case:
     # --- what a point costs and is worth ------------------------------------------------------------------------------
     def time(self, row: bytes) -> float:
         """Return the modelled step time in ms of an assignment."""
-        index = np.frombuffer(row, dtype=np.uint8)
-        return self.base_ms + float(self.time_ms[np.arange(len(index)), index].sum())
+        index, columns = self.split(row)
+        effects = 0.0
+        for (name, values), column in zip(self.problem.parameters.items(), columns, strict=True):
+            effects += self.effects_ms.get((name, values[column]), 0.0)
+        return self.base_ms + float(self.time_ms[np.arange(len(index)), index].sum()) + effects
 
     def prior(self, seed: int) -> Prior:
         """Return what a search under a trial seed knows at its start."""
-        return Prior(self.time_ms, self.scans[seed].table.error2, self.base_ms, time_noise=1e-4, time_trust=0.001)
+        table = self.scans[seed].table.error2
+        effects = self.effects_ms
+        return Prior(self.time_ms, table, self.base_ms, parameter_time_ms=effects, time_noise=1e-4, time_trust=0.001)
 
     def trial(self, row: bytes, seed: int) -> float:
         """Return what a trial of this assignment measures under a trial seed."""
@@ -203,6 +206,11 @@ class Case:
     def judged(self, row: bytes) -> float:
         """Return the mean divergence over the judge seeds measured so far; infinity where there are none."""
         return self._mean(row, JUDGE_SEEDS)
+
+    def fresh(self, row: bytes) -> float:
+        """Return the mean divergence over 48 seeds that no search sees, measured where it was not."""
+        self.measure((row, seed) for seed in (*JUDGE_SEEDS, *FRESH_SEEDS))
+        return self._mean(row, range(JUDGE_SEEDS.start, FRESH_SEEDS.stop))
 
     def _mean(self, row: bytes, seeds: range) -> float:
         values = self.values.get(row)
@@ -220,12 +228,12 @@ class Case:
         """Train every (assignment, seed) that is not in the table yet."""
         new = []
         for row, seed in dict.fromkeys(wanted):
-            values = self.values.setdefault(row, np.full(JUDGE_SEEDS.stop, np.nan))
+            values = self.values.setdefault(row, np.full(FRESH_SEEDS.stop, np.nan))
             if math.isnan(values[seed]):
                 new.append((row, seed))
         new.sort(key=lambda pair: pair[1])
-        for start in range(0, len(new), BATCH):
-            self._train(new[start : start + BATCH])
+        for start in range(0, len(new), self.spec.seeds.batch):
+            self._train(new[start : start + self.spec.seeds.batch])
 
     def _train(self, pairs: Sequence[tuple[bytes, int]]) -> None:
         began = time.process_time()
@@ -234,11 +242,13 @@ class Case:
         choices = ["keep", *self.problem.choice_names]
         unknown = [seed for seed in seeds if seed not in self._losses]
         if unknown:
-            reference = np.zeros((len(unknown), len(self.problem.groups)), dtype=np.int64)
-            losses, _ = model.train(reference, np.array([seeds.index(s) for s in unknown]), choices, STEPS)
+            columns = len(self.problem.groups) + len(self.problem.parameters)
+            reference = np.zeros((len(unknown), columns), dtype=np.int64)
+            losses, _ = model.train(reference, np.array([seeds.index(s) for s in unknown]), choices, self.spec.steps)
             self._losses |= dict(zip(unknown, losses, strict=True))
-        rows = np.array([np.frombuffer(row, dtype=np.uint8) for row, _ in pairs]).astype(np.int64) + 1
-        losses, _ = model.train(rows, np.array([seeds.index(seed) for _, seed in pairs]), choices, STEPS)
+        rows = np.array([np.frombuffer(row, dtype=np.uint8) for row, _ in pairs]).astype(np.int64)
+        rows[:, : len(self.problem.groups)] += 1
+        losses, _ = model.train(rows, np.array([seeds.index(seed) for _, seed in pairs]), choices, self.spec.steps)
         for (row, seed), mine in zip(pairs, losses, strict=True):
             self.values[row][seed] = gap(mine, self._losses[seed])
         self.trained += len(pairs)
@@ -246,45 +256,71 @@ class Case:
 
     def _model(self, seeds: tuple[int, ...]) -> Replicas:
         import torch
-        from replicas import Replicas
 
         torch.set_num_threads(1)
         if seeds not in self._models:
-            self._models[seeds] = Replicas(self.kind, seeds, width=WIDTH, blocks=BLOCKS)
+            self._models[seeds] = self.spec.replicas(seeds)
         return self._models[seeds]
 
     def scan(self, seed: int, checks: int = 80) -> Scan:
-        """Measure the table as the product does (on as many batches, a step apart), and the noise floor.
+        """Measure the table as the product does (its own scan, on as many batches), and the noise floor.
 
         The checks are random assignments: half of them draw every group's choice evenly, the others with shares of
         their own (from a flat Dirichlet), so that the whole range between the uniform assignments is covered.
         """
-        model = self._model((seed,))
-        choices = ["keep", *self.problem.choice_names]
-        count = len(self.problem.groups)
-        reference, one = np.zeros((1, count), dtype=np.int64), np.zeros(1, dtype=np.int64)
-        whole, _ = model.train(reference, one, choices, STEPS)
-        benign, _ = model.train(reference, one, choices, STEPS, perturbed=True)
-        probes = [p for p in plan_probes(self.problem) if not p.id.startswith(("mixed", "parameter"))]
-        rows = np.zeros((len(probes) + checks, count), dtype=np.int64)
-        for row, probe in zip(rows, probes, strict=False):
-            groups, _, choice = probe.id.partition("|")
-            row[[int(g) for g in groups.split(",")]] = choices.index(choice)
-        rng = np.random.default_rng(seed)
-        for number, row in enumerate(rows[len(probes) :]):
-            shares = rng.dirichlet(np.ones(len(choices) - 1)) if number % 2 else None
-            row[:] = rng.choice(len(choices) - 1, count, p=shares) + 1
-        squares, one_pass = [], []
-        for step in range(SCAN_STEP, SCAN_STEP + scan_batches(recorded(self.kind))):
-            _, weights = model.train(reference, one, choices, STEPS, stop=step)
-            squares.append(_squared_errors(model, weights, step, rows, choices))
-            one_pass.append(model.one_pass_scores(weights, step, choices))
-        errors = np.sqrt(np.mean(squares, axis=0))
-        answers = [{"id": p.id, "gradient_error": float(e)} for p, e in zip(probes, errors, strict=False)]
-        table = SensitivityTable.from_probes(self.problem, {"probes": answers})
-        predicted = [math.sqrt(table.error2[np.arange(count), row - 1].sum()) for row in rows[len(probes) :]]
-        pairs = np.array([predicted, errors[len(probes) :]]).T
-        return Scan(table, pairs, gap(benign[0], whole[0]), np.mean(one_pass, axis=0)[:, 1:])
+        model, problem, steps = self._model((seed,)), self.problem, self.spec.steps
+        choices = ["keep", *problem.choice_names]
+        count = len(problem.groups)
+        reference, one = np.zeros((1, count + len(problem.parameters)), dtype=np.int64), np.zeros(1, dtype=np.int64)
+        whole, _ = model.train(reference, one, choices, steps)
+        benign, _ = model.train(reference, one, choices, steps, perturbed=True)
+        scan = SensitivityScan(problem, SCAN_PASSES, SCAN_ROOM, scan_batches(problem.report))
+        at = []
+        for step in range(SCAN_STEP, SCAN_STEP + scan.batches):
+            _, weights = model.train(reference, one, choices, steps, stop=step)
+            at.append((weights, step))
+        while probes := scan.next_round():
+            rows = np.array([_probed(problem, probe.id, choices) for probe in probes])
+            for_each = [np.sqrt(_squared_errors(model, weights, step, rows, choices)) for weights, step in at]
+            scan.add(*(_payload([probe.id for probe in probes], errors) for errors in for_each))
+        table = scan.table()
+        rows = self._checks(np.random.default_rng(seed), checks)
+        errors = np.sqrt(np.mean([_squared_errors(model, *here, rows, choices) for here in at], axis=0))
+        predicted = np.sqrt([table.error2[np.arange(count), row - 1].sum() for row in rows])
+        one_pass = np.mean([model.one_pass_scores(*here, choices) for here in at], axis=0)[:, 1:]
+        one_pass = np.where(problem.allowed, one_pass, np.inf)
+        return Scan(table, np.array([predicted, errors]).T, gap(benign[0], whole[0]), one_pass)
+
+    def _checks(self, rng: np.random.Generator, checks: int) -> np.ndarray[Any, Any]:
+        """Return random assignments ``[checks, G]``, their columns counted from 1."""
+        allowed = self.problem.allowed
+        rows = np.zeros((checks, len(allowed)), dtype=np.int64)
+        for number, row in enumerate(rows):
+            shares = rng.dirichlet(np.ones(allowed.shape[1])) if number % 2 else np.ones(allowed.shape[1])
+            for g, offered in enumerate(allowed):
+                weights = np.where(offered, shares, 0.0)
+                row[g] = rng.choice(len(shares), p=weights / weights.sum()) + 1
+        return rows
+
+
+def _payload(ids: Sequence[str], errors: np.ndarray[Any, Any]) -> dict[str, Any]:
+    return {"probes": [{"id": i, "gradient_error": float(e)} for i, e in zip(ids, errors, strict=True)]}
+
+
+def _sent(spec: Spec) -> list[str]:
+    return [f"communication.{name}" for name in spec.communication]
+
+
+def _probed(problem: Problem, probe: str, choices: Sequence[str]) -> np.ndarray[Any, Any]:
+    """Return the assignment ``[G]`` of a probe; what a parameter's probe changes is no part of these models."""
+    row = np.zeros(len(problem.groups), dtype=np.int64)
+    head, _, tail = probe.partition("|")
+    if head == "mixed":
+        params = mixed_params(problem, int(tail))
+        return np.array([choices.index(params[f"layer:{group.name}"]) for group in problem.groups])
+    if head != "parameter":
+        row[[int(g) for g in head.split(",")]] = choices.index(tail)
+    return row
 
 
 def _squared_errors(
@@ -300,6 +336,6 @@ def _squared_errors(
 
 
 def gap(losses: Any, reference: Any) -> float:
-    """Return the mean relative gap of the last losses, as ``objectives.divergence`` does; at most 10."""
-    value = float(((losses - reference).abs() / reference)[-SCORED:].mean())
+    """Return the mean relative gap of the last half of the losses, as the product's divergence does; at most 10."""
+    value = float(((losses - reference).abs() / reference)[-(len(reference) // 2) :].mean())
     return min(value, 10.0) if math.isfinite(value) else 10.0

@@ -18,7 +18,10 @@ import numpy as np
 from torch import Tensor
 
 #: How one operand of one replica is rounded; the numbers are those of the C code.
-KINDS = ("keep", "bf16", "rowwise", "tensorwise", "tensorwise_e5m2", "mxfp8", "nvfp4")
+KINDS = (
+    *("keep", "bf16", "rowwise", "tensorwise", "tensorwise_e5m2", "mxfp8", "nvfp4"),
+    *("tf32", "nvfp4_2d", "nvfp4_rht", "nvfp4_sr", "nvfp4_rht_sr"),
+)
 
 _SOURCE = r"""
 #include <math.h>
@@ -30,6 +33,34 @@ static inline float pow2_floor(float x) { return from_bits(to_bits(x) & 0x7F8000
 static inline float bf16(float x) {
     uint32_t u = to_bits(x);
     return from_bits((u + 0x7FFFu + ((u >> 16) & 1u)) & 0xFFFF0000u);
+}
+static inline float tf32(float x) {
+    uint32_t u = to_bits(x);
+    return from_bits((u + 0xFFFu + ((u >> 13) & 1u)) & 0xFFFFE000u);
+}
+/* a uniform number of [0, 1) that follows from the value's bits and its place: the same run gives the same noise */
+static inline float uniform(float x, uint32_t at) {
+    uint32_t h = to_bits(x) ^ (at * 2654435761u);
+    h ^= h >> 16; h *= 0x7FEB352Du; h ^= h >> 15; h *= 0x846CA68Bu; h ^= h >> 16;
+    return (float)(h >> 8) * 5.9604645e-08f;
+}
+/* E2M1, rounded up with the probability of the distance: its grid has half steps below 2, then 1, then 2 */
+static inline float e2m1_stochastic(float x, float u) {
+    float a = fabsf(x) > 6.0f ? 6.0f : fabsf(x);
+    float step = a < 2.0f ? 0.5f : (a < 4.0f ? 1.0f : 2.0f);
+    return copysignf(floorf(a / step + u) * step, x);
+}
+/* sixteen values times fixed signs, then the orthonormal Hadamard matrix */
+static void hadamard(const float *x, float *y) {
+    for (int i = 0; i < 16; i++) y[i] = ((0xB5C3 >> i) & 1) ? -x[i] : x[i];
+    for (int h = 1; h < 16; h *= 2)
+        for (int i = 0; i < 16; i += 2 * h)
+            for (int j = i; j < i + h; j++) {
+                float a = y[j], b = y[j + h];
+                y[j] = a + b;
+                y[j + h] = a - b;
+            }
+    for (int i = 0; i < 16; i++) y[i] *= 0.25f;
 }
 /* round to a grid with `add` = 1.5 * 2**(23 - mantissa), smallest exponent 2**e = `least`, ties to even */
 static inline float grid(float x, float add, float least, float limit) {
@@ -64,6 +95,7 @@ static void matrix(const float *x, float *y, long rows, long k, int kind) {
     long n = rows * k;
     if (kind == 0) { if (x != y) memcpy(y, x, n * sizeof(float)); return; }
     if (kind == 1) { for (long i = 0; i < n; i++) y[i] = bf16(x[i]); return; }
+    if (kind == 7) { for (long i = 0; i < n; i++) y[i] = tf32(x[i]); return; }
     if (kind == 2) {
         for (long r = 0; r < rows; r++) {
             float a = amax_of(x + r * k, k);
@@ -86,14 +118,32 @@ static void matrix(const float *x, float *y, long rows, long k, int kind) {
         }
         return;
     }
+    if (kind == 9 || kind == 11) {
+        for (long i = 0; i < n; i += 16) {
+            float t[16];
+            hadamard(x + i, t);
+            memcpy(y + i, t, sizeof t);
+        }
+        x = y;
+        whole = amax_of(y, n);
+    }
     float tensor = whole / (448.0f * 6.0f);
     if (!(tensor > 0)) tensor = 1.0f;
-    for (long i = 0; i < n; i += 16) {
-        float s = amax_of(x + i, 16) / 6.0f / tensor;
-        s = s < 0.015625f ? 0.015625f : (s > 448.0f ? 448.0f : s);
-        s = E4M3(s) * tensor;
-        for (long j = i; j < i + 16; j++) y[j] = E2M1(x[j] / s) * s;
-    }
+    long high = kind == 8 ? 16 : 1; /* rows that share a scale */
+    for (long r = 0; r < rows; r += high)
+        for (long i = 0; i < k; i += 16) {
+            float a = 0.0f;
+            for (long q = r; q < r + high && q < rows; q++) {
+                float here = amax_of(x + q * k + i, 16);
+                a = here > a ? here : a;
+            }
+            float s = a / 6.0f / tensor;
+            s = s < 0.015625f ? 0.015625f : (s > 448.0f ? 448.0f : s);
+            s = E4M3(s) * tensor;
+            for (long q = r; q < r + high && q < rows; q++)
+                for (long j = q * k + i; j < q * k + i + 16; j++)
+                    y[j] = (kind >= 10 ? e2m1_stochastic(x[j] / s, uniform(x[j], (uint32_t)j)) : E2M1(x[j] / s)) * s;
+        }
 }
 /* y[r] = rounded x[r] ([rows, k], or its transpose [k, rows] when `turned`), along the last axis of the result */
 void round_replicas(const float *x, float *y, long count, long rows, long k, const int8_t *kind, int turned) {
@@ -156,8 +206,9 @@ def round_replicas(x: Tensor, kinds: np.ndarray, turned: bool = False) -> Tensor
 
 
 def rounded_like(x: Tensor, kinds: np.ndarray) -> Tensor:
-    """Return ``x`` rounded to bfloat16 in the replicas that do not keep float32."""
-    return round_replicas(x, (kinds != 0).astype(np.int8))
+    """Return ``x`` rounded to bfloat16 in the replicas whose products are not float32 (keep, TF32)."""
+    whole = (KINDS.index("keep"), KINDS.index("tf32"))
+    return round_replicas(x, (~np.isin(kinds, whole)).astype(np.int8))
 
 
 __all__ = ["KINDS", "round_replicas", "rounded_like"]

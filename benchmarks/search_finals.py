@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import optuna
 from ground_truth import JUDGE_SEEDS, TRIAL_SEEDS, TRUTH_SEEDS, Case
-from search_runs import MAX_DIVERGENCE
+from search_cases import MAX_DIVERGENCE
+from search_strategies import goals
 
 from autoprec.tuning.decide.decision import Candidate, choose, judge
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.race import Entrant, Standings, standings
-from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Expectation, Goals, Measured
+from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Expectation, Measured
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 
 TRIALS, SEEDS, REFERENCE_RUNS = 30, 4, 3
@@ -29,16 +30,14 @@ TRIALS, SEEDS, REFERENCE_RUNS = 30, 4, 3
 
 @dataclass(frozen=True)
 class Ending:
-    """What one search decided: its row (empty for "stay"), the mean over fresh seeds, trials, runs, and the preset.
-
-    ``preset`` is the time of the best preset that is acceptable under fresh seeds.
-    """
+    """What one search decided: its row (empty for "stay"), its mean over fresh seeds, trials, runs, all it asked."""
 
     row: bytes
     mean: float
     trials: int
     runs: int
     converged: bool
+    asked: tuple[bytes, ...] = ()
 
 
 class Replay:
@@ -97,16 +96,9 @@ class Replay:
         )
         runs = REFERENCE_RUNS + len(self.references) - 1 + sum(map(len, self.rows.values()))
         if decision.index is None:
-            return Ending(b"", 0.0, len(self.rows), runs, converged)
+            return Ending(b"", 0.0, len(self.rows), runs, converged, tuple(self.rows))
         row = ready[decision.index].tag
-        self.case.measure((row, s) for s in JUDGE_SEEDS)
-        return Ending(row, self.case.judged(row), len(self.rows), runs, converged)
-
-
-def goals(case: Case, seed: int) -> Goals:
-    """Return what a search of this case is for."""
-    slowest = case.time(case.baseline)
-    return Goals(MAX_DIVERGENCE, noise_floor=case.scans[seed].floor, reference=(slowest, 1.0))
+        return Ending(row, self.case.fresh(row), len(self.rows), runs, converged, tuple(self.rows))
 
 
 def searched(case: Case, seed: int, trials: int = TRIALS) -> Ending:

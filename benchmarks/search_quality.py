@@ -1,12 +1,16 @@
 """How good is the search? Ours against every alternative on real training runs.
 
-    python benchmarks/search_quality.py                          # print the stored runs of every strategy, scored
-    python benchmarks/search_quality.py --run ours,ilp --save    # run strategies again (training what is new), store
-    python benchmarks/search_quality.py --front 2 --save         # look longer for the true front
+    python benchmarks/search_quality.py                          # every case, from the stored runs; trains what is new
+    python benchmarks/search_quality.py --quick                  # two seeds per case, nothing but what is stored
+    python benchmarks/search_quality.py --cases moe-b200 --run ours,ilp   # run strategies again
+    python benchmarks/search_quality.py --front 1                # look longer for the true front
     python benchmarks/search_quality.py --output NAME            # also write results/NAME.md and NAME.json
+    python benchmarks/search_quality.py --output NAME --resume   # leave out the cases that NAME.json already has
 
-Every (strategy, seed) is an Optuna study that sees the noise of its own seed; what it asked is scored by the mean over
-fresh seeds (ground_truth.py, truth.py). Tables and logs lie in benchmarks/results/search_quality_<case>.npz.
+Every (strategy, seed) is an Optuna study of 30 trials that sees the noise of its own seed; what it asked is scored by
+the mean over fresh seeds (ground_truth.py, truth.py). ``search`` is the whole search as the product runs it, which ends
+when nothing is worth a run (search_finals.py). The cases are in search_cases.py. Tables and logs lie in
+benchmarks/results/search_quality_<case>.npz, and are stored as they grow: a run that was cut goes on where it was.
 """
 
 from __future__ import annotations
@@ -16,47 +20,26 @@ import datetime
 import json
 import math
 import platform
+import time
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import optuna
-from ground_truth import CASES, JUDGE_SEEDS, REPORTED, RESULTS, TRIAL_SEEDS, TRUTH_SEEDS, Case
-from search_finals import Ending, ended, searched
-from search_runs import MAX_DIVERGENCE, play
+from ground_truth import RESULTS, TRIAL_SEEDS, TRUTH_SEEDS, Case
+from search_cases import CASES, MAX_DIVERGENCE, REPORTED
+from search_finals import Ending, best_preset, ended, searched
+from search_quality_table import HEAD, goals, show
+from search_runs import play
 from search_strategies import STRATEGIES
 from truth import Point, Worth, corner, judge, judged, long_run, picked, refine_run, settle, volume
 
-BUDGETS = (30, 60, 120)
-#: (seeds, trials) of a strategy when it is run; a GP over categoricals takes half a second per trial and more.
-RUNS = {"gp": (8, 30)}
-DECIDED = ("ours", "ilp", "greedy")
-HEAD = """\
-A tiny GPT and a tiny ViT (17 groups, 14 steps of 64 tokens) are trained for real under emulated recipes; time is
-modelled for b200 and h100 at `width=256,tokens=256`. Every run of a strategy has a trial seed of its own (initial
-weights, data, noise, sensitivity scan): its trials see that one seed, as in a real search. What it asked is scored by
-true values, in two steps. Which of it is non-dominated is found out under truth seeds (four for whatever may count, 24
-near the best known front), drawn towards an additive model of all of them. How good those are is measured under 24
-judge seeds that nobody has picked by: the best of thousands of noisy means is best partly by luck, and a front scored
-by the means it was picked by loses 4 to 5 % of its hypervolume when it is measured again. The best known front is
-picked and judged alike, from everything any strategy asked and from a long run that knows the truth seeds. Everyone
-starts with the same 6 presets. HV: hypervolume of what was asked over (step time, log10 divergence), corner at twenty
-times the budget of 0.25 %, as a share of the best known front's (which it may exceed by luck). Regret: fastest asked
-point within the budget by judge seeds, against the fastest of the best known front. Mean ± standard error over trial
-seeds. The GP stops at 30 trials (half a second each).
-
-`one-pass` is ModelOpt's way: squared gradient of a layer's output times squared change of the output, from one pass,
-solved exactly and bisected on measured divergence. `ilp` does not stand for an existing tool: it is our own
-sensitivity table and solver without the learning, to see what that adds.
-
-The method was developed on the same two models with the recipes swapped (gpt-h100, vit-b200) and on a simulation
-fitted to the first of them: the threefold weight of the head, the widths of the posterior, and that only a quarter of
-what one seed's trials say about single layers is believed. That last rule was looked for because a first run on
-vit-h100 fell behind `ilp`; its value was chosen on the other two cases, but it is not blind to this one. Judge seeds,
-and the scan over four of these tiny batches (a search of 120 trials has room for it), came after a first version of
-this file had scored by the seeds it picked by: ours at 0.977/0.985/0.990 on gpt-b200, 0.947/0.963/0.969 on vit-h100.
-"""
+TRIALS = 30
+#: Trial seeds of a strategy that is dear: a GP over categoricals takes half a second per trial and more.
+FEW_SEEDS = {"gp": 2}
+#: Whose trials are raced to a decision.
+DECIDED = ("search", "ilp")
 
 
 def score(case: Case, log: Sequence[bytes], worth: Worth, front: Sequence[Point]) -> tuple[float, float]:
@@ -69,67 +52,70 @@ def _fastest(case: Case, points: Sequence[Point]) -> float:
     return min((t for t, d in points if d <= MAX_DIVERGENCE), default=corner(case)[0])
 
 
-def rows_of(case: Case, worth: Worth, front: Sequence[Point]) -> list[dict[str, Any]]:
-    """Return mean and standard error per strategy and budget."""
+def logs_of(case: Case, found: dict[str, list[Ending]]) -> dict[str, list[list[bytes]]]:
+    """Return what every run of every strategy asked, the whole searches first."""
+    out = {"search": [list(ending.asked) for ending in found["search"]]}
+    return out | {n: [list(log)[:TRIALS] for log in case.logs[n]] for n in STRATEGIES if n in case.logs}
+
+
+def rows_of(
+    case: Case, logs: dict[str, list[list[bytes]]], worth: Worth, front: Sequence[Point]
+) -> list[dict[str, Any]]:
+    """Return mean and standard error per strategy: hypervolume and regret of what was asked."""
     rows = []
-    for name, logs in logs_of(case).items():
-        spent = case.logs[f"ms:{name}"]
-        row: dict[str, Any] = {
-            "strategy": name,
-            "seeds": len(logs),
-            "ms": float(spent.mean()),
-            "peak_ms": float(spent.max()),
-        }
-        for budget in BUDGETS:
-            if len(logs[0]) >= budget:
-                scores = np.array([score(case, log[:budget], worth, front) for log in logs])
-                error = scores.std(0, ddof=1) / math.sqrt(len(scores))
-                row[str(budget)] = [*scores.mean(0).tolist(), *error.tolist()]
-        rows.append(row)
+    for name, runs in logs.items():
+        spent = case.logs.get(f"ms:{name}")
+        scores = np.array([score(case, log, worth, front) for log in runs])
+        error = scores.std(0, ddof=1) / math.sqrt(len(scores)) if len(scores) > 1 else np.full(2, np.nan)
+        rows.append(
+            {
+                "strategy": name,
+                "seeds": len(runs),
+                "trials": float(np.mean([len(log) for log in runs])),
+                "ms": float(spent.mean()) if spent is not None else None,
+                "scores": [*scores.mean(0).tolist(), *error.tolist()],
+            }
+        )
     return rows
-
-
-def logs_of(case: Case) -> dict[str, list[list[bytes]]]:
-    """Return what every run of every strategy asked."""
-    return {name: [list(log) for log in case.logs[name]] for name in STRATEGIES if name in case.logs}
 
 
 def comparisons(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Return where ours is not better than an alternative beyond the standard error of the difference."""
-    ours = next((row for row in rows if row["strategy"] == "ours"), None)
+    ours = next((row["scores"] for row in rows if row["strategy"] == "ours"), None)
     out = []
     for row in rows if ours else ():
-        for budget in (str(b) for b in BUDGETS):
-            if row is ours or budget not in row or ours is None:
-                continue
-            for k, what in ((0, "hypervolume"), (1, "regret")):
-                gain = (ours[budget][k] - row[budget][k]) * (1 if k == 0 else -1)
-                if gain <= math.hypot(ours[budget][k + 2], row[budget][k + 2]):
-                    out.append(f"{what} @{budget} against {row['strategy']} ({gain:+.3f})")
+        if row["strategy"] in ("ours", "search") or ours is None:
+            continue
+        theirs = row["scores"]
+        for k, what in ((0, "hypervolume"), (1, "regret")):
+            gain = (ours[k] - theirs[k]) * (1 if k == 0 else -1)
+            if not gain > math.hypot(ours[k + 2], theirs[k + 2]):
+                out.append(f"{what} against {row['strategy']} ({gain:+.3f})")
     return out
 
 
-def decisions(case: Case, strategy: str) -> list[Ending]:
-    """Return what was decided under every trial seed, ours by whole searches, others by racing their first trials."""
-    if strategy == "ours":
-        return [searched(case, seed) for seed in TRIAL_SEEDS]
-    return [ended(case, list(log), seed) for seed, log in zip(TRIAL_SEEDS, case.logs[strategy], strict=False)]
+def decisions(case: Case, strategy: str, seeds: Sequence[int]) -> list[Ending]:
+    """Return what was decided under trial seeds: by whole searches, or by racing another strategy's first trials."""
+    if strategy == "search":
+        return [searched(case, seed) for seed in seeds]
+    return [ended(case, list(log), seed) for seed, log in zip(seeds, case.logs[strategy], strict=False)]
 
 
 def endings(case: Case, found: Sequence[Ending], front: Sequence[Point]) -> dict[str, Any]:
-    """Compare what was decided with fresh seeds and with the best there is."""
-    best = _fastest(case, front)
+    """Compare what was decided with fresh seeds, with the best there is, and with the best acceptable preset."""
+    best, preset = _fastest(case, front), best_preset(case)
     adopted = [e for e in found if e.row]
-    violated = [e.mean for e in adopted if e.mean > max(MAX_DIVERGENCE, 0.0)]
     regrets = [case.time(e.row) / best - 1 for e in adopted]
     return {
         "runs": len(found),
         "adopted": len(adopted),
-        "violated": len(violated),
+        "violated": sum(e.mean > MAX_DIVERGENCE for e in adopted),
         "regret": float(np.mean(regrets)) if regrets else math.nan,
+        "over_preset": [preset / case.time(e.row) - 1 for e in adopted] if math.isfinite(preset) else [],
         "means": [e.mean for e in adopted],
         "trials": float(np.mean([e.trials for e in found])),
         "measured": float(np.mean([e.runs for e in found])),
+        "converged": sum(e.converged for e in found),
     }
 
 
@@ -139,141 +125,73 @@ def spearman(pairs: np.ndarray[Any, Any]) -> float:
     return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
 
 
+def grow(case: Case, names: Sequence[str], front: int) -> None:
+    """Run strategies and the long run for the true front; store after each."""
+    seeds = case.spec.seeds.runs
+    for name in names:
+        play(case, {name: (min(seeds, FEW_SEEDS.get(name, seeds)), TRIALS)})
+        case.save()
+    for name in [n for n in STRATEGIES if n in case.logs]:
+        for seed, log in enumerate(case.logs[name]):
+            refine_run(case, list(log)[:TRIALS], seed)
+        _note(case, f"truth of {name}")
+    if front:
+        long_run(case, front)
+        case.save()
+
+
+def _note(case: Case, what: str) -> None:
+    case.save()
+    print(f"{case.name}: {what}: {case.trained} trained, {case.cpu_s:.0f} s CPU", flush=True)
+
+
 def result_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Run what was asked for one case and return its figures."""
     case = Case.load(name)
-    names = [s for s in args.run.split(",") if s]
-    if names:
-        play(case, {s: RUNS.get(s, (len(TRIAL_SEEDS), max(BUDGETS))) for s in names})
-        for strategy in names:
-            for seed, log in enumerate(case.logs[strategy]):
-                refine_run(case, list(log), seed)
-            if args.save:
-                case.save()
-    if args.front:
-        long_run(case, args.front)
-    if names or args.front:
+    if not args.quick:
+        grow(case, [s for s in args.run.split(",") if s], args.front)
+    seeds = list(TRIAL_SEEDS)[: 2 if args.quick else None]
+    found = {s: decisions(case, s, seeds) for s in DECIDED if s == "search" or s in case.logs}
+    logs = logs_of(case, found)
+    if not args.quick:
+        _note(case, "decisions")
+        for seed, log in enumerate(logs["search"]):
+            refine_run(case, log, seed)
         settle(case)
-    decided = {s: decisions(case, s) for s in DECIDED if s in case.logs}
     worth = Worth(case, noise_of(case))  # only now: all that the truth seeds will ever say was measured
     best = picked(case, case.values, worth)
-    asked = [log[:budget] for logs in logs_of(case).values() for log in logs for budget in BUDGETS]
-    judge(case, [row for log in asked for row in picked(case, log, worth)], worth, best)
-    front, kept = judged(case, best), luck(case, best, worth)
-    if args.save:
-        case.save()
-    elif case.trained:
-        print(f"{name}: {case.trained} runs were trained and not stored (--save)")
-    rows = rows_of(case, worth, front)
+    judge(case, [row for runs in logs.values() for log in runs for row in picked(case, log, worth)], worth, best)
+    front = judged(case, best)
+    decided = {s: endings(case, endings_, front) for s, endings_ in found.items()}
+    if not args.quick:
+        _note(case, "judged")
+    rows = rows_of(case, logs, worth, front)
     return {
         "case": name,
+        "blind": case.spec.blind,
         "groups": len(case.problem.groups),
         "choices": list(case.problem.choice_names),
+        "parameters": {n: list(v) for n, v in case.problem.parameters.items()},
+        "steps": case.spec.steps,
         "assignments": len(case.values),
         "trained": sum(int(np.isfinite(v).sum()) for v in case.values.values()),
+        "new": case.trained,
         "front": front,
         "even": [spearman(scan.checks[0::2]) for scan in case.scans],
         "mixed": [spearman(scan.checks[1::2]) for scan in case.scans],
         "noise": noise_of(case),
         "rows": rows,
-        "luck": kept,
         "not_better": comparisons(rows),
-        "endings": {s: endings(case, found, front) for s, found in decided.items()},
+        "endings": decided,
     }
 
 
 def noise_of(case: Case) -> float:
-    """Return the standard deviation of ln(divergence) from seed to seed, typical over assignments."""
-    first, end = TRUTH_SEEDS.start, TRUTH_SEEDS.stop
-    known = [values[first:end] for row, values in case.values.items() if case.seeds_of(row) >= 8]
+    """Return the standard deviation of ln(divergence) from seed to seed, typical over assignments; 0.36 if unknown."""
+    first, end, enough = TRUTH_SEEDS.start, TRUTH_SEEDS.stop, min(8, case.spec.seeds.front[-1][0])
+    known = [values[first:end] for row, values in case.values.items() if case.seeds_of(row) >= enough]
     spreads = [np.nanstd(np.log(values), ddof=1) for values in known]
-    return float(np.median(spreads)) if spreads else math.nan
-
-
-def luck(case: Case, best: Sequence[bytes], worth: Worth) -> list[float]:
-    """Return the share of its hypervolume that a front keeps under judge seeds: picked by plain means, and as here."""
-    plain = picked(case, case.values, case.truth)
-    judge(case, plain, worth, best)
-    pairs = ((plain, case.truth), (best, worth))
-    return [
-        volume(case, judged(case, rows)) / volume(case, [(case.time(row), value(row)) for row in rows])
-        for rows, value in pairs
-    ]
-
-
-def show(result: dict[str, Any]) -> str:
-    """Return a result as Markdown."""
-    even, mixed = np.array(result["even"]), np.array(result["mixed"])
-    lines = [
-        f"### {result['case']}: {result['groups']} groups x {len(result['choices'])} choices",
-        "",
-        f"Front: {len(result['front'])} points out of {result['assignments']} assignments, {result['trained']} "
-        f"training runs; one trial's ln(divergence) has a standard deviation of {result['noise']:.2f} from seed to "
-        f"seed. Under judge seeds it keeps {result['luck'][1]:.1%} of the hypervolume it was picked by; picked by "
-        f"plain means over truth seeds it would keep {result['luck'][0]:.1%}.",
-        f"Rank correlation of predicted and measured gradient error, mean over {len(even)} scans: "
-        f"{mixed.mean():.3f} (assignments of random mixtures), {even.mean():.3f} (all choices evenly).",
-        "",
-    ]
-    heads = [f"HV @{b}" for b in BUDGETS] + [f"regret @{b}" for b in BUDGETS] + ["ms/trial (peak)"]
-    lines += ["| strategy | seeds | " + " | ".join(heads) + " |", "|---|---|" + "---|" * len(heads)]
-    for row in result["rows"]:
-        cells = [row.get(str(b)) for b in BUDGETS]
-        shown = [f"{c[0]:.3f} ± {c[2]:.3f}" if c else "-" for c in cells]
-        shown += [f"{c[1]:.1%} ± {c[3]:.1%}" if c else "-" for c in cells]
-        times = f"{row['ms']:.0f} ({row['peak_ms']:.0f})"
-        lines.append(f"| {row['strategy']} | {row['seeds']} | " + " | ".join([*shown, times]) + " |")
-    lines.append("")
-    for name, end in result["endings"].items():
-        lines.append(
-            f"Decisions of {name}: {end['adopted']} of {end['runs']} runs adopt, {end['violated']} of them beyond the "
-            f"budget under {len(JUDGE_SEEDS)} fresh seeds; regret of what was adopted {end['regret']:.1%}; "
-            f"{end['trials']:.0f} trials and {end['measured']:.0f} runs per search, references included."
-        )
-    losses = "; ".join(result["not_better"]) or "none"
-    lines += ["", f"Not better than the alternative beyond the standard error of the difference: {losses}.", ""]
-    return "\n".join(lines)
-
-
-#: Hypervolume wanted at each budget, regret at 60 trials, violating finalists, rank correlation of the table.
-WANTED_HV, WANTED_REGRET, WANTED_VIOLATIONS, WANTED_RANK = (0.90, 0.95, 0.98), 0.02, 0.05, 0.95
-
-
-def goals(results: Sequence[dict[str, Any]]) -> str:
-    """Return how every case stands against the goals."""
-    rows: list[tuple[str, list[str]]] = []
-    for result in results:
-        ours = next(row for row in result["rows"] if row["strategy"] == "ours")
-        reached = [ours[str(budget)] for budget in BUDGETS]
-        end = result["endings"]["ours"]
-        mixed, even = np.mean(result["mixed"]), np.mean(result["even"])
-        unbeaten = {text.partition("against ")[2].partition(" ")[0] for text in result["not_better"]}
-        cells = [
-            _met(
-                all(r[0] >= wanted for r, wanted in zip(reached, WANTED_HV, strict=True)),
-                "/".join(f"{r[0]:.3f}" for r in reached),
-            ),
-            _met(reached[1][1] <= WANTED_REGRET, f"{reached[1][1]:.1%}"),
-            _met(not unbeaten, f"not everywhere: {', '.join(sorted(unbeaten))}" if unbeaten else "all"),
-            _met(end["violated"] <= WANTED_VIOLATIONS * end["adopted"], f"{end['violated']} of {end['adopted']}"),
-            _met(mixed >= WANTED_RANK, f"{mixed:.3f} over random mixtures, {even:.3f} where choices are drawn evenly"),
-        ]
-        rows.append((result["case"], cells))
-    wanted = (
-        f"HV {' / '.join(f'{v:.2f}' for v in WANTED_HV)} at {' / '.join(map(str, BUDGETS))} trials",
-        f"regret at 60 trials <= {WANTED_REGRET:.0%}",
-        "better than every alternative beyond the standard error",
-        f"finalists beyond the budget under fresh seeds <= {WANTED_VIOLATIONS:.0%}",
-        f"rank correlation of the table >= {WANTED_RANK}",
-    )
-    lines = ["## Against the goals", "", "| goal | " + " | ".join(case for case, _ in rows) + " |"]
-    lines.append("|---|" + "---|" * len(rows))
-    lines += [f"| {goal} | " + " | ".join(cells[k] for _, cells in rows) + " |" for k, goal in enumerate(wanted)]
-    return "\n".join([*lines, "", ""])
-
-
-def _met(met: bool, found: str) -> str:
-    return f"{'met' if met else 'missed'}: {found}"
+    return float(np.median(spreads)) if spreads else 0.36
 
 
 def main() -> None:
@@ -282,20 +200,35 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join(REPORTED), help=f"of {', '.join(CASES)}")
     parser.add_argument("--run", default="", help=f"strategies to run again, of {', '.join(STRATEGIES)}")
     parser.add_argument("--front", type=int, default=0, help="rounds of the long run for the true front")
-    parser.add_argument("--save", action="store_true", help="store what was trained and asked")
+    parser.add_argument("--quick", action="store_true", help="two seeds per case, and nothing is stored")
+    parser.add_argument("--grow", action="store_true", help="only run strategies and store them")
     parser.add_argument("--output", default="", help="name of the result files")
+    parser.add_argument("--resume", action="store_true", help="keep the cases that the result file already has")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    results = [result_of(case, args) for case in args.cases.split(",")]
+    path = RESULTS / f"{args.output}.json"
+    results = json.loads(path.read_text()) if args.resume and args.output and path.exists() else []
+    for name in args.cases.split(","):
+        began = time.process_time()
+        if any(result["case"] == name for result in results):
+            continue
+        if args.grow:
+            grow(Case.load(name), [s for s in args.run.split(",") if s], args.front)
+            continue
+        results.append(result_of(name, args))
+        print(show(results[-1]) + f"\n({time.process_time() - began:.0f} s of CPU)\n", flush=True)
+        if args.output:
+            path.write_text(json.dumps(results, indent=1))
+    if args.grow:
+        return
     text = goals(results) + "\n".join(show(result) for result in results)
     print(text)
     if args.output:
         today = datetime.date.today().isoformat()
         versions = f"{platform.machine()}, Python {platform.python_version()}, optuna {optuna.__version__}"
         head = f"# Search quality, {today}\n\n`python benchmarks/search_quality.py`; {versions}\n\n{HEAD}\n"
-        (RESULTS / f"{args.output}.md").write_text(head + text)
-        (RESULTS / f"{args.output}.json").write_text(json.dumps(results, indent=1))
+        path.with_suffix(".md").write_text(head + text)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from search_strategies import sampler
 
 from autoprec.tuning.decide.presets import presets
 
-MAX_DIVERGENCE, PRESETS = 0.0025, 6
+PRESETS = 6
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Run:
 
 def start(case: Case, strategy: str, seed: int, trials: int) -> Run:
     """Open a study with the same presets for everyone."""
-    chosen = sampler(strategy, case, seed, MAX_DIVERGENCE, trials)
+    chosen = sampler(strategy, case, seed, trials)
     study = optuna.create_study(directions=["minimize", "minimize"], sampler=chosen)
     for _, params in presets(case.problem, PRESETS):
         study.enqueue_trial(params)
@@ -48,7 +48,7 @@ def advance(case: Case, runs: Sequence[Run]) -> None:
         began = time.process_time()
         run.pending = run.study.ask(case.problem.distributions())
         run.spent_ms.append(1e3 * (time.process_time() - began))
-        rows.append(case.problem.indices(run.pending.params).astype(np.uint8).tobytes())
+        rows.append(case.row(run.pending.params))
     case.measure((row, run.seed) for run, row in zip(live, rows, strict=True))
     for run, row in zip(live, rows, strict=True):
         began = time.process_time()

@@ -10,9 +10,12 @@ from typing import Any
 import numpy as np
 import optuna
 from ground_truth import Case
+from search_cases import MAX_DIVERGENCE
 
 from autoprec.policy.solver import solve
+from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import IntVector, Problem
+from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.other_samplers import IlpSampler, ProposalSampler, make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior
 
@@ -68,7 +71,13 @@ class MeasuredIlp(ProposalSampler):
                 yield found
 
 
-def sampler(name: str, case: Case, seed: int, max_divergence: float, trials: int) -> Any:
+def goals(case: Case, seed: int) -> Goals:
+    """Return what a search of this case is for."""
+    floor, slowest = case.scans[seed].floor, case.time(case.baseline)
+    return Goals(MAX_DIVERGENCE, noise_floor=floor, reference=(slowest, 1.0))
+
+
+def sampler(name: str, case: Case, seed: int, trials: int) -> Any:
     """Return a sampler by name; the search's own are made by ``make_sampler``.
 
     ``ilp`` is our own sensitivity table and solver without the learning; ``one-pass`` has ModelOpt's scores instead.
@@ -76,21 +85,13 @@ def sampler(name: str, case: Case, seed: int, max_divergence: float, trials: int
     problem, prior = case.problem, case.prior(seed)
     if name == "one-pass":
         scores = replace(prior, error2=case.scans[seed].one_pass)
-        return IlpSampler(problem, scores, max_divergence=max_divergence, seed=seed)
+        return IlpSampler(problem, scores, max_divergence=MAX_DIVERGENCE, seed=seed)
     if name == "measured-ilp":
-        return MeasuredIlp(problem, prior, max_divergence=max_divergence, seed=seed)
+        return MeasuredIlp(problem, prior, max_divergence=MAX_DIVERGENCE, seed=seed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if name == "tpe-mv":
             return optuna.samplers.TPESampler(seed=seed, multivariate=True, n_startup_trials=10)
         if name == "gp":
             return optuna.samplers.GPSampler(seed=seed, n_startup_trials=10)
-    return make_sampler(
-        name,
-        problem,
-        prior,
-        seed=seed,
-        max_divergence=max_divergence,
-        noise_floor=case.scans[seed].floor,
-        trials=trials,
-    )
+    return make_sampler(name, problem, prior, goals(case, seed), presets=presets(problem), seed=seed, trials=trials)

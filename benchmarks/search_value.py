@@ -1,31 +1,47 @@
 """What a search is worth: the gain of the adopted policy over the best preset that is acceptable, model by model.
 
-    python benchmarks/search_value.py                # 12 models x h100, b200; trials answered by a formula (simulated)
-    python benchmarks/search_value.py --output NAME  # also write results/NAME.md
+    python benchmarks/search_value.py                # every setting below; trials answered by a formula (simulated)
+    python benchmarks/search_value.py --quick        # three models
+    python benchmarks/search_value.py --settings tight,NVFP4 --targets b200
+    python benchmarks/search_value.py --output NAME  # also write results/NAME.md and NAME.json, row by row
+    python benchmarks/search_value.py --output NAME --resume   # go on where a run was cut
 
-Shapes are those of known models, times are the cost model's; divergence follows a formula (tests/simulated.py) whose
-layers differ in sensitivity as real ones do and whose seeds differ by a lognormal factor. So the table says where
-mixing recipes can pay at these shapes, not what it does to a real loss. A row ends with what the answer cost.
+Shapes are those of known models, GPU times are the cost model's (CPU times a formula's); divergence follows a formula
+whose layers differ in sensitivity (a lognormal factor per layer) and whose runs differ from seed to seed, as far as
+real ones were seen to (benchmarks/search_quality.py). So the table says where mixing recipes can pay at these shapes,
+and whether the search finds it, not what it does to a real loss.
+
+Because it is a formula, the truth is known: ``best preset`` is the fastest preset that really is acceptable, ``within``
+says whether the adopted policy is, and ``possible`` is what the fastest acceptable assignment of recipes to layers
+gains over that preset (an exact knapsack; choices beside the layers' are not in it).
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import math
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from search_cost import scratch
 
-from autoprec.policy import LayerPlan
+from autoprec.policy import LayerPlan, load_policy
+from autoprec.policy.solver import solve
+from autoprec.policy.space import Choice
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialSpec
+from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
-from tests.simulated import ERROR, SimulatedRunner, SimulatedScript, simulated_graph
+from autoprec.tuning.setup import Setup
+from tests.simulated import ERROR, TIME, SimulatedRunner, SimulatedScript, simulated_graph
 
 #: name -> (blocks, width, tokens per step): shapes of known models on one GPU.
 MODELS = {
@@ -42,84 +58,221 @@ MODELS = {
     "Llama 8B, 8 of 32 blocks": (8, 4096, 8192),
     "Llama 70B, 2 of 80 blocks": (2, 8192, 8192),
 }
-TARGETS = ("h100", "b200")
+QUICK = ("GPT-2 small", "Llama 1B", "Llama 70B, 2 of 80 blocks")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How a search is asked: targets, options, models; ``memory`` limits it to a share of what all bf16 takes."""
+
+    targets: tuple[str, ...]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    models: Sequence[str] = tuple(MODELS)
+    memory: float = 0.0
+
+
+_SOME = ("GPT-2 medium", "ViT-L", "Llama 1B", "Llama 8B, 8 of 32 blocks")
+SETTINGS = {
+    "as it comes": Setting(("h100", "b200", "cpu")),
+    "NVFP4": Setting(("b200",), {"space": "blackwell-nvfp4"}),
+    "tight": Setting(("h100", "b200"), {"max_divergence": 0.0015, "max_gradient_error": 0.072}, _SOME),
+    "state": Setting(("h100",), {"space": "msamp-levels"}, _SOME),
+    "memory": Setting(("h100",), {"space": "msamp-levels"}, _SOME, memory=0.62),
+}
+#: Spread of a layer's sensitivity (of ln over layers) and of a run's divergence (of ln over seeds).
+LAYERS, SEEDS = 0.8, 0.36
+#: A run's divergence for each unit of gradient error, over the simulated script's own (0.75 % of the mean).
+STRENGTH = 5.5
+#: Mean divergence for each unit of gradient error: the loss is off by 1 % of it, times how far the scored half of 23
+#: steps is into the run.
+PER_ERROR = 0.01 * 0.74 * STRENGTH * math.exp(SEEDS**2 / 2)
+#: Relative gradient noise of the simulated script, and the gradient error that rounded state comes to (assumed).
+NOISE = 0.5
+STATE = {
+    "optimizer.weights": {"fp16_scaled": 0.004, "bf16_stochastic": 0.02, "bf16_kahan": 0.002, "e4m3_master": 0.006},
+    "optimizer.gradients": {"bf16": 0.002, "e4m3": 0.02, "e4m3_tensor": 0.025},
+    "optimizer.exp_avg": {"bf16": 0.002, "e4m3": 0.015, "e4m3_tensor": 0.05, "int8_block": 0.01},
+    "optimizer.exp_avg_sq": {"fp16_scaled": 0.001, "fp16_tensor": 0.001, "int8_block": 0.015},
+    "communication.gradients": {"bf16": 0.002, "fp8": 0.02},
+}
 
 
 @dataclass(slots=True)
 class Uneven(SimulatedScript):
-    """A simulated script whose layers differ in sensitivity: ln has a standard deviation of 0.8 over layers."""
+    """A simulated script whose layers differ in sensitivity, and whose state matters as well."""
 
-    def error(self, document: object) -> float:
+    def error(self, document: Mapping[str, Any] | None) -> float:
         """Return the relative gradient error of a policy."""
-        total = 0.0
-        for name, plan in self.plans(document).items():  # type: ignore[arg-type]
-            total += self._factor(name) ** 2 * self._square(plan)
-        return float(np.sqrt(total))
+        total = sum(self.square(name, plan) for name, plan in self.plans(document).items())
+        for name, values in STATE.items():
+            part, _, key = name.partition(".")
+            total += values.get(str(((document or {}).get(part) or {}).get(key)), 0.0) ** 2
+        return math.sqrt(total)
 
-    def _factor(self, name: str) -> float:
-        own = np.random.default_rng([*name.encode()]).lognormal(0.0, 0.8)
-        return self.error_scale * float(own) * (self.head_factor / 3 if name == "head" else 1.0)
-
-    @staticmethod
-    def _square(plan: LayerPlan) -> float:
+    def square(self, name: str, plan: LayerPlan) -> float:
+        """Return the squared error of one layer."""
+        factor = np.random.default_rng([*name.encode()]).lognormal(0.0, LAYERS) * (2.0 if name == "head" else 1.0)
         recipes = (plan.fprop, plan.dgrad, plan.wgrad)
-        return sum(ERROR[recipe.format] ** 2 if recipe else 0.0 for recipe in recipes) / 3
+        return float(self.error_scale * factor) ** 2 * sum(ERROR[r.format] ** 2 if r else 0.0 for r in recipes) / 3
+
+    def extra(self, seed: int, document: Mapping[str, Any] | None) -> float:
+        """Return what a run's gradient error seems to be under one seed, beyond :meth:`error`."""
+        layers = repr(sorted(map(repr, (document or {}).get("layers", []))))
+        factor = float(np.random.default_rng([seed, *layers.encode()]).lognormal(0.0, SEEDS))
+        return self.error(document) * (STRENGTH * factor - 1.0)
+
+    def divergence(self, document: Mapping[str, Any] | None) -> float:
+        """Return the mean divergence over all seeds, as the search would measure it."""
+        return PER_ERROR * self.error(document)
 
 
-def row(name: str, target: str) -> tuple[str, float]:
-    """Return a row of the table, and the gain."""
+def searched(name: str, target: str, setting: str) -> dict[str, Any]:
+    """Search one model, and return a row of the table."""
     blocks, width, tokens = MODELS[name]
+    graph = simulated_graph(blocks, width=width, tokens=tokens)
+    script = Uneven(graph=graph, error_scale=1.5 / math.sqrt(4 * blocks + 1))
 
     def moved(seed: int, spec: TrialSpec) -> float:
-        layers = repr(sorted(map(repr, (spec.policy or {}).get("layers", []))))
-        return 0.02 * (float(np.random.default_rng([seed, *layers.encode()]).lognormal(0.0, 0.35)) - 1.0)
+        return script.extra(seed, spec.policy)
 
-    graph = simulated_graph(blocks, width=width, tokens=tokens)
-    script = Uneven(graph=graph, noise=moved, error_scale=3.0 / np.sqrt(4 * blocks + 1))
+    script.noise = moved
+    asked, memory = dict(SETTINGS[setting].options), SETTINGS[setting].memory
     with scratch() as folder:
         (folder / "train.py").touch()
-        options = SearchOptions(command=("train.py",), target=target, workers=1)
+        if memory:
+            options = SearchOptions(command=("train.py",), target=target, workers=1, **asked)
+            whole = Setup.of(options, SimulatedRunner(script).start(), graph)
+            baseline = whole.problem.params_of(whole.problem.baseline)
+            asked["max_memory"] = int(memory * whole.steps.of(baseline).memory_bytes)
+        options = SearchOptions(command=("train.py",), target=target, workers=1, **asked)
         command = ScriptCommand.parse(options.command)
         search = Search(options, command, Listeners(), lambda seed, _folder: SimulatedRunner(script, seed))
         result = search.run()
-    best, gain = result.best, float(result.best.get("gain_over_preset", 0.0))
-    over = best.get("speedup_over_16bit", best["speedup"])
-    preset = best.get("best_preset", "-")
-    passes = result.timings.get("passes", 0.0)
-    text = f"| {name} | {target} | {result.verdict} | {over:.3f}x | {gain:.1%} | {preset} | {passes:.0f} |"
-    return text, gain
+        chosen = load_policy("policy.yaml").to_dict()
+    assert search.setup is not None
+    return {
+        "setting": setting,
+        "model": name,
+        "target": target,
+        "verdict": result.verdict,
+        "over_16bit": result.best.get("speedup_over_16bit", result.best["speedup"]),
+        "told": float(result.best.get("gain_over_preset", 0.0)),
+        "passes": result.timings.get("passes", 0.0),
+        "stopped": result.stopped,
+        **truth(script, search.setup, chosen, float(result.best["step_time_ms"]), adopted=result.verdict == "adopt"),
+    }
+
+
+def truth(script: Uneven, setup: Setup, chosen: Mapping[str, Any], step_ms: float, *, adopted: bool) -> dict[str, Any]:
+    """Return what is really so: the best acceptable preset, the gain over it, and what is possible at all."""
+    problem, limits = setup.problem, setup.limits
+    largest = setup.options.max_gradient_error * NOISE
+
+    def fits(document: Mapping[str, Any]) -> bool:
+        return script.divergence(document) <= limits.divergence and script.error(document) <= largest
+
+    def milliseconds(params: Mapping[str, Any]) -> float:
+        if setup.measured:
+            return script.milliseconds(problem.policy(params).to_dict())
+        return setup.steps.of(params).time_ms
+
+    timed = []
+    for preset, params in presets(problem):
+        within = setup.limits.memory is None or setup.steps.of(params).memory_bytes <= setup.limits.memory
+        if within and fits(problem.policy(params).to_dict()):
+            timed.append((milliseconds(params), preset))
+    fastest, name = min(timed, default=(math.nan, "none"))
+    recipes = setup.space.recipes_with(problem.params_of(problem.baseline))
+    work = {layer.name: layer.total_flops for layer in setup.graph.tunable}
+
+    def time_of(layer: str, plan: LayerPlan) -> float:
+        if not setup.measured:
+            return setup.cost.layer_time_ms(layer, plan, activations="bf16")
+        rates = [TIME[r.format] if r else 1.0 for r in (plan.fprop, plan.dgrad, plan.wgrad)]
+        return script.step_ms * 0.8 * work[layer] * sum(rates) / 3 / sum(work.values())
+
+    plans = {choice: Choice.parse(choice).plan(recipes) for choice in problem.choice_names}
+    times = problem.table(lambda g, c: sum(time_of(layer, plans[c]) for layer in g.layers))
+    squares = problem.table(lambda g, c: sum(script.square(layer, plans[c]) for layer in g.layers))
+    index = solve(times, squares, min(largest, limits.divergence / PER_ERROR) ** 2)
+    best = milliseconds(problem.from_indices(index, {})) if index is not None else math.nan
+    return {
+        "preset": name,
+        "gain": fastest / step_ms - 1.0 if adopted else math.nan,
+        "possible": fastest / best - 1.0,
+        "within": fits(chosen),
+        "divergence": script.divergence(chosen),
+    }
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """Return a row as Markdown."""
+    gain = "-" if math.isnan(row["gain"]) else f"{row['gain']:+.1%}"
+    cells = [row["setting"], row["model"], row["target"], row["verdict"], f"{row['over_16bit']:.3f}x", gain]
+    cells += [row["preset"], f"{row['possible']:+.1%}", "yes" if row["within"] else "no", f"{row['passes']:.0f}"]
+    return f"| {' | '.join(cells)} |"
+
+
+def totals(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what all rows of a setting and target come to."""
+    out = []
+    for key in dict.fromkeys((row["setting"], row["target"]) for row in rows):
+        mine = [row for row in rows if (row["setting"], row["target"]) == key]
+        gains = [row["gain"] for row in mine if not math.isnan(row["gain"])]
+        if not gains:
+            continue
+        lost = [row["possible"] - row["gain"] for row in mine if not math.isnan(row["gain"] + row["possible"])]
+        out.append(
+            f"- {key[0]}, {key[1]}: {sum(g >= 0.05 for g in gains)} of {len(mine)} gain 5 % or more, mean "
+            f"{np.mean(gains):+.1%}, least {min(gains):+.1%}; left of what is possible: mean {np.mean(lost):.1%}, most "
+            f"{max(lost):.1%}; {sum(not row['within'] for row in mine)} not acceptable; "
+            f"{np.mean([row['passes'] for row in mine]):.0f} passes."
+        )
+    return out
 
 
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", default="", help="name of the result file")
+    parser.add_argument("--settings", default=",".join(SETTINGS), help=f"of {', '.join(SETTINGS)}")
+    parser.add_argument("--targets", default="h100,b200,cpu")
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}")
+    parser.add_argument("--output", default="", help="name of the result files")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the result file already has")
     args = parser.parse_args()
-    lines = [
-        f"# What a search is worth (simulated), {datetime.date.today().isoformat()}",
-        "",
-        f"`python benchmarks/search_value.py`; {platform.machine()}, Python {platform.python_version()}",
-        "",
-        "| model | target | answer | over 16-bit | over the best preset | that preset | passes |",
-        "|---|---|---|--:|--:|---|--:|",
+    path = Path(__file__).parent / "results" / f"{args.output}.json"
+    rows = json.loads(path.read_text()) if args.resume and args.output and path.exists() else []
+    known = {(row["setting"], row["model"], row["target"]) for row in rows}
+    head = [
+        "| setting | model | target | answer | over 16-bit | over the best preset | that preset | possible | within "
+        "| passes |",
+        "|---|---|---|---|--:|--:|---|--:|---|--:|",
     ]
-    print("\n".join(lines), flush=True)
-    gains: dict[str, list[float]] = {}
-    for target in TARGETS:
-        for name in MODELS:
-            text, gain = row(name, target)
-            gains.setdefault(target, []).append(gain)
-            lines.append(text)
-            print(text, flush=True)
-    lines.append("")
-    for target, found in gains.items():
-        lines.append(
-            f"{target}: {sum(g >= 0.05 for g in found)} of {len(found)} gain 5 % or more, the least {min(found):.1%}."
-        )
-        print(lines[-1])
+    print("\n".join(head), flush=True)
+    for setting in args.settings.split(","):
+        for target in SETTINGS[setting].targets:
+            for model in SETTINGS[setting].models:
+                wanted = target in args.targets.split(",") and (not args.quick or model in QUICK)
+                if not wanted or (setting, model, target) in known:
+                    continue
+                rows.append(searched(model, target, setting))
+                print(line(rows[-1]), flush=True)
+                if args.output:
+                    path.write_text(json.dumps(rows, indent=1))
+    print("\n".join(["", *totals(rows)]))
     if args.output:
-        path = Path(__file__).parent / "results" / f"{args.output}.md"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        lines = [
+            f"# What a search is worth (simulated), {datetime.date.today().isoformat()}",
+            "",
+            f"`python benchmarks/search_value.py`; {platform.machine()}, Python {platform.python_version()}",
+            "",
+            *(__doc__ or "").split("\n\n")[2:],
+            *totals(rows),
+            "",
+            *head,
+            *map(line, rows),
+        ]
+        path.with_suffix(".md").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ under *judge* seeds, and only that is scored.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -21,10 +22,6 @@ from autoprec.tuning.decide.pareto import hypervolume, nondominated
 from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, DivergenceModel, Observation
 from autoprec.tuning.decide.sampler.prior import divergence_model
 
-#: (fresh seeds, factor): so many seeds for what is within this factor of the divergence of a run's own front.
-LEVELS = ((4, 1.6), (8, 1.2))
-#: Those near the best known front of all.
-FRONT_LEVELS = ((4, 1.6), (8, 1.25), (24, 1.08))
 #: Divergence at which a trial is hopeless (twenty times the budget): the corner of the hypervolume.
 WORST = 0.05
 
@@ -40,11 +37,12 @@ class Worth:
     def __init__(self, case: Case, noise: float) -> None:
         rows = [row for row in case.values if case.seeds_of(row)]
         law = _fitted(case).law()
-        index = np.stack([np.frombuffer(row, np.uint8) for row in rows]).astype(np.int64)
-        modelled = np.log(law.divergences(index, np.zeros((len(rows), 0)), np.zeros(len(rows))))
+        index, features = np.stack([case.split(row)[0] for row in rows]), np.stack([case.features(row) for row in rows])
+        modelled = np.log(law.divergences(index, features, np.zeros(len(rows))))
         measured = np.log([case.truth(row) for row in rows])
         variance = noise**2 / np.array([case.seeds_of(row) for row in rows])
-        known = variance <= noise**2 / 8
+        known = variance <= noise**2 / min(8, case.spec.seeds.front[-1][0])
+        known |= not known.any()
         misfit = max(1e-4, float(((measured - modelled)[known] ** 2 - variance[known]).mean()))
         drawn = (measured * misfit + modelled * variance) / (misfit + variance)
         self._values = dict(zip(rows, np.exp(drawn).tolist(), strict=True))
@@ -61,10 +59,11 @@ def picked(case: Case, rows: Iterable[bytes], worth: Callable[[bytes], float]) -
 
 
 def judge(case: Case, rows: Iterable[bytes], worth: Callable[[bytes], float], front: Sequence[bytes]) -> None:
-    """Measure picked rows under judge seeds: all of them for what is near the front, eight for the others."""
+    """Measure picked rows under judge seeds: more of them for what is near the front."""
     wanted = list(dict.fromkeys([*front, *rows]))
-    close = set(near(case, wanted, worth, FRONT_LEVELS[1][1]))
-    case.measure((row, seed) for row in wanted for seed in list(JUDGE_SEEDS)[: None if row in close else 8])
+    many, few = case.spec.seeds.judge
+    close = set(near(case, wanted, worth, case.spec.seeds.front[1][1]))
+    case.measure((row, seed) for row in wanted for seed in list(JUDGE_SEEDS)[: many if row in close else few])
 
 
 def judged(case: Case, rows: Sequence[bytes]) -> list[Point]:
@@ -100,10 +99,10 @@ def refine(
     case: Case,
     rows: Sequence[bytes],
     start: Callable[[bytes], float] | None = None,
-    levels: Sequence[tuple[int, float]] = LEVELS,
+    levels: Sequence[tuple[int, float]] = (),
 ) -> None:
     """Measure rows under fresh seeds, level by level; ``start`` screens them before the first level."""
-    for level, (seeds, factor) in enumerate(levels):
+    for level, (seeds, factor) in enumerate(levels or case.spec.seeds.levels):
         screen = start if level == 0 and start is not None else case.truth
         kept = list(rows) if level == 0 and start is None else near(case, rows, screen, factor)
         case.measure((row, seed) for row in kept for seed in list(TRUTH_SEEDS)[:seeds])
@@ -117,11 +116,12 @@ def refine_run(case: Case, log: Sequence[bytes], seed: int) -> None:
 def settle(case: Case) -> None:
     """Measure the front of everything, and what is nearly on it, under all fresh seeds, until it stays the same."""
     while True:
-        close = near(case, [row for row in case.values if case.seeds_of(row)], case.truth, FRONT_LEVELS[-1][1])
-        missing = [row for row in close if case.seeds_of(row) < len(TRUTH_SEEDS)]
+        seeds, factor = case.spec.seeds.front[-1]
+        close = near(case, [row for row in case.values if case.seeds_of(row)], case.truth, factor)
+        missing = [row for row in close if case.seeds_of(row) < seeds]
         if not missing:
             return
-        case.measure((row, seed) for row in missing for seed in TRUTH_SEEDS)
+        case.measure((row, seed) for row in missing for seed in list(TRUTH_SEEDS)[:seeds])
 
 
 def long_run(case: Case, rounds: int, width: int = 48) -> None:
@@ -137,14 +137,15 @@ def long_run(case: Case, rounds: int, width: int = 48) -> None:
         fresh = {row for one in shaken for row in _knapsack_front(case, one, width)}
 
         def expected(row: bytes, law: DivergenceLaw = law) -> float:
-            index = np.frombuffer(row, np.uint8).astype(np.int64)
-            known = case.seeds_of(row)
-            return case.truth(row) if known else float(law.divergences(index[None], np.zeros((1, 0)), np.zeros(1))[0])
+            if case.seeds_of(row):
+                return case.truth(row)
+            index, features = case.split(row)[0], case.features(row)
+            return float(law.divergences(index[None], features[None], np.zeros(1))[0])
 
         changed = _changes(case) - set(case.values)
         fresh |= set(near(case, [*changed, *case.values], expected, 1.15)[: 4 * width])
         measured = [row for row in case.values if case.seeds_of(row)]
-        refine(case, [*fresh, *measured], expected, FRONT_LEVELS)
+        refine(case, [*fresh, *measured], expected, case.spec.seeds.front)
         print(f"{case.name}: long run {turn + 1}, {case.trained} trained, {case.cpu_s:.0f} s", flush=True)
 
 
@@ -153,29 +154,41 @@ def _fitted(case: Case) -> DivergenceModel:
     error2 = np.exp(np.mean([np.log(scan.table.error2) for scan in case.scans], axis=0))
     model = divergence_model(case.problem, error2)
     known = sorted((row for row in case.values if case.seeds_of(row)), key=case.seeds_of)[-500:]
-    rows = [np.frombuffer(row, np.uint8).astype(np.int64) for row in known]
     model.fit(
         [
             # each a mean of its own: no two share a seed's luck
-            Observation(i, np.zeros(0), 0.0, case.truth(row), seed)
-            for seed, (i, row) in enumerate(zip(rows, known, strict=True))
+            Observation(case.split(row)[0], case.features(row), 0.0, case.truth(row), seed)
+            for seed, row in enumerate(known)
         ]
     )
     return model
 
 
 def _knapsack_front(case: Case, law: DivergenceLaw, width: int) -> list[bytes]:
+    """Return the fronts under every value of the parameters, ``width`` points in all."""
     fastest = np.argmin(case.time_ms, axis=1)
-    most = float(law.error2[np.arange(len(fastest)), fastest].sum())
-    found = (solve(case.time_ms, law.error2, float(b)) for b in np.geomspace(most * 1e-3, most, width))
-    return [index.astype(np.uint8).tobytes() for index in found if index is not None]
+    allowed = np.where(np.isfinite(law.error2), law.error2, 0.0)
+    most = float(allowed[np.arange(len(fastest)), fastest].sum())
+    options = list(itertools.product(*case.problem.parameters.values()))
+    out = []
+    for k, b in enumerate(np.geomspace(most * 1e-3, most, max(width, len(options)))):
+        index = solve(case.time_ms, law.error2, float(b))
+        if index is not None:
+            for values in options[k % len(options) :: max(1, len(options) // 2)]:
+                chosen = dict(zip(case.problem.parameters, values, strict=True))
+                out.append(case.row(case.problem.from_indices(index, chosen)))
+    return out
 
 
 def _changes(case: Case) -> set[bytes]:
     """Return every single change of a point of the front."""
     out = set()
+    sizes = [len(values) for values in case.problem.parameters.values()]
+    groups = len(case.problem.groups)
+    single = [*zip(*np.nonzero(case.problem.allowed), strict=True)]
+    single += [(groups + k, c) for k, size in enumerate(sizes) for c in range(size)]
     for row in picked(case, case.values, case.truth):
-        for g, c in zip(*np.nonzero(case.problem.allowed), strict=True):
+        for g, c in single:
             changed = np.frombuffer(row, np.uint8).copy()
             changed[g] = c
             out.add(changed.tobytes())
@@ -184,8 +197,7 @@ def _changes(case: Case) -> set[bytes]:
 
 def corner(case: Case) -> Point:
     """Return the reference point of the hypervolume: a little slower than the slowest uniform assignment."""
-    shape = case.time_ms.shape
-    slowest = max(case.time(np.full(shape[0], c, dtype=np.uint8).tobytes()) for c in range(shape[1]))
+    slowest = max(case.time(case.row(case.problem.params_of(name))) for name in case.problem.choice_names)
     return slowest * 1.02, math.log10(WORST)
 
 

@@ -1,0 +1,207 @@
+"""The models of search_quality.py's harder cases, many replicas at once: see :mod:`replicas` for how they train.
+
+Where quantisation error is not nearly additive: BatchNorm couples the samples of a batch, an LSTM multiplies the error
+of its recurrent weights with itself, a router flips, and depth accumulates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from replicas import Call, Kinds, LayerShape, Replicas, layer_norm, linear
+from torch import Tensor
+
+
+class Conv(Replicas):
+    """A residual convolutional net with BatchNorm, and three fully connected layers, on 8x8 digits.
+
+    Convolutions are products of unfolded patches. They run in one dtype, as a library's kernels do (bf16 or TF32: their
+    operands are rounded value by value, before or after unfolding alike).
+    """
+
+    patch = (8, 8)
+    channels = 16
+
+    def layers(self) -> dict[str, LayerShape]:
+        """Return convolutions (a 3x3 kernel over 4x4 positions) and fully connected layers."""
+        c, b, d = self.channels, self.batch, self.width
+        convs = [f"block.{k}.conv{j}" for k in range(self.blocks) for j in (1, 2)]
+        out = {"stem": LayerShape(16 * b, c, 9, flags=("first",), kind="conv")}
+        out |= {name: LayerShape(16 * b, c, 9 * c, kind="conv") for name in convs}
+        out |= {"fc1": LayerShape(b, d, 16 * c), "fc2": LayerShape(b, d, d)}
+        return {**out, "head": LayerShape(b, self.outputs, d, flags=("head",))}
+
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """Return the scales of the BatchNorms."""
+        return {f"norm.{name}": (self.channels,) for name, layer in self.layers().items() if layer.kind == "conv"}
+
+    def losses(
+        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
+    ) -> Tensor:
+        """Return the loss of every replica ``[R]``."""
+        r, b, c = len(x), self.batch, self.channels
+
+        def conv(z: Tensor, name: str, stride: int = 1) -> Tensor:
+            patches = F.unfold(z.flatten(0, 1), 3, padding=1, stride=stride).view(r, b, -1, 16)
+            out = linear(p, patches.transpose(2, 3).reshape(r, b * 16, -1), name, kinds, calls)
+            mean, variance = out.mean(1, keepdim=True), out.var(1, unbiased=False, keepdim=True)
+            out = (out - mean) * torch.rsqrt(variance + 1e-5) * p[f"norm.{name}"][:, None]
+            return out.view(r, b, 16, c).transpose(2, 3).reshape(r, b, c, 4, 4)
+
+        h = F.relu(conv(x.reshape(r, b, 1, 8, 8), "stem", 2))
+        for k in range(self.blocks):
+            inner = F.relu(conv(h, f"block.{k}.conv1"))
+            h = F.relu(h + conv(inner, f"block.{k}.conv2"))
+        h = F.relu(linear(p, h.flatten(2), "fc1", kinds, calls))
+        h = F.relu(linear(p, h, "fc2", kinds, calls))
+        return self.loss(linear(p, h, "head", kinds, calls), y)
+
+
+class Lstm(Replicas):
+    """A language model of stacked LSTM cells written with Linear layers: the recurrent one multiplies step by step."""
+
+    def layers(self) -> dict[str, LayerShape]:
+        """Return the input and recurrent matrices of every layer, the projection, and the head."""
+        d, b, t, out = self.width, self.batch, self.tokens, {}
+        for k in range(self.blocks):
+            out[f"cell.{k}.input"] = LayerShape(b * t, 4 * d, d)
+            out[f"cell.{k}.recurrent"] = LayerShape(b, 4 * d, d, calls=t)
+        out["project"] = LayerShape(b * t, d, d)
+        return {**out, "head": LayerShape(b * t, self.outputs, d, flags=("head",))}
+
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """Return the embedding and the last norm."""
+        return {"embed": (self.inputs, self.width), "norm": (self.width,)}
+
+    def losses(
+        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
+    ) -> Tensor:
+        """Return the loss of every replica ``[R]``."""
+        r, b, t, d = len(x), self.batch, self.tokens, self.width
+        h = self.embedded(p, x).reshape(r, b * t, d)
+        for k in range(self.blocks):
+            inputs = linear(p, h, f"cell.{k}.input", kinds, calls).view(r, b, t, 4 * d)
+            state = cell = h.new_zeros(r, b, d)
+            out = []
+            for step in range(t):
+                gates = inputs[:, :, step] + linear(p, state, f"cell.{k}.recurrent", kinds, calls)
+                i, f, g, o = gates.chunk(4, dim=-1)
+                cell = torch.sigmoid(f + 1.0) * cell + torch.sigmoid(i) * torch.tanh(g)
+                state = torch.sigmoid(o) * torch.tanh(cell)
+                out.append(state)
+            h = h + torch.stack(out, 2).reshape(r, b * t, d)
+        h = torch.tanh(linear(p, h, "project", kinds, calls))
+        return self.loss(linear(p, layer_norm(h, p["norm"]), "head", kinds, calls), y)
+
+
+class Moe(Replicas):
+    """A transformer whose MLPs are four experts; a router sends every token to one of them.
+
+    The router's matrix is padded to 32 outputs, as kernels pad it; only the first four are read. Tokens that are not an
+    expert's are zeros to it, so they add nothing.
+    """
+
+    experts = 4
+
+    def layers(self) -> dict[str, LayerShape]:
+        """Return attention, router and experts of every block, and the head."""
+        d, rows, out = self.width, self.batch * self.tokens, {}
+        for b in range(self.blocks):
+            out[f"h.{b}.attn.qkv"] = LayerShape(rows, 3 * d, d)
+            out[f"h.{b}.attn.proj"] = LayerShape(rows, d, d)
+            out[f"h.{b}.router"] = LayerShape(rows, 32, d, flags=("router",))
+            out[f"h.{b}.experts.up"] = LayerShape(rows, self.ratio * d, d, self.experts)
+            out[f"h.{b}.experts.down"] = LayerShape(rows, d, self.ratio * d, self.experts)
+        return {**out, "head": LayerShape(rows, self.outputs, d, flags=("head",))}
+
+    def losses(
+        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
+    ) -> Tensor:
+        """Return the loss of every replica ``[R]``."""
+        r, d, b, t, e = len(x), self.width, self.batch, self.tokens, self.experts
+        h = (self.embedded(p, x) + p["position"][:, None]).reshape(r, b * t, d)
+        for k in range(self.blocks):
+            h = h + self.attention(p, layer_norm(h, p[f"h.{k}.norm1"]), f"h.{k}.attn", kinds, calls)
+            z = layer_norm(h, p[f"h.{k}.norm2"])
+            weight = torch.softmax(linear(p, z, f"h.{k}.router", kinds, calls)[..., :e], dim=-1)
+            gate = weight * F.one_hot(weight.argmax(-1), e)  # [R, tokens, experts]
+            mine = (z[:, None] * (gate.detach() > 0).transpose(1, 2)[..., None]).flatten(0, 1)
+            up = F.gelu(linear(p, mine, f"h.{k}.experts.up", kinds, calls, e))
+            down = linear(p, up, f"h.{k}.experts.down", kinds, calls, e).view(r, e, b * t, d)
+            h = h + (down * gate.transpose(1, 2)[..., None]).sum(1)
+        return self.loss(linear(p, layer_norm(h, p["norm"]), "head", kinds, calls), y)
+
+
+class ResidualMlp(Replicas):
+    """A language model over the last four characters, residual MLP blocks: cheap enough for hundreds of steps."""
+
+    def layers(self) -> dict[str, LayerShape]:
+        """Return two layers per block, and the head."""
+        d, b, out = self.width, self.batch, {}
+        for k in range(self.blocks):
+            out |= {f"h.{k}.up": LayerShape(b, self.ratio * d, d), f"h.{k}.down": LayerShape(b, d, self.ratio * d)}
+        return {**out, "head": LayerShape(b, self.outputs, d, flags=("head",))}
+
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """Return the embedding, of which every character has its share of the width, and the norms."""
+        norms = {f"norm.{k}": (self.width,) for k in range(self.blocks + 1)}
+        return {"embed": (self.inputs, self.width // self.tokens)} | norms
+
+    def losses(
+        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
+    ) -> Tensor:
+        """Return the loss of every replica ``[R]``: that of the character after the last."""
+        h = self.embedded(p, x).flatten(2)
+        for k in range(self.blocks):
+            up = F.gelu(linear(p, layer_norm(h, p[f"norm.{k}"]), f"h.{k}.up", kinds, calls))
+            h = h + linear(p, up, f"h.{k}.down", kinds, calls)
+        logits = linear(p, layer_norm(h, p[f"norm.{self.blocks}"]), "head", kinds, calls)
+        return self.loss(logits, y[..., -1])
+
+
+class Mixer(Replicas):
+    """An MLP-Mixer: layers over the tokens, whose GEMMs contract another axis than all others, and over channels."""
+
+    patch = (1, 2)
+
+    def layers(self) -> dict[str, LayerShape]:
+        """Return two token-mixing and two channel-mixing layers per block, and the head."""
+        d, b, t, out = self.width, self.batch, self.tokens, {}
+        for k in range(self.blocks):
+            out[f"h.{k}.tokens.up"] = LayerShape(b * d, self.ratio * t, t)
+            out[f"h.{k}.tokens.down"] = LayerShape(b * d, t, self.ratio * t)
+            out[f"h.{k}.channels.up"] = LayerShape(b * t, self.ratio * d, d)
+            out[f"h.{k}.channels.down"] = LayerShape(b * t, d, self.ratio * d)
+        return {**out, "head": LayerShape(b * t, self.outputs, d, flags=("head",))}
+
+    def losses(
+        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
+    ) -> Tensor:
+        """Return the loss of every replica ``[R]``."""
+        r, d, b, t = len(x), self.width, self.batch, self.tokens
+        h = (self.embedded(p, x) + p["position"][:, None]).reshape(r, b * t, d)
+        for k in range(self.blocks):
+            z = layer_norm(h, p[f"h.{k}.norm1"]).view(r, b, t, d).transpose(2, 3).reshape(r, b * d, t)
+            z = linear(p, F.gelu(linear(p, z, f"h.{k}.tokens.up", kinds, calls)), f"h.{k}.tokens.down", kinds, calls)
+            h = h + z.view(r, b, d, t).transpose(2, 3).reshape(r, b * t, d)
+            up = F.gelu(linear(p, layer_norm(h, p[f"h.{k}.norm2"]), f"h.{k}.channels.up", kinds, calls))
+            h = h + linear(p, up, f"h.{k}.channels.down", kinds, calls)
+        return self.loss(linear(p, layer_norm(h, p["norm"]), "head", kinds, calls), y)
+
+
+MODELS: dict[str, type[Replicas]] = {
+    "transformer": Replicas,
+    "conv": Conv,
+    "lstm": Lstm,
+    "moe": Moe,
+    "mlp": ResidualMlp,
+    "mixer": Mixer,
+}
+
+
+def build(model: str, seeds: Sequence[int], **sizes: Any) -> Replicas:
+    """Return the replicas of a model by name, with one member per seed."""
+    return MODELS[model](seeds, **sizes)
