@@ -217,7 +217,7 @@ class _Binder:
             if not refusal:
                 kept = "fp32" if plan.fprop is None else plan.fprop.format
                 return ConvExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
-        elif isinstance(unit.module, nn.RNNBase):
+        elif unit.kind == "recurrent":
             refusal = _one_dtype_refusal(plan, "a recurrent layer")
             if not refusal:
                 kept = "fp32" if plan.fprop is None else plan.fprop.format

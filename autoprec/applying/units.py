@@ -22,7 +22,7 @@ __all__ = ["Unit", "clean_name", "kind_of", "tunable_layers", "tunable_units", "
 
 _TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
-_RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
+_RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 #: Raw parameters that look like tables or gains, not like GEMM weights.
 _NO_WEIGHT = re.compile(r"emb|pos|token|query_tokens|prompt|bias|norm|scale|gamma|beta|codebook|mask|A_log|lora_|table")
@@ -33,9 +33,9 @@ _SMALLEST = 8
 class Unit:
     """One thing a policy decides about: a module of a ``kind``, or a raw ``parameter`` of a module.
 
-    ``kind`` is linear, conv1d (transformers), conv, recurrent (an LSTM, GRU or RNN: one kernel runs all its weights),
-    attention (a projection of ``nn.MultiheadAttention``) or functional (a weight seen only when a function
-    multiplies by it).
+    ``kind`` is linear, conv1d (transformers), conv, recurrent (an LSTM, GRU or RNN, whose weights one kernel runs, or a
+    cell of one), attention (a projection of ``nn.MultiheadAttention``) or functional (a weight seen only when a
+    function multiplies by it).
     """
 
     module: nn.Module
@@ -96,7 +96,7 @@ def kind_of(module: nn.Module) -> str:
     if isinstance(module, torch.jit.ScriptModule):
         return ""  # its code is compiled: nothing done to it from Python reaches the GEMM
     base = swapped_base(module)
-    if isinstance(module, nn.RNNBase):
+    if isinstance(module, (nn.RNNBase, nn.RNNCellBase)):
         theirs = any(c in _RECURRENT and base.forward is c.forward for c in base.__mro__)
         return "recurrent" if theirs and "forward" not in module.__dict__ else ""
     weight = module._parameters.get("weight")
@@ -159,7 +159,7 @@ def tunable_units(model: nn.Module) -> dict[str, Unit]:
             continue
         kind = kind_of(module)
         if kind:
-            found[clean] = Unit(module, kind, "weight_ih_l0" if kind == "recurrent" else "weight")
+            found[clean] = Unit(module, kind, next(iter(module._parameters)) if kind == "recurrent" else "weight")
         elif not isinstance(module, (nn.Linear, nn.Embedding)):
             for parameter in _raw_weights(module):
                 path = clean if parameter == "weight" else f"{clean}.{parameter}" if clean else parameter

@@ -1,4 +1,4 @@
-"""Layers that a library's kernel runs in one dtype: convolutions, and recurrent layers (LSTM, GRU, RNN).
+"""Layers that a library's kernel runs in one dtype: convolutions, recurrent layers (LSTM, GRU, RNN) and their cells.
 
 PyTorch reaches an 8-bit convolution for training on no GPU, and a recurrent kernel multiplies by all weights of all
 gates and steps in one call, so both have one recipe for all three passes: fp32, bf16 or fp16, accumulated in FP32;
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 
 __all__ = ["ONE_DTYPE_FORMATS", "ConvExecution", "RecurrentExecution"]
 
+_CELLS: tuple[Any, ...] = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 #: Formats in which such a layer can run.
 ONE_DTYPE_FORMATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -83,7 +85,7 @@ class RecurrentExecution(Execution):
     weights and inputs; what passes from step to step is not rounded there.
     """
 
-    module: nn.RNNBase
+    module: nn.RNNBase | nn.RNNCellBase
     format: str
     emulates_casts: bool = False
 
@@ -95,8 +97,12 @@ class RecurrentExecution(Execution):
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the module's forward with weights, input and states in the format; results are as the script's."""
         self.called = True
-        self.module._update_flat_weights()  # now, not in the forward: FSDP2 and copies come with other Parameters
-        weights: Any = self.module._flat_weights
+        module = self.module
+        if isinstance(module, nn.RNNBase):
+            module._update_flat_weights()  # now, not in the forward: FSDP2 and copies come with other Parameters
+            weights: list[Any] = module._flat_weights
+        else:
+            weights = [getattr(module, name) for name in module._parameters]
         device, dtype = weights[0].device.type, ONE_DTYPE_FORMATS[self.format]
         autocast = autocast_dtype(device)
         emulated = device == "cpu" and dtype is torch.float16
@@ -107,22 +113,29 @@ class RecurrentExecution(Execution):
 
         given = args[0] if args else kwargs["input"]
         script: torch.dtype = (given.data if isinstance(given, PackedSequence) else given).dtype
-        self.module._flat_weights = [narrow(weight) for weight in weights]
-        try:
-            with torch.autocast(device, enabled=False):
-                out = forward(*_each(args, narrow), **_each(kwargs, narrow))
-        finally:
-            self.module._flat_weights = weights
+        narrowed = [None if weight is None else narrow(weight) for weight in weights]
+        with torch.autocast(device, enabled=False):
+            if isinstance(module, nn.RNNBase):
+                module._flat_weights = narrowed
+                try:
+                    out = forward(*_each(args, narrow), **_each(kwargs, narrow))
+                finally:
+                    module._flat_weights = weights
+            else:  # torch's own forward reads its weights from what stands for the module
+                cell = SimpleNamespace(**module.__dict__, **dict(zip(module._parameters, narrowed, strict=True)))
+                own = next(cls.forward for cls in type(module).__mro__ if cls in _CELLS)
+                out = own(cell, *_each(args, narrow), **_each(kwargs, narrow))
         wide = script if autocast is None else torch.float32 if dtype is torch.float32 else autocast
         out = _each(out, lambda x: (x.to(dtype) if emulated else x).to(wide))
         self._note(out, (autocast, script), weights)
         return out
 
-    def _note(self, out: Any, key: Any, weights: list[Tensor]) -> None:
+    def _note(self, out: Any, key: Any, weights: list[Any]) -> None:
         self.ran["fprop"] = self.format
-        first = out[0].data if isinstance(out[0], PackedSequence) else out[0]
+        first = out[0] if isinstance(out, tuple) else out
+        first = first.data if isinstance(first, PackedSequence) else first
         if first.requires_grad and self.watched != key and not torch.compiler.is_compiling():
-            gemms = ("dgrad", "wgrad") if any(w.requires_grad for w in weights) else ("dgrad",)
+            gemms = ("dgrad", "wgrad") if any(w is not None and w.requires_grad for w in weights) else ("dgrad",)
             self.watch(first, key, dict.fromkeys(gemms, self.format))
 
 

@@ -23,7 +23,7 @@ from autoprec.optim.codecs import BlockCodec
 from autoprec.optim.communication import _BLOCK, _pack, _unpack
 from autoprec.policy import Policy, resolve
 
-__all__ = ["GatheredWeights", "install_weight_gather"]
+__all__ = ["GatheredWeights", "install_weight_gather", "is_sharded"]
 
 _CODEC = BlockCodec("e4m3", _BLOCK)
 _NAMES = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
@@ -87,6 +87,11 @@ def _sharded(model: nn.Module) -> Iterator[Any]:
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
             yield from () if group is None else group.fsdp_params
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Say whether FSDP2 gathers weights of a model before they are used."""
+    return next(_sharded(model), None) is not None
 
 
 def _is_ours(parameter: Any) -> bool:

@@ -158,7 +158,7 @@ class HostInfo:
     """What was found out about the script when it reached its first training forward.
 
     ``launch`` is the launch mode in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
-    ``compiled``: the script compiles its model, or a part of it, itself.
+    ``compiled``: the script compiles its model, or a part of it, itself; ``sharded``: FSDP2 gathers its weights.
     """
 
     launch: str
@@ -170,6 +170,7 @@ class HostInfo:
     setup_s: float = 0.0
     notes: tuple[str, ...] = ()
     compiled: bool = False
+    sharded: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""

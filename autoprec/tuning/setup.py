@@ -118,7 +118,8 @@ class Setup:
         if not graph.root_called:
             space = space.without_surroundings()
         cost = CostModel(graph, target, scale=scale, compiled=host.compiled or not measured, calibration=calibration)
-        problem = Problem.build(graph, space, cost.can_run, steps=_forwards(options, graph))
+        sharded = measured and host.sharded
+        problem = Problem.build(graph, space, cost.can_run, steps=_forwards(options, graph), sharded=sharded)
         return cls(
             options=options,
             host=host,

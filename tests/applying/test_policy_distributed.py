@@ -16,6 +16,7 @@ from autoprec.applying.policy import Policy, remove_policy
 from autoprec.applying.swap import execution_of
 from autoprec.optim.audit import audit_optimizer
 from autoprec.optim.codecs import BlockCodec
+from autoprec.optim.weight_gather import is_sharded
 from autoprec.policy import CommunicationPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.warm import run_ranks
@@ -171,6 +172,7 @@ def gathered(rank: int, how: str) -> dict[str, Any]:
         model = wrap(build(), how)
         chosen.apply(model)
         optimizer = chosen.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+        found["sharded"] = is_sharded(model)
         seen: list[torch.Tensor] = []
         model[0].register_forward_pre_hook(partial(_keep_weight, seen))
         found[weights] = train(model, rank, optimizer)
@@ -189,6 +191,7 @@ def test_fsdp2_gathers_the_weights_of_fp8_layers_in_fp8(tmp_path: Path) -> None:
         ]
         assert torch.equal(found["keep seen"], weight)
         assert torch.equal(found["fp8 seen"], torch.cat(halves, 1).view_as(weight))
+        assert found["sharded"]
         assert found["fp8"] != found["keep"]
         assert found["fp8"] == pytest.approx(found["keep"], rel=0.05)
         assert (row["ok"], row["executed"], row["reason"]) == (True, "fp8", "3.94 times fewer bytes than FP32")

@@ -98,6 +98,32 @@ def test_recurrent_forward_backward_and_what_is_said(cls: type[nn.RNNBase], name
     assert torch.equal(rnn(x)[0], expected)
 
 
+@pytest.mark.parametrize("cls", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("name", LIMITS)
+def test_a_recurrent_cell_called_step_by_step(cls: type[nn.RNNCellBase], name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"cell": cls(12, 16, bias=name != "bf16")})
+    cell, x = model["cell"], torch.randn(5, 3, 12, requires_grad=True)
+
+    def run() -> tuple[torch.Tensor, ...]:
+        state = None
+        for step in x:
+            state = cell(step, state)
+        out = state[0] if isinstance(state, tuple) else state
+        return out, *torch.autograd.grad(out.square().sum(), [x, *cell.parameters()])
+
+    expected = run()
+    policy = uniform(name)
+    policy.apply(model)
+    found = run()
+    assert {t.dtype for t in found} == {torch.float32}
+    assert all((a - b).norm() <= 4 * LIMITS[name] * b.norm() for a, b in zip(found, expected, strict=True))
+    (row,) = policy.audit(model).layers
+    assert (row.name, row.executed, row.ok) == ("cell", dict.fromkeys(("fprop", "dgrad", "wgrad"), name), True)
+    policy.remove(model)
+    assert all(map(torch.equal, run(), expected))
+
+
 def test_states_and_packed_sequences_keep_their_kind() -> None:
     model = nn.Sequential(nn.LSTM(4, 6))
     uniform("bf16").apply(model)

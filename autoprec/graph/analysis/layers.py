@@ -37,11 +37,14 @@ class LayerRecord:
     order: int = 0
 
 
+_RECURRENT = (nn.RNNBase, nn.RNNCellBase)
+
+
 def _kind(names: ModelNames, name: str, weight: str, executing: str) -> str:
     module = names.modules.get(name)
     caller = names.modules.get(executing)
     parameter = names.parameters.get(weight)
-    if isinstance(module, nn.RNNBase) or isinstance(caller, nn.RNNBase):
+    if isinstance(module, _RECURRENT) or isinstance(caller, _RECURRENT):
         return "rnn"
     if isinstance(module, nn.MultiheadAttention) or isinstance(caller, nn.MultiheadAttention):
         return "attention_projection"
@@ -66,7 +69,7 @@ def _layer_name(names: ModelNames, product: Product) -> tuple[str, str]:
         return running, running  # parametrised (weight norm, spectral norm, adapters): the weight is computed
     path = own or product.weight
     owner, _, attribute = path.rpartition(".")
-    if isinstance(names.modules.get(owner), nn.RNNBase):
+    if isinstance(names.modules.get(owner), _RECURRENT):
         return owner, running
     of_module = attribute == "weight" and (owner or _is_weighted(names.root))
     return (owner if of_module else path), running
@@ -222,7 +225,7 @@ def _outside(record: LayerRecord, names: ModelNames) -> str:
     if record.kind == "attention_projection":
         return "its weight is used inside nn.MultiheadAttention, not through a layer of its own"
     if record.kind == "rnn":
-        return "a recurrent cell runs all gates at once: bf16 comes through activations"
+        return "a recurrent layer with a forward of its own: bf16 comes through activations"
     parameter, attribute = names.parameters.get(record.weight), record.weight.rpartition(".")[2]
     if record.weight == record.name and parameter is not None and (why := why_not_a_weight(attribute, parameter)):
         return f"{why}: follows activations"

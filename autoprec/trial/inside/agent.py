@@ -392,6 +392,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
     """Describe the script at its first training forward."""
     from autoprec.applying.compiling import is_compiled
     from autoprec.applying.policy import tunable_layers
+    from autoprec.optim.weight_gather import is_sharded
 
     root = found.root
     device = found.parameters[0].device
@@ -417,6 +418,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         setup_s=setup_s,
         notes=tuple(notes),
         compiled=is_compiled(root),
+        sharded=is_sharded(root),
     )
 
 

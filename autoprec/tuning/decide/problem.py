@@ -77,7 +77,13 @@ class Problem:
 
     @classmethod
     def build(
-        cls, report: GraphReport, space: SearchSpace, can_run: CanRun | None = None, *, steps: int = 0
+        cls,
+        report: GraphReport,
+        space: SearchSpace,
+        can_run: CanRun | None = None,
+        *,
+        steps: int = 0,
+        sharded: bool = False,
     ) -> Problem:
         """Match a space against a recorded model.
 
@@ -86,6 +92,7 @@ class Problem:
             space: what may be decided.
             can_run: says whether a layer can run a recipe on the target, and why not; None allows everything.
             steps: training forwards of a trial, 0 where that is not known.
+            sharded: FSDP2 gathers weights before they are used, and trials are timed: what travels can pay.
 
         Raises:
             NothingAcceptableError: the model has no tunable layer.
@@ -104,6 +111,8 @@ class Problem:
         values = _relevant_parameters(space, groups)
         if report.operators and not any(operator.cls == "attention" for operator in report.operators):
             values["attention"] = values["attention"][:1]
+        if not sharded:
+            values["communication.weights"] = values["communication.weights"][:1]
         return cls(
             report=report,
             space=space,
@@ -241,8 +250,10 @@ class Problem:
         """Return what identifies the numerics of a point: equal keys run the same, whatever the params say."""
         index = self.indices(params)
         used = {recipe for column in set(index.tolist()) for recipe in self._recipes_of[column]}
-        values = [self.value(params, name) for name in self.parameters if name not in self.space.parameters]
-        return (index.tobytes(), *values, *self._canonical(used, params))
+        values = {name: self.value(params, name) for name in self.parameters if name not in self.space.parameters}
+        if "communication.weights" in values and not used & self._gathered:
+            values["communication.weights"] = KEEP
+        return (index.tobytes(), *values.values(), *self._canonical(used, params))
 
     def _canonical(self, used: set[str], params: Params) -> tuple[Recipe, ...]:
         """Return the recipes in use that have parameters, as what they compute in a trial."""
@@ -254,6 +265,11 @@ class Problem:
                 self._recipes[values] = self.space.recipes_with(dict(values))[name].canonical(self.steps)
             found.append(self._recipes[values])
         return tuple(found)
+
+    @cached_property
+    def _gathered(self) -> set[str]:
+        """Return the recipes whose weights travel in FP8 where ``communication.weights`` says so."""
+        return {name for name, recipe in self.space.all_recipes.items() if recipe.format == "fp8"}
 
     @cached_property
     def _recipes_of(self) -> tuple[frozenset[str], ...]:

@@ -83,6 +83,25 @@ def test_lstm_is_one_layer_with_its_flops_and_one_dtype():
     assert sum(layer.flops.values()) == 3 * layer.flops["fprop"]
 
 
+def test_a_recurrent_cell_is_one_layer():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.cell = nn.GRUCell(16, 24)
+
+        def forward(self, x):
+            state = None
+            for step in x:
+                state = self.cell(step, state)
+            return state
+
+    report = record(Net(), torch.randn(5, 2, 16))
+    layer = report.layer("cell")
+    assert [one.name for one in report.layers] == ["cell"]
+    assert (layer.kind, layer.tunable) == ("rnn", True)
+    assert layer.flops["fprop"] == 5 * 2 * 2 * (16 + 24) * 3 * 24
+
+
 @pytest.mark.parametrize(
     ("conv", "image", "flops"),
     [
