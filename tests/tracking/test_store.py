@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.tracking import Tracker
+from autoprec.tracking.replay import sync
+from autoprec.tracking.spool import Spool
 from autoprec.tracking.store import _without_stray_folder, safe_key
 from tests.tracking.conftest import make_records, make_result, tracked_runs
 
@@ -66,20 +68,26 @@ def test_a_policy_that_was_measured_again_has_the_mean_of_its_seeds_and_the_answ
     assert row.data.metrics["divergence"] == 5e-4, "what the trial itself showed stays"
 
 
-def test_a_resumed_study_shows_one_answer_and_the_trials_it_was_given(tmp_path: Path) -> None:
+def test_a_resumed_study_shows_one_answer_and_the_trials_it_was_given(
+    tmp_path: Path, tracked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tracker, "_start", lambda _: None)  # what the background process does is done here, by `sync`
+    uri = tracked["state"].tracking_uri
     records = make_records()
     first = make_result(records)
     second = replace(first, best={**first.best, "step_time_ms": 2.0, "speedup": 1.1, "name": "search 5"})
     for trials, result in ((10, first), (20, second)):
-        with Tracker.open(tmp_path / "runs" / "again", study="again") as tracker:
+        with Tracker.open(tmp_path / "again", study="again", tracking_uri=uri) as tracker:
             tracker.study_started({"trials": trials})
             tracker.finished(result)
-            state = tracker.close(120)
+            tracker.close(0)
+        (sent,) = sync(tmp_path, tracking_uri=uri)
+        assert sent.ok, sent.reason
     from mlflow.tracking import MlflowClient
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        run = MlflowClient(tracking_uri=state.tracking_uri).get_run(state.run_id)
+        run = MlflowClient(tracking_uri=uri).get_run(Spool.of(tmp_path / "again").load_state(uri).run_id)
     assert run.data.metrics["step_time_ms"] == 2.0
     assert run.data.metrics["speedup"] == 1.1, "not the larger 2.5 of the answer before"
     assert run.data.tags["autoprec.trials"] == "20"

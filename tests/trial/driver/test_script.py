@@ -32,7 +32,7 @@ def run(policy: object, audit: str, *words: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
-def test_empty_policy_is_bit_identical_and_a_wrong_one_stops(tmp_path: Path) -> None:
+def test_an_empty_policy_is_bit_identical_and_another_is_audited(tmp_path: Path) -> None:
     script = str(SCRIPTS / "plain.py")
     plain = run_forked([script, "--steps", "5"], tmp_path)
     empty = run({"schema": "autoprec.policy/1"}, "", script, "--steps", "5")
@@ -46,10 +46,6 @@ def test_empty_policy_is_bit_identical_and_a_wrong_one_stops(tmp_path: Path) -> 
     assert json.loads((tmp_path / "audit.json").read_text())["ok"]
     lines = eight.stderr.splitlines()
     assert [line for line in lines if "emulated on this device" in line] == lines[:1]
-    wrong = run(uniform("bf16", "no.such.layer"), "", script)
-    assert wrong.returncode == 1
-    assert "no.such.layer" in wrong.stderr
-    assert wrong.stdout == ""
 
 
 #: prints what reaches it; knows nothing of torch, so it starts in a moment

@@ -1,5 +1,6 @@
 """A SQLite file is looked at before anything creates tables in it."""
 
+import functools
 import sqlite3
 from pathlib import Path
 
@@ -53,8 +54,9 @@ def test_a_row_that_belongs_to_nothing_is_damage(path: Path) -> None:
         check_sqlite(f"sqlite:///{path}")
 
 
-def test_a_file_in_use_is_for_others_to_report(path: Path) -> None:
+def test_a_file_in_use_is_for_others_to_report(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     connection = sqlite3.connect(path)
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, timeout=0.1))  # SQLite waits 5 s
     connection.execute("begin exclusive")
     check_sqlite(f"sqlite:///{path}")
     connection.close()
