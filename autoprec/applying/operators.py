@@ -193,7 +193,8 @@ class OperatorMode(TorchFunctionMode):
         low = _low_dtype(args)
         if low is None:
             return func(*args, **kwargs)
-        given, wide = (*args, *kwargs.values()), [_wide(value) for value in args]
+        given: tuple[Any, ...] = (*args, *kwargs.values())
+        wide = [_wide(value) for value in args]
         kwargs = {key: _wide(value) for key, value in kwargs.items()}
         if kwargs.get("dtype") in _LOW:
             kwargs["dtype"] = torch.float32
@@ -203,8 +204,11 @@ class OperatorMode(TorchFunctionMode):
             for held, used in zip(given, (*wide, *kwargs.values()), strict=True):
                 if isinstance(held, Tensor) and held is not used and held is not given[0] and not held.requires_grad:
                     held.copy_(used)
-        # outside autocast the script's own layers expect the dtype they were written for
-        return out if self.autocast else _narrow(out, low)
+        # outside autocast the script's own layers expect the dtype that torch would return: the first operand's of a
+        # norm, whose weights may be wider, else the widest
+        dtypes = [value.dtype for value in given if isinstance(value, Tensor) and value.is_floating_point()]
+        narrow = dtypes[0] in _LOW and (kind == "norm" or all(dtype in _LOW for dtype in dtypes))
+        return _narrow(out, low) if narrow and not self.autocast else out
 
     def _note(self, kind: str, what: str) -> None:
         if not torch.compiler.is_compiling():

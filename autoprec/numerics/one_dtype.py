@@ -85,7 +85,7 @@ class RecurrentExecution(Execution):
     weights and inputs; what passes from step to step is not rounded there.
     """
 
-    module: nn.RNNBase | nn.RNNCellBase
+    module: nn.Module
     format: str
     emulates_casts: bool = False
 
@@ -123,7 +123,7 @@ class RecurrentExecution(Execution):
                     module._flat_weights = weights
             else:  # torch's own forward reads its weights from what stands for the module
                 cell = SimpleNamespace(**module.__dict__, **dict(zip(module._parameters, narrowed, strict=True)))
-                own = next(cls.forward for cls in type(module).__mro__ if cls in _CELLS)
+                own: Any = next(cls.forward for cls in _CELLS if isinstance(module, cls))
                 out = own(cell, *_each(args, narrow), **_each(kwargs, narrow))
         wide = script if autocast is None else torch.float32 if dtype is torch.float32 else autocast
         out = _each(out, lambda x: (x.to(dtype) if emulated else x).to(wide))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from autoprec.optim.codecs import PairCodec
+from autoprec.optim.guard import before_update
 from autoprec.optim.optimizer import runtime_of, skipped_steps
 from autoprec.optim.tensor import StoredTensor, decoded
 
@@ -136,7 +137,7 @@ class StateMonitor:
         self._before: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
         self._skipped = skipped_steps(optimizer)
         self._handles = [
-            optimizer.register_step_pre_hook(self._pre),
+            optimizer.register_step_pre_hook(before_update(self._pre)),
             optimizer.register_step_post_hook(self._post),
         ]
         self._meant: dict[int, tuple[Tensor, Tensor | None]] = {}
@@ -147,7 +148,7 @@ class StateMonitor:
             handle.remove()
         self._handles = []
 
-    def _pre(self, _optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    def _pre(self, _optimizer: torch.optim.Optimizer) -> None:
         self._before, self._meant = [], {}
         if self.steps % self.every:
             return

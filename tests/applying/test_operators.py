@@ -300,6 +300,22 @@ def test_a_compiled_model_is_compiled_once() -> None:
     assert policy.audit(model).ok
 
 
+@pytest.mark.parametrize("how", ["target", "input", "norm"])
+def test_what_16_bits_and_32_make_has_the_dtype_that_torch_gives_it(how: str) -> None:
+    wide = torch.ones(8)
+    function = {
+        "target": lambda h: F.mse_loss(h, wide.expand(4, 8)),
+        "input": lambda h: F.mse_loss(wide.expand(4, 8), target=h),
+        "norm": lambda h: F.layer_norm(h, (8,), wide, wide),
+    }[how]
+    model, x = Probe(function).to(torch.bfloat16), torch.randn(4, 8).to(torch.bfloat16)
+    model(x)
+    expected = model.seen["result"]
+    Policy.model_validate({"operators": {"attention": "bf16"}}).apply(model)
+    model(x)
+    assert model.seen["result"] is expected
+
+
 @pytest.mark.parametrize("norm", [nn.BatchNorm1d(8), nn.InstanceNorm1d(8, track_running_stats=True)])
 def test_running_statistics_of_a_model_in_16_bits_are_updated(norm: nn.Module) -> None:
     model = Probe(lambda h: h).to(torch.bfloat16)

@@ -23,7 +23,7 @@ class UnscaledHalf:
         return parts[0].float().view(shape)
 
 
-def run(choice: OptimizerPolicy, *, steps=60, lr=1e-3, scale=1.0, every=5, betas=(0.9, 0.95)):
+def run(choice: OptimizerPolicy, *, steps=60, lr=1e-3, scale=1.0, every=5, betas=(0.9, 0.95), closure=False):
     generator = torch.Generator().manual_seed(0)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -33,9 +33,16 @@ def run(choice: OptimizerPolicy, *, steps=60, lr=1e-3, scale=1.0, every=5, betas
     monitor = StateMonitor(optimizer, every=every)
     for _ in range(steps):
         x = torch.randn(64, 32, generator=generator)
-        optimizer.zero_grad()
-        ((model(x) - torch.tanh(2 * x)).square().mean() * scale).backward()
-        optimizer.step()
+
+        def gradients(x=x):
+            optimizer.zero_grad()
+            ((model(x) - torch.tanh(2 * x)).square().mean() * scale).backward()
+
+        if closure:
+            optimizer.step(gradients)
+        else:
+            gradients()
+            optimizer.step()
     return monitor.report()
 
 
@@ -56,6 +63,11 @@ def test_a_plain_optimizer_loses_nothing(reference):
     assert reference.lost_updates == reference.flushed_state == reference.saturation == 0
     assert reference.update_ratio > 0
     assert reference.problems(reference) == []
+
+
+def test_gradients_that_a_closure_makes_are_watched(reference):
+    choice = LEVELS["msamp-o2"].optimizer
+    assert run(choice, closure=True) == run(choice)
 
 
 def test_plain_bf16_weights_lose_updates(monkeypatch, reference):
