@@ -364,6 +364,8 @@ def rewrap_optimizer(optimizer: torch.optim.Optimizer, policy: Policy, model: nn
         UnsupportedError, PolicyMismatchError: see :func:`wrap_optimizer`.
     """
     install_gradient_hook(model, policy.communication.gradients)
+    if weight_gather_of(optimizer) is not None:
+        setattr(optimizer, _GATHER, install_weight_gather(model, policy))
     runtime, scaler = runtime_of(optimizer), loss_scaler_of(optimizer)
     stored = OptimizerPolicy() if runtime is None else runtime.choice
     if stored == policy.optimizer and (scaler is not None) == (policy.loss_scaling == "dynamic"):
@@ -383,6 +385,10 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     if stability is not None:
         stability.remove()
         delattr(optimizer, _STABILITY)
+    gather = weight_gather_of(optimizer)
+    if gather is not None:
+        gather.stop()
+        delattr(optimizer, _GATHER)
     runtime = runtime_of(optimizer)
     if runtime is None:
         return optimizer

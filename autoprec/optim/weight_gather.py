@@ -40,21 +40,38 @@ class GatheredWeights:
     refused: dict[str, str] = field(default_factory=dict)
     sent_bytes: int = 0
     plain_bytes: int = 0
+    shards: list[_Shard] = field(default_factory=list, repr=False)
+
+    def stop(self) -> None:
+        """Let every weight travel as it is again, from the next gathering on."""
+        for shard in self.shards:
+            shard.codes = False
 
 
 @dataclass
 class _Shard:
-    """The two functions of one sharded weight."""
+    """The two functions of one sharded weight.
+
+    FSDP2 takes neither back once it has gathered, so a weight that no longer travels in FP8 (its layer went over to
+    another recipe) goes through them as it is.
+    """
 
     parameter: Any  # torch.distributed.fsdp's FSDPParam
     report: GatheredWeights
+    codes: bool = True
+    sent: bool | None = None  # as codes, when it was last gathered
 
     def before(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], int]:
         """Return the codes and scales of this rank's shard as bytes, and how many values they are."""
-        del outer_size, outer_stride, module, mp_policy
+        del outer_size, outer_stride, module
         flat = self.parameter._sharded_param_data
+        if self.sent is not self.codes:
+            self.parameter.all_gather_outputs = []  # buffers of the other size, which FSDP2 would use again
+            self.sent = self.codes
+        if not self.codes:
+            return (flat.to(mp_policy.param_dtype or flat.dtype),), flat.numel()
         blocks = -(-flat.numel() // _BLOCK) * _BLOCK
         packed = _pack(nn.functional.pad(flat.float(), (0, blocks - flat.numel())).view(1, -1), _CODEC).view(-1)
         ranks = mesh.size()
@@ -68,9 +85,11 @@ class _Shard:
         """Decode the shards of all ranks into the whole weight."""
         (packed,) = outputs
         size: torch.Size = self.parameter._orig_size
-        blocks = -(-values // _BLOCK) * _BLOCK
-        ranks = packed.numel() // (blocks + 4 * (blocks // _BLOCK))
-        whole = _unpack(packed.view(ranks, -1), blocks, _CODEC)[:, :values].reshape(-1)[: size.numel()].view(size)
+        if packed.dtype is torch.uint8:
+            blocks = -(-values // _BLOCK) * _BLOCK
+            ranks = packed.numel() // (blocks + 4 * (blocks // _BLOCK))
+            packed = _unpack(packed.view(ranks, -1), blocks, _CODEC)[:, :values].reshape(-1)
+        whole = packed[: size.numel()].view(size)
         if out is None:
             made = whole.to(dtype)
             return made, (made,)
@@ -124,6 +143,8 @@ def _wanted(model: nn.Module, policy: Policy) -> dict[str, Tensor]:
 def install_weight_gather(model: nn.Module, policy: Policy) -> GatheredWeights | None:
     """Let FSDP2 gather the weights of FP8 layers in FP8; before the first step, since FSDP2 sets its buffers up then.
 
+    Later it changes which of those weights travel in FP8.
+
     Args:
         model: under ``fully_shard``, or not.
         policy: what its layers run.
@@ -137,7 +158,10 @@ def install_weight_gather(model: nn.Module, policy: Policy) -> GatheredWeights |
     from torch.distributed.fsdp._fully_shard._fsdp_param import ExtensionsData
 
     report = GatheredWeights()
-    for name, weight in _wanted(model, policy).items():
+    for parameter in filter(_is_ours, found.values()):
+        parameter._sharded_local_tensor.fsdp_pre_all_gather.__self__.codes = False
+    wanted = _wanted(model, policy) if policy.communication.weights != "keep" else {}
+    for name, weight in wanted.items():
         parameter = found.get(id(weight))
         why = "FSDP2 does not hold it" if parameter is None else _refusal(parameter)
         if why or parameter is None:
@@ -147,4 +171,5 @@ def install_weight_gather(model: nn.Module, policy: Policy) -> GatheredWeights |
         shard.fsdp_pre_all_gather, shard.fsdp_post_all_gather = functions.before, functions.after
         parameter._extensions_data = ExtensionsData()
         report.names += (name,)
+        report.shards.append(functions)
     return report

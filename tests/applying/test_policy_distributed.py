@@ -16,6 +16,7 @@ from autoprec.applying.policy import Policy, remove_policy
 from autoprec.applying.swap import execution_of
 from autoprec.optim.audit import audit_optimizer
 from autoprec.optim.codecs import BlockCodec
+from autoprec.optim.optimizer import rewrap_optimizer
 from autoprec.optim.weight_gather import is_sharded
 from autoprec.policy import CommunicationPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -178,6 +179,12 @@ def gathered(rank: int, how: str) -> dict[str, Any]:
         found[weights] = train(model, rank, optimizer)
         found[f"{weights} seen"] = seen[0]
         found[f"{weights} audit"] = audit_optimizer(chosen, optimizer, model).get("communication.weights")
+        for later in ("keep", weights):  # as a phase goes over, and comes back
+            rewrap_optimizer(
+                optimizer, chosen.model_copy(update={"communication": CommunicationPolicy(weights=later)}), model
+            )
+            model(torch.randn(4, 32)).sum().backward()
+            found[f"{weights}, {later} later"] = torch.equal(seen[-1], model[0].weight.full_tensor())
     return found
 
 
@@ -192,6 +199,7 @@ def test_fsdp2_gathers_the_weights_of_fp8_layers_in_fp8(tmp_path: Path) -> None:
         assert torch.equal(found["keep seen"], weight)
         assert torch.equal(found["fp8 seen"], torch.cat(halves, 1).view_as(weight))
         assert found["sharded"]
+        assert (found["keep, keep later"], found["fp8, keep later"], found["fp8, fp8 later"]) == (True, True, False)
         assert found["fp8"] != found["keep"]
         assert found["fp8"] == pytest.approx(found["keep"], rel=0.05)
         assert (row["ok"], row["executed"], row["reason"]) == (True, "fp8", "3.94 times fewer bytes than FP32")
