@@ -2,8 +2,9 @@
 
     python benchmarks/originals.py [--markdown]
 
-Originals that are packages are called (torch, torchao; ml_dtypes where it is installed: ``pip install ml_dtypes``);
-of those that need a GPU or their own torch the formula is transcribed, its place named in the row. A row says how many
+Originals that are packages are called: torch and torchao, which the dev extra installs, and two that it does not,
+``pip install ml_dtypes==0.6.0 bitsandbytes==0.50.2`` (without them their rows are left out, and a line says so); of
+those that need a GPU or their own torch the formula is transcribed, its place named in the row. A row says how many
 values were compared and is one of: bit-equal; within the original's own rounding (the limit and the largest difference
 are given); or different, with the reason. The exit code is 1 where a row is different without a reason.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import importlib.util
 import math
 import platform
 import sys
@@ -123,6 +125,9 @@ def main() -> int:
     print(f"\n{len(rows)} comparisons: {equal} bit-equal, {within} within the original's rounding, {other} different")
     for line in figures():
         print(line)
+    for package in ("ml_dtypes", "bitsandbytes"):
+        if importlib.util.find_spec(package) is None:
+            print(f"{package} is not installed: its rows are left out")
     print(f"python {platform.python_version()}, {version('torch')}, {version('torchao')}, {platform.machine()}")
     return 1 if any(row.verdict == "DIFFERENT" for row in rows) else 0
 

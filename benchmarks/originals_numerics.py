@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoprec.numerics.grouped import encode_e8m0, hadamard
+from autoprec.applying.policy import Policy
+from autoprec.numerics.grouped import decode_e8m0, encode_e8m0, hadamard
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.numerics.rounding import encode, round_e2m1
@@ -49,6 +50,9 @@ def casts() -> Iterator[Row]:
     x = every_half().clamp(-6, 6)
     expected = torch.from_numpy(x.numpy().astype(ml_dtypes.float4_e2m1fn).astype(np.float32))
     yield Row("cast to e2m1", version("ml_dtypes"), round_e2m1(x), expected)
+    codes = torch.arange(256, dtype=torch.uint8)
+    expected = torch.from_numpy(codes.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32))
+    yield Row("values of E8M0 scales", version("ml_dtypes"), decode_e8m0(codes), expected)
 
 
 @comparison
@@ -265,3 +269,50 @@ def linear_layers() -> Iterator[Row]:
 
     for gemm, a, b in zip(("fprop", "dgrad", "wgrad"), ours, passes(autocast, module), strict=True):
         yield Row(f"bf16 linear layer, {gemm}", f"{version('torch')} autocast", a, b)
+
+
+@comparison
+def layers_of_one_dtype() -> Iterator[Row]:
+    """Convolutions next to autocast's, recurrent layers and cells next to a copy of the module in bfloat16."""
+
+    def autocast(module: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            out: Tensor = module(x)
+        return out.float()
+
+    def cast(module: nn.Module, x: Tensor) -> Tensor:
+        weights = {name: weight.bfloat16() for name, weight in module.named_parameters()}
+        if isinstance(module, nn.RNNBase):  # its flat list is what the kernel gets, which functional_call leaves alone
+            module._flat_weights, held = [weights[name] for name in module._flat_weights_names], module._flat_weights
+            try:
+                return module(x.bfloat16())[0].float()  # type: ignore[no-any-return]
+            finally:
+                module._flat_weights = held
+        return first(torch.func.functional_call(module, weights, (x.bfloat16(),))).float()
+
+    def first(out: Tensor | tuple[Tensor, ...]) -> Tensor:
+        return out[0] if isinstance(out, tuple) else out
+
+    torch.manual_seed(0)
+    makers: dict[str, tuple[nn.Module, Tensor, str]] = {
+        "convolution": (nn.Conv2d(8, 16, 3, padding=1), normal(2, 8, 12, 12), "autocast"),
+        "LSTM": (nn.LSTM(24, 32), normal(6, 4, 24), "bfloat16 weights"),
+        "GRU": (nn.GRU(24, 32), normal(6, 4, 24), "bfloat16 weights"),
+        "LSTM cell": (nn.LSTMCell(24, 32), normal(8, 24), "bfloat16 weights"),
+    }
+    for name, (module, x, how) in makers.items():
+        seen: list[list[Tensor]] = []
+        for ours in (False, True):
+            model = nn.Sequential(module)
+            if ours:
+                Policy(recipes={"bf16": BUILTIN_RECIPES["bf16"]}, default="bf16").apply(model)
+            given = x.clone().requires_grad_()
+            out = first(module(given)) if ours else (autocast if how == "autocast" else cast)(module, given)
+            out.square().sum().backward()  # type: ignore[no-untyped-call]
+            weight = next(module.parameters())
+            if given.grad is None or weight.grad is None:
+                raise RuntimeError(f"{name}: no gradient")
+            seen.append([out.detach(), given.grad, weight.grad])
+            module.zero_grad()
+        for what, theirs, mine in zip(("output", "input gradient", "weight gradient"), *seen, strict=True):
+            yield Row(f"bf16 {name}, {what}", f"{version('torch')} {how}", mine, theirs)

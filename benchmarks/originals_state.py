@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -10,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoprec.applying.policy import Policy, remove_policy
 from autoprec.optim.codecs import CODECS
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.optimizer import wrap_optimizer
-from autoprec.policy import OptimizerPolicy
+from autoprec.policy import OptimizerPolicy, StabilityPolicy
 from benchmarks.originals_rows import E4M3, Row, comparison, normal, version
 
 
@@ -83,6 +85,69 @@ def stored_state() -> Iterator[Row]:
         2.0**-4,
         "our scale has 20 bits, so that a resumed run repeats its codes",
     )
+
+
+@comparison
+def bitsandbytes_state() -> Iterator[Row]:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return
+    from bitsandbytes import functional
+
+    for key, signed in ((("exp_avg_sq", "int8_block"), False), (("exp_avg", "int8_block"), True)):
+        x = normal(64, 256) if signed else normal(64, 256).square()
+        codes, state = functional.quantize_blockwise(
+            x.reshape(-1), code=functional.create_dynamic_map(signed=signed), blocksize=256
+        )
+        how = CODECS[key]
+        yield Row(
+            f"8-bit {'signed' if signed else 'unsigned'} state of AdamW8bit",
+            f"{version('bitsandbytes')} quantize_blockwise",
+            how.decode(how.encode(x), x.shape),
+            functional.dequantize_blockwise(codes, state).view(x.shape),
+            0.0142 if signed else 0.0071,
+            "a neighbouring code, where a value lies near the middle of two",
+        )
+
+
+@comparison
+def shrunk_embedding() -> Iterator[Row]:
+    ids, table = torch.arange(24).view(4, 6) % 16, nn.Embedding(16, 32)
+    grads = []
+    for ours in (True, False):
+        table.zero_grad()
+        model = nn.Sequential(table, nn.Linear(32, 8))
+        nn.init.constant_(model[1].weight, 0.5)
+        if ours:
+            Policy(stability=StabilityPolicy(embedding_gradient=0.125)).apply(model)
+            out = model(ids)
+        else:
+            remove_policy(model)
+            found = table(ids)
+            out = model[1](found * 0.125 + found.detach() * 0.875)
+        out.sum().backward()
+        if table.weight.grad is None:
+            raise RuntimeError("no gradient")
+        grads.append(table.weight.grad.clone())
+    yield Row("shrunk embedding gradient", "GLM-130B (arXiv 2210.02414), transcribed", grads[0], grads[1])
+
+
+@comparison
+def gradient_penalty() -> Iterator[Row]:
+    """``create_graph=True`` under loss scaling: the documentation of torch unscales by hand what it differentiates."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)), normal(8, 16)
+    seen = []
+    for ours in (False, True):
+        if ours:
+            LossScaler.install(model, [], initial_scale=2.0**10)
+        given = x.clone().requires_grad_()
+        out = model(given)
+        scale = 1.0 if ours else 2.0**10
+        (slope,) = torch.autograd.grad(out.sum() * scale, given, create_graph=True)
+        loss = out.mean() + ((slope / scale).norm(dim=1) - 1).square().mean()
+        gradients = torch.autograd.grad(loss * scale, list(model.parameters()), allow_unused=True)
+        seen.append(torch.cat([g.reshape(-1) / scale for g in gradients if g is not None]))
+    yield Row("gradient penalty under loss scaling", f"{version('torch')} amp_examples.rst", seen[1], seen[0], 2.0**-20)
 
 
 @comparison
