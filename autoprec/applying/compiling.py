@@ -21,7 +21,9 @@ from autoprec.support.living import living
 
 __all__ = [
     "allow_versions",
+    "cache_graphs",
     "compile_by_block",
+    "compile_whole_by_block",
     "compiled_graphs",
     "executed_as",
     "is_compiled",
@@ -83,6 +85,67 @@ def compile_by_block() -> None:
     """
     global _by_block
     _by_block = True
+
+
+def compile_whole_by_block(root: nn.Module) -> int:
+    """Compile the repeated blocks of a model that the script compiles as a whole, with the script's own settings.
+
+    For short trials, where the script's own graph of N blocks takes N times as long to compile. What lies between and
+    around the blocks, the loss included, then runs as eager code. Functions that the script compiles stay as they are.
+
+    Returns:
+        How many blocks share what is compiled; 0 where nothing was changed: there is no such model, or no such blocks.
+    """
+    blocks = _repeated_blocks(root)
+    ids = {id(block) for block in blocks}
+    settings = None
+    for whole, context in _compiled_wholes(root):
+        if sum(id(module) in ids for module in whole.modules()) < 2:
+            continue  # one of the blocks, or a part beside them
+        settings = settings or context
+        if hasattr(whole, "_orig_mod"):
+            whole.__dict__["forward"] = whole._orig_mod.__call__
+        else:
+            whole.__dict__.pop("_compiled_call_impl")
+    if settings is None:
+        return 0
+    for module, call in _callers(blocks):
+        module.__dict__["_compiled_call_impl"] = settings(call)
+    return len(blocks)
+
+
+def _compiled_wholes(root: nn.Module) -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """Yield what the script compiled of a model, and what compiles anything else in the same way.
+
+    That is Dynamo's context, which ``torch.compile(model)`` keeps as an attribute of the model that it returns, and
+    ``model.compile()`` in the closure of the function that it installs.
+    """
+    inside = {id(module) for module in root.modules()}
+    frames = sys.modules.get("torch._dynamo.eval_frame")
+    for wrapper in living(frames.OptimizedModule) if frames is not None else ():
+        if any(id(module) in inside for module in wrapper._orig_mod.modules()):
+            yield wrapper, wrapper.dynamo_ctx
+    for module in root.modules():
+        call: Any = module.__dict__.get("_compiled_call_impl")
+        names = call.__code__.co_freevars if isinstance(call, FunctionType) else ()
+        if "self" in names:
+            yield module, call.__closure__[names.index("self")].cell_contents
+
+
+def cache_graphs() -> None:
+    """Let graphs with layers of ours into the cache that torch keeps on disk between processes (in this one, for good).
+
+    AOTAutograd does not store graphs with an ``autograd.Function`` or an autocast context unless it is told to. Its key
+    covers both: the graphs that Dynamo traced of the function's forward and backward, and the context's arguments.
+    """
+    functorch: Any = importlib.import_module("torch._functorch.config")
+    inductor: Any = importlib.import_module("torch._inductor.config")
+    functorch.autograd_cache_allow_custom_autograd_functions = True
+    names = (f"torch.amp.autocast_mode.{name}" for name in ("_enter_autocast", "_exit_autocast"))
+    inductor.unsafe_marked_cacheable_functions = {
+        **inductor.unsafe_marked_cacheable_functions,
+        **dict.fromkeys(names, "1"),
+    }
 
 
 def _repeated_blocks(root: nn.Module) -> list[nn.Module]:

@@ -22,4 +22,10 @@ def living(base: type[T]) -> list[T]:
         new = [each for each in found.pop().__subclasses__() if id(each) not in classes]
         classes.update((id(each), each) for each in new)
         found.extend(new)
-    return [each for each in gc.get_objects() if id(type(each)) in classes]
+    frozen = gc.get_freeze_count() > 0  # before a fork: the collector does not list what it was told to leave alone
+    if frozen:
+        gc.unfreeze()
+    every = gc.get_objects()
+    if frozen:
+        gc.freeze()
+    return [each for each in every if id(type(each)) in classes]

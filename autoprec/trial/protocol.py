@@ -53,7 +53,8 @@ class TrialSpec:
         within_s: seconds after which a scan begins no further probe (the first one is always answered); None: no limit.
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
         memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
-        by_block: a policy that compiles the model compiles its repeated blocks instead: cheaper, a little slower.
+        by_block: where the policy or the script compiles the model as a whole, its repeated blocks are compiled
+            instead: N times cheaper for N blocks, a little slower, and what lies around them runs as eager code.
         record_graph: also record the graph in the last step (``check``: audit by recording).
     """
 

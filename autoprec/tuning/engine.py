@@ -30,6 +30,7 @@ from autoprec.support.files import file_lock, keep_earlier, write_json
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.source import source_digests
+from autoprec.tuning.by_block import compile_seconds
 from autoprec.tuning.checks import check_early
 from autoprec.tuning.decide.reasons import stay_explanation
 from autoprec.tuning.events import Listener, SearchInfo
@@ -42,7 +43,7 @@ from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
-from autoprec.tuning.schedule import Pace, Schedule, schedule
+from autoprec.tuning.schedule import Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import runs_in_sixteen_bit, sixteen_bit_space
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
@@ -207,7 +208,7 @@ class Search:
             measure_reference(setup, runner, ledger)
             runner.doubt_load()
             if not self.options.resume:
-                self.listener.note(_expected(setup, runner, ledger).describe(self.options.budget_s))
+                self.listener.note(_expected(setup, runner, ledger))
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger)
             answer = settled(run_study(setup, runner, ledger, table), ledger)
@@ -359,19 +360,24 @@ def _changes_nothing(path: Path) -> bool:
         return False
 
 
-def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Schedule:
-    """Return how long the search will take, from what the reference took."""
+def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> str:
+    """Tell how long the search will take, from what the reference took."""
     options, timings = setup.options, ledger.timings
     starts, steps = max(timings.get("starts", 1.0), 1.0), options.steps + options.warmup
     training_s = timings.get("training_s", 0.0) / starts
     step_s = ledger.reference.step_ms / 1e3 if setup.measured else training_s / steps
-    compile_s = max(0.0, training_s - steps * step_s) if setup.host.compiled else 0.0
-    pace = Pace(timings.get("start_s_sum", 0.0) / starts, step_s, compile_s)
-    return schedule(
-        options,
-        pace,
-        pace.of_trials(measured=setup.measured),
-        setup_s=setup.host.setup_s,
-        workers=runner.workers,
-        final_workers=runner.final_workers,
-    )
+    start_s, compile_s = timings.get("start_s_sum", 0.0) / starts, compile_seconds(setup, ledger)
+    pace = Pace(start_s, step_s, compile_s, repeated_blocks(setup.host.layers) if compile_s else 1)
+
+    def counted(*, usual: bool) -> Schedule:
+        return schedule(
+            options,
+            pace,
+            pace.of_trials(measured=setup.measured),
+            setup_s=setup.host.setup_s,
+            workers=runner.workers,
+            final_workers=runner.final_workers,
+            usual=usual,
+        )
+
+    return describe(counted(usual=True), counted(usual=False), options.budget_s)

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.tuning.by_block import ByBlock
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
 from autoprec.tuning.ledger import Ledger
@@ -46,6 +47,7 @@ class PairedRunner:
     def __init__(self, setup: Setup, pool: HostPool, ledger: Ledger) -> None:
         self._setup, self._pool, self._ledger = setup, pool, ledger
         self._repeated = 0
+        self._by_block = ByBlock(setup, ledger, self._timed)
 
     @property
     def workers(self) -> int:
@@ -103,6 +105,9 @@ class PairedRunner:
 
     def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
         """Run one trial; once more where its times are not to be trusted, which the record says if it stays so."""
+        return self._by_block.run(spec, seed) if spec.by_block else self._timed(spec, seed)
+
+    def _timed(self, spec: TrialSpec, seed: int) -> TrialResult:
         result = self._run(spec, seed)
         if not (self._setup.measured and result.ok and result.unreliable) or self._repeated >= MOST_REPEATED:
             return result
@@ -125,6 +130,8 @@ class PairedRunner:
             ("starts", 1.0),
         ):
             self._ledger.add_seconds(name, seconds)
+        longest = self._ledger.timings.get("longest_training_s", 0.0)
+        self._ledger.timings["longest_training_s"] = max(longest, result.training_s)
         # what the answer costs in forward and backward passes, wherever and however fast it is found
         passes = len(result.losses) if spec.kind == "train" else spec.warmup + len(spec.probes) + spec.batches
         self._ledger.add_seconds("passes", float(passes))

@@ -1,52 +1,68 @@
 """How long a search will take: what it runs, how often, and what one run takes.
 
-A run is a start of the script, compilation and a few steps; on a GPU the steps are the least of it. The schedule is
-told before the trials begin, when the reference has shown what a run takes, and by ``search --dry-run``. It is an upper
-bound in trials (a search ends when nothing left is worth one) and an estimate in seconds.
+A run is a start of the script, compilation and a few steps; on a GPU the steps are the least of it. Two schedules are
+told before the trials begin, when the reference has shown what a run takes, and by ``search --dry-run``: what a search
+usually does, which ends when nothing left is worth a run, and the most that its options allow.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 
 from autoprec.tuning.options import SearchOptions
 
-__all__ = ["Pace", "Schedule", "schedule"]
+__all__ = ["Pace", "Schedule", "describe", "repeated_blocks", "schedule"]
 
 #: Passes of a scan of gradient errors that has no time budget (``phases.sensitivity``).
 USUAL_PASSES = 60
 #: Policies that usually need further paired seeds before one of them is adopted; the reference runs beside them.
 CONTENDERS = 2
+#: Trials and paired seeds after which searches ended by themselves: 1 to 3, and 2 (2026-11-22_search_cost.md).
+USUAL_TRIALS, USUAL_SEEDS = 4, 2
 #: The first run of the reference is repeated for the noise floor, and once more with its weights rounded.
 REFERENCE_RUNS = 3
 #: CPU time to compile a block whose layers quantise, over that of its bf16 form (2026-11-22_gpu_ready.md).
 QUANTISED_COMPILE = 3.2
+#: CPU time to compile what torch's cache on disk holds already, over that of the first time: Dynamo traces it again
+#: (one third by 2026-11-22_gpu_ready.md, where it is half as much again that is read from disk).
+CACHED_COMPILE = 0.5
 #: A step of a rehearsal under emulated recipes, over a step as written (2026-11-22_numerics_trial.md).
 EMULATED_STEP = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What one run takes, seconds: until the first step, to compile, and one step."""
+    """What one run takes, seconds: until the first step, to compile the whole model with nothing cached, and one step.
+
+    ``blocks`` share what a trial compiles (``TrialSpec.by_block``); 1 where nothing is repeated.
+    """
 
     start_s: float
     step_s: float
     compile_s: float = 0.0
+    blocks: int = 1
 
-    def run_s(self, steps: int) -> float:
-        """Return the seconds of a whole run."""
-        return self.start_s + self.compile_s + steps * self.step_s
+    def run_s(self, steps: int, *, compiled: float = 1.0) -> float:
+        """Return the seconds of a run that compiles so much of what a whole model takes with nothing cached."""
+        return self.start_s + compiled * self.compile_s + steps * self.step_s
+
+    def trial_s(self, steps: int) -> float:
+        """Return the seconds of a trial."""
+        return self.run_s(steps, compiled=1 / self.blocks)
 
     def of_trials(self, *, measured: bool) -> Pace:
         """Return the pace of runs under a quantised policy, where this is that of the script as written."""
         if measured:
-            return Pace(self.start_s, self.step_s, self.compile_s * QUANTISED_COMPILE)
-        return Pace(self.start_s, self.step_s * EMULATED_STEP, self.compile_s)
+            return replace(self, compile_s=self.compile_s * QUANTISED_COMPILE)
+        return replace(self, step_s=self.step_s * EMULATED_STEP)
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Expected seconds of a search by phase; ``trials`` and ``runs`` (those under further paired seeds) are counts."""
+    """Seconds of a search by phase; ``trials`` and ``runs`` (those under further paired seeds) are counts."""
 
     trials: int
     runs: int
@@ -65,16 +81,20 @@ class Schedule:
         """Return the seconds of what follows the reference."""
         return self.total_s - self.reference_s
 
-    def describe(self, budget_s: float | None = None) -> str:
-        """Return one line for a person, told when the reference has been measured."""
-        parts = (
-            f"gradient errors {_time(self.scan_s)}, {self.trials} trials {_time(self.trials_s)}, "
-            f"{self.runs} runs under further paired seeds {_time(self.finalists_s)}"
-        )
-        text = f"expected from here on: at most about {_time(self.rest_s)} ({parts})"
-        if budget_s is not None and self.total_s > budget_s:
-            text += f"; --budget ends it after {_time(budget_s)} in all"
-        return text
+
+def describe(usual: Schedule, most: Schedule, budget_s: float | None = None) -> str:
+    """Return one line for a person, told when the reference has been measured."""
+    parts = (
+        f"gradient errors {_time(usual.scan_s)}, {usual.trials} trials {_time(usual.trials_s)}, "
+        f"{usual.runs} runs under further paired seeds {_time(usual.finalists_s)}"
+    )
+    text = f"expected from here on: about {_time(usual.rest_s)} ({parts})"
+    if most.rest_s > usual.rest_s:
+        text += f", at most {_time(most.rest_s)} ({most.trials} trials, {most.runs} runs)"
+    if budget_s is not None and most.total_s > budget_s:
+        sure = "ends it" if usual.total_s > budget_s else "would end it"
+        text += f"; --budget {sure} after {_time(budget_s)} in all"
+    return text
 
 
 def schedule(
@@ -86,8 +106,9 @@ def schedule(
     passes: int = USUAL_PASSES,
     workers: int = 1,
     final_workers: int = 1,
+    usual: bool = False,
 ) -> Schedule:
-    """Return what a search is expected to take.
+    """Return how long a search takes at most (an upper bound in runs, an estimate in seconds), or usually.
 
     Args:
         options: what was asked.
@@ -95,17 +116,32 @@ def schedule(
         setup_s: until the script of a paired seed is at its first step, when it is started anew.
         passes: forward and backward passes for gradient errors.
         workers, final_workers: trials, and runs under further paired seeds, at once.
+        usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
-    steps = options.steps + options.warmup
-    runs = (CONTENDERS + 1) * (options.seeds - 1)
+    steps, trials, seeds = options.steps + options.warmup, options.trials, options.seeds
+    if usual and options.sampler == "ours":
+        trials, seeds = min(trials, USUAL_TRIALS), min(seeds, USUAL_SEEDS)
+    again = reference.run_s(steps, compiled=CACHED_COMPILE)
+    # timed trials of a script that compiles its blocks need a reference that does so, too
+    by_block = reference.trial_s(steps) if reference.compile_s and reference.blocks > 1 else 0.0
+    # a policy's first run under a further seed compiles the whole model, which its others find in torch's cache
+    new, seen = trial.run_s(steps), trial.run_s(steps, compiled=CACHED_COMPILE)
+    further = (seeds - 1) * again + CONTENDERS * (min(1, seeds - 1) * new + max(0, seeds - 2) * seen)
     return Schedule(
-        trials=options.trials,
-        runs=runs,
-        reference_s=setup_s + REFERENCE_RUNS * reference.run_s(steps),
+        trials=trials,
+        runs=(CONTENDERS + 1) * (seeds - 1),
+        reference_s=setup_s + reference.run_s(steps) + (REFERENCE_RUNS - 1) * again,
         scan_s=reference.start_s + passes * trial.step_s,
-        trials_s=options.trials * trial.run_s(steps) / workers,
-        finalists_s=(options.seeds - 1) * setup_s + runs * trial.run_s(steps) / final_workers,
+        trials_s=by_block + trials * trial.trial_s(steps) / workers,
+        finalists_s=(seeds - 1) * setup_s + further / final_workers,
     )
+
+
+def repeated_blocks(layers: Iterable[str]) -> int:
+    """Return how many blocks the largest list of modules has, by the names of its layers (``h.0.mlp``); at least 1."""
+    names = {match[0] for layer in layers if (match := re.match(r"(?:.*?\.)??\d+(?=\.)", layer))}
+    lists = Counter(name.rpartition(".")[0] for name in names)
+    return max(lists.values(), default=1)
 
 
 def _time(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -203,3 +204,57 @@ def test_short_trials_compile_blocks_of_one_kind_once(monkeypatch: pytest.Monkey
     flat = _model()  # nothing is repeated: the model is compiled as a whole
     policy.apply(flat)
     assert "_compiled_call_impl" in flat.__dict__
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch 2.13 itself looks at it
+@pytest.mark.parametrize("how", ["a wrapper", "in place"])
+def test_what_the_script_compiles_as_a_whole_is_compiled_by_block_in_its_way(how: str) -> None:
+    graphs: list[int] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> object:
+        graphs.append(len(graph.graph.nodes))
+        return graph.forward
+
+    model, x = _Stack(), torch.randn(4, 16)
+    expected = model(x)
+    call: nn.Module = model
+    if how == "a wrapper":
+        call = torch.compile(model, backend=backend)  # type: ignore[assignment]
+    else:
+        torch.nn.Module.compile(model, backend=backend)
+    assert compiling.compile_whole_by_block(model) == 3
+    assert is_compiled(model)
+    policy = _policy("keep", **BF16)
+    policy.apply(model)
+    call(x).sum().backward()
+    assert len(graphs) == 1  # by the script's own backend, once for three blocks
+    assert policy.audit(model).ok
+    policy.remove(model)
+    torch._dynamo.reset()
+    assert torch.equal(call(x), expected)
+    assert len(graphs) == 2
+
+
+def test_a_script_that_compiles_its_blocks_or_functions_keeps_them() -> None:
+    model = _Stack()
+    assert compiling.compile_whole_by_block(model) == 0
+    for block in model.blocks:
+        block.compile(backend="eager")
+    before = [block.__dict__["_compiled_call_impl"] for block in model.blocks]
+    assert compiling.compile_whole_by_block(model) == 0
+    assert [block.__dict__["_compiled_call_impl"] for block in model.blocks] == before
+    flat = torch.compile(_model(), backend="eager")
+    assert compiling.compile_whole_by_block(flat) == 0  # type: ignore[arg-type]
+
+
+def test_what_was_compiled_before_a_fork_is_found_after_it() -> None:
+    model = _Stack()
+    compiled = torch.compile(model, backend="eager")
+    gc.freeze()
+    try:
+        assert is_compiled(model)
+        assert compiling.compile_whole_by_block(model) == 3
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+    assert compiled is not None

@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.schedule import Pace, schedule
+from autoprec.tuning.schedule import CACHED_COMPILE, Pace, describe, repeated_blocks, schedule
 
 OPTIONS = SearchOptions(command=("train.py",), trials=30, steps=20, warmup=3, seeds=4)
 
 
 def test_every_run_is_counted() -> None:
     found = schedule(OPTIONS, Pace(5.0, 0.1, 20.0), Pace(5.0, 0.1, 74.0), setup_s=10.0, passes=60)
-    assert found.reference_s == pytest.approx(10 + 3 * 27.3)
+    cached = CACHED_COMPILE * 20
+    assert found.reference_s == pytest.approx(10 + 27.3 + 2 * (7.3 + cached))
     assert found.scan_s == pytest.approx(5 + 6)
     assert found.trials_s == pytest.approx(30 * 81.3)
     assert (found.trials, found.runs) == (30, 9)
-    assert found.finalists_s == pytest.approx(3 * 10 + 9 * 81.3)
+    further = 3 * (7.3 + cached) + 2 * (81.3 + 2 * (7.3 + CACHED_COMPILE * 74))
+    assert found.finalists_s == pytest.approx(3 * 10 + further)
     assert found.total_s == pytest.approx(found.reference_s + found.rest_s)
+
+
+def test_a_search_by_our_sampler_usually_ends_sooner() -> None:
+    pace = Pace(5.0, 0.1, 20.0)
+    usual = schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True)
+    assert (usual.trials, usual.runs) == (4, 3)
+    assert usual.finalists_s == pytest.approx(10 + 17.3 + 2 * 27.3)
+    other = dataclasses.replace(OPTIONS, sampler="tpe")
+    assert schedule(other, pace, pace, setup_s=10.0, usual=True) == schedule(OPTIONS, pace, pace, setup_s=10.0)
+    one = dataclasses.replace(OPTIONS, trials=2, seeds=1)
+    assert schedule(one, pace, pace, setup_s=10.0, usual=True).runs == 0
+    assert schedule(one, pace, pace, setup_s=10.0, usual=True).finalists_s == 0
+
+
+def test_trials_compile_one_of_the_repeated_blocks_and_need_a_reference_that_does() -> None:
+    script, trial = Pace(5.0, 0.1, 120.0, blocks=12), Pace(5.0, 0.1, 360.0, blocks=12)
+    found = schedule(OPTIONS, script, trial, setup_s=10.0)
+    assert found.trials_s == pytest.approx(17.3 + 30 * 37.3)
+    assert repeated_blocks(["wte", "h.0.mlp.0", "h.0.mlp.1", "h.1.attn", "h.2.attn", "head"]) == 3
+    assert repeated_blocks(["0.up", "1.up"]) == 2
+    assert repeated_blocks(["0", "1", "head"]) == repeated_blocks([]) == 1
 
 
 def test_runs_side_by_side_share_the_time() -> None:
@@ -29,17 +54,21 @@ def test_runs_side_by_side_share_the_time() -> None:
 
 
 def test_quantised_models_take_longer_to_compile_and_emulated_ones_longer_to_run() -> None:
-    written = Pace(2.0, 0.1, 10.0)
+    written = Pace(2.0, 0.1, 10.0, 12)
     assert written.of_trials(measured=True).compile_s == pytest.approx(32.0)
     assert written.of_trials(measured=True).step_s == 0.1
-    assert written.of_trials(measured=False) == Pace(2.0, 0.2, 10.0)
+    assert written.of_trials(measured=False) == Pace(2.0, 0.2, 10.0, 12)
 
 
 def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> None:
     pace = Pace(5.0, 0.1, 20.0)
-    found = schedule(OPTIONS, pace, pace, setup_s=10.0)
-    told = found.describe()
-    parts = "gradient errors 11 s, 30 trials 14 min, 9 runs under further paired seeds 5 min"
-    assert told == f"expected from here on: at most about 18 min ({parts})"
-    assert found.describe(600.0) == told + "; --budget ends it after 10 min in all"
-    assert found.describe(86_400.0) == told
+    usual, most = (schedule(OPTIONS, pace, pace, setup_s=10.0, usual=usual) for usual in (True, False))
+    told = describe(usual, most)
+    parts = "gradient errors 11 s, 4 trials 109 s, 3 runs under further paired seeds 82 s"
+    assert told == (
+        f"expected from here on: about 3 min ({parts}), at most 17 min (30 trials, 9 runs)".replace("109 s", "2 min")
+    )
+    assert describe(usual, most, 600.0) == told + "; --budget would end it after 10 min in all"
+    assert describe(usual, most, 60.0) == told + "; --budget ends it after 60 s in all"
+    assert describe(usual, most, 86_400.0) == told
+    assert ", at most" not in describe(usual, usual)

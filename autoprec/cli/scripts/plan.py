@@ -32,7 +32,8 @@ _TIMED_STEPS = 5
 class Plan:
     """What a search would do; times in seconds, each ``*_s`` an upper bound from the runs that were timed.
 
-    ``trials`` is a maximum: a search ends when nothing left is worth a trial, and after ``--budget``.
+    ``trials`` is a maximum: a search ends when nothing left is worth a trial, and after ``--budget``. ``usual_s`` is
+    what searches take that end as they usually do.
     """
 
     target: str
@@ -52,6 +53,7 @@ class Plan:
     scan_s: float
     trials_s: float
     finalists_s: float
+    usual_s: float
     output: str
     budget_s: float | None
 
@@ -106,7 +108,8 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
     passes = len(names) + sum(len(group.choices) for group in problem.groups)
     steps = asked.steps + asked.warmup  # a run that was timed from its start: all of it is told per step
     paces = Pace(0.0, reference_s / steps), Pace(0.0, trial_s / steps)
-    expected = schedule(asked, *paces, setup_s=host.setup_s, passes=min(passes, max(60, asked.trials)))
+    how: dict[str, Any] = {"setup_s": host.setup_s, "passes": min(passes, max(60, asked.trials))}
+    expected, usual = schedule(asked, *paces, **how), schedule(asked, *paces, usual=True, **how)
     return Plan(
         target=found,
         source=source,
@@ -125,6 +128,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         scan_s=expected.scan_s,
         trials_s=expected.trials_s,
         finalists_s=expected.finalists_s,
+        usual_s=min(usual.total_s, asked.budget_s or usual.total_s),
         output=asked.output,
         budget_s=asked.budget_s,
     )
@@ -178,7 +182,8 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         f"presets   {shown}",
         f"trials    at most {plan.trials}, then {plan.finalist_runs} runs under further paired seeds",
         f"one run   {duration(plan.reference_s)} as written, {duration(plan.trial_s)} as a trial (timed just now)",
-        f"duration  at most {duration(plan.total_s)} one after the other: reference {duration(plan.setup_s)}, "
+        f"duration  usually about {duration(plan.usual_s)}, as a search ends when nothing left is worth a run",
+        f"          at most {duration(plan.total_s)} one after the other: reference {duration(plan.setup_s)}, "
         f"gradient errors {duration(plan.scan_s)}, trials {duration(plan.trials_s)}, "
         f"further seeds {duration(plan.finalists_s)}{limit}",
         f"writes    {plan.output} and {asked.runs_dir}/ when it is run without --dry-run",

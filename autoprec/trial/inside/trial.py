@@ -17,7 +17,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from autoprec.applying.compiling import compile_by_block, keep_random_streams, run_eagerly
+from autoprec.applying.compiling import (
+    cache_graphs,
+    compile_by_block,
+    compile_whole_by_block,
+    is_compiled,
+    keep_random_streams,
+    run_eagerly,
+)
 from autoprec.errors import AutoPrecError, PolicyMismatchError, UnsupportedError
 from autoprec.support.files import canonical_json, finite
 from autoprec.trial.inside.applying import apply_document, state_document, watch_state
@@ -114,13 +121,18 @@ class Trial:
             round_weights(self.found, spec.perturb)
         if spec.by_block:
             compile_by_block()
+            if blocks := compile_whole_by_block(self.found.root):
+                self._payload["by_block"] = blocks
         try:
             # in a trial shares of a run are shares of the trial
             self._policy = apply_document(spec.policy, self.found, spec.backend, run_steps=spec.warmup + spec.steps)
         except AutoPrecError as error:
             self.finish(status_of(error), str(error))
-        if self._policy is not None and self._policy.execution == "compile":
+        compiles = self._policy is not None and self._policy.execution == "compile"
+        if compiles:
             keep_random_streams()
+        if spec.kind == "train" and (compiles or is_compiled(self.found.root)):
+            cache_graphs()  # the next paired seed compiles the same graphs
         self._monitors = watch_state(self._policy, self.found, spec.warmup + spec.steps)
         self._batch = batch_size(args, kwargs)
         first = {"record": 0, "sensitivity": spec.warmup}.get(spec.kind, spec.warmup + spec.steps)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autoprec.errors import AutoPrecError
+from autoprec.tuning.by_block import BY_BLOCK
 from autoprec.tuning.decide.decision import Candidate, Judgement, choose, judge
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, blindness
@@ -237,7 +238,8 @@ class Race:
 
     def _candidate(self, record: TrialRecord) -> Candidate:
         runs = self._rows[record.number]
-        speeds = [run.metrics["speedup"] for run in runs if run.ok]
+        whole = [run for run in runs if run.ok and BY_BLOCK not in run.tags]  # as the script compiles it, if known
+        speeds = [run.metrics["speedup"] for run in whole or runs if run.ok]
         return Candidate(
             name=record.name,
             speedup=statistics.median(speeds) if speeds else 0.0,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from autoprec.trial.protocol import TrialResult
+from autoprec.tuning.by_block import BY_BLOCK
 from autoprec.tuning.decide.metrics import Reference, score
 from autoprec.tuning.decide.noise import blindness
 from autoprec.tuning.decide.sampler.expectation import Goals
@@ -78,7 +79,7 @@ def scored(
         plan,
         status=found.status,
         reason=found.reason or doubt,
-        tags=(*plan.tags, "unreliable") if doubt else plan.tags,
+        tags=(*plan.tags, *(["unreliable"] if doubt else ()), *([BY_BLOCK] if result.payload.get(BY_BLOCK) else ())),
         tail=result.tail,
         metrics=found.metrics,
         sources=found.sources,
