@@ -20,7 +20,7 @@ from torch import Tensor
 #: How one operand of one replica is rounded; the numbers are those of the C code.
 KINDS = (
     *("keep", "bf16", "rowwise", "tensorwise", "tensorwise_e5m2", "mxfp8", "nvfp4"),
-    *("tf32", "nvfp4_2d", "nvfp4_rht", "nvfp4_sr", "nvfp4_rht_sr"),
+    *("tf32", "nvfp4_2d", "nvfp4_rht", "nvfp4_sr", "nvfp4_rht_sr", "fp16"),
 )
 
 _SOURCE = r"""
@@ -71,6 +71,7 @@ static inline float grid(float x, float add, float least, float limit) {
 }
 #define E4M3(x) grid(x, 1572864.0f, 0.015625f, 448.0f)
 #define E5M2(x) grid(x, 3145728.0f, 6.103515625e-05f, 57344.0f)
+#define FP16(x) grid(x, 12288.0f, 6.103515625e-05f, 65504.0f)
 #define E2M1(x) grid(x, 6291456.0f, 1.0f, 6.0f)
 static float amax_of(const float *x, long n) {
     int32_t m = 0; /* magnitudes are ordered as their bits are, and integer maxima vectorise */
@@ -96,6 +97,7 @@ static void matrix(const float *x, float *y, long rows, long k, int kind) {
     if (kind == 0) { if (x != y) memcpy(y, x, n * sizeof(float)); return; }
     if (kind == 1) { for (long i = 0; i < n; i++) y[i] = bf16(x[i]); return; }
     if (kind == 7) { for (long i = 0; i < n; i++) y[i] = tf32(x[i]); return; }
+    if (kind == 12) { for (long i = 0; i < n; i++) y[i] = FP16(x[i]); return; }
     if (kind == 2) {
         for (long r = 0; r < rows; r++) {
             float a = amax_of(x + r * k, k);
@@ -205,10 +207,13 @@ def round_replicas(x: Tensor, kinds: np.ndarray, turned: bool = False) -> Tensor
     return out
 
 
+#: kind of an operand -> how the product is rounded: to bfloat16 but for these.
+_PRODUCT = np.array([{"keep": 0, "tf32": 0, "fp16": KINDS.index("fp16")}.get(k, 1) for k in KINDS], dtype=np.int8)
+
+
 def rounded_like(x: Tensor, kinds: np.ndarray) -> Tensor:
-    """Return ``x`` rounded to bfloat16 in the replicas whose products are not float32 (keep, TF32)."""
-    whole = (KINDS.index("keep"), KINDS.index("tf32"))
-    return round_replicas(x, (~np.isin(kinds, whole)).astype(np.int8))
+    """Return products ``x`` rounded to what each replica's layers return: mostly bfloat16."""
+    return round_replicas(x, _PRODUCT[kinds])
 
 
 __all__ = ["KINDS", "round_replicas", "rounded_like"]

@@ -18,8 +18,8 @@ from torch import Tensor
 class Conv(Replicas):
     """A residual convolutional net with BatchNorm, and three fully connected layers, on 8x8 digits.
 
-    Convolutions are products of unfolded patches. They run in one dtype, as a library's kernels do (bf16 or TF32: their
-    operands are rounded value by value, before or after unfolding alike).
+    Convolutions are products of unfolded patches. They run in one dtype, as a library's kernels do (bf16, fp16 or fp32:
+    their operands are rounded value by value, before or after unfolding alike).
     """
 
     patch = (8, 8)

@@ -38,8 +38,8 @@ from truth import Point, Worth, corner, judge, judged, long_run, picked, refine_
 TRIALS = 30
 #: Trial seeds of a strategy that is dear: a GP over categoricals takes half a second per trial and more.
 FEW_SEEDS = {"gp": 2}
-#: Whose trials are raced to a decision.
-DECIDED = ("search", "ilp")
+#: Whose trials are raced to a decision, beside the whole searches.
+DECIDED = ("search",)
 
 
 def score(case: Case, log: Sequence[bytes], worth: Worth, front: Sequence[Point]) -> tuple[float, float]:
@@ -138,6 +138,18 @@ def grow(case: Case, names: Sequence[str], front: int) -> None:
     if front:
         long_run(case, front)
         case.save()
+    judged_front(case, [list(log) for n in STRATEGIES if n in case.logs for log in case.logs[n]])
+    _note(case, "judged")
+
+
+def judged_front(case: Case, logs: Sequence[Sequence[bytes]], *, quick: bool = False) -> tuple[Worth, list[Point]]:
+    """Measure the best known front, and what was picked of every log; return what rows are worth, and the front."""
+    if not quick:
+        settle(case)
+    worth = Worth(case, noise_of(case))  # only now: all that the truth seeds will ever say was measured
+    best = picked(case, case.values, worth)
+    judge(case, [row for log in logs for row in picked(case, log[:TRIALS], worth)], worth, best)
+    return worth, judged(case, best)
 
 
 def _note(case: Case, what: str) -> None:
@@ -157,11 +169,7 @@ def result_of(name: str, args: argparse.Namespace) -> dict[str, Any]:
         _note(case, "decisions")
         for seed, log in enumerate(logs["search"]):
             refine_run(case, log, seed)
-        settle(case)
-    worth = Worth(case, noise_of(case))  # only now: all that the truth seeds will ever say was measured
-    best = picked(case, case.values, worth)
-    judge(case, [row for runs in logs.values() for log in runs for row in picked(case, log, worth)], worth, best)
-    front = judged(case, best)
+    worth, front = judged_front(case, [log for runs in logs.values() for log in runs], quick=args.quick)
     decided = {s: endings(case, endings_, front) for s, endings_ in found.items()}
     if not args.quick:
         _note(case, "judged")

@@ -56,7 +56,9 @@ MODELS = {
     "Llama 1B": (16, 2048, 8192),
     "Llama 3B": (28, 3072, 8192),
     "Llama 8B, 8 of 32 blocks": (8, 4096, 8192),
+    "Llama 13B, 6 of 40 blocks": (6, 5120, 8192),
     "Llama 70B, 2 of 80 blocks": (2, 8192, 8192),
+    "GPT-3 175B, 1 of 96 blocks": (1, 12288, 4096),
 }
 QUICK = ("GPT-2 small", "Llama 1B", "Llama 70B, 2 of 80 blocks")
 
