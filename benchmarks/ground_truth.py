@@ -262,7 +262,7 @@ class Case:
             self._models[seeds] = self.spec.replicas(seeds)
         return self._models[seeds]
 
-    def scan(self, seed: int, checks: int = 80) -> Scan:
+    def scan(self, seed: int, checks: int = 60) -> Scan:
         """Measure the table as the product does (its own scan, on as many batches), and the noise floor.
 
         The checks are random assignments: half of them draw every group's choice evenly, the others with shares of

@@ -128,8 +128,8 @@ def spearman(pairs: np.ndarray[Any, Any]) -> float:
 def grow(case: Case, names: Sequence[str], front: int) -> None:
     """Run strategies and the long run for the true front; store after each."""
     seeds = case.spec.seeds.runs
-    for name in names:
-        play(case, {name: (min(seeds, FEW_SEEDS.get(name, seeds)), TRIALS)})
+    if names:  # in lockstep, so that many replicas train at once
+        play(case, {name: (min(seeds, FEW_SEEDS.get(name, seeds)), TRIALS) for name in names})
         case.save()
     for name in [n for n in STRATEGIES if n in case.logs]:
         for seed, log in enumerate(case.logs[name]):
