@@ -67,7 +67,7 @@ gpu-bundle: $(STAMP)
 	$(BIN)/python benchmarks/gpu_bundle.py
 
 docs: $(STAMP)
-	$(BIN)/python -m autoprec.cli.reference docs/cli.md
+	$(BIN)/python docs/reference.py docs/cli.md
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_docs.py tests/test_examples.py
 
 # A dead link, or a page that the navigation lacks, ends it.

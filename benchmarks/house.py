@@ -30,7 +30,6 @@ ENTRANCES = (
     "autoprec",
     "autoprec.__main__",
     "autoprec.cli",
-    "autoprec.cli.reference",
     "autoprec.graph",
     "autoprec.cost.calibrate.cpu_probe",
     "autoprec.tracking.__main__",

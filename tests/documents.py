@@ -1,6 +1,7 @@
 """The commands and snippets that the documentation shows, so that tests can run them."""
 
 import re
+import runpy
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,8 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
+#: Writes the text of docs/cli.md.
+reference = runpy.run_path(str(ROOT / "docs" / "reference.py"))["reference"]
 
 
 @dataclass(frozen=True)

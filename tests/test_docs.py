@@ -11,7 +11,6 @@ import pytest
 
 import autoprec as package
 from autoprec.cli import COMMANDS, cli
-from autoprec.cli.reference import reference
 from autoprec.cli.script import TakesScript
 from autoprec.errors import MissingDependencyError
 from autoprec.policy import Policy, parse_policy
@@ -19,7 +18,7 @@ from autoprec.policy.space import space_from_dict
 from autoprec.precision.hardware import load_targets
 from autoprec.support.files import parse_document
 from autoprec.trial.protocol import FAILURES
-from tests.documents import PAGES, ROOT, Snippet, commands, snippets
+from tests.documents import PAGES, ROOT, Snippet, commands, reference, snippets
 from tests.test_architecture import ROOMS
 
 OURS = [(where, words[1:]) for where, words in commands() if words[0] == "autoprec"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -34,14 +34,7 @@ class LayerAudit:
 
     def to_json(self) -> dict[str, Any]:
         """Return the row ``autoprec check --json`` prints."""
-        return {
-            "name": self.name,
-            "requested": dict(self.requested),
-            "executed": dict(self.executed),
-            "ok": self.ok,
-            "reason": self.reason,
-            "backend": self.backend,
-        }
+        return {key: value for key, value in asdict(self).items() if key != "silent"}
 
 
 @dataclass(frozen=True, slots=True, repr=False)

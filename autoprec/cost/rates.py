@@ -7,7 +7,7 @@ prints both; docs/cost-model.md says which rows).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -51,18 +51,7 @@ class Rates:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain-data form of a calibration file."""
-        return {
-            "gemm": dict(self.gemm),
-            "cast": dict(self.cast),
-            "quantise_us": dict(self.quantise_us),
-            "bandwidth": self.bandwidth,
-            "launch_us": self.launch_us,
-            "host_us": self.host_us,
-            "attention": self.attention,
-            "error": dict(self.error),
-            "epilogue": dict(self.epilogue),
-            "compiled_casts": self.compiled_casts,
-        }
+        return {key: value for key, value in asdict(self).items() if key not in ("library", "label")}
 
     def compiled(self) -> Rates:
         """Return the rates of casts compiled by torch, as this package's native backend and torchao run them."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -35,20 +35,6 @@ __all__ = [
 
 SCHEMA = "autoprec.targets/1"
 
-#: Recipe families: what decides which kernel runs and what quantising costs.
-FAMILIES = (
-    "fp32",
-    "tf32",
-    "bf16",
-    "fp16",
-    "fp8_tensor",
-    "fp8_delayed",
-    "fp8_row",
-    "fp8_block",
-    "mxfp8",
-    "nvfp4",
-    "int8",
-)
 _ALWAYS = ("fp32", "tf32", "bf16", "fp16")
 #: family -> every GEMM dimension must be a multiple of this (Transformer Engine's and torch._scaled_mm's run-time
 #: checks: 16 bytes per row for 8 bits, whole blocks for block scaling, 32 for MX).
@@ -61,6 +47,8 @@ _ALIGNMENT = {
     "nvfp4": 32,
     "int8": 16,
 }
+#: Recipe families: what decides which kernel runs and what quantising costs.
+FAMILIES = (*_ALWAYS, *_ALIGNMENT)
 #: feature flag of a CPU -> its unit that multiplies bf16
 _BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16", "bf16": "FEAT_BF16", "svebf16": "SVE_BF16"}
 
@@ -84,6 +72,7 @@ def alignment(family: str) -> int:
 class Capability:
     """Whether something can run, why (not), and which toolkit it needs; a "no" is false."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     ok: bool
     reason: str = ""
     needs: str = ""
@@ -172,10 +161,7 @@ class Target:
             "bandwidth_bytes_per_s": self.bandwidth,
             "links_bytes_per_s": dict(self.links),
             "layouts": self.layouts,
-            "recipes": {
-                name: {"ok": c.ok, "reason": c.reason, "needs": c.needs, "multiple_of": self.multiple(name)}
-                for name, c in self.recipes.items()
-            },
+            "recipes": {name: asdict(c) | {"multiple_of": self.multiple(name)} for name, c in self.recipes.items()},
             "source": self.source,
             "date": self.date,
             "notes": list(self.notes),
@@ -186,12 +172,6 @@ class _Strict(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-class _CapabilityEntry(_Strict):
-    ok: bool
-    reason: str = ""
-    needs: str = ""
-
-
 _Family = Literal["fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8"]
 _Positive = Annotated[float, Field(gt=0)]
 
@@ -199,7 +179,7 @@ _Positive = Annotated[float, Field(gt=0)]
 class _Architecture(_Strict):
     source: str
     layouts: int = Field(1, ge=1, le=2)
-    recipes: dict[_Family, _CapabilityEntry]
+    recipes: dict[_Family, Capability]
 
 
 class _TargetEntry(_Strict):
@@ -245,23 +225,14 @@ def _build(table: _Table, architectures: Mapping[str, _Architecture], sources: M
         if entry.architecture not in architectures:
             raise UnknownNameError("architecture", entry.architecture, architectures, where=f"targets.{name}")
         family = architectures[entry.architecture]
+        own = entry.model_dump(exclude={"memory"}) | {
+            "memory_bytes": int(entry.memory * 1e9),
+            "bandwidth": entry.bandwidth * 1e9,
+            "links": {key: value * 1e9 for key, value in entry.links.items()},
+            "source": sources.get(entry.source, entry.source),
+        }
         out[name] = Target(
-            name=name,
-            title=entry.title,
-            vendor=entry.vendor,
-            architecture=entry.architecture,
-            capability=entry.capability,
-            peaks={str(key): value for key, value in entry.peaks.items()},
-            units=entry.units,
-            memory_bytes=int(entry.memory * 1e9),
-            bandwidth=entry.bandwidth * 1e9,
-            links={key: value * 1e9 for key, value in entry.links.items()},
-            layouts=family.layouts,
-            recipes={str(key): Capability(c.ok, c.reason, c.needs) for key, c in family.recipes.items()},
-            match=entry.match,
-            source=sources.get(entry.source, entry.source),
-            date=entry.date,
-            notes=entry.notes,
+            name=name, layouts=family.layouts, recipes={str(key): value for key, value in family.recipes.items()}, **own
         )
     return out
 
@@ -332,9 +303,7 @@ def _cpu() -> Target:
         bandwidth=0.0,
         links={},
         layouts=1,
-        recipes={
-            str(key): Capability(c.ok, c.reason, c.needs) for key, c in _packaged().architectures["cpu"].recipes.items()
-        },
+        recipes={str(key): value for key, value in _packaged().architectures["cpu"].recipes.items()},
         source="rates are fitted by a micro-benchmark on this machine and cached",
         date="",
     )

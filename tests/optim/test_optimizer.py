@@ -56,10 +56,16 @@ def adamw(model, **options):
     return torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1, **options)
 
 
+@pytest.fixture(scope="module")
+def reference():
+    """The losses of 120 steps in FP32."""
+    model = network()
+    return train(model, adamw(model), 120)
+
+
 @pytest.mark.parametrize("choice", LOW, ids=str)
-def test_training_follows_fp32(choice):
-    reference_model, model = network(), network()
-    reference = train(reference_model, adamw(reference_model), 120)
+def test_training_follows_fp32(choice, reference):
+    model = network()
     losses = train(model, wrap_optimizer(adamw(model), OptimizerPolicy(**choice), model), 120)
     assert losses[-1] < 0.5 * losses[0]
     assert sum(losses[-20:]) == pytest.approx(sum(reference[-20:]), rel=0.05)

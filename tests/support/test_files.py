@@ -340,7 +340,13 @@ def test_a_file_is_kept_aside_before_it_is_overwritten_unless_it_is_ours(tmp_pat
     assert keep_earlier(path, ours) is None
 
 
-@given(st.recursive(st.none() | st.floats() | st.text(), lambda x: st.lists(x) | st.dictionaries(st.text(), x)))
+@given(
+    st.recursive(
+        st.none() | st.floats() | st.text(max_size=3),
+        lambda x: st.lists(x, max_size=4) | st.dictionaries(st.text(max_size=3), x, max_size=4),
+        max_leaves=12,
+    )
+)
 def test_what_is_finite_stays_and_the_rest_is_null(value: Any) -> None:
     def null(_name: str) -> None:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
 import errno
 import functools
 import io
@@ -74,6 +75,16 @@ def install(overlay: Overlay) -> None:
 
 def _refuse(code: int, path: Any) -> OSError:
     return OSError(code, os.strerror(code), path)
+
+
+@contextlib.contextmanager
+def _named(path: Any) -> Iterator[None]:
+    """Whatever fails inside has the name that the script gave, not the place where the overlay keeps it."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = path
+        raise
 
 
 class _Entry(os.PathLike[str]):
@@ -167,7 +178,7 @@ class _Calls:
     def os_open(self, path: Any, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
         overlay = self._overlay
         exclusive = flags & os.O_CREAT and flags & os.O_EXCL
-        try:
+        with _named(path):
             found = overlay.locate(path, dir_fd, follow=not (exclusive or flags & os.O_NOFOLLOW))
             if found is None:
                 return self._os_open(path, flags, mode, dir_fd=dir_fd)
@@ -189,16 +200,13 @@ class _Calls:
                 flags, mode = flags | os.O_CREAT, stat.S_IMODE(real["stat"](overlay.seen(absolute)).st_mode)
             place = overlay.writable(absolute, keep=not flags & os.O_TRUNC)
             return self._os_open(place, flags | os.O_NOFOLLOW, mode)
-        except OSError as error:
-            error.filename = path
-            raise
 
     # ---------------------------------------------------------------- what is there
     def reading(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def read(path: Any, *args: Any, **kwargs: Any) -> Any:
             follow = kwargs.get("follow_symlinks", True) and name not in _LINKS
-            try:
+            with _named(path):
                 found = self._overlay.locate(path, kwargs.get("dir_fd"), follow=follow)
                 if found is None:
                     return original(path, *args, **kwargs)
@@ -207,9 +215,6 @@ class _Calls:
                     return False
                 place = self._overlay.seen(found[0]) if found[1] else found[0]
                 told = original(place, *args, **kwargs)
-            except OSError as error:
-                error.filename = path
-                raise
             return os.fsencode(told) if name == "readlink" and isinstance(path, bytes) else told
 
         return read
@@ -218,7 +223,7 @@ class _Calls:
         """Return where a directory is, given by its path or by a descriptor, and whether it must be put together."""
         overlay = self._overlay
         text = overlay.of_descriptor(path) if isinstance(path, int) else path
-        try:
+        with _named(path):
             found = overlay.locate("." if text is None else text)
             if found is None:
                 return path, False
@@ -228,9 +233,6 @@ class _Calls:
             if not stat.S_ISDIR(overlay.kind(absolute)):
                 return overlay.seen(absolute), False
             return absolute, True
-        except OSError as error:
-            error.filename = path
-            raise
 
     def listdir(self, path: Any = ".") -> list[Any]:
         place, merged = self._directory(path)
@@ -256,7 +258,7 @@ class _Calls:
 
     def chdir(self, path: Any) -> None:
         overlay = self._overlay
-        try:
+        with _named(path):
             found = overlay.locate(overlay.of_descriptor(path) if isinstance(path, int) else path)
             if found is None:
                 self._real["chdir"](path)
@@ -264,9 +266,6 @@ class _Calls:
             absolute, guarded = found
             place = overlay.seen(absolute) if guarded else absolute
             self._real["chdir"](place)
-        except OSError as error:
-            error.filename = path
-            raise
         overlay.cwd = None if place == absolute else absolute
 
     def fchdir(self, fd: int) -> None:
@@ -285,16 +284,13 @@ class _Calls:
         @functools.wraps(original)
         def make(path: Any, *args: Any, dir_fd: int | None = None, **kwargs: Any) -> None:
             found = self._overlay.locate(path, dir_fd, follow=False)
-            try:
+            with _named(path):
                 if found is not None and found[1] and self._overlay.kind(found[0]):
                     raise _refuse(errno.EEXIST, path)
                 place = path if found is None else found[0]
                 if found is not None and found[1]:
                     place = self._overlay.writable(found[0], keep=False)
                 original(place, *args, **kwargs)
-            except OSError as error:
-                error.filename = path
-                raise
 
         return make
 
@@ -372,7 +368,7 @@ class _Calls:
                 return
             follow = kwargs.get("follow_symlinks", True) and name not in _LINKS
             found = overlay.locate(path, kwargs.pop("dir_fd", None), follow=follow)
-            try:
+            with _named(path):
                 if found is None or not found[1]:
                     original(path if found is None else found[0], *args, **kwargs)
                     return
@@ -385,9 +381,6 @@ class _Calls:
                     original(top, *args, **kwargs)
                 else:
                     os.lstat(absolute)  # the user's own file: it must exist, and stays as it is
-            except OSError as error:
-                error.filename = path
-                raise
 
         return change
 

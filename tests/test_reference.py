@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from autoprec.cli import COMMANDS, cli
-from autoprec.cli.reference import reference
 from autoprec.cli.scripts.search import EXAMPLES, GROUPS
+from tests.documents import reference
 
 TEXT = reference()
 
