@@ -39,7 +39,7 @@ AXES: dict[str, tuple[int, ...]] = {
     "width": (32, 64, 128, 256),
     "depth": (2, 4, 8),
     "tokens": (128, 512, 2048),
-    "age": (20, 80),
+    "age": (30, 90),
 }
 KINDS = ("gpt", "vit")
 #: Powers of a size that a law may have; the best of them is named, the fitted one is printed beside it.
@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--points", type=Path, help="keep what the law rests on in this file, or read it from there")
     parser.add_argument("--seeds", type=int, default=8, help="at most so many per pair of models")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="start no further pair of models after these")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

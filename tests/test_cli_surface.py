@@ -25,8 +25,8 @@ SURFACE = {
     "check": "--backend --json --output --policy --sensitivity --steps --timeout --verbose",
     "verify": "--anneal --backend --json --max-divergence --no-anneal --policy --quiet --seeds --steps --warmup",
     "transfer": (
-        "--batch --force --from --gpus --graph --json --layers --max-gradient-error --no-fill --output --role --seq "
-        "--study --target --tensor-parallel --timeout --to"
+        "--batch --force --from --gpus --graph --json --layers --max-gradient-error --no-fill --output --role --scan "
+        "--seq --study --target --tensor-parallel --timeout --to"
     ),
     "show": "--graph --json",
     "validate": "--json",

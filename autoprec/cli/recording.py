@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import HostInfo, TrialResult
 
-__all__ = ["payload_of", "record", "record_step", "running", "tunable"]
+__all__ = ["configured_step", "payload_of", "record", "record_step", "running", "tunable"]
 
 
 @contextmanager
@@ -57,6 +57,19 @@ def record_step(
     """
     with running(script, phases, timeout_s=timeout_s, weights=weights) as (runner, host, label):
         return record(runner, label, phases, timeout_s=timeout_s), host
+
+
+def configured_step(config: str, phases: Phases, *, batch: int, seq: int) -> GraphReport:
+    """Return one step of the model of a preset or a ``config.json``.
+
+    Raises:
+        UnknownNameError, FileError, MissingDependencyError: see :func:`autoprec.cost.transformer.config_report`.
+    """
+    from autoprec.cost.transformer import config_report, is_mixture
+
+    if is_mixture(config):
+        phases.begin("building the mixture of experts without weights, and recording one step of it")
+    return config_report(config, batch=batch, seq=seq)
 
 
 def record(runner: TrialRunner, label: str, phases: Phases, *, timeout_s: float = 600.0) -> GraphReport:

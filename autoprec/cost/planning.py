@@ -298,9 +298,9 @@ def scale_notes(
     """
     first, last, notes = points[0], points[-1], []
     ways = first.tensor_parallel
-    if ways > 1:
-        shard = tensor_parallel_share(model, ways)
-        alone, shared = (_taken_back(m, plans, baseline, activations) for m in (model, shard))
+    shard = tensor_parallel_share(model, ways)
+    alone, shared = (_taken_back(m, plans, baseline, activations) for m in (model, shard))
+    if ways > 1 and alone == alone and shared == shared:  # its GEMMs save something
         small = sum(not _runs(shard, name, plan) for name, plan in plans.items())
         more = model.at(replace(model.scale, tokens=4 * model.scale.tokens))
         (larger,) = scale_out(more, plans, baseline, [first.gpus], activations=activations, tensor_parallel=ways)

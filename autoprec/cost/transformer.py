@@ -1,21 +1,24 @@
 """A decoder's training step written down from its configuration, without a model: shapes, FLOPs and traffic.
 
 For planning on paper (a 70B model on a laptop) and for the published end-to-end figures the model is scored on.
-Reads the keys of a Hugging Face ``config.json`` of Llama, Mistral, Qwen2/3 and GPT-2 style decoders.
+Reads the keys of a Hugging Face ``config.json`` of Llama, Mistral, Qwen2/3 and GPT-2 style decoders. A mixture of
+experts has no such formula (routers, shared experts and dense blocks differ from family to family): transformers builds
+it from its configuration, and one step is recorded on tensors without data.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from autoprec.errors import FileError, UnknownNameError
 from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
 from autoprec.support.files import read_document
+from autoprec.support.optional import require
 
-__all__ = ["PRESETS", "DecoderConfig", "decoder_report", "load_config"]
+__all__ = ["PRESETS", "DecoderConfig", "config_report", "decoder_report", "is_mixture", "load_config"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,20 +82,19 @@ _PLAIN_MLP = (
 MOST_LAYERS, MOST_SIZE = 10_000, 10**9
 #: Families whose head shares the embedding's weight where ``config.json`` is silent, as transformers takes it.
 _TIED = ("bloom", "cohere", "falcon", "gemma", "gpt2", "gpt_bigcode", "gpt_neo", "mpt", "opt", "starcoder2")
-#: Keys that say how many experts a mixture has: its tokens are divided among them, which this report cannot write.
+#: Keys that say how many experts a mixture has.
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+#: Keys of a ``config.json`` that say where its weights or its code are, not what it is.
+_NOT_SIZES = ("auto_map", "quantization_config", "torch_dtype", "dtype", "model_type", "use_cache")
 
 
 def _check_decoder(document: Mapping[str, Any], path: Path | str) -> None:
     """Refuse a configuration whose step would be written down as that of another model.
 
     Raises:
-        FileError: a mixture of experts, or no decoder.
+        FileError: not a decoder's.
     """
     fix = "record a step of the script itself: autoprec estimate train.py"
-    experts = next((name for name in _EXPERTS if isinstance(document.get(name), int) and document[name] > 1), "")
-    if experts:
-        raise FileError(f"is a mixture of experts ({experts}: {document[experts]})", where=str(path), fix=fix)
     classes = [str(name) for name in document.get("architectures") or ()]
     decoders = ("ForCausalLM", "LMHeadModel")
     if document.get("is_encoder_decoder") or (classes and not any(name.endswith(decoders) for name in classes)):
@@ -108,6 +110,8 @@ def load_config(path: Path | str) -> DecoderConfig:
     """
     document = read_document(path)
     _check_decoder(document, path)
+    if _has_experts(document):
+        raise FileError("is a mixture of experts", where=str(path), fix="record it: config_report")
 
     def size(*names: str, default: int | None = None, most: int = MOST_SIZE) -> int:
         for name in names:
@@ -275,3 +279,56 @@ def config_from(value: str | Mapping[str, Any]) -> DecoderConfig:
     if Path(value).name == value and not Path(value).suffix and not Path(value).exists():
         raise UnknownNameError("configuration", value, PRESETS)  # no file is called that
     return load_config(value)
+
+
+def _has_experts(document: Mapping[str, Any]) -> bool:
+    return any(isinstance(document.get(name), int) and document[name] > 1 for name in _EXPERTS)
+
+
+def is_mixture(value: str) -> bool:
+    """Say whether a preset or a ``config.json`` is one of a mixture of experts."""
+    return value not in PRESETS and Path(value).is_file() and _has_experts(read_document(value))
+
+
+def config_report(value: str, *, batch: int, seq: int) -> GraphReport:
+    """Return the step of a decoder in bf16 from a preset or a ``config.json``: written down, or recorded for a mixture.
+
+    Args:
+        value: name of a preset, or path.
+        batch, seq: of one device and step.
+
+    Raises:
+        UnknownNameError, FileError: see :func:`config_from`; or transformers does not know the family.
+        MissingDependencyError: a mixture, without transformers.
+    """
+    if not is_mixture(value):
+        return decoder_report(config_from(value), batch=batch, seq=seq)
+    document = read_document(value)
+    _check_decoder(document, value)
+    return _recorded(document, value, batch, seq)
+
+
+def _recorded(document: Mapping[str, Any], path: str, batch: int, seq: int) -> GraphReport:
+    """Build a model from its configuration without memory, and record one step of it."""
+    transformers = require("transformers", purpose="builds a mixture of experts from its configuration")
+    import torch
+
+    from autoprec.graph.fake import record_fake
+
+    family = str(document.get("model_type", ""))
+    try:
+        sizes = {name: entry for name, entry in document.items() if name not in _NOT_SIZES}
+        config = transformers.AutoConfig.for_model(family, **sizes, torch_dtype=torch.bfloat16)
+    except (KeyError, ValueError, TypeError) as error:
+        fix = "record a step of the script itself: autoprec estimate train.py"
+        raise FileError(f"is not one that transformers builds: {error}", where=path, fix=fix) from error
+
+    def step(model: Any) -> None:
+        ids = torch.zeros((batch, seq), dtype=torch.long)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    report = record_fake(lambda: transformers.AutoModelForCausalLM.from_config(config).train(), step)
+    weights = int(report.model["parameters"])
+    memory = {**report.memory, "parameters": 4 * weights, "gradients": 4 * weights, "optimizer": 8 * weights}
+    notes = (*report.notes, "from the configuration: recorded without weights or data")
+    return replace(report, memory=memory, notes=notes)

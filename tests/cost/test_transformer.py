@@ -1,16 +1,30 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
+from torch import nn
 
 from autoprec.cost import CostModel
-from autoprec.cost.transformer import PRESETS, DecoderConfig, config_from, decoder_report, load_config
-from autoprec.errors import FileError, UnknownNameError
+from autoprec.cost.transformer import (
+    PRESETS,
+    DecoderConfig,
+    config_from,
+    config_report,
+    decoder_report,
+    is_mixture,
+    load_config,
+)
+from autoprec.errors import FileError, MissingDependencyError, UnknownNameError
 from autoprec.graph.report import GraphReport
 from autoprec.precision.hardware import TARGETS
+from autoprec.support.optional import is_available
 
 
 def test_a_configuration_of_a_hundred_million_layers_is_refused(tmp_path: Path) -> None:
@@ -86,7 +100,7 @@ def test_a_config_of_something_else_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"model_type": "mixtral", "num_local_experts": 8}, r"mixture of experts \(num_local_experts: 8\)"),
+        ({"model_type": "mixtral", "num_local_experts": 8}, "is a mixture of experts"),
         ({"architectures": ["BertForMaskedLM"]}, "configuration of BertForMaskedLM, not of a decoder"),
         ({"is_encoder_decoder": True}, "an encoder-decoder, not of a decoder"),
     ],
@@ -137,3 +151,100 @@ def test_llama_70b_from_its_configuration_in_seconds() -> None:
     found = CostModel(report, TARGETS["h200"]).estimate({})
     assert time.process_time() - start < 10  # the goal is 30 s; 0.1 s where nothing else runs
     assert 4000 < found.time_ms < 12000
+
+
+class _Mixture(nn.Module):
+    """A decoder with a router, two experts in a list, and a loss, as transformers would build it."""
+
+    def __init__(self, config: SimpleNamespace) -> None:
+        super().__init__()
+        width = config.hidden_size
+        self.embed = nn.Embedding(config.vocab_size, width)
+        self.mlp = nn.ModuleDict(
+            {
+                "gate": nn.Linear(width, 2, bias=False),
+                "experts": nn.ModuleList(nn.Linear(width, width) for _ in range(2)),
+            }
+        )
+        self.lm_head = nn.Linear(width, config.vocab_size)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor, use_cache: bool) -> SimpleNamespace:
+        assert not use_cache
+        x = self.embed(input_ids).flatten(0, 1)
+        weight, chosen = self.mlp["gate"](x).softmax(-1).topk(1, -1)
+        for number, expert in enumerate(self.mlp["experts"]):  # type: ignore[arg-type]
+            rows = (chosen[:, 0] == number).nonzero()[:, 0]
+            x = x.index_add(0, rows, expert(x[rows]) * weight[rows])
+        return SimpleNamespace(loss=nn.functional.cross_entropy(self.lm_head(x), labels.flatten()))
+
+
+MIXTRAL: dict[str, object] = {"model_type": "mixtral", "hidden_size": 4096, "vocab_size": 32000, "num_local_experts": 8}
+
+
+def test_a_mixture_is_built_without_weights_and_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, object] = {}
+
+    def for_model(family: str, **sizes: object) -> SimpleNamespace:
+        asked.update(sizes, family=family)
+        return SimpleNamespace(**sizes)
+
+    stub = SimpleNamespace(
+        AutoConfig=SimpleNamespace(for_model=for_model),
+        AutoModelForCausalLM=SimpleNamespace(from_config=_Mixture),
+    )
+    monkeypatch.setattr("autoprec.cost.transformer.require", lambda *_args, **_kwargs: stub)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**MIXTRAL, "torch_dtype": "float32", "auto_map": {"AutoConfig": "x.py"}}))
+    assert is_mixture(str(path))
+    report = config_report(str(path), batch=2, seq=64)
+    assert (asked["family"], asked["torch_dtype"], "auto_map" in asked) == ("mixtral", torch.bfloat16, False)
+    weights = 2 * 32000 * 4096 + 32000 + 2 * 4096 + 2 * (4096 * 4096 + 4096)
+    assert report.model["parameters"] == weights
+    assert report.memory["optimizer"] == 8 * weights
+    assert report.layer("lm_head").gemms[0].m == 128
+    assert not report.layer("mlp.gate").tunable
+    assert report.layer("mlp.experts.1").tunable
+    assert any("guessed" in note for note in report.notes)  # how many tokens an expert is given
+
+
+def test_what_is_needed_to_record_a_mixture_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(MIXTRAL))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingDependencyError, match="transformers"):
+        config_report(str(path), batch=1, seq=8)
+
+    def unknown(family: str, **_sizes: object) -> None:
+        raise ValueError(f"Unrecognized model identifier: {family}")
+
+    stub = SimpleNamespace(AutoConfig=SimpleNamespace(for_model=unknown))
+    monkeypatch.setattr("autoprec.cost.transformer.require", lambda *_args, **_kwargs: stub)
+    with pytest.raises(FileError, match="not one that transformers builds: Unrecognized"):
+        config_report(str(path), batch=1, seq=8)
+    assert config_report("gpt2", batch=1, seq=8).source == "analytic"
+    assert not is_mixture("llama3-8b")
+
+
+@pytest.mark.skipif(not is_available("transformers"), reason="transformers is not installed")
+@pytest.mark.parametrize(
+    ("family", "more", "role"),
+    [
+        ("mixtral", {"num_local_experts": 4}, "attention.qkv"),
+        ("qwen2_moe", {"num_experts": 4, "shared_expert_intermediate_size": 64}, "shared_expert.in"),
+        ("deepseek_v3", {"n_routed_experts": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}, "mlp.in"),
+    ],
+)
+def test_the_mixtures_of_transformers(tmp_path: Path, family: str, more: dict[str, int], role: str) -> None:
+    from autoprec.tuning.transfer.roles import places
+
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    sizes |= {"intermediate_size": 128, "moe_intermediate_size": 64, "vocab_size": 128, "num_experts_per_tok": 2}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": family, **sizes, **more}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        report = config_report(str(path), batch=1, seq=32)
+    found = places(report.tunable)
+    assert all(place.role for place in found.values())
+    assert role in {place.role for place in found.values()}
+    assert any(layer.kind == "expert" for layer in report.layers)

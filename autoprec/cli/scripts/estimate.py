@@ -14,7 +14,7 @@ from autoprec.cli import options
 from autoprec.cli.console import duration, print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import record_step, tunable
+from autoprec.cli.recording import configured_step, record_step, tunable
 from autoprec.cli.script import script_command
 from autoprec.errors import UsageError
 from autoprec.support.redact import redact_arguments
@@ -34,11 +34,9 @@ def _graph(
         from autoprec.graph.report import load_report
 
         return load_report(graph), "cpu"
-    if config:
-        from autoprec.cost.transformer import config_from, decoder_report
-
-        return decoder_report(config_from(config), batch=batch, seq=seq), "cpu"
     with Phases() as phases:
+        if config:
+            return configured_step(config, phases, batch=batch, seq=seq), "cpu"
         report, host = record_step(script, phases, timeout_s=timeout_s)
     return report, host.device
 

@@ -13,7 +13,7 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import record_step
+from autoprec.cli.recording import configured_step, record_step
 from autoprec.errors import UsageError
 from autoprec.support.units import memory_text
 
@@ -49,11 +49,9 @@ def _big(asked: _Asked) -> tuple[GraphReport, bool]:
         from autoprec.graph.report import load_report
 
         return load_report(asked.graph), True
-    if asked.config:
-        from autoprec.cost.transformer import config_from, decoder_report
-
-        return decoder_report(config_from(asked.config), batch=asked.batch, seq=asked.seq), True
     with Phases() as phases:
+        if asked.config:
+            return configured_step(asked.config, phases, batch=asked.batch, seq=asked.seq), True
         report, _ = record_step(asked.script, phases, timeout_s=asked.timeout_s, weights="fake")
     return report, True
 
@@ -98,7 +96,8 @@ def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, 
     return rows
 
 
-def _document(asked: _Written, policy: Policy, proxy: Proxy, found: Transfer) -> dict[str, Any]:
+def _document(asked: _Written, policy: Policy, proxy: Proxy, report: GraphReport, found: Transfer) -> dict[str, Any]:
+    from autoprec.tuning.transfer.law import SPREAD
     from autoprec.tuning.transfer.roles import shown
 
     predicted = found.predicted
@@ -116,8 +115,11 @@ def _document(asked: _Written, policy: Policy, proxy: Proxy, found: Transfer) ->
             for x in found.lost
         ],
         "filled": _filled_rows(found),
+        "not_tunable": _untouched(report),
         "gradient_error": {
             "predicted": predicted.error,
+            "low": predicted.error / SPREAD,
+            "high": predicted.error * SPREAD,
             "noise": predicted.noise,
             "budget": predicted.budget,
             "segments": predicted.segments,
@@ -128,6 +130,10 @@ def _document(asked: _Written, policy: Policy, proxy: Proxy, found: Transfer) ->
         "memory": {"bytes": found.step.memory_bytes, "device_bytes": asked.device_bytes}
         if found.step and asked.tensor_parallel == 1
         else None,
+        "phases": [
+            {"from": phase.start, "speedup": one.speedup, "gradient_error": one.predicted.error}
+            for phase, one in zip(policy.phases, found.later, strict=True)
+        ],
         "tensor_parallel": asked.tensor_parallel,
         "plan": [point.to_json() for point in asked.points],
         "plan_notes": asked.notes,
@@ -158,6 +164,22 @@ def _filled_rows(found: Transfer) -> list[dict[str, Any]]:
     ]
 
 
+def _untouched(report: GraphReport) -> list[dict[str, Any]]:
+    """Return what no policy changes though it has a twentieth of the FLOPs or more, by reason."""
+    from autoprec.tuning.transfer.roles import shown
+
+    grouped: dict[str, list[Any]] = {}
+    for layer in report.layers:
+        if not layer.tunable:
+            grouped.setdefault(layer.reason, []).append(layer)
+    shares = {why: sum(x.total_flops for x in found) / (report.total_flops or 1) for why, found in grouped.items()}
+    return [
+        {"layers": shown([x.name for x in found]), "count": len(found), "flops_share": shares[why], "reason": why}
+        for why, found in grouped.items()
+        if shares[why] >= 0.05
+    ]
+
+
 def _print(document: dict[str, Any], found: Transfer) -> None:
     rows = [
         (
@@ -174,6 +196,10 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
         echo(f"dropped   {row['recipe']} on {row['layers']} ({row['count']} layers): {row['reason']}")
     for row in document["filled"]:
         echo(f"changed   {row['layers']} ({row['count']} layers): {row['before']} -> {row['after']}, within the budget")
+    for row in document["not_tunable"]:
+        echo(
+            f"kept      {row['layers']} ({row['count']} layers, {row['flops_share']:.0%} of the FLOPs): {row['reason']}"
+        )
     if document["no_counterpart"]:
         from autoprec.tuning.transfer.roles import shown
 
@@ -182,8 +208,9 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
     echo(f"growth    {found.growth.describe()} (of the proxy)")
     if error["predicted"] == error["predicted"]:
         echo(
-            f"error     {error['predicted']:.4f} of the gradient predicted, budget {error['budget']:.4f}; "
-            f"mini-batch noise {error['noise']:.3f} (by the law of docs/transfer.md)"
+            f"error     {error['predicted']:.4f} of the gradient predicted (nine times in ten {error['low']:.4f} to "
+            f"{error['high']:.4f}), budget {error['budget']:.4f}; mini-batch noise {error['noise']:.3f} "
+            "(by the law of docs/transfer.md)"
         )
     else:
         echo("error     not predicted: the proxy's study was not found (--study)")
@@ -197,6 +224,9 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
             echo(f"memory    {memory_text(memory['bytes'])}; one device has {memory_text(memory['device_bytes'])}")
     else:
         echo("step      not modelled: a list of names has no shapes")
+    for row, phase in zip(document["phases"], found.policy.phases, strict=True):
+        error = f", error {row['gradient_error']:.4f}" if row["gradient_error"] == row["gradient_error"] else ""
+        echo(f"phase     from {phase.label} on: {row['speedup']:.2f}x{error}; the table above is of how the run begins")
 
 
 def _of_ways(ways: int) -> str:
@@ -242,6 +272,13 @@ def _is_config(text: str) -> bool:
 @click.option("--graph", type=click.Path(path_type=Path), help="A step of the big model (`autoprec inspect --save`).")
 @click.option("--study", type=click.Path(path_type=Path), help="Folder of the study that found POLICY.")
 @click.option("--from", "proxy", type=click.Path(path_type=Path), help="A saved step of the proxy, without its study.")
+@click.option(
+    "--scan",
+    "scans",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="`autoprec sensitivity --json` of the proxy under another seed: errors are averaged.",
+)
 @click.option("--role", "roles", multiple=True, metavar="GLOB=ROLE", help="What layers are whose names do not tell.")
 @click.option("--target", default="", metavar="NAME", help="A GPU of `autoprec targets`; default: the policy's.")
 @click.option("--batch", default=1, show_default=True, metavar="N", help="With a config: sequences per device.")
@@ -264,6 +301,7 @@ def transfer(
     graph: Path | None,
     study: Path | None,
     proxy: Path | None,
+    scans: tuple[Path, ...],
     roles: tuple[str, ...],
     target: str,
     batch: int,
@@ -306,7 +344,7 @@ def transfer(
             fix="name its folder: --study autoprec-runs/NAME; or a step of that model saved by "
             "`autoprec inspect --save proxy.json`: --from proxy.json",
         )
-    origin = load_proxy(small, found_at, proxy)
+    origin = load_proxy(small, found_at, proxy, scans)
     device = _target(target, small)
     report, shaped = _big(asked)
     cost = CostModel(report, device) if shaped else None
@@ -317,7 +355,7 @@ def transfer(
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     save_policy(with_evidence(result, small, origin, report, device.name, study=study_name, date=today), output)
     written = _Written(output, device.name, device.memory_bytes, tensor_parallel, points, notes)
-    document = _document(written, small, origin, result)
+    document = _document(written, small, origin, report, result)
     if as_json:
         print_json(document)
         return 0

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -77,6 +77,8 @@ class Transfer:
         unused: numbers of rules that no layer of the big model corresponds to.
         growth, predicted: from the proxy to the big model.
         baseline, step: modelled steps with every layer in the baseline, and under the policy; None without shapes.
+        later: the same of each of the policy's phases, as far as it changes how the run began; the rest of this is of
+            how it begins.
     """
 
     policy: Policy
@@ -91,6 +93,7 @@ class Transfer:
     predicted: Prediction
     baseline: StepEstimate | None = None
     step: StepEstimate | None = None
+    later: tuple[Transfer, ...] = ()
 
     @property
     def speedup(self) -> float:
@@ -108,7 +111,7 @@ def transfer(
     max_gradient_error: float = 0.12,
     fill: bool = True,
 ) -> Transfer:
-    """Carry a policy over to a big model.
+    """Carry a policy over to a big model, every phase of the run by itself.
 
     Args:
         policy: what a search found.
@@ -120,13 +123,23 @@ def transfer(
         fill: spend the room that dropped rules leave.
 
     Raises:
-        PolicyMismatchError: too many layers have no known role, none has a counterpart, or the policy has phases.
+        PolicyMismatchError: too many layers have no known role, or none has a counterpart.
     """
     if policy.phases:
-        raise PolicyMismatchError(
-            "a policy with phases is not carried over: their rules name the proxy's layers",
-            fix="transfer it without `phases:`, and write the phases of the big model by hand",
+        first, *later = (
+            transfer(
+                stage,
+                Proxy.of(stage, proxy.report, proxy.table),
+                report,
+                cost,
+                hints=hints,
+                max_gradient_error=max_gradient_error,
+                fill=fill,
+            )
+            for stage in policy.stages
         )
+        whole = policy.with_stages([first.policy, *(found.policy for found in later)])
+        return replace(first, policy=whole, later=tuple(later))
     here = places(report.tunable, hints)
     there = places(proxy.report.tunable, hints)
     matched = counterparts(here, there, proxy.choices)

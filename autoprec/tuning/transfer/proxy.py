@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from autoprec.policy.space import Choice
 from autoprec.support.files import read_document, without_checksum
 from autoprec.tuning.decide.table import SensitivityTable
 
-__all__ = ["Proxy", "choice_of_rule", "find_study", "load_proxy"]
+__all__ = ["Proxy", "averaged", "choice_of_rule", "find_study", "load_proxy"]
 
 #: Policies that a search leaves in its folder.
 _POLICIES = ("best.yaml", "policy.yaml", "front/*.yaml")
@@ -92,25 +92,61 @@ def _rows(report: GraphReport, table: SensitivityTable) -> dict[str, int]:
     return out
 
 
-def load_proxy(policy: Policy, study: Path | None, graph: Path | None) -> Proxy:
+def load_proxy(policy: Policy, study: Path | None, graph: Path | None, scans: Sequence[Path] = ()) -> Proxy:
     """Read the proxy from the folder of a study, or its recorded step alone from ``graph``.
+
+    Args:
+        policy: what was found on it.
+        study, graph: where it was recorded; the study has its table of errors too.
+        scans: further tables of the same model, as ``autoprec sensitivity --json`` prints them: errors are averaged.
 
     Raises:
         FileError: a file is missing or not what it should be.
     """
-    if study is None:
-        if graph is None:
-            raise FileError("neither a study nor a recorded step of the proxy is given")
-        return Proxy.of(policy, load_report(graph))
-    report = load_report(graph if graph is not None else study / "graph.json")
-    path = study / "sensitivity.json"
-    if not path.exists():  # the verdict was 'stay' before anything was measured
-        return Proxy.of(policy, report)
-    try:
-        table = SensitivityTable.from_json(without_checksum(read_document(path), where=str(path)))
+    recorded = graph if graph is not None else study / "graph.json" if study is not None else None
+    if recorded is None:
+        raise FileError("neither a study nor a recorded step of the proxy is given")
+    report = load_report(recorded)
+    tables = [_read_table(path) for path in scans]
+    if study is not None and (study / "sensitivity.json").exists():  # absent: 'stay' before anything was measured
+        tables.insert(0, _read_table(study / "sensitivity.json"))
+    for path, table in zip(reversed(scans), reversed(tables), strict=False):
+        if table.groups != tables[0].groups:
+            raise FileError(
+                f"is of another model: its groups are {', '.join(table.groups[:3])}...",
+                where=str(path),
+                fix="run `autoprec sensitivity --json` on the proxy itself, with another seed",
+            )
+    return Proxy.of(policy, report, averaged(tables) if tables else None)
+
+
+def _read_table(path: Path) -> SensitivityTable:
+    document = read_document(path)
+    try:  # what `autoprec sensitivity --json` prints has no checksum
+        return SensitivityTable.from_json(
+            without_checksum(document, where=str(path)) if "rows" not in document else document
+        )
     except (KeyError, ValueError, TypeError) as error:
         raise FileError(f"is not a table of gradient errors: {error}", where=str(path), fix="search again") from error
-    return Proxy.of(policy, report, table)
+
+
+def averaged(tables: Sequence[SensitivityTable]) -> SensitivityTable:
+    """Return the first table with errors and noise averaged over those that know them (geometric means).
+
+    Two seeds of one model differ by a quarter in their errors, in some roles by half: a mean over three seeds says more
+    of a model of another size. A choice that one table found infinite stays so.
+    """
+    first = tables[0]
+    error2 = first.error2.copy()
+    for c, choice in enumerate(first.choices):
+        asked = [t.error2[:, t.choices.index(choice)] for t in tables if choice in t.choices]
+        with np.errstate(divide="ignore"):
+            error2[:, c] = np.exp(np.mean(np.log(asked), axis=0))
+    noises = [t.noise for t in tables if t.noise]
+    noise = float(np.exp(np.mean(np.log(noises)))) if noises else None
+    around = {k: float(np.mean([t.parameters.get(k, v) for t in tables])) for k, v in first.parameters.items()}
+    misfit = replace(first.misfit, ratio=float(np.exp(np.mean([np.log(t.misfit.ratio) for t in tables]))))
+    return replace(first, error2=error2, noise=noise, parameters=around, misfit=misfit)
 
 
 def find_study(policy: Policy, path: Path, runs_dirs: Sequence[Path]) -> Path | None:

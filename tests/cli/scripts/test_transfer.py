@@ -39,7 +39,6 @@ def test_what_a_share_of_a_layer_gains_decides_under_tensor_parallelism(found: P
     assert sum(row["count"] for row in split["lost"]) > sum(row["count"] for row in alone["lost"])
     assert split["plan"][0]["speedup"] >= 0.995
     assert split["memory"] is None
-    assert split["plan_notes"]
 
 
 def test_json_says_where_every_rule_went(found: Path) -> None:

@@ -105,13 +105,22 @@ def test_a_few_strangers_are_kept_as_written() -> None:
     assert found.choices["model.layers.1.adapter"] == "keep"
 
 
-def test_phases_are_refused_not_dropped() -> None:
+def test_every_phase_is_carried_over_at_its_boundary() -> None:
     found = policy(*ROWWISE)
-    phased = type(found).model_validate(
-        {**found.model_dump(by_alias=True), "phases": [{"from": 0.8, "default": "bf16"}]}
-    )
-    with pytest.raises(PolicyMismatchError, match="phases"):
-        transfer(phased, Proxy.of(phased, gpt(), table()), llama())
+    phases = [{"from": 0.5, "layers": [{"match": "h.1.mlp.*", "recipe": "fp8_rowwise"}]}, {"from": 0.8, "layers": []}]
+    whole = type(found).model_validate({**found.model_dump(by_alias=True), "phases": phases})
+    there = llama()
+    proxy = Proxy.of(whole, gpt(), table())
+    out = transfer(whole, proxy, there, CostModel(there, target("h100")), fill=False)
+    alone = moved(fill=False)
+    assert [phase.start for phase in out.policy.phases] == [0.5, 0.8]
+    assert out.policy.stages[0].layers == alone.policy.layers
+    assert out.choices == alone.choices
+    names = [layer.name for layer in there.layers]
+    scaled = [{n for n, plan in resolve(stage, names).items() if plan.scaled} for stage in out.policy.stages]
+    assert scaled[0] > scaled[1] > scaled[2] == set()
+    assert [len(scaled[1]), len(out.later)] == [sum(c == "fp8_rowwise" for c in out.later[0].choices.values()), 2]
+    assert out.speedup > out.later[0].speedup > out.later[1].speedup == pytest.approx(1.0)
 
 
 def test_rules_without_a_place_are_named() -> None:
