@@ -3,9 +3,10 @@
     python benchmarks/gpu_run.py [--limit 480] [--out DIR] [--pack FILE] [--parts tests,calibrate,fidelity,end_to_end]
     python benchmarks/gpu_run.py --rehearse     the same parts on a CPU with tiny models: the path, not the figures
 
-Parts that finished are kept in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again.
-After each part all of ``DIR`` is packed into ``FILE`` (default: ``DIR.tar.gz``): give it to another machine with
-``--pack`` and it goes on from there. A Transformer Engine kit beside the bundle's wheels is unpacked and used.
+A part takes at most nine minutes, then it is ended with every process that it started. Parts that finished are kept
+in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again. After each part all of ``DIR``
+is packed into ``FILE`` (default: ``DIR.tar.gz``): give it to another machine with ``--pack`` and it goes on from there.
+A Transformer Engine kit beside the bundle's wheels is unpacked and used.
 The last part writes ``benchmarks/results/<date>_<gpu>.{json,md}`` with commands, versions and hardware. Wheels that
 the machine lacks are taken from the folder that ``make gpu-bundle`` wrote; nothing is downloaded here.
 """
@@ -13,10 +14,12 @@ the machine lacks are taken from the folder that ``make gpu-bundle`` wrote; noth
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import tarfile
@@ -24,13 +27,15 @@ import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from autoprec.trial.inside.observe.conditions import QUERY, Conditions, ask_driver  # noqa: E402 - nothing need be installed for it
 
+#: Exit status of what was ended past its limit, as of coreutils' timeout.
+TIMED_OUT = 124
 PARTS = ("tests", "calibrate", "fidelity", "end_to_end")
 
 
@@ -53,7 +58,7 @@ def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, li
             "--steps",
             "6",
         ]
-        words["end_to_end"] += ["--budget", f"{limit / 4:.0f}"]  # the later of two counts
+        words["end_to_end"] += ["--budget", f"{limit / 8:.0f}"]  # the later of two counts
         return words
     return {
         "tests": [python, "-m", "pytest", "-m", "gpu", "-rs", "-q"],
@@ -69,6 +74,8 @@ def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, li
     }
 
 
+#: Seconds that one part takes at most, and what one call takes: on a GPU, and in a rehearsal, which runs every part.
+PART_LIMIT, CALL_LIMIT, REHEARSAL_LIMIT = 540.0, 480.0, 900.0
 #: Of one call's limit: the reference, the presets and the finalists of a search need the rest.
 SEARCH_SHARE = 0.5
 
@@ -124,18 +131,48 @@ def run_part(name: str, command: list[str], out: Path, left: float, *, on_gpu: b
     log = out / f"{name}.log"
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
-    try:
-        with log.open("w") as stream:
-            code = subprocess.run(
-                command, cwd=ROOT, env=environment, stdout=stream, stderr=subprocess.STDOUT, timeout=left, check=False
-            ).returncode
-    except subprocess.TimeoutExpired:
-        return {"name": name, "code": 124, "seconds": time.monotonic() - began, "unfinished": True, "warning": warning}
+    with log.open("w") as stream:
+        code = ended(command, environment, stream, min(left, PART_LIMIT))
     value = {"name": name, "code": code, "seconds": time.monotonic() - began, "warning": warning}
-    value["output"] = log.read_text()[-20_000:]
+    value["output"] = log.read_text(errors="replace")[-20_000:]
+    if code == TIMED_OUT:
+        value["unfinished"] = True
     if code == 0:
-        stored.write_text(json.dumps(value))
+        write_whole(stored, json.dumps(value))
     return value
+
+
+def ended(command: list[str], environment: dict[str, str], output: IO[str], limit: float) -> int:
+    """Run a command in a session of its own and return its exit status, :data:`TIMED_OUT` past the limit.
+
+    However it ends, nothing that it started goes on: a trial left behind would keep the GPU's memory.
+    """
+    try:
+        part = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    except OSError as error:
+        print(f"{command[0]} could not be started: {error}", file=output)
+        return 127
+    try:
+        return part.wait(limit)
+    except subprocess.TimeoutExpired:
+        return TIMED_OUT
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(part.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            part.wait(5)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(part.pid, signal.SIGKILL)
+        part.wait()
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that a reader sees all of it or nothing."""
+    made = path.with_name(path.name + ".new")
+    made.write_text(text)
+    made.replace(path)
 
 
 def report(results: list[dict[str, Any]], gpu: str, parts: list[str]) -> tuple[str, dict[str, Any]]:
@@ -163,16 +200,17 @@ def report(results: list[dict[str, Any]], gpu: str, parts: list[str]) -> tuple[s
     return "\n".join(lines), document
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="everything that needs a GPU")
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds")
+    parser.add_argument("--limit", type=float, help=f"seconds (default: {CALL_LIMIT:.0f}, {REHEARSAL_LIMIT:.0f})")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu-parts")
     parser.add_argument("--pack", type=Path, help="one file with all parts: read first, written after each part")
     parser.add_argument("--bundle", type=Path, default=ROOT / "gpu-bundle", help="folder of `make gpu-bundle`")
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--rehearse", action="store_true", help="tiny models on the CPU: does every part run through?")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     rehearse = arguments.rehearse
+    arguments.limit = arguments.limit or (REHEARSAL_LIMIT if rehearse else CALL_LIMIT)
     if rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gpu = "CPU, a rehearsal with stand-ins" if rehearse else gpu_name()
@@ -192,7 +230,7 @@ def main() -> int:
     for name in wanted:
         left = deadline - time.monotonic()
         if left < 5:
-            results.append({"name": name, "code": 124, "seconds": 0.0, "unfinished": True})
+            results.append({"name": name, "code": TIMED_OUT, "seconds": 0.0, "unfinished": True})
             continue
         print(f"... {name}, {left:.0f} s left", flush=True)
         command = commands(arguments.out, arguments.limit, rehearse=rehearse)[name]

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 import tarfile
+import time
 from pathlib import Path
+
+import pytest
 
 from benchmarks import gpu_end_to_end, gpu_run
 
@@ -60,3 +66,62 @@ def test_a_missing_package_is_asked_for_again(tmp_path: Path) -> None:
     assert parts.get("te", lacking) == parts.get("te", lacking)
     assert parts.get("oom", lambda: {"failed": "CUDA out of memory"}) == parts.get("oom", dict)
     assert len(calls) == 2
+
+
+LACKING = "raise ModuleNotFoundError(\"No module named 'transformer_engine'\")"
+STARTS_ANOTHER = (
+    "import subprocess, sys, time; from pathlib import Path;"
+    "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']);"
+    "Path(sys.argv[1]).write_text(str(p.pid)); time.sleep(60)"
+)
+DIES = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def test_a_part_that_hangs_dies_or_lacks_a_package_costs_itself_alone_and_is_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, pid = tmp_path / "parts", tmp_path / "pid"
+    words = {"tests": "print('passed')", "calibrate": LACKING, "fidelity": STARTS_ANOTHER, "end_to_end": DIES}
+
+    def commands(folder: Path, limit: float, *, rehearse: bool = False) -> dict[str, list[str]]:
+        return {name: [sys.executable, "-S", "-c", text, str(pid)] for name, text in words.items()}
+
+    monkeypatch.setattr(gpu_run, "commands", commands)
+    monkeypatch.setattr(gpu_run, "PART_LIMIT", 1.0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert gpu_run.main(["--rehearse", "--out", str(out)]) == 1
+    (report,) = out.glob("*rehearsal*.json")
+    found = {part["name"]: part for part in json.loads(report.read_text())["parts"]}
+    assert found["tests"]["code"] == 0
+    assert "transformer_engine" in found["calibrate"]["output"]
+    assert found["fidelity"]["unfinished"]
+    assert found["end_to_end"]["code"] == -9
+    for _ in range(50):  # what the part that hung had started is ended with it
+        if not Path(f"/proc/{pid.read_text()}/cmdline").exists() or _is_zombie(pid.read_text()):
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a process of a part that was ended goes on")
+    with tarfile.open(tmp_path / "parts.tar.gz") as stream:
+        names = stream.getnames()
+    assert "./tests.json" in names
+    assert {"./calibrate.log", "./fidelity.log", "./end_to_end.log"} <= set(names)
+    assert not {"./calibrate.json", "./fidelity.json", "./end_to_end.json"} & set(names)
+
+    words |= dict.fromkeys(("calibrate", "fidelity", "end_to_end"), "print('now it is there')")
+    words["tests"] = "raise SystemExit('was done, and is run again')"
+    assert gpu_run.main(["--rehearse", "--out", str(tmp_path / "other"), "--pack", str(tmp_path / "parts.tar.gz")]) == 0
+    assert all((tmp_path / "other" / f"{name}.json").exists() for name in gpu_run.PARTS)
+
+
+def _is_zombie(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+def test_what_cannot_be_started_is_told(tmp_path: Path) -> None:
+    with (tmp_path / "log").open("w") as log:
+        assert gpu_run.ended([str(tmp_path / "nothing")], dict(os.environ), log, 5.0) == 127
+    assert "could not be started" in (tmp_path / "log").read_text()
