@@ -1,6 +1,7 @@
 # make demo   install into .venv and run `autoprec demo`: a search on this machine, or a rehearsal for a GPU
 # make test   the whole test suite           make lint   ruff and mypy
 # make docs   write docs/cli.md, then test every page      make site   build the pages as a site, in site/
+# make kernels   the Triton kernels of eager scripts, tested in its interpreter (downloads 200 MB)
 # make gpu    everything that needs a GPU, resumable; make gpu-bundle collects the wheels a GPU machine may lack
 
 PYTHON ?= python3
@@ -18,7 +19,7 @@ TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 ADD    := $(PIP) install --no-compile -c $(VENV)/constraints.txt
 
-.PHONY: ready demo test lint gpu gpu-bundle docs site clean install
+.PHONY: ready demo test lint gpu gpu-bundle kernels docs site clean install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -65,6 +66,12 @@ gpu: $(STAMP)
 
 gpu-bundle: $(STAMP)
 	$(BIN)/python benchmarks/gpu_bundle.py
+
+# The fused kernels in Triton's interpreter, from a folder of its own: where Triton is installed, every process that
+# compiles hashes its 200 MB.
+kernels: $(STAMP)
+	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/kernels triton==3.7.0
+	PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest tests/backends/test_fused.py tests/backends/test_fused_kernels.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/reference.py docs/cli.md
