@@ -21,7 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
-from autoprec.numerics.rounding import decode, encode, round_e2m1, round_e2m1_stochastic, stores_values
+from autoprec.numerics.rounding import (
+    decode,
+    encode,
+    hashed_noise,
+    round_e2m1,
+    round_e2m1_stochastic,
+    stores_values,
+)
 from autoprec.numerics.scaling import inverse_of, scale_of
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import Scaling
@@ -109,7 +116,13 @@ def _nvfp4(
     wanted = (group / FORMATS["e2m1"].max / tensor).clamp(_E4M3_TINY, FORMATS["e4m3"].max)
     scale = wanted.nan_to_num(nan=1.0).to(torch.float8_e4m3fn)
     scaled = x * ((1.0 / tensor) / scale.float())
-    rounded = round_e2m1_stochastic(scaled, state.generator(x.device)) if spec.stochastic else round_e2m1(scaled)
+    if not spec.stochastic:
+        rounded = round_e2m1(scaled)
+    elif torch.compiler.is_compiling():
+        rounded = round_e2m1_stochastic(scaled, hashed_noise(scaled, amax))
+    else:
+        noise = torch.rand(scaled.shape, generator=state.generator(x.device), device=x.device, dtype=torch.float32)
+        rounded = round_e2m1_stochastic(scaled, noise)
     stored = torch.bfloat16 if stores_values(x.device) else torch.float8_e4m3fn
     return (
         rounded if values else rounded.to(stored),

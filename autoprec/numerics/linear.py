@@ -242,8 +242,8 @@ def _note(layer: LinearExecution, gemm: Gemm, label: str) -> None:
 def _run(*args: Any) -> Tensor:
     if torch.compiler.is_compiling():
         input, layer, steps = args[0], args[3], args[4]
-        if steps.random or (steps.delayed and layer.quantizers.prepared != input.device):
-            # random streams, and scales that lie elsewhere, are outside the graph: the layer runs as in eager mode
+        if steps.delayed and layer.quantizers.prepared != input.device:
+            # scales that lie elsewhere are outside the graph: the layer runs as in eager mode
             opaque: Tensor = _run_eagerly(*args)
             return opaque
     elif torch._C._functorch.peek_interpreter_stack() is not None:  # grad, vmap, jvp of torch.func

@@ -68,8 +68,8 @@ class Steps:
     """A plan compiled for one device type and compute dtype of the script (what ``keep`` GEMMs run in).
 
     ``wide_output`` is true when fprop is asked to return float32, which autocast would not narrow either;
-    ``stateful`` when a step remembers something between calls (delayed scales, a random stream), ``random`` when it
-    draws random numbers. ``delayed`` are the operands with delayed scales.
+    ``stateful`` when a step remembers something between calls (delayed scales, a random stream). ``delayed`` are the
+    operands with delayed scales.
     """
 
     fprop: GemmStep
@@ -77,7 +77,6 @@ class Steps:
     wgrad: GemmStep
     wide_output: bool
     stateful: bool
-    random: bool
     delayed: tuple[tuple[Operand, Spec], ...]
 
     @property
@@ -122,9 +121,8 @@ def _compiled(
     wide = plan.fprop is not None and plan.fprop.wide_output
     used = {(operand, spec): spec for g in GEMMS for operand, spec in _operands(g, steps[g])}
     delayed = tuple(key for key, s in used.items() if s.scaling is not None and s.scaling.scale == "delayed")
-    random = any(spec.stochastic for spec in used.values())
-    stateful = random or bool(delayed)
-    return Steps(steps["fprop"], steps["dgrad"], steps["wgrad"], wide, stateful, random, delayed)
+    stateful = bool(delayed) or any(spec.stochastic for spec in used.values())
+    return Steps(steps["fprop"], steps["dgrad"], steps["wgrad"], wide, stateful, delayed)
 
 
 def _operands(gemm: Gemm, step: GemmStep) -> tuple[tuple[Operand, Spec], tuple[Operand, Spec]]:

@@ -21,6 +21,7 @@ __all__ = [
     "decode",
     "encode",
     "fast_bf16_gemm",
+    "hashed_noise",
     "round_e2m1",
     "round_e2m1_stochastic",
     "round_tf32",
@@ -143,14 +144,34 @@ def round_e2m1(x: Tensor) -> Tensor:
     return split_to_grid(x, 1, 0, 6.0) if stores_values(x.device) else to_grid(x, 1, 0, 6.0)
 
 
-def round_e2m1_stochastic(x: Tensor, generator: torch.Generator) -> Tensor:
-    """Round float32 values to one of their two E2M1 neighbours, so that the expected value is ``x``; saturates at 6."""
+def round_e2m1_stochastic(x: Tensor, noise: Tensor) -> Tensor:
+    """Round float32 values to one of their two E2M1 neighbours, so that the expected value is ``x``; saturates at 6.
+
+    ``noise`` is uniform in [0, 1), of the shape of ``x``.
+    """
     magnitude = x.abs().clamp_(max=6.0)
     # the power of two below the value, from 1 up, is twice the spacing of E2M1 there
     power = (magnitude.view(torch.int32) & 0x7F800000).view(torch.float32)
     spacing = power.clamp_(min=1.0).mul_(0.5)
-    noise = torch.rand(x.shape, generator=generator, device=x.device, dtype=torch.float32)
     return magnitude.div_(spacing).add_(noise).floor_().mul_(spacing).clamp_(max=6.0).copysign_(x)
+
+
+def hashed_noise(x: Tensor, salt: Tensor) -> Tensor:
+    """Return numbers in [0, 1) of the shape of ``x`` that look random: a hash of each value's position, bits and salt.
+
+    For compiled graphs, which cannot draw from a private stream, and must not draw from torch's. The salt (a float32
+    scalar, such as the tensor's amax) makes a step differ from the last. Twice multiplied and folded, 32 bits in int64.
+
+    Args:
+        x: float32, contiguous.
+        salt: float32, one value.
+    """
+    position = torch.arange(x.numel(), device=x.device, dtype=torch.int64).view(x.shape)
+    values, salted = (t.view(torch.int32).to(torch.int64) & 0xFFFFFFFF for t in (x, salt.reshape(())))
+    bits = (position * 0x2545F491 + values * 0x632BE5AB & 0xFFFFFFFF) + salted * 0x45D9F3B & 0xFFFFFFFF
+    for _ in range(2):
+        bits = (((bits >> 16) ^ bits) * 0x45D9F3B) & 0xFFFFFFFF
+    return (((bits >> 16) ^ bits) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
 def cast_values(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -182,7 +183,7 @@ def test_a_copied_layer_goes_on_with_a_history_of_its_own() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
-@pytest.mark.parametrize("name", ["bf16", "fp8_rowwise", "mxfp8"])
+@pytest.mark.parametrize("name", ["bf16", "fp8_rowwise", "mxfp8", "nvfp4"])
 def test_compiled_graphs_are_whole_and_equal(name: str) -> None:
     plan = LayerPlan.uniform(BUILTIN_RECIPES[name])
     x, weight, bias, _ = tensors(16, 64, 32)
@@ -202,6 +203,27 @@ def test_compiled_graphs_are_whole_and_equal(name: str) -> None:
     assert set(layer.executed) == {"fprop", "dgrad", "wgrad"}
     nn.init.zeros_(weight)
     assert torch.equal(graph(x, weight, bias), LinearExecution(plan)(x, weight, bias))
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
+def test_stochastic_rounding_of_gradients_is_part_of_the_graph_and_another_one_in_every_step() -> None:
+    layer = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES["nvfp4"]))
+    x, weight, bias, grad = tensors(32, 64, 48)
+    torch._dynamo.reset()
+    graph = torch.compile(layer, backend="eager", fullgraph=True)
+    before = torch.get_rng_state()
+
+    def gradient(call: Any, factor: float = 1.0) -> torch.Tensor:
+        (found,) = torch.autograd.grad(call(x, weight, bias), x, grad * factor)
+        return found / factor
+
+    exact, drawn = grad @ weight.detach(), [gradient(graph, 1 + k / 64) for k in range(16)]
+    assert torch.equal(drawn[0], gradient(graph))
+    assert not torch.equal(drawn[0], drawn[1])
+    assert torch.equal(torch.get_rng_state(), before)
+    errors = [float((d - exact).norm() / exact.norm()) for d in (drawn[0], torch.stack(drawn).mean(0))]
+    assert errors[0] < 1.5 * float((gradient(layer) - exact).norm() / exact.norm())
+    assert errors[1] < 0.8 * errors[0]  # what is left is the weight's rounding, which is to nearest
 
 
 class Products(TorchDispatchMode):

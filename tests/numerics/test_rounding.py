@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from autoprec.numerics.rounding import (
     STORAGE,
     decode,
     encode,
+    hashed_noise,
     round_e2m1,
     round_e2m1_stochastic,
     round_tf32,
@@ -73,13 +76,35 @@ def test_e2m1_takes_the_nearest_value_ties_to_even() -> None:
     assert round_e2m1(ties).tolist() == [0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0]
 
 
-def test_stochastic_rounding_is_unbiased_between_neighbours_and_repeatable() -> None:
+@pytest.mark.parametrize(
+    "noise",
+    [
+        lambda x: torch.rand(x.shape, generator=torch.Generator().manual_seed(1)),
+        lambda x: hashed_noise(x, torch.tensor(3.25)),
+    ],
+    ids=["drawn", "hashed"],
+)
+def test_stochastic_rounding_is_unbiased_between_neighbours_and_repeatable(
+    noise: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     x = torch.tensor([0.1, -0.3, 1.3, 2.2, -3.7, 5.5, 7.0, 0.0]).repeat(20_000, 1)
-    drawn = round_e2m1_stochastic(x, torch.Generator().manual_seed(1))
-    again = round_e2m1_stochastic(x, torch.Generator().manual_seed(1))
-    assert torch.equal(drawn, again)
+    drawn = round_e2m1_stochastic(x, noise(x))
+    assert torch.equal(drawn, round_e2m1_stochastic(x, noise(x)))
     assert set(drawn.abs().unique().tolist()) <= set(E2M1_VALUES)
     assert torch.allclose(drawn.mean(0), x[0].clamp(-6, 6), atol=0.03)
+
+
+def test_hashed_noise_is_uniform_and_says_nothing_of_values_neighbours_and_other_steps() -> None:
+    x = torch.randn(512, 64, generator=torch.Generator().manual_seed(0))
+    found, other = hashed_noise(x, torch.tensor(3.25)), hashed_noise(x, torch.tensor(3.26))
+    counts = torch.histc(found, 16, 0, 1)
+    assert float(found.min()) >= 0
+    assert float(found.max()) < 1
+    assert float((counts / counts.mean() - 1).abs().max()) < 0.1
+    together = torch.stack([t.flatten() for t in (found, other, x, found.roll(1, 1), found.roll(1, 0))])
+    assert float((torch.corrcoef(together) - torch.eye(5)).abs().max()) < 0.03
+    same = hashed_noise(torch.full_like(x, 0.7), torch.tensor(3.25))
+    assert same.unique().numel() > 0.99 * same.numel()
 
 
 def test_tf32_keeps_ten_bits_ties_to_even() -> None:
