@@ -312,7 +312,7 @@ def _sent(spec: Spec) -> list[str]:
 
 
 def _probed(problem: Problem, probe: str, choices: Sequence[str]) -> np.ndarray[Any, Any]:
-    """Return the assignment ``[G]`` of a probe; what a parameter's probe changes is no part of these models."""
+    """Return the assignment ``[G]`` of a probe; what a parameter's probe changes is not part of these models."""
     row = np.zeros(len(problem.groups), dtype=np.int64)
     head, _, tail = probe.partition("|")
     if head == "mixed":

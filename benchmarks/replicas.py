@@ -328,7 +328,7 @@ class Stored:
         return [round_replicas(g.reshape(len(g), 1, -1), kinds).view(g.shape) for g in grads]
 
     def moment(self, x: Tensor) -> Tensor:
-        """Return a first moment as it is stored; what is no matrix stays float32."""
+        """Return a first moment as it is stored; what is not a matrix stays float32."""
         kinds = self._kinds("optimizer.exp_avg", "e4m3")
         if kinds is None or x.ndim < 3 or x[0].numel() % 128:
             return x
