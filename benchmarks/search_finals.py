@@ -22,7 +22,7 @@ from autoprec.tuning.decide.decision import Candidate, choose, judge
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.race import Entrant, Standings, standings
-from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Expectation, Measured
+from autoprec.tuning.decide.sampler.expectation import Expectation, Measured
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 
 TRIALS, SEEDS, REFERENCE_RUNS = 30, 4, 3
@@ -113,7 +113,7 @@ def searched(case: Case, seed: int, trials: int = TRIALS) -> Ending:
         sampler.learn(replay.measured(), replay.now.best_cost)
         best = sampler.best(study) if len(replay.rows) < trials else None
         gain = best.worth if best is not None else 0.0
-        if max(gain, replay.now.gain) < LEAST_GAIN:
+        if max(gain, replay.now.gain) <= 0:
             return replay.ending(converged=len(replay.rows) < trials)
         if replay.now.gain > gain:
             if replay.now.next is None:

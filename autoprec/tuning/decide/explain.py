@@ -160,7 +160,7 @@ def importance(
             kept = problem.allowed[g] & np.isfinite(law.error2[g])
             raw[layer_key(group.name)] = (
                 float(np.var(learned[g, kept])),
-                float(np.var(law.power * law.error2[g, kept] / mean_error2)),
+                float(np.var(0.5 * law.error2[g, kept] / mean_error2)),
             )
     later = _significant(effects, time.parameter_sd())
     worse = _significant(law.parameter, divergence.parameter_sd())

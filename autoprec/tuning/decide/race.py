@@ -13,17 +13,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoprec.tuning.decide.decision import Candidate, Judgement
-from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Expectation
+from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS, MOST_SEEDS, Expectation
 
 __all__ = ["Entrant", "Standings", "fewest_seeds", "standings", "stop_gap"]
 
-#: Paired seeds that a policy is given at most, as a multiple of those that are asked for.
-MOST_SEEDS = 3
 #: A gap shrinks again at times: it may still fall by this factor until the end of a trial. That early gaps are smaller
 #: than late ones only makes the rule later, never wrong.
 MARGIN = 4.0
-#: A policy that was measured under one seed only is accepted under none.
-_FEWEST_SEEDS = 2
 
 
 @dataclass(frozen=True)
@@ -64,7 +60,7 @@ class Standings:
 
 def fewest_seeds(seeds: int, *, blind: bool) -> int:
     """Return under how many paired seeds a policy is measured before it is accepted: all where the loss is blind."""
-    return seeds if blind else min(_FEWEST_SEEDS, seeds)
+    return seeds if blind else min(FEWEST_SEEDS, seeds)
 
 
 def standings(
@@ -97,14 +93,14 @@ def standings(
     best = min((float(outlook.cost[i]) for i in accepted), default=None)
     expectation.best_cost = best
     gains = expectation.outlook(points).worth
-    most = seeds if blind else MOST_SEEDS * seeds
+    most = seeds if blind else MOST_SEEDS
     left = [
         i for i, e in enumerate(entrants) if i not in accepted and _is_open(e, judged[i], fewest, most, blind=blind)
     ]
     ahead = max(left, key=lambda i: gains[i], default=None)
     gain = float(gains[ahead]) if ahead is not None else 0.0
     chance = tuple(float(c) for c in outlook.chance)
-    return Standings(candidates, judged, accepted, ahead if gain >= LEAST_GAIN else None, gain, chance, best)
+    return Standings(candidates, judged, accepted, ahead if gain > 0 else None, gain, chance, best)
 
 
 def _is_open(entrant: Entrant, judged: Judgement, fewest: int, most: int, *, blind: bool) -> bool:

@@ -21,7 +21,7 @@ from autoprec.trial.protocol import FAILURES
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.race import stop_gap
 from autoprec.tuning.decide.sampler.base import finished
-from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Expectation, Goals
+from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
 from autoprec.tuning.decide.sampler.other_samplers import make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import NOTHING_NEW, PrecisionSampler
@@ -211,12 +211,12 @@ class _Loop:
     def wants_more(self) -> bool:
         """Say whether another trial should be asked for now."""
         gain = self.expected()
-        return gain >= LEAST_GAIN and gain >= self.race.now.gain
+        return gain > 0 and gain >= self.race.now.gain
 
     def conclude(self) -> None:
         """Note why the trials ended: converged, the time, the maximum, or nothing else to try."""
         ledger, done = self.ledger, f"{self.done} of {self.goal} trials"
-        if self.left() >= LEAST_GAIN and self.out_of_time():
+        if self.left() > 0 and self.out_of_time():
             ledger.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
             ledger.stopped = f"ran out of time after {done}"
         elif self.done >= self.goal:
@@ -268,7 +268,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
         _drive(loop)
         ledger.listener.phase("finalists")
         race.run(loop.expected)
-        if loop.expected() < LEAST_GAIN:
+        if loop.expected() <= 0:
             break
     loop.conclude()
     return race.answer()

@@ -1,8 +1,11 @@
-"""What one more measurement of a policy may be expected to gain: what is asked next, and when it is enough.
+"""What further runs of a policy may be expected to gain: what is asked next, and when it is enough.
 
-The *expected gain* of a policy is how much better it is than the best one that is surely acceptable, times the
-probability that it will turn out acceptable itself. It is the one number that everything is asked by: a new policy
-(a trial), one more paired seed for a policy that was tried, or nothing, where no policy is worth another run.
+A policy can be adopted once the 95 % bound of its mean divergence is within the budget. How likely that is after n more
+paired seeds follows from the model: its mean will then have moved by a known spread, and its uncertainty have shrunk by
+a known factor. That probability, times how much better the policy is than the best one that is surely acceptable,
+divided by the runs it takes, is what the policy is *worth*, for the best n. It is the one number that everything is
+asked by: a new policy (a trial), one more paired seed for a policy that was tried, or nothing, where no policy is worth
+another run.
 """
 
 from __future__ import annotations
@@ -21,16 +24,25 @@ from autoprec.tuning.decide.problem import FloatTable, Problem
 from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, LinearModel, Observation
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of
 
-__all__ = ["LEAST_GAIN", "Expectation", "Goals", "Measured", "Outlook", "Points"]
+__all__ = ["PRICE", "Expectation", "Goals", "Measured", "Outlook", "Points"]
 
 Vector = npt.NDArray[np.float64]
 
-#: An expected gain below this, for each run that it takes to be sure of it, is not worth the runs.
-LEAST_GAIN = 0.002
-#: One-sided 95 % quantile of the normal distribution, and the paired seeds a policy near the budget may be given.
-_Z95, SEEDS_TO_BE_SURE = 1.645, 8
+#: An expected gain below this for each run is not worth the runs: a run is some 40 steps of the training that is to be
+#: sped up, so a gain of a thousandth has paid for one after 40,000 steps.
+import os
+PRICE = float(os.environ.get("LG", "0.0005"))
+#: One-sided 95 % quantile of the normal distribution.
+_Z95 = 1.645
+#: A policy that was measured under one seed only is accepted under none; and under so many it is measured at most.
+FEWEST_SEEDS, MOST_SEEDS = 2, 24
 #: Predicted gradient errors are right within a few percent: a policy at the very limit would be refused half the time.
 _GRADIENT_MARGIN = 1.03
+#: Numbers of further seeds that are considered for a policy.
+_MORE_SEEDS = (1, 2, 3, 4, 6, 8, 12, 16)
+#: What a run under a seed that others ran under tells, against one under a seed of its own: their luck is half the same,
+#: and two values that correlate by r are worth 2 / (1 + r).
+REUSED = float(os.environ.get("RE", "0.33"))
 #: What is left of the chance of a policy for each failed run of a choice in it that never ran to its end.
 _AFTER_FAILURE = 0.2
 #: Timed policies that are closer than this are a tie, which nobody pays a run for.
@@ -52,6 +64,7 @@ class Goals:
         noise_floor: divergence of the benign perturbation.
         objective: ``throughput``, ``memory`` or ``balanced``.
         blind: the loss cannot judge, so only the limits do.
+        seeds: paired seeds that a policy is then measured under.
         reference: (milliseconds, bytes) of the script as written, which the first gain is told against.
     """
 
@@ -61,6 +74,7 @@ class Goals:
     noise_floor: float = 0.0
     objective: str = "throughput"
     blind: bool = False
+    seeds: int = 4
     reference: tuple[float, float] | None = None
 
 
@@ -93,14 +107,13 @@ class Outlook:
 
     Attributes:
         cost: logarithm of what the objective minimises.
-        log_gap: mean of ln(divergence) over seeds; ``upper`` the 95 % bound of the mean divergence.
-        chance: probability of turning out acceptable.
-        gain: expected gain over the best policy that surely is, a fraction.
-        runs: how many more runs it takes to be sure, should it be acceptable.
+        upper: 95 % bound of the mean divergence over seeds.
+        chance: probability that the mean divergence is within the budget, and the limits are kept.
+        gain: what its further runs are expected to gain over the best policy that is surely acceptable, a fraction.
+        runs: how many further runs these are, references of new paired seeds among them.
     """
 
     cost: Vector
-    log_gap: Vector
     upper: Vector
     chance: Vector
     gain: Vector
@@ -108,8 +121,8 @@ class Outlook:
 
     @property
     def worth(self) -> Vector:
-        """Expected gain for each run that it takes."""
-        return self.gain / self.runs
+        """Expected gain, less the price of the runs it takes."""
+        return self.gain - PRICE * self.runs
 
 
 class Expectation:
@@ -177,6 +190,8 @@ class Expectation:
         base = prior.base_memory or max((run.memory for run in runs), default=0.0)
         self.memory = LinearModel(held, base, self._sizes, noise=1e-3, trust=0.1)
         self._failed = np.zeros(len(self.problem.choice_names) + len(self._features))
+        self._seeds: dict[bytes, int] = {}
+        self._references = 1
         if not runs:
             return
         points = self.points([run.params for run in runs])
@@ -186,6 +201,9 @@ class Expectation:
             rows = zip(points.index, points.features, points.base2, values, runs, strict=True)
             return [Observation(i, z, float(b), v, run.seed) for i, z, b, v, run in rows if v is not None]
 
+        self._references = 1 + max(run.seed for run in runs)
+        for key, run in zip(_keys(points), runs, strict=True):
+            self._seeds[key] = max(self._seeds.get(key, 0), run.seed + 1)
         self.divergence.fit(seen([run.divergence for run in runs]))
         self.time.fit(seen([run.step_ms for run in runs]))
         self.memory.fit(seen([run.memory or None for run in runs]))
@@ -221,40 +239,41 @@ class Expectation:
         """The divergence that a mean over seeds must surely keep to."""
         return screening_limit(self.goals.max_divergence, self.goals.noise_floor)
 
-    @property
-    def aim(self) -> float:
-        """ln(divergence) of a typical seed that a policy may have and still be told acceptable with all its seeds."""
-        spread = self.divergence.spread
-        return math.log(self.limit) - spread**2 / 2 - _Z95 * spread / math.sqrt(SEEDS_TO_BE_SURE)
-
     def outlook(self, points: Points) -> Outlook:
         """Return what is expected of points."""
         cost, cost_sd = self._cost(points)
         log_gap, sd = self.divergence.predict(points.index, points.features, points.base2)
-        upper = np.exp(np.minimum(log_gap + self.divergence.spread**2 / 2 + _Z95 * sd, 60.0))
-        chance = np.ones(len(points)) if self.goals.blind else _normal((self.aim - log_gap) / np.maximum(sd, 1e-9))
-        chance = np.where(self.within_limits(points), chance, 0.0)
-        chance = chance * _AFTER_FAILURE ** (self._used(points) * self._failed).max(axis=1)
-        ahead = self._to_beat() - cost - (_TIE if self.prior.time_noise > _TIE else 0.0)
+        sd = np.maximum(sd, 1e-6)
+        possible = self.within_limits(points) * _AFTER_FAILURE ** (self._used(points) * self._failed).max(axis=1)
+        upper = np.exp(np.minimum(log_gap + _Z95 * sd, 60.0))
+        within = np.ones(len(points)) if self.goals.blind else _normal((math.log(self.limit) - log_gap) / sd)
+        ahead = self._to_beat() - cost - float(os.environ.get('TIE','0.01'))
         sure = np.maximum(cost_sd, 1e-9)
         z = ahead / sure
-        gain = sure * (z * _normal(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi))
-        runs = self._runs(log_gap, sd)
-        return Outlook(cost, log_gap, upper, chance, chance * np.maximum(gain, 0.0), runs)
+        gain = possible * np.maximum(sure * (z * _normal(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)), 0.0)
+        accepted, runs = self._plan(points, log_gap, sd, gain)
+        return Outlook(cost, upper, possible * within, gain * accepted, runs)
 
-    def _runs(self, log_gap: Vector, sd: Vector) -> Vector:
-        """Return how many more runs (half of them references of new seeds) make a policy's bound fall below the limit.
+    def _plan(self, points: Points, log_gap: Vector, sd: Vector, gain: Vector) -> tuple[Vector, Vector]:
+        """Return, for the number of further seeds that is worth most, the chance to be accepted then, and its runs.
 
-        Given that it turns out acceptable its mean lies lower than is expected now, by so much of the normal's tail.
+        After n more seeds the mean's standard deviation is ``left``, and the mean itself lies ``moved`` off at random.
         """
+        had = np.array([self._seeds.get(key, 0) for key in _keys(points)])
         if self.goals.blind:
-            return np.full(len(sd), 2.0)
-        spread, sd = self.divergence.spread, np.maximum(sd, 1e-9)
-        z = (self.aim - log_gap) / sd
-        lower = log_gap - sd * np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi) / np.maximum(_normal(z), 1e-9)
-        room = np.maximum(math.log(self.limit) - spread**2 / 2 - lower, 1e-3)
-        seeds = spread**2 * np.maximum((_Z95 / room) ** 2 - 1.0 / sd**2, 0.0)
-        return 2.0 * np.maximum(seeds, 1.0)
+            return np.ones(len(points)), np.maximum(2.0 * (self.goals.seeds - had), 1.0)
+        most = np.maximum(MOST_SEEDS - had, 1)
+        chances, runs, best = np.zeros(len(points)), np.ones(len(points)), np.full(len(points), -math.inf)
+        for more in _MORE_SEEDS:
+            fresh = np.clip(had + more - self._references, 0.0, more)
+            told = fresh + REUSED * (more - fresh)
+            left = 1.0 / np.sqrt(1.0 / sd**2 + told / self.divergence.spread**2)
+            moved = np.sqrt(np.maximum(sd**2 - left**2, 1e-12))
+            chance = _normal((math.log(self.limit) - _Z95 * left - log_gap) / moved)
+            net = gain * chance - PRICE * (more + fresh)
+            better = (net > best) & (had + more >= FEWEST_SEEDS) & (more <= most)
+            chances, runs, best = (np.where(better, *pair) for pair in ((chance, chances), (more + fresh, runs), (net, best)))
+        return chances, runs
 
     def _to_beat(self) -> float:
         """Return the cost of the best policy that is surely acceptable; the script's where none is."""
@@ -287,6 +306,11 @@ class Expectation:
         time, _ = self.time.predict(points.index, points.features)
         log_gap, _ = self.divergence.predict(points.index, points.features, points.base2)
         return np.stack([time / self.time.scale, log_gap], axis=1)
+
+
+def _keys(points: Points) -> list[bytes]:
+    """Return what tells points apart."""
+    return [i.tobytes() + z.tobytes() for i, z in zip(points.index, points.features, strict=True)]
 
 
 def _normal(x: Vector) -> Vector:

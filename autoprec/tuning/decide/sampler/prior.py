@@ -17,7 +17,7 @@ from autoprec.policy import LayerPlan
 from autoprec.policy.space import Choice
 from autoprec.tuning.decide.problem import FloatTable, GroupVariable, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, Observation
-from autoprec.tuning.decide.table import SensitivityTable, families
+from autoprec.tuning.decide.table import SensitivityTable
 
 __all__ = [
     "HEAD_WEIGHT",
@@ -156,10 +156,8 @@ def divergence_model(problem: Problem, error2: FloatTable, noise_floor: float = 
         error2: ``[G, C]``, see :class:`autoprec.tuning.decide.table.SensitivityTable`.
         noise_floor: divergence of the benign perturbation; half of it is what no assignment gets below.
     """
-    numbers = {g: number for number, family in enumerate(families(problem)) for g in family}
     weight = np.array([HEAD_WEIGHT if "head" in group.flags else 1.0 for group in problem.groups])
-    groups = [numbers[g] for g in range(len(problem.groups))]
-    return DivergenceModel(error2 * weight[:, None], groups, len(features_of(problem)), 0.5 * noise_floor)
+    return DivergenceModel(error2 * weight[:, None], len(features_of(problem)), 0.5 * noise_floor)
 
 
 def observation(

@@ -22,16 +22,16 @@ from autoprec.policy.solver import corners, solve
 from autoprec.tuning.decide.pareto import added_area
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.base import PointSampler
-from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Expectation, Goals, Measured
+from autoprec.tuning.decide.sampler.expectation import Expectation, Goals, Measured
 from autoprec.tuning.decide.sampler.prior import Prior
 
 __all__ = ["NOTHING_NEW", "PrecisionSampler", "Proposal", "told_divergence"]
 
 #: Why a search ends that has asked for everything.
 NOTHING_NEW = "there is no other policy left to try"
-#: Corners of the relaxed front that are looked at, and the factors of the aimed-at divergence that are solved for.
+#: Corners of the relaxed front that are looked at, and the factors of the budget that are solved for.
 _CORNERS = 64
-_FACTORS = tuple(math.exp(0.2 * k) for k in range(-3, 4))
+_FACTORS = tuple(math.exp(0.2 * k) for k in range(-6, 2))
 #: A parameter's value that saves less than this share of a step gains nothing.
 _LEAST_EFFECT = 0.002
 #: A preset with this share of the largest expected gain is asked first.
@@ -120,7 +120,7 @@ class PrecisionSampler(PointSampler):
         best = self.best(study)
         if best is None:
             return NOTHING_NEW
-        if best.worth < LEAST_GAIN:
+        if best.worth <= 0:
             return f"what is left is expected to gain {best.gain:.1%} at most, too little for the runs it would take"
         return ""
 
@@ -155,7 +155,7 @@ class PrecisionSampler(PointSampler):
             return None
         expected = self.expectation
         outlook = expected.outlook(expected.points([params for _, params in fresh]))
-        worth, gain = outlook.gain / (outlook.runs + 1.0), outlook.gain  # the trial itself, and then its seeds
+        worth, gain = outlook.worth, outlook.gain
         if running:  # what still runs and is faster makes this one needless, should it turn out acceptable
             others = expected.outlook(expected.points(running))
             faster = others.cost[None, :] <= outlook.cost[:, None]
@@ -192,14 +192,13 @@ class PrecisionSampler(PointSampler):
         """Return the front by the fitted models: its corners, and exact solutions around the divergence aimed at."""
         expected = self.expectation
         law, (table, effects) = expected.law(), expected.cost_table()
-        aim = math.exp(expected.aim)
         found = []
         supported = corners(table, law.error2, _CORNERS)
         for turn, parameters in enumerate(self._options(effects)):
             z, base2 = expected.vector(parameters), expected.prior.parameter_error2(parameters)
             limits = expected.limits(z, base2)
             factors = _FACTORS if turn == 0 else (1.0,)
-            budgets = [math.inf] if expected.goals.blind else [law.budget(f * aim, z, base2) for f in factors]
+            budgets = [math.inf] if expected.goals.blind else [law.budget(f * expected.limit, z, base2) for f in factors]
             solved = [solve(table, law.error2, budget, limits=limits) for budget in budgets]
             found += [(index, parameters) for index in (*supported, *solved) if index is not None]
         unique = {(index.tobytes(), *parameters.values()): (index, parameters) for index, parameters in found}
