@@ -112,7 +112,6 @@ def search(
     calibration: str = "",
     force: bool = False,
     seeds: int = 4,
-    finalists: int = 3,
     run_steps: int = 0,
     phases: str = "",
     backend: str = "auto",
@@ -136,7 +135,6 @@ def search(
         reference: what divergence is measured against: ``script``, ``fp32`` or ``bf16``.
         seed: the first paired seed, and the seed of the sampler.
         seeds: paired seeds of a policy where the loss cannot judge; elsewhere from two up to three times as many.
-        finalists: kept for old callers; has no effect.
         run_steps: optimizer steps of the whole run that the policy is for.
         phases: parts of it in plain bf16, ``first-bf16``, ``last-bf16`` or both; the gain is discounted by them.
         output: where the policy is written.

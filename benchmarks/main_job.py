@@ -194,7 +194,7 @@ def _acceptable(row: dict[str, Any], budget: dict[str, Any]) -> bool:
 
 def loaded(cwd: Path) -> list[Row]:
     """The rehearsal beside other work, with the short trials of the demo: what counts is that none is lost."""
-    short = ("--trials", "10", "--steps", "8", "--warmup", "2", "--finalists", "2", "--seeds", "2", "--budget", "6m")
+    short = ("--trials", "10", "--steps", "8", "--warmup", "2", "--seeds", "2", "--budget", "6m")
     with load(LOAD):
         made = autoprec("search", "--json", "-q", *REHEARSAL, *short, "-o", "busy.yaml", SCRIPT, cwd=cwd, codes=(0, 3))
     trials = json.loads(made.stdout)["trials"]

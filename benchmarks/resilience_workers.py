@@ -44,7 +44,7 @@ SECONDS, COUNT = 5.0, 160
 def _search(folder: Path, factory: RunnerFactory, **changes: Any) -> Search:
     os.chdir(folder)
     (folder / "train.py").touch()
-    values: dict[str, Any] = {"command": ("train.py",), "steps": 8, "seeds": 1, "finalists": 1, "force": True}
+    values: dict[str, Any] = {"command": ("train.py",), "steps": 8, "seeds": 1, "force": True}
     options = SearchOptions(**(values | changes))
     return Search(options, ScriptCommand.parse(options.command), Listeners(), factory)
 

@@ -10,7 +10,7 @@ from tests.cli.helpers import autoprec
 SURFACE = {
     "demo": "",
     "search": (
-        "--backend --budget --calibration --cost-scale --dry-run --engine --finalists --force --gpus-per-trial "
+        "--backend --budget --calibration --cost-scale --dry-run --engine --force --gpus-per-trial "
         "--json --max-divergence --max-gradient-error --max-memory --no-mlflow --objective --output --phases --quiet "
         "--ray-address --reference --resume --run-steps --sampler --seed --seeds --space --steps --storage --study "
         "--target --trials --verbose --warmup --workers"

@@ -91,7 +91,7 @@ def test_commands_that_use_a_policy_work(folder: Path, words: list[str], monkeyp
 @pytest.mark.slow
 def test_a_search_emits_a_policy_that_loads(folder: Path) -> None:
     """As a user runs it: every process is a new one."""
-    options = ["--trials", "3", "--steps", "4", "--seeds", "1", "--finalists", "1", "--force", "--no-mlflow", "--json"]
+    options = ["--trials", "3", "--steps", "4", "--seeds", "1", "--force", "--no-mlflow", "--json"]
     found = run(folder, ["autoprec", "search", *options, "--output", "found.yaml", "train.py", "--lr", "3e-4"])
     assert found.returncode == 0, found.stderr
     shown = run(folder, ["autoprec", "show", "found.yaml"])

@@ -17,7 +17,7 @@ __all__ = ["TakesScript", "script_command", "split_script"]
 #: Options that hardly any training script has: after the script's name they are probably in the wrong place.
 OURS_ALONE = frozenset(
     {
-        *("--trials", "--finalists", "--space", "--study", "--storage", "--sampler", "--target", "--cost-scale"),
+        *("--trials", "--space", "--study", "--storage", "--sampler", "--target", "--cost-scale"),
         *("--max-divergence", "--max-gradient-error", "--max-memory", "--passes", "--policy"),
     }
 )

@@ -129,7 +129,7 @@ def _trials(records: Sequence[TrialRecord]) -> str:
 def _reasons(result: SearchResult) -> str:
     layers = result.explanation.get("layers", ())
     why = [("", (str(row["layers"]), str(row["text"]))) for row in layers]
-    shares = [("", (name, f"{time:.0%}", f"{gap:.0%}")) for name, time, gap in important(result)]
+    shares = [("", (name, time, gap)) for name, time, gap in important(result)]
     out = _table(("layers", "why"), why) if why else ""
     return out + (_table(("decision", "of what moves time", "of what moves divergence"), shares) if shares else "")
 

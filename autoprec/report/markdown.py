@@ -39,7 +39,7 @@ def _reasons(result: SearchResult) -> list[str]:
     if layers:
         lines += _table(("layers", "why"), [(f"`{row['layers']}`", str(row["text"])) for row in layers])
     if decisions:
-        shares = [(f"`{name}`", f"{time:.0%}", f"{gap:.0%}") for name, time, gap in decisions]
+        shares = [(f"`{name}`", time, gap) for name, time, gap in decisions]
         lines += ["", *_table(("decision", "of what moves time", "of what moves divergence"), shares)]
     return lines
 

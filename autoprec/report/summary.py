@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoprec.tuning.decide.reasons import error_share
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = [
@@ -284,16 +285,13 @@ def _told_against(rows: Sequence[Row], baseline: str, final: Mapping[str, tuple[
     return out
 
 
-def important(result: SearchResult) -> list[tuple[str, float, float]]:
+def important(result: SearchResult) -> list[tuple[str, str, str]]:
     """Return (decision, share of what moves time, share of what moves divergence) of decisions that moved either.
 
     A share of less than one percent says nothing that noise would not.
     """
-    found = [
-        (str(d["name"]), float(d["time_share"]), float(d["error_share"]))
-        for d in result.explanation.get("importance", ())
-    ]
-    return [row for row in found if max(row[1:]) >= 0.01]
+    rows = [d for d in result.explanation.get("importance", ()) if max(d["time_share"], d["error_share"]) >= 0.01]
+    return [(str(d["name"]), f"{d['time_share']:.0%}", error_share(d)) for d in rows]
 
 
 def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:

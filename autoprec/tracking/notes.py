@@ -116,10 +116,7 @@ def parent_note(result: SearchResult) -> str:
         ]
     decisions = important(result)
     if decisions:
-        shown = (
-            f"{markdown_text(f'`{name}`')} ({time:.0%} of time, {gap:.0%} of divergence)"
-            for name, time, gap in decisions
-        )
+        shown = (f"{markdown_text(f'`{name}`')} ({time} of time, {gap} of divergence)" for name, time, gap in decisions)
         lines += ["", "What mattered most: " + ", ".join(shown) + "."]
     if result.verdict == "stay":
         lines += ["", "Nothing is registered in the model registry: the script stays as it is."]

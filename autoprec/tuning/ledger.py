@@ -31,6 +31,7 @@ class Ledger:
         started: ``time.monotonic()`` when the search began.
         references: the reference run by paired seed; seed 0 is the script's own.
         table: gradient errors by group and choice; None until they were measured.
+        measured_errors: gradient errors of whole policies, by their records' names; all others are predicted.
         timings: seconds by phase, and what else is counted.
         notes: what a person was told.
         cut_short: what was left out for want of time; empty when the search came to its own end.
@@ -44,6 +45,7 @@ class Ledger:
     started: float
     references: dict[int, Reference] = field(default_factory=dict)
     table: SensitivityTable | None = None
+    measured_errors: dict[str, float] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cut_short: list[str] = field(default_factory=list)

@@ -68,7 +68,6 @@ class SearchOptions:
     calibration: str = ""
     force: bool = False
     seeds: int = 4
-    finalists: int = 3
     run_steps: int = 0
     phases: str = ""
     backend: str = "auto"
@@ -83,7 +82,6 @@ class SearchOptions:
             ("steps", FEWEST_STEPS),
             ("warmup", 1),
             ("seeds", 1),
-            ("finalists", 1),
             ("gpus_per_trial", 1),
         ):
             if getattr(self, name) < least:

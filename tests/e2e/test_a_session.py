@@ -36,7 +36,7 @@ if __name__ == "__main__":
         print(f"step {step} loss {loss.item():.9f}", flush=True)
     torch.save(model.state_dict(), "weights.pt")
 """
-OPTIONS = ("-q", "--trials", "4", "--steps", "6", "--seeds", "2", "--finalists", "2", "--force")
+OPTIONS = ("-q", "--trials", "4", "--steps", "6", "--seeds", "2", "--force")
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ def test_a_search_stores_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ways, secrets = planted()
     words = ("train.py", *(word for way in ways for word in way))
     options = SearchOptions(
-        command=words, study="secret", trials=2, steps=8, seeds=2, finalists=1, space="hopper-fp8", force=True,
+        command=words, study="secret", trials=2, steps=8, seeds=2, space="hopper-fp8", force=True,
     )  # fmt: skip
     script = SimulatedScript(graph=simulated_graph(2, width=4096, tokens=16384), device="NVIDIA H100 80GB HBM3")
     tracking = TrackingListener("autoprec-runs")

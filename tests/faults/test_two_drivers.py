@@ -25,7 +25,7 @@ def search(storage: str, hook: Any, **changes: Any) -> Search:
             return super().run(spec)
 
     options = SearchOptions(
-        command=("train.py",), study="s", storage=storage, trials=4, steps=8, seeds=1, finalists=1, force=True,
+        command=("train.py",), study="s", storage=storage, trials=4, steps=8, seeds=1, force=True,
         space="hopper-fp8", **changes,
     )  # fmt: skip
     command = ScriptCommand.parse(options.command)

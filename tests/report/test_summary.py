@@ -93,4 +93,4 @@ def test_only_finite_numbers_are_numbers() -> None:
 
 def test_a_decision_below_one_percent_is_not_important(result: SearchResult, unimportant: SearchResult) -> None:
     assert important(unimportant) == []
-    assert important(result) == [("layer:h.0.mlp", 0.5, 0.25)]
+    assert important(result) == [("layer:h.0.mlp", "50%", "25%")]

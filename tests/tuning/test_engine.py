@@ -278,7 +278,7 @@ def test_trials_are_named_by_their_place_also_after_a_resume(here: Path) -> None
 
 def test_a_time_budget_ends_early_and_still_answers(here: Path) -> None:
     simulated = script(delay_s=0.05)
-    _, result = search(simulated, options(trials=500, budget_s=4.0, seeds=2, finalists=1))
+    _, result = search(simulated, options(trials=500, budget_s=4.0, seeds=2))
     assert result.trials["complete"] < 500
     assert result.seconds < 10
 
@@ -371,8 +371,8 @@ def test_trials_on_a_throttled_gpu_are_repeated(here: Path) -> None:
     class Sometimes(Throttled):
         pass
 
-    plain, _ = search(script(), options(study="plain", trials=4, finalists=1, seeds=2))
-    simulated, asked = script(), options(study="hot", trials=4, finalists=1, seeds=2)
+    plain, _ = search(script(), options(study="plain", trials=4, seeds=2))
+    simulated, asked = script(), options(study="hot", trials=4, seeds=2)
     made = Search(
         asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Sometimes(simulated, seed)
     )
@@ -390,7 +390,7 @@ def test_a_gpu_that_is_always_throttled_is_not_measured_twice_for_ever(here: Pat
     class Always(Throttled):
         always = True
 
-    simulated, asked = script(), options(trials=6, finalists=1, seeds=2)
+    simulated, asked = script(), options(trials=6, seeds=2)
     made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Always(simulated, seed))
     made.run()
     assert made.ledger is not None

@@ -58,7 +58,7 @@ def test_parsers_accept_or_refuse_and_never_crash(text: str) -> None:
             assert parse(text) >= 0
 
 
-@pytest.mark.parametrize("field", ["trials", "steps", "warmup", "seeds", "finalists"])
+@pytest.mark.parametrize("field", ["trials", "steps", "warmup", "seeds"])
 def test_zero_is_refused_by_the_name_of_its_option(field: str) -> None:
     with pytest.raises(UsageError, match=f"--{field} 0"):
         SearchOptions(command=("train.py",), **{field: 0})  # type: ignore[arg-type]

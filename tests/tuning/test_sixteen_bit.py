@@ -48,7 +48,7 @@ def test_a_gain_is_told_against_the_sixteen_bit_run_where_it_is_known() -> None:
     assert over_sixteen_bit({"speedup": 9.0}, 7.5) == {"speedup_over_16bit": pytest.approx(1.2)}
     assert over_sixteen_bit({"speedup": 9.0}, None) == {}
     assert headline({"speedup": 9.0, "speedup_over_16bit": 1.2}) == "1.20x over 16-bit"
-    assert headline({"speedup": 9.0}) == "9.00x"
+    assert headline({"speedup": 9.0}) == "9.00x over the script"
 
 
 def test_the_restricted_space_has_no_quantised_choice() -> None:

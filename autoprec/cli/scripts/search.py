@@ -69,9 +69,8 @@ EXAMPLES = (
     default=4,
     show_default=True,
     metavar="N",
-    help="Paired seeds of a policy: as many where the loss cannot judge, else 2 to 3 N.",
+    help="Paired seeds of a policy: as many where the loss cannot judge, else 2 to 24, as the decision needs.",
 )
-@click.option("--finalists", default=3, hidden=True, help="Kept for old scripts; has no effect.")
 @click.option("--run-steps", default=0, metavar="N", help="Optimizer steps of the whole run, for --phases.")
 @click.option("--phases", default="", metavar="first-bf16,last-bf16",
               help="Begin (200 steps) and end (15 %) the run in bf16.")  # fmt: skip

@@ -132,12 +132,14 @@ class Importance:
     """How much one decision moves the two objectives over the values it may take, everything else at its average.
 
     ``time_share`` and ``error_share`` are parts of the variance of step time and of ln(divergence) that a random point
-    of the space would show; they sum to 1 over all decisions.
+    of the space would show; they sum to 1 over all decisions. ``error_sd`` is the standard deviation of the latter, by
+    what the runs leave open of the table.
     """
 
     name: str
     time_share: float
     error_share: float
+    error_sd: float = 0.0
 
 
 def importance(
@@ -167,7 +169,8 @@ def importance(
     for name in problem.parameters:
         own = [k for k, (feature, _) in enumerate(features) if feature == name]
         raw[name] = (float(np.var([0.0, *later[own]])), float(np.var([0.0, *worse[own]])))
-    return _shares(raw)
+    widths = {layer_key(problem.groups[g].name): sd for g, sd in enumerate(divergence.entry_sd(law.error2))}
+    return [replace(d, error_sd=d.error_share * (1 - d.error_share) * widths.get(d.name, 0.0)) for d in _shares(raw)]
 
 
 def _significant(effects: FloatTable, uncertainty: FloatTable) -> FloatTable:

@@ -20,7 +20,7 @@ from autoprec.tuning.decide.sampler.prior import LayerTime
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
 
-__all__ = ["MOST_REASONS", "explanation", "stay_explanation", "told"]
+__all__ = ["MOST_REASONS", "error_share", "explanation", "stay_explanation", "told"]
 
 #: Rows that are kept of each list: a person reads no more.
 MOST_REASONS, MOST_DECISIONS = 40, 8
@@ -49,7 +49,7 @@ def explanation(
     Returns:
         ``layers``: one mapping per kind of layer and choice (``layers``, ``count``, ``choice``, ``saved_ms``,
         ``gradient_error``, ``error_share``, ``text``), those that save most first; ``importance``: one mapping per
-        decision (``name``, ``time_share``, ``error_share``), the most important first.
+        decision (``name``, ``time_share``, ``error_share``, ``error_sd``), the most important first.
     """
     finished = [record for record in trials if _finite(record)]
     records = (
@@ -64,7 +64,12 @@ def explanation(
     return {
         "layers": merged(reasons)[:MOST_REASONS],
         "importance": [
-            {"name": d.name, "time_share": round(d.time_share, 4), "error_share": round(d.error_share, 4)}
+            {
+                "name": d.name,
+                "time_share": round(d.time_share, 4),
+                "error_share": round(d.error_share, 4),
+                "error_sd": round(d.error_sd, 4),
+            }
             for d in decisions[:MOST_DECISIONS]
             if max(d.time_share, d.error_share) >= LEAST_SHARE
         ],
@@ -134,12 +139,16 @@ def told(reasons: dict[str, Any]) -> dict[str, Any]:
         share = f"; together {row['saved_ms']:.3g} ms and {row['error_share']:.0%} of the error"
         why[name] = row["text"] + (share if row["layers"].endswith(")") and row["saved_ms"] else "")
     mattered = {
-        d["name"].removeprefix(
-            "layer:"
-        ): f"{d['time_share']:.0%} of what moves time, {d['error_share']:.0%} of divergence"
+        d["name"].removeprefix("layer:"): f"{d['time_share']:.0%} of what moves time, {error_share(d)} of divergence"
         for d in reasons.get("importance", ())
     }
     return {name: value for name, value in (("why", why), ("mattered", mattered)) if value}
+
+
+def error_share(decision: Mapping[str, Any]) -> str:
+    """Return a decision's share of what moves divergence, with its standard deviation where that is known."""
+    share, sd = float(decision["error_share"]), float(decision.get("error_sd", 0.0))
+    return f"{share:.0%} ± {sd:.0%}" if sd >= 0.005 else f"{share:.0%}"
 
 
 def _finite(record: TrialRecord) -> bool:

@@ -8,6 +8,7 @@ import platform
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from importlib import metadata
 from typing import Any
 
@@ -232,11 +233,18 @@ def _explanation(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]
     return explanation(problem, setup.cost.layer_time_ms, ledger.table, ledger.store.learned(), params)
 
 
-def _row(record: TrialRecord, sixteen_bit: float | None, rejected: Mapping[str, str]) -> dict[str, Any]:
-    """Return a trial as a row of the result; ``reason`` says why it failed or was rejected as a finalist."""
+def _row(
+    record: TrialRecord, sixteen_bit: float | None, rejected: Mapping[str, str], errors: Mapping[str, float]
+) -> dict[str, Any]:
+    """Return a trial as a row of the result; ``reason`` says why it failed or was rejected as a finalist.
+
+    ``errors`` are gradient errors that were measured for policies as a whole; those of other policies are predicted.
+    """
     why = record.reason or (f"rejected: {rejected[record.name]}" if record.name in rejected else "")
     kept = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
     kept |= over_sixteen_bit(kept, sixteen_bit)
+    if record.ok and record.name in errors:
+        kept["gradient_error"] = errors[record.name]
     return {"name": record.name, "number": record.number, "status": record.status, "reason": why, **kept}
 
 
@@ -256,14 +264,15 @@ def search_result(
     if one_worker and seconds:
         timings["overhead_share"] = max(0.0, 1.0 - timings.get("training_s", 0.0) / seconds)
     sixteen_bit = sixteen_bit_speedup(setup, ledger.store.records)
+    row = partial(_row, sixteen_bit=sixteen_bit, rejected=answer.rejected, errors=ledger.measured_errors)
     return SearchResult(
         verdict=answer.verdict,
         reason=answer.reason,
         policy=policy_path,
         best=final_metrics(setup, ledger, answer),
         reference=reference_metrics(setup, ledger),
-        presets=tuple(_row(r, sixteen_bit, answer.rejected) for r in ledger.store.learned() if r.kind == "preset"),
-        front=tuple(_row(r, sixteen_bit, answer.rejected) for r in front(ledger.store.learned())),
+        presets=tuple(row(r) for r in ledger.store.learned() if r.kind == "preset"),
+        front=tuple(row(r) for r in front(ledger.store.learned())),
         trials=ledger.store.count(),
         study_name=setup.options.study,
         storage=ledger.store.url,

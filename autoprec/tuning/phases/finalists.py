@@ -64,7 +64,6 @@ class Race:
         self._setup, self._runner, self._ledger, self.expectation = setup, runner, ledger, expectation
         self._rows: dict[int, list[TrialRecord]] = {}
         self._tried: list[TrialRecord] = []
-        self._errors: dict[int, float] = {}
         self._benign: dict[int, tuple[float, float]] = {}
         self.now: Standings = self.update()
 
@@ -151,8 +150,7 @@ class Race:
                 ledger.store.add(replace(plan, number=ledger.store.next_number(), status="crashed", reason=failed.what))
                 return
             result = running.result()
-        gradient_error = self._errors.get(record.number, record.metrics["gradient_error"])
-        done = scored(self._setup, ledger, plan, result, reference, gradient_error, began)
+        done = scored(self._setup, ledger, plan, result, reference, self._error(record), began)
         done = replace(done, number=ledger.store.next_number())
         ledger.store.add(done)  # stored as soon as it is known, so that a killed search repeats as little as possible
         count = sum(r.kind == "finalist" for r in ledger.store.records)
@@ -198,16 +196,21 @@ class Race:
 
     def _confirm(self) -> None:
         """Measure the gradient error of the policies that are accepted by a predicted one, and judge them again."""
+        known = self._ledger.measured_errors
         while True:
             numbers = [self._ok[i].number for i in self.now.accepted]
-            unknown = [self._ok[i] for i in self.now.accepted if self._ok[i].number not in self._errors]
+            unknown = [self._ok[i] for i in self.now.accepted if self._ok[i].name not in known]
             best = self._leader(numbers)
             wanted = [record for record in unknown if record.number == best]
             if not wanted:
                 return
             found = measure_errors(self._setup, self._runner, self._ledger, {str(best): wanted[0].policy})
-            self._errors[wanted[0].number] = found.get(str(best), wanted[0].metrics["gradient_error"])
+            known[wanted[0].name] = found.get(str(best), wanted[0].metrics["gradient_error"])
             self.update()
+
+    def _error(self, record: TrialRecord) -> float:
+        """Return the gradient error of a policy as a whole: measured where it was, else predicted."""
+        return self._ledger.measured_errors.get(record.name, record.metrics["gradient_error"])
 
     def _leader(self, numbers: Sequence[int]) -> int | None:
         costs = {r.number: self._ledger.rank(r) for r in self._ok if r.number in numbers}
@@ -246,7 +249,7 @@ class Race:
             # a failed seed is an infinite divergence: such a candidate is never accepted
             divergences=tuple(run.metrics["divergence"] if run.ok else math.inf for run in runs),
             excess=tuple(signed_gap(run.losses, run.reference_losses) for run in runs if run.ok),
-            gradient_error=self._errors.get(record.number, record.metrics["gradient_error"]),
+            gradient_error=self._error(record),
             memory_bytes=record.metrics["memory_bytes"],
             preset=record.kind == "preset",
             tag=record,

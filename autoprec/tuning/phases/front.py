@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from autoprec.policy import Policy, save_policy
@@ -37,4 +38,6 @@ def save_front(setup: Setup, ledger: Ledger, result: SearchResult) -> None:
     for index, point in enumerate(result.front):
         record = by_name.get(str(point["name"]))
         if record is not None:
+            metrics = {**record.metrics, "gradient_error": point.get("gradient_error", math.nan)}
+            record = replace(record, metrics=metrics)
             save_policy(front_policy(setup, record), setup.study_dir / "front" / f"{index:02d}.yaml")

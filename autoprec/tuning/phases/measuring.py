@@ -49,6 +49,7 @@ def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
         noise_floor=reference.noise_floor,
         objective=setup.options.objective,
         blind=bool(blindness(setup.limits.divergence, reference.baseline)),
+        seeds=setup.options.seeds,
         reference=(reference.step_ms, float(max(reference.memory_bytes, 1))),
     )
 

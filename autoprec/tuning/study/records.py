@@ -18,7 +18,7 @@ __all__ = ["SearchResult", "TrialRecord", "headline"]
 def headline(metrics: Mapping[str, Any]) -> str:
     """Return the gain as it is told first: over the 16-bit run where that is known (a GPU), else over the script."""
     over = metrics.get("speedup_over_16bit")
-    return f"{over:.2f}x over 16-bit" if over is not None else f"{metrics['speedup']:.2f}x"
+    return f"{over:.2f}x over 16-bit" if over is not None else f"{metrics['speedup']:.2f}x over the script"
 
 
 @dataclass(frozen=True, slots=True)

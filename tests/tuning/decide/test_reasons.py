@@ -5,7 +5,7 @@ import math
 import pytest
 
 from autoprec.tuning.decide.explain import LayerReason
-from autoprec.tuning.decide.reasons import explanation, merged, stay_explanation, told
+from autoprec.tuning.decide.reasons import error_share, explanation, merged, stay_explanation, told
 from autoprec.tuning.decide.table import SensitivityTable
 from tests.tuning.synthetic import synthetic
 
@@ -52,6 +52,7 @@ def test_what_is_told_is_one_sentence_each() -> None:
     assert evidence["why"]["h.*.mlp (2)"] == "mxfp8: because of h.1.mlp; together 3 ms and 70% of the error"
     assert evidence["mattered"] == {"head": "50% of what moves time, 25% of divergence"}
     assert told({}) == {}
+    assert error_share({"error_share": 0.25, "error_sd": 0.08}) == "25% ± 8%"
 
 
 def verdict_row(name: str, ms: float, reason: str, *, best: str = "keep", gain: float = 0.0) -> dict[str, object]:

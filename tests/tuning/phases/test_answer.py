@@ -74,6 +74,11 @@ def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  #
     for name in ("speedup", "speedup_over_16bit", "divergence", "gradient_error", "noise_floor"):
         assert evidence[name] == _plain(result.best[name])
     assert evidence["reason"] == result.reason
+    assert made.ledger is not None
+    assert made.ledger.measured_errors[result.best["name"]] == result.best["gradient_error"]
+    rows = [row for row in (*result.presets, *result.front) if row["name"] == result.best["name"]]
+    assert rows
+    assert all(row["gradient_error"] == result.best["gradient_error"] for row in rows)  # measured, wherever it is told
     assert evidence["trials"] == result.trials["complete"] <= 6
     assert result.reference["name"] == "script as written"
     assert made.setup is not None

@@ -30,7 +30,7 @@ def test_gaps_beyond_the_budget_are_held_against_all_only_beside_benign_ones_of_
 ) -> None:
     """A GAN: calm under the first seed, chaotic under the others; every policy would be rejected."""
     chaotic = script(error_scale=0.25, noise=lambda seed, _spec: 1.0 if seed else 0.0)
-    _, result = search(chaotic, options(trials=4, seeds=2, finalists=1))
+    _, result = search(chaotic, options(trials=4, seeds=2))
     assert result.verdict == "adopt"
     assert "the loss cannot judge it" in result.reason
     benign = [seed for seed, spec in chaotic.calls if spec.perturb]

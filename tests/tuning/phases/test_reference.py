@@ -42,7 +42,7 @@ def test_a_reference_that_cannot_be_run_ends_the_search_with_the_cause(
 
 
 def test_the_noise_floor_is_what_one_rounding_of_the_weights_does(here: Path) -> None:  # noqa: F811
-    made, _ = search(script(), options(trials=2, seeds=1, finalists=1))
+    made, _ = search(script(), options(trials=2, seeds=1))
     kinds = {record.kind: record for record in made.records}
     assert kinds["reference"].metrics["divergence"] == 0.0
     assert made.ledger is not None
@@ -65,7 +65,7 @@ class Unsteady(SimulatedRunner):
 
 @pytest.mark.usefixtures("here")
 def test_two_trials_that_differ_are_told_without_blaming_the_script() -> None:
-    asked, simulated = options(trials=2, seeds=1, finalists=1), script()
+    asked, simulated = options(trials=2, seeds=1), script()
     command = ScriptCommand.parse(asked.command)
     made = Search(asked, command, Listeners(), lambda seed, _folder: Unsteady(simulated, seed))
     made.run()

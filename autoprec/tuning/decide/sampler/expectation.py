@@ -28,10 +28,9 @@ __all__ = ["PRICE", "Expectation", "Goals", "Measured", "Outlook", "Points"]
 
 Vector = npt.NDArray[np.float64]
 
-#: An expected gain below this for each run is not worth the runs: a run is some 40 steps of the training that is to be
-#: sped up, so a gain of a thousandth has paid for one after 40,000 steps.
-import os
-PRICE = float(os.environ.get("LG", "0.0005"))
+#: What one run has to gain. It is some 40 steps of the training that is to be sped up, so this has paid for it after
+#: 130,000 of them. A policy that is faster by less than the tie has nobody pay for a run.
+PRICE, TIE = 0.0003, 0.01
 #: One-sided 95 % quantile of the normal distribution.
 _Z95 = 1.645
 #: A policy that was measured under one seed only is accepted under none; and under so many it is measured at most.
@@ -40,13 +39,10 @@ FEWEST_SEEDS, MOST_SEEDS = 2, 24
 _GRADIENT_MARGIN = 1.03
 #: Numbers of further seeds that are considered for a policy.
 _MORE_SEEDS = (1, 2, 3, 4, 6, 8, 12, 16)
-#: What a run under a seed that others ran under tells, against one under a seed of its own: their luck is half the same,
-#: and two values that correlate by r are worth 2 / (1 + r).
-REUSED = float(os.environ.get("RE", "0.33"))
+#: What a run under a seed that others ran under tells, against one under a new seed: their luck is partly the same.
+_REUSED = 0.5
 #: What is left of the chance of a policy for each failed run of a choice in it that never ran to its end.
 _AFTER_FAILURE = 0.2
-#: Timed policies that are closer than this are a tie, which nobody pays a run for.
-_TIE = 0.01
 #: What time counts against memory where memory is the objective: enough to break ties.
 _TIE_BREAK = 1e-3
 #: The models are fitted to this many runs at most: the first ones (the whole range) and the newest (near the answer).
@@ -121,7 +117,7 @@ class Outlook:
 
     @property
     def worth(self) -> Vector:
-        """Expected gain, less the price of the runs it takes."""
+        """What is expected to be gained beyond the price of the runs; nothing is worth a run where it is negative."""
         return self.gain - PRICE * self.runs
 
 
@@ -247,7 +243,7 @@ class Expectation:
         possible = self.within_limits(points) * _AFTER_FAILURE ** (self._used(points) * self._failed).max(axis=1)
         upper = np.exp(np.minimum(log_gap + _Z95 * sd, 60.0))
         within = np.ones(len(points)) if self.goals.blind else _normal((math.log(self.limit) - log_gap) / sd)
-        ahead = self._to_beat() - cost - float(os.environ.get('TIE','0.01'))
+        ahead = self._to_beat() - cost - TIE
         sure = np.maximum(cost_sd, 1e-9)
         z = ahead / sure
         gain = possible * np.maximum(sure * (z * _normal(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)), 0.0)
@@ -266,13 +262,15 @@ class Expectation:
         chances, runs, best = np.zeros(len(points)), np.ones(len(points)), np.full(len(points), -math.inf)
         for more in _MORE_SEEDS:
             fresh = np.clip(had + more - self._references, 0.0, more)
-            told = fresh + REUSED * (more - fresh)
+            told = fresh + _REUSED * (more - fresh)
             left = 1.0 / np.sqrt(1.0 / sd**2 + told / self.divergence.spread**2)
             moved = np.sqrt(np.maximum(sd**2 - left**2, 1e-12))
             chance = _normal((math.log(self.limit) - _Z95 * left - log_gap) / moved)
             net = gain * chance - PRICE * (more + fresh)
             better = (net > best) & (had + more >= FEWEST_SEEDS) & (more <= most)
-            chances, runs, best = (np.where(better, *pair) for pair in ((chance, chances), (more + fresh, runs), (net, best)))
+            chances, runs, best = (
+                np.where(better, *pair) for pair in ((chance, chances), (more + fresh, runs), (net, best))
+            )
         return chances, runs
 
     def _to_beat(self) -> float:

@@ -23,7 +23,7 @@ from autoprec.tuning.decide.pareto import added_area
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.base import PointSampler
 from autoprec.tuning.decide.sampler.expectation import Expectation, Goals, Measured
-from autoprec.tuning.decide.sampler.prior import Prior
+from autoprec.tuning.decide.sampler.prior import Prior, features_of
 
 __all__ = ["NOTHING_NEW", "PrecisionSampler", "Proposal", "told_divergence"]
 
@@ -32,6 +32,8 @@ NOTHING_NEW = "there is no other policy left to try"
 #: Corners of the relaxed front that are looked at, and the factors of the budget that are solved for.
 _CORNERS = 64
 _FACTORS = tuple(math.exp(0.2 * k) for k in range(-6, 2))
+#: From which of these on the error binds: parameters that cost no time may lower it.
+_BINDING = 5
 #: A parameter's value that saves less than this share of a step gains nothing.
 _LEAST_EFFECT = 0.002
 #: A preset with this share of the largest expected gain is asked first.
@@ -41,8 +43,9 @@ _AS_GOOD = 0.95
 _AIMING = 2
 #: Where the hypervolume is bounded beyond the worst point: a share of its time, and nats of divergence.
 _BEYOND_TIME, _BEYOND_LN_GAP = 1.02, 0.1
-#: Divergence that a trial without a finite loss counts as, in budgets (1 at least), and what any trial is capped at.
-_DIVERGED_BUDGETS, _MOST_DIVERGENCE = 30, 10.0
+#: Budgets (and a fraction, at least) beyond which divergences are not told apart: such a run, and one without a finite
+#: loss, says that a policy is far off, and nothing of how much luck there is in the others.
+_FAR_OFF, _LEAST_FAR_OFF = 8.0, 0.02
 
 
 @dataclass(frozen=True)
@@ -77,7 +80,7 @@ class PrecisionSampler(PointSampler):
     ) -> None:
         super().__init__(problem)
         self.expectation = Expectation(problem, prior, goals)
-        self._presets = list(presets)
+        self._presets, self._features = list(presets), features_of(problem)
         self._runs: list[Measured] | None = None
         self._known: tuple[Any, Proposal | None] = (None, None)
         self.last: Proposal | None = None
@@ -189,29 +192,45 @@ class PrecisionSampler(PointSampler):
         return [one for one, fit in zip(many, fits, strict=True) if fit]
 
     def _front(self) -> list[dict[str, Any]]:
-        """Return the front by the fitted models: its corners, and exact solutions around the divergence aimed at."""
+        """Return the front by the fitted models: its corners, and the fastest within multiples of the budget.
+
+        The last of them may also be within the budget under another value of a parameter that costs no time (margin,
+        amax history, rounding of scales): nobody knows before it ran, and it is worth a run where the error binds.
+        """
         expected = self.expectation
         law, (table, effects) = expected.law(), expected.cost_table()
-        found = []
+        found: list[tuple[Any, dict[str, Any]]] = []
         supported = corners(table, law.error2, _CORNERS)
         for turn, parameters in enumerate(self._options(effects)):
             z, base2 = expected.vector(parameters), expected.prior.parameter_error2(parameters)
             limits = expected.limits(z, base2)
             factors = _FACTORS if turn == 0 else (1.0,)
-            budgets = [math.inf] if expected.goals.blind else [law.budget(f * expected.limit, z, base2) for f in factors]
+            budgets = [law.budget(f * expected.limit, z, base2) for f in factors]
+            if expected.goals.blind:
+                budgets = [math.inf]
             solved = [solve(table, law.error2, budget, limits=limits) for budget in budgets]
             found += [(index, parameters) for index in (*supported, *solved) if index is not None]
+            if turn == 0:
+                free = [f for f, effect in zip(self._features, effects, strict=True) if effect < _LEAST_EFFECT]
+                binding = [index for index in solved[_BINDING:] if index is not None]
+                found += [(index, parameters | {name: value}) for index in binding for name, value in free]
         unique = {(index.tobytes(), *parameters.values()): (index, parameters) for index, parameters in found}
         return [self.problem.from_indices(index, parameters) for index, parameters in unique.values()]
 
     def _options(self, effects: Any) -> list[dict[str, Any]]:
-        """Return the parameter values to solve under; one that gains nothing stays at its default."""
+        """Return the parameter values to solve under; one that gains nothing stays at its default.
+
+        Values that are known to lower the divergence take the default's place.
+        """
         names = list(self.problem.parameters)
         default = {name: options[0] for name, options in self.problem.parameters.items()}
+        quieter, unsure = self.expectation.law().parameter, self.expectation.divergence.parameter_sd()
+        for (name, value), effect, shift, sd in zip(self._features, effects, quieter, unsure, strict=True):
+            if effect < _LEAST_EFFECT and shift < -sd:
+                default[name] = value
         cheapest, least = dict(default), dict.fromkeys(names, -_LEAST_EFFECT)
         singles = []
-        features = [(name, value) for name, options in self.problem.parameters.items() for value in options[1:]]
-        for (name, value), effect in zip(features, effects, strict=True):
+        for (name, value), effect in zip(self._features, effects, strict=True):
             if effect < -_LEAST_EFFECT:
                 singles.append(default | {name: value})
             if effect < least[name]:
@@ -267,8 +286,9 @@ def _outcome(trial: FrozenTrial, max_divergence: float) -> tuple[float | None, f
 def told_divergence(gap: float | None, status: str, max_divergence: float) -> float | None:
     """Return the divergence that a model may learn from; a diverged run counts as far beyond the budget."""
     if gap is None and status == "diverged":
-        gap = max(1.0, _DIVERGED_BUDGETS * max_divergence)
-    return min(float(gap), _MOST_DIVERGENCE) if gap is not None and not math.isnan(gap) else None
+        gap = math.inf
+    far = max(_FAR_OFF * max_divergence, _LEAST_FAR_OFF)
+    return min(float(gap), far) if gap is not None and not math.isnan(gap) else None
 
 
 def _memory(trial: FrozenTrial) -> float:

@@ -12,10 +12,10 @@ from autoprec.policy.solver import solve
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.expectation import LEAST_GAIN, Goals, Measured
+from autoprec.tuning.decide.sampler.expectation import Goals, Measured
 from autoprec.tuning.decide.sampler.other_samplers import make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.sampler.sampler import NOTHING_NEW, PrecisionSampler
+from autoprec.tuning.decide.sampler.sampler import NOTHING_NEW, PrecisionSampler, told_divergence
 from tests.tuning.models import even_space, gpt, linear, report
 from tests.tuning.synthetic import Synthetic, drive, synthetic
 
@@ -145,7 +145,7 @@ def test_it_stops_when_what_is_left_cannot_pay_for_its_runs() -> None:
     runs = [Measured(fast, seed, 1e-5, step) for seed in range(3)]
     sampler.learn(runs, sampler.expectation.cost_of(0.5 * step, 0.0))  # something is that fast, and surely acceptable
     best = sampler.best(at)
-    assert best is None or best.worth < LEAST_GAIN
+    assert best is None or best.worth <= 0
     assert "too little" in sampler.finished(at)
 
 
@@ -254,3 +254,24 @@ def test_the_memory_objective_finds_small_points() -> None:
         smallest[objective] = sum(size == 103.0 for size in sizes[8:])
     assert smallest["memory"] >= 5
     assert smallest["memory"] > smallest["throughput"]
+
+
+@pytest.mark.parametrize("gap", [0.0035, 0.00002])
+def test_parameters_that_cost_no_time_are_worth_a_run_only_where_the_error_binds(gap: float) -> None:
+    found = synthetic(space="te-delayed")
+    problem, step = found.problem, found.step
+    sampler = PrecisionSampler(problem, found.prior, Goals(BUDGET, reference=(found.base_ms + 40.0, 1.0)))
+    fast = problem.from_indices(np.argmin(found.prior.time_ms, axis=1), {})
+    runs = [Measured(fast, seed, gap * factor, step(fast)[0]) for seed, factor in enumerate((0.9, 1.0, 1.1))]
+    binds = gap > BUDGET
+    sampler.learn(runs, None if binds else sampler.expectation.cost_of(step(fast)[0], 0.0))
+    defaults = {name: values[0] for name, values in problem.parameters.items()}
+    varied = [p for p in sampler._front() if any(problem.value(p, name) != v for name, v in defaults.items())]
+    worth = sampler.expectation.outlook(sampler.expectation.points(varied)).worth
+    assert (worth > 0).any() == binds
+
+
+def test_a_run_far_off_tells_nothing_of_the_luck_of_others() -> None:
+    assert told_divergence(None, "diverged", BUDGET) == told_divergence(5.0, "pruned", BUDGET) == 8 * BUDGET
+    assert told_divergence(0.001, "ok", BUDGET) == 0.001
+    assert told_divergence(None, "oom", BUDGET) is None
