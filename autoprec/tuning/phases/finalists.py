@@ -195,26 +195,25 @@ class Race:
             self._benign[seed] = (divergence(result.losses, losses), signed_gap(result.losses, losses))
 
     def _confirm(self) -> None:
-        """Measure the gradient error of the policies that are accepted by a predicted one, and judge them again."""
-        known = self._ledger.measured_errors
-        while True:
-            numbers = [self._ok[i].number for i in self.now.accepted]
-            unknown = [self._ok[i] for i in self.now.accepted if self._ok[i].name not in known]
-            best = self._leader(numbers)
-            wanted = [record for record in unknown if record.number == best]
-            if not wanted:
+        """Measure the gradient error of the best that is accepted by a predicted one, and judge it again."""
+        while self.now.accepted:
+            best = min((self._ok[i] for i in self.now.accepted), key=self._ledger.rank)
+            if not self._measure_error(best):
                 return
-            found = measure_errors(self._setup, self._runner, self._ledger, {str(best): wanted[0].policy})
-            known[wanted[0].name] = found.get(str(best), wanted[0].metrics["gradient_error"])
-            self.update()
+
+    def _measure_error(self, record: TrialRecord) -> bool:
+        """Measure the gradient error of a policy as a whole, and judge all again; false where it was measured."""
+        known = self._ledger.measured_errors
+        if record.name in known:
+            return False
+        found = measure_errors(self._setup, self._runner, self._ledger, {record.name: record.policy})
+        known[record.name] = found.get(record.name, record.metrics["gradient_error"])
+        self.update()
+        return True
 
     def _error(self, record: TrialRecord) -> float:
         """Return the gradient error of a policy as a whole: measured where it was, else predicted."""
         return self._ledger.measured_errors.get(record.name, record.metrics["gradient_error"])
-
-    def _leader(self, numbers: Sequence[int]) -> int | None:
-        costs = {r.number: self._ledger.rank(r) for r in self._ok if r.number in numbers}
-        return min(costs, key=lambda n: costs[n], default=None)
 
     # --- judging ----------------------------------------------------------------------------------------------------
     def _baseline(self) -> Baseline:
@@ -278,6 +277,9 @@ class Race:
             sixteen_bit=sixteen_bit_speedup(setup, ledger.store.records),
             gradient_noise=ledger.gradient_noise,
         )
+        adopted = decision.index if decision.verdict == "adopt" else None
+        if adopted is not None and self._measure_error(candidates[adopted].tag):
+            return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
         ledger.timings["timing_noise"] = noise
         rejected = dict(decision.rejected)
         for name, why in rejected.items():

@@ -32,8 +32,8 @@ __all__ = ["DivergenceLaw", "DivergenceModel", "LinearModel", "Observation"]
 Vector = npt.NDArray[np.float64]
 
 #: Prior standard deviations in units of ln(D): the level, a parameter's value, and what the table has wrong of a choice
-#: and of one entry, for a policy that consists of nothing else. All but the level count once or several times: how wrong
-#: a table is (it was right within 10 % of a small GPT's and a small ViT's divergence), the study itself shows.
+#: and of one entry, for a policy that consists of nothing else. All but the level count once or several times: how
+#: wrong a table is (it was right within 10 % of a small GPT's and a small ViT's divergence), the study shows.
 _LEVEL, _PARAMETER, _CHOICE, _ENTRY = 1.5, 0.25, 0.06, 0.25
 _MISFITS = ((1.0, 0.7), (2.0, 0.2), (4.0, 0.07), (12.0, 0.03))
 #: The standard deviation of ln(D) over seeds: its prior is lognormal around the first, which two small models showed,
