@@ -91,8 +91,8 @@ def test_a_recorded_step_says_what_fp8_does_to_memory(tmp_path: Path) -> None:
 def test_the_choices_and_the_space_are_named(graph: str) -> None:
     found = run("--target", "b200", "--graph", graph).output
     assert (
-        "choices   bf16, mxfp8, fp8_tensorwise, fp8_delayed, mxfp8/wgrad=bf16, fp8_delayed/wgrad=bf16, bf16_fp32_output, "
-        "tf32 (space blackwell-mx)" in found
+        "choices   bf16, mxfp8, fp8_tensorwise, fp8_delayed, mxfp8/wgrad=bf16, fp8_delayed/wgrad=bf16, "
+        "bf16_fp32_output, tf32 (space blackwell-mx)" in found
     )
 
 
