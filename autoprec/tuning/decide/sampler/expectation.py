@@ -31,6 +31,8 @@ Vector = npt.NDArray[np.float64]
 #: What one run has to gain. It is some 40 steps of the training that is to be sped up, so this has paid for it after
 #: 130,000 of them. A policy that is faster by less than the tie has nobody pay for a run.
 PRICE, TIE = 0.0003, 0.01
+#: What is expected to be gained, chances included, has to be more than this: half a percent is lost in timing noise.
+LEAST_GAIN = 0.005
 #: One-sided 95 % quantile of the normal distribution.
 _Z95 = 1.645
 #: A policy that was measured under one seed only is accepted under none; and under so many it is measured at most.
@@ -118,7 +120,7 @@ class Outlook:
     @property
     def worth(self) -> Vector:
         """What is expected to be gained beyond the price of the runs; nothing is worth a run where it is negative."""
-        return self.gain - PRICE * self.runs
+        return np.where(self.gain > LEAST_GAIN, self.gain - PRICE * self.runs, np.minimum(self.gain - LEAST_GAIN, 0.0))
 
 
 class Expectation:
