@@ -87,7 +87,8 @@ def corners(time: FloatTable, error2: FloatTable, points: int = 64) -> npt.NDArr
     prices = np.geomspace(2 * high, low / 2, _PRICES_PER_CORNER * points)
     found = np.array([np.argmin(usable + price * errors, axis=1) for price in prices], dtype=np.int64)
     found = found[np.concatenate([[True], (found[1:] != found[:-1]).any(axis=1)])]
-    return found[np.unique(np.linspace(0, len(found) - 1, min(len(found), max(2, points))).astype(np.int64))]
+    kept = np.unique(np.linspace(0, len(found) - 1, min(len(found), max(2, points))).astype(np.int64))
+    return np.asarray(found[kept], dtype=np.int64)
 
 
 def _enumerate(time: FloatTable, error2: FloatTable, budget: float, limits: Sequence[Limit]) -> IntVector | None:
