@@ -38,8 +38,9 @@ __all__ = ["GROUP_SIZES", "decode_e8m0", "encode_e8m0", "grouped_values", "hadam
 #: Values per scale along the contraction axis (and across it, for square groups).
 GROUP_SIZES = {"block": 128, "mx": 32, "nvfp4": 16}
 _E4M3_TINY = 2.0**-6  # smallest normal E4M3 value: the lower bound of NVFP4 group scales, as in torchao
-#: The random signs of Transformer Engine's 16 x 16 Hadamard transform: fixed, so that both operands use the same.
-_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)
+#: The random signs of Transformer Engine's 16 x 16 Hadamard transform, bit i for column i (1: negative): fixed, so that
+#: both operands use the same. Kept as an integer, which needs no copy to the device.
+_NEGATIVE = 0b1101_0111_1110_1000
 
 
 def _grouped(x: Tensor, spec: Spec) -> tuple[Tensor, tuple[int, ...]]:
@@ -140,7 +141,8 @@ def hadamard(x: Tensor) -> Tensor:
     matrix = torch.ones(1, 1, device=x.device)
     for _ in range(4):
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    matrix = matrix * torch.tensor(_SIGNS, dtype=torch.float32, device=x.device) / 4.0
+    signs = 1 - 2 * ((_NEGATIVE >> torch.arange(16, device=x.device)) & 1)
+    matrix = matrix * signs / 4.0
     rows, columns = x.shape
     return torch.einsum("ij,gjc->gic", matrix, x.float().reshape(rows // 16, 16, columns)).reshape(rows, columns)
 
