@@ -38,8 +38,8 @@ def test_every_trial_is_a_line_where_there_is_not_a_terminal(capsys: pytest.Capt
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "[0:00] trials"
     assert [line.split()[1] for line in lines[1:]] == ["1/30", "2/30", "3/30"]
-    assert "1.50x  divergence 0.120%" in lines[1]
-    assert lines[1].endswith("[best 1.50x (trial 3); 1:05 left]")
+    assert "1.50x over the script  divergence 0.120%" in lines[1]
+    assert lines[1].endswith("[best 1.50x over the script (trial 3); 1:05 left]")
 
 
 def test_how_long_it_takes_is_told_with_the_first_run(capsys: pytest.CaptureFixture[str]) -> None:
