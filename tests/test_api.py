@@ -124,7 +124,7 @@ def test_a_result_is_a_table_for_people_and_the_same_document_for_programs() -> 
     assert "verdict: adopt. 2.50x faster" in str(result)
     assert str(result).splitlines()[0] == "demo on cpu"
     assert "<td" in result._repr_html_()
-    assert repr(result) == "SearchResult(adopt, 2.50x, policy='policy.yaml', study_name='demo')"
+    assert repr(result) == "SearchResult(adopt, 2.50x over the script, policy='policy.yaml', study_name='demo')"
     assert json.loads(json.dumps(result.to_json())) == json.loads(json.dumps(RESULT.to_json()))
     assert result.to_json()["study"] == "demo"
 
