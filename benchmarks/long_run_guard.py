@@ -1,9 +1,10 @@
 """The guard on the losses of whole runs: what it detects, when, and how often it is wrong.
 
-The runs (``long_run.py --guard``: 600 steps, 54 healthy, 24 that break at half) were trained without a guard; it looks
-at their losses and gradient norms afterwards, step by step, as it would have during the run (it has no model there, so
-it can only warn). *Damage* is the largest excess of the smoothed loss over the paired reference; a divergence is a run
-whose damage is more than a tenth of the reference's loss there.
+The runs (``long_run.py --guard``: 600 steps; 18 healthy ones and 16 that break at half for each model) were trained
+without a guard; it looks at their losses and gradient norms afterwards, step by step, as it would have during the run
+(it has no model there, so it can only warn). *Damage* is the largest excess of the smoothed loss over the paired
+reference; a divergence is a run whose damage is more than a tenth of the reference's loss there. How the guard looks
+for jumps was chosen on seeds 100 and 101 of gpt, mlp and moe: the figures are told for these and for all others apart.
 """
 
 from __future__ import annotations
@@ -49,9 +50,16 @@ def guard_lines(rows: list[Row]) -> str:
     if not runs:
         return ""
     lines, told = [], []
-    for knows, label in ((True, "the reference's losses are known"), (False, "they are not")):
+    chosen_on = [row for row in runs if row["seed"] in (100, 101) and row["task"] != "vit"]
+    others = [row for row in runs if row not in chosen_on]
+    for knows, label, these in (
+        (True, "the reference's losses are known", chosen_on),
+        (False, "they are not", chosen_on),
+        (True, "known; seeds and models the guard was not tuned on", others),
+        (False, "not known; seeds and models the guard was not tuned on", others),
+    ):
         alarms = diverged = seen = healthy = 0
-        for row in runs:
+        for row in these:
             reference = references[row["task"], row["seed"]]
             step = first_breach(row, reference["series"]["losses"] if knows else [])
             name = f"{row['task']} {row['what']} seed {row['seed']}"

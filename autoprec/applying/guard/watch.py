@@ -5,14 +5,15 @@ a breach it applies the next fallback in the policy's order, logs it, and never 
 may pass: a bad stretch of data, the first large gradients. When nothing was crossed for some windows the guard goes
 back by one fallback; if the breach returns, it waits twice as long the next time.
 
-A single high loss is not a divergence. Medians over the last steps are compared, and a gap counts from where noise
-ends: three standard errors of it, taken from the differences between neighbouring steps. Where the reference's losses
-are known, of the same batches, the gap to them is looked at step by step: a spike that the data cause is in both.
+A single high loss is not a divergence; several that lie above all that was usual are (``jump.py``): where losses come
+as numbers, or lie on the CPU, that is looked at in every step, else in every look. What is small shows in medians over
+the last steps, and counts from where noise ends: three standard errors, taken from the differences between neighbouring
+steps. Where the reference's losses are known, of the same batches, the gap to them is looked at step by step: a spike
+that the data cause is in both.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
 import math
 import sys
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.applying.guard.fallback import FALLBACKS, fall_back
+from autoprec.applying.guard.jump import LossJump, sigma_of
 from autoprec.applying.guard.samples import OperandSampler
 from autoprec.applying.phases import Phases, phases_of
 from autoprec.applying.policy import apply_policy, put_policy, remove_policy
@@ -39,6 +41,7 @@ __all__ = ["Breach", "Guard", "Recovery"]
 _LOG = logging.getLogger("autoprec.guard")
 #: A gap to the reference of this many times its threshold, beyond noise, is acted on at the first look.
 _GROSS = 5.0
+_JUMP = "loss_jump"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ class Guard:
         model: the model the policy is applied to, wrapped or not; without it the guard warns but cannot fall back.
         reference: losses of the reference run per step, of the same batches, where known; otherwise the run's own best
             smoothed loss stands for the reference's trend.
-        every: steps between two looks; only then are tensors brought to the host.
+        every: steps between two looks; only then are tensors brought to the host from a GPU, and ranks agree.
         window: steps that a median runs over, and the time a fallback is given before the next one.
         patience: looks in a row that a threshold must be crossed before the guard acts.
         backend: backend for the policies that it applies.
@@ -114,6 +117,7 @@ class Guard:
         self._pending: list[tuple[Any, Any]] = []
         self._losses: deque[float] = deque(maxlen=window)
         self._norms: deque[float] = deque(maxlen=window)
+        self._jumps, self._jump = LossJump(window), 0.0
         self._best = math.inf
         self._above: dict[str, int] = {}
         self._sampler = OperandSampler(model) if model is not None and self._samples() else None
@@ -134,7 +138,7 @@ class Guard:
         try:
             self.steps += 1
             self._pending.append((_detached(loss), _detached(gradient_norm)))
-            breach = self._look() if self.steps % self.every == 0 else None
+            breach = self._look() if self.steps % self.every == 0 else self._glance()
             if self._sampler is not None and (self.steps + 1) % self.every == 0:
                 self._sampler.arm()  # the next step is looked at from the inside
             return breach
@@ -142,20 +146,47 @@ class Guard:
             _LOG.exception("the guard failed at step %d and looks away until the next one", self.steps)
             return None
 
-    def _look(self) -> Breach | None:
-        for loss, norm in self._pending:
-            self._losses.append(float(loss))
-            if norm is not None:
-                self._norms.append(float(norm))
+    def _glance(self) -> Breach | None:
+        """Look for a jump of the loss between two looks, where that waits for no device and no other rank."""
+        loss, _ = self._pending[-1]
+        if (isinstance(loss, Tensor) and loss.device.type != "cpu") or _world_size() > 1:
+            return None
+        self._take_in()
+        if not self._settled() or self._jump <= self.thresholds.get("loss_gap", math.inf):
+            return None
+        self.values = {**self.values, "loss_gap": self._jump}
+        return self._act("loss_gap")
+
+    def _take_in(self) -> None:
+        """Bring what is pending to the host, and note the largest jump of the loss since the last look."""
+        known = len(self.reference)
+        for number, (loss, norm) in enumerate(self._pending, self.steps - len(self._pending)):
+            value = float(loss)
+            self._losses.append(value)
+            size = None if norm is None else float(norm)
+            if size is not None:
+                self._norms.append(size)
+            if number == known > 0:
+                self._jumps.clear()  # from here on losses, not gaps
+            expected = median(self.reference[max(0, number - 15) : number + 1]) if number < known else None
+            value -= self.reference[number] if number < known else 0.0
+            self._jump = max(self._jump, self._jumps.add(value, size, expected))
         self._pending = []
+
+    def _settled(self) -> bool:
+        """Whether the last fallback has had its time."""
+        return not self.breaches or self.steps - self.breaches[-1].step >= self.window
+
+    def _look(self) -> Breach | None:
+        self._take_in()
         self.values = _agreed(self._measure(), self.model)
+        self._jump = 0.0
         for name, threshold in self.thresholds.items():
             value = self.values.get(name, math.nan)
             self._above[name] = self._above.get(name, 0) + 1 if value > threshold else 0
         _to_mlflow({f"guard/{name}": value for name, value in self.values.items()}, self.steps)
         enough = {name: self._patience_for(name) for name in self.thresholds}
-        settled = not self.breaches or self.steps - self.breaches[-1].step >= self.window
-        crossed = [name for name, count in self._above.items() if settled and count >= enough[name]]
+        crossed = [name for name, count in self._above.items() if self._settled() and count >= enough[name]]
         if crossed:
             return self._act(crossed[0])
         self._calm = 0 if any(self._above.values()) else self._calm + self.every
@@ -165,7 +196,9 @@ class Guard:
 
     def _patience_for(self, name: str) -> int:
         """Return the looks that a threshold must be crossed: one is enough for what cannot be noise of the batches."""
-        gross = name == "loss_gap" and self.reference and self.values.get(name, 0.0) > _GROSS * self.thresholds[name]
+        value, threshold = self.values.get(name, 0.0), self.thresholds[name]
+        gross = name == "loss_gap" and self.reference and value > _GROSS * threshold
+        gross = gross or (name == "loss_gap" and self.values.get(_JUMP, 0.0) > threshold)
         return 1 if gross or name == "nonfinite_steps" else self.patience
 
     def _come_back(self) -> None:
@@ -199,7 +232,8 @@ class Guard:
             else:
                 expected = self._best
                 beyond = smooth - expected - _allowance(finite, len(recent))
-            values["loss_gap"] = max(0.0, beyond) / max(abs(expected), 1e-12)
+            values[_JUMP] = self._jump
+            values["loss_gap"] = max(self._jump, beyond / max(abs(expected), 1e-12), 0.0)
         norms = [norm for norm in self._norms if math.isfinite(norm)]
         if len(norms) >= 2 * self.every:
             values["gradient_norm_ratio"] = median(norms[-self.every :]) / max(median(norms), 1e-30)
@@ -230,6 +264,8 @@ class Guard:
         self._above.clear()
         self._losses.clear()
         self._norms.clear()
+        self._jumps.clear()
+        self._jump = 0.0
         text = f"step {breach.step}: {metric} {breach.value:.4g} is above {breach.threshold:.4g}; fallback: {action}"
         _LOG.warning(text)
         _to_mlflow({"guard/fallbacks": float(len(self.breaches))}, self.steps, {f"autoprec.guard.{breach.step}": text})
@@ -314,19 +350,20 @@ def _allowance(losses: Sequence[float], count: int) -> float:
 
     The noise is estimated from differences between neighbours, which a slow trend does not enter.
     """
-    jumps = [abs(b - a) for a, b in itertools.pairwise(losses)]
-    if len(jumps) < 4:
-        return 0.0
-    sigma = median(jumps) / 0.954  # of normal noise: median |difference of two| = 0.954 sigma
-    return 3 * 1.2533 * sigma * math.sqrt(2 / count)
+    return 3 * 1.2533 * sigma_of(losses) * math.sqrt(2 / count)
+
+
+def _world_size() -> int:
+    dist = torch.distributed
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def _agreed(values: dict[str, float], model: nn.Module | None) -> dict[str, float]:
     """Take the largest value over all ranks, so that every rank falls back at the same step."""
     dist = torch.distributed
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if _world_size() == 1:
         return values
-    names = sorted(GUARD_METRICS)
+    names = sorted({*GUARD_METRICS, _JUMP})
     device = next((p.device for p in model.parameters()), torch.device("cpu")) if model is not None else "cpu"
     packed = torch.tensor([values.get(name, -math.inf) for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(packed, op=dist.ReduceOp.MAX)

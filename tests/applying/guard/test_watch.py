@@ -15,6 +15,7 @@ import torch
 from autoprec.applying.guard import Breach, Guard
 from autoprec.applying.policy import apply_policy
 from autoprec.applying.swap import execution_of
+from autoprec.policy import Policy
 from autoprec.policy.phases import last_in_bf16
 from tests.applying.guard.helpers import formats_of, make_model, make_policy
 
@@ -188,3 +189,12 @@ def test_a_policy_with_phases_falls_back_in_each_of_them_and_keeps_their_boundar
         ran.append(execution_of(model[0]).plan.describe())
     assert [text.split()[0] for text in dict.fromkeys(ran)] == ["fp8", "fprop:", "bf16"]
     assert ran.index("bf16") in (84, 85)
+
+
+def test_a_jump_is_acted_on_between_two_looks() -> None:
+    guard = Guard(Policy(), every=50, window=100)
+    found = [guard.step(2.0 + 0.01 * (step % 3) if step < 125 else 2.6) for step in range(140)]
+    steps = [breach.step for breach in found if breach is not None]
+    assert steps == [128]  # the third of the four last losses that lie above
+    assert guard.breaches[0].metric == "loss_gap"
+    assert guard.breaches[0].value == pytest.approx(0.29, abs=0.02)
