@@ -134,7 +134,7 @@ def search(
         objective: ``throughput``, ``memory`` or ``balanced``.
         reference: what divergence is measured against: ``script``, ``fp32`` or ``bf16``.
         seed: the first paired seed, and the seed of the sampler.
-        seeds: paired seeds of a policy where the loss cannot judge; elsewhere from two up to three times as many.
+        seeds: paired seeds of a policy where the loss cannot judge; elsewhere two to 24, as the decision needs.
         run_steps: optimizer steps of the whole run that the policy is for.
         phases: parts of it in plain bf16, ``first-bf16``, ``last-bf16`` or both; the gain is discounted by them.
         output: where the policy is written.
