@@ -3,6 +3,7 @@
     python benchmarks/search_quality.py                          # every case, from the stored runs; trains what is new
     python benchmarks/search_quality.py --quick                  # two seeds per case, nothing but what is stored
     python benchmarks/search_quality.py --cases moe-b200 --run ours,ilp   # run strategies again
+    python benchmarks/search_quality.py --run ours,missing       # ours again, and what was never run
     python benchmarks/search_quality.py --front 1                # look longer for the true front
     python benchmarks/search_quality.py --output NAME            # also write results/NAME.md and NAME.json
     python benchmarks/search_quality.py --output NAME --resume   # leave out the cases that NAME.json already has
@@ -38,6 +39,8 @@ from truth import Point, Worth, corner, judge, judged, long_run, picked, refine_
 TRIALS = 30
 #: Trial seeds of a strategy that is dear: a GP over categoricals takes half a second per trial and more.
 FEW_SEEDS = {"gp": 2}
+#: What ``--run missing`` runs where it is not stored.
+COMPARED = ("ours", "ilp", "one-pass", "tpe", "nsga2", "gp")
 #: Whose trials are raced to a decision, beside the whole searches.
 DECIDED = ("search",)
 
@@ -128,6 +131,8 @@ def spearman(pairs: np.ndarray[Any, Any]) -> float:
 def grow(case: Case, names: Sequence[str], front: int) -> None:
     """Run strategies and the long run for the true front; store after each."""
     seeds = case.spec.seeds.runs
+    if "missing" in names:
+        names = [*(n for n in names if n != "missing"), *(n for n in COMPARED if n not in {*names, *case.logs})]
     if names:  # in lockstep, so that many replicas train at once
         play(case, {name: (min(seeds, FEW_SEEDS.get(name, seeds)), TRIALS) for name in names})
         case.save()
@@ -206,7 +211,7 @@ def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(REPORTED), help=f"of {', '.join(CASES)}")
-    parser.add_argument("--run", default="", help=f"strategies to run again, of {', '.join(STRATEGIES)}")
+    parser.add_argument("--run", default="", help=f"missing, or strategies of {', '.join(STRATEGIES)}")
     parser.add_argument("--front", type=int, default=0, help="rounds of the long run for the true front")
     parser.add_argument("--quick", action="store_true", help="two seeds per case, and nothing is stored")
     parser.add_argument("--grow", action="store_true", help="only run strategies and store them")
