@@ -28,7 +28,7 @@ from autoprec.optim.communication import reserve_gradient_hook
 from autoprec.optim.optimizer import check_optimizer, rewrap_optimizer, wrap_optimizer
 from autoprec.policy import Policy, boundaries
 
-__all__ = ["Phases", "Put", "phases_of", "stop_phases"]
+__all__ = ["Phases", "Put", "phases_of", "steps_taken", "stop_phases"]
 
 _LOG = logging.getLogger("autoprec.phases")
 #: The phases at work, by the model they are for (the innermost one, which wrappers come and go around).
@@ -100,6 +100,11 @@ class Phases:
         self._stop()
 
     @property
+    def index(self) -> int:
+        """Which of the stages runs now."""
+        return self._index
+
+    @property
     def current(self) -> Policy:
         """The stage that runs now, without phases."""
         return self.stages[self._index]
@@ -131,7 +136,7 @@ class Phases:
             return False
         self.know(optimizer)
         if self.step == 0:  # a checkpoint was loaded; the step that has just been taken is counted by who asks
-            self.step = max(0, _steps_taken(optimizer) - 1)
+            self.step = max(0, steps_taken(optimizer) - 1)
         return True
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
@@ -216,11 +221,11 @@ def wrap_for_phases(optimizer: Optimizer, policy: Policy, model: nn.Module | Non
         return wrap_optimizer(optimizer, policy, model=model)
     found.know(optimizer)
     if found.step == 0:
-        found.resume(_steps_taken(optimizer))
+        found.resume(steps_taken(optimizer))
     return wrap_optimizer(optimizer, found.current, model=model)
 
 
-def _steps_taken(optimizer: Optimizer) -> int:
+def steps_taken(optimizer: Optimizer) -> int:
     """Return how many steps the state of an optimizer has seen; 0 where it does not say."""
     for state in optimizer.state.values():
         step = state.get("step") if isinstance(state, dict) else None

@@ -21,6 +21,7 @@ from autoprec import policy as policies
 from autoprec.applying import compiling, swap
 from autoprec.applying.attention import AttentionExecutions, attention_refusal
 from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
+from autoprec.applying.following import Following, following_of, stop_following
 from autoprec.applying.operators import RootExecution
 from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
 from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
@@ -65,6 +66,7 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
     """
     put_policy(policy, model, backend=backend, strict=strict)
     stop_phases(model)
+    stop_following(model)
 
 
 def put_policy(
@@ -177,6 +179,7 @@ def _kept(unit: Unit, plan: LayerPlan) -> Any:
 def remove_policy(model: nn.Module) -> None:
     """Take a policy off again: every module gets its own class back and behaves bit-identically as before."""
     stop_phases(model)
+    stop_following(model)
     _take_off(unwrap(model))
 
 
@@ -288,6 +291,7 @@ class Policy(Shown, policies.Policy):
         *,
         run_steps: int | None = None,
         step: int = 0,
+        follow: str | int | None = None,
         on_change: Callable[[str], None] | None = None,
     ) -> None:
         """Make ``model`` run under this policy, in place; see :func:`apply_policy`.
@@ -299,16 +303,23 @@ class Policy(Shown, policies.Policy):
             backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`.
             run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it.
             step: optimizer steps that were taken before, in a run that is resumed.
-            on_change: called with a line of text whenever a phase begins.
+            follow: ``every=500``: measure the gradient errors again every so many optimizer steps, and reassign layers
+                where that matters (:mod:`autoprec.applying.following`).
+            on_change: called with a line of text whenever a phase begins or following changes something.
 
         Raises:
-            UsageError: a phase begins at a share of a run whose number of steps is not given.
+            UsageError: a phase begins at a share of a run whose number of steps is not given; or the run cannot be
+                followed.
         """
-        if not self.phases:
-            apply_policy(self, model, backend=backend)
-            return
         put = partial(put_policy, backend=backend)
-        Phases(self, model, put, run_steps=run_steps, step=step, on_change=on_change).begin()
+        following = None if follow is None else Following(self, model, put, every=follow, on_change=on_change)
+        if self.phases:
+            Phases(self, model, put, run_steps=run_steps, step=step, on_change=on_change).begin()
+            stop_following(model)
+        else:
+            apply_policy(self, model, backend=backend)
+        if following is not None:
+            following.begin()
 
     def remove(self, model: nn.Module) -> None:
         """Take any policy off ``model``: bit-identical behaviour as before."""
@@ -318,8 +329,10 @@ class Policy(Shown, policies.Policy):
         """Compare what was asked for with what the last forward and backward really ran, in the phase of now."""
         from autoprec.applying.audit import audit_model
 
-        found = phases_of(model)
-        return audit_model(self.stages[0] if found is None else found.current, model)
+        phases, following = phases_of(model), following_of(model)
+        if phases is not None:
+            return audit_model(phases.current, model)
+        return audit_model(self.stages[0] if following is None else following.policy, model)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Give an optimizer the storage formats this policy asks for; returns the same object.

@@ -6,6 +6,7 @@ import pytest
 
 from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.export import EXPORTERS, Request, exact_target, export, exporter
+from autoprec.policy import Phase
 from autoprec.testing.exporters import MODELS, POLICIES
 
 
@@ -63,3 +64,13 @@ def test_the_target_that_is_recommended_loses_nothing() -> None:
     assert chosen["rowwise but the ends"] == "torchao"
     assert chosen["blocks"] == "transformer-engine", "torchao has no blocks"
     assert chosen["state"] == "python", "no target carries optimizer state: the last resort, which lists what it loses"
+
+
+@pytest.mark.parametrize("target", EXPORTERS)
+def test_phases_are_listed_as_lost(target: str) -> None:
+    phases = (Phase.model_validate({"from": 0.85, "default": "keep"}),)
+    found = [
+        [loss.what for loss in export(policy, target, layers=MODELS["gpt"], allow_lossy=True).losses]
+        for policy in (POLICIES["bf16"], POLICIES["bf16"].model_copy(update={"phases": phases}))
+    ]
+    assert found[1] == [*found[0], "phases: default from 85 % of the run"]

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -27,14 +26,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autoprec.applying.following import Following, following_of
 from autoprec.applying.guard.fallback import FALLBACKS, fall_back
 from autoprec.applying.guard.jump import LossJump, sigma_of
 from autoprec.applying.guard.samples import OperandSampler
 from autoprec.applying.phases import Phases, phases_of
 from autoprec.applying.policy import apply_policy, put_policy, remove_policy
 from autoprec.applying.units import tunable_units, unwrap
-from autoprec.errors import AutoPrecError, UnknownNameError
+from autoprec.errors import AutoPrecError, UnknownNameError, UsageError
 from autoprec.policy import GUARD_METRICS, Policy, resolve
+from autoprec.support.active_run import log_to_active_run
 
 __all__ = ["Breach", "Guard", "Recovery"]
 
@@ -84,6 +85,8 @@ class Guard:
         recover: windows without a crossed threshold after which the last fallback is undone; doubled whenever the
             breach returned. 0: never.
         run_steps: optimizer steps of the whole run; for a policy with phases that is not applied yet.
+        follow: ``every=500``: measure the gradient errors again every so many optimizer steps, and reassign layers
+            where that matters (:mod:`autoprec.applying.following`); not while a fallback is in force.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Guard:
         on_breach: Callable[[Breach], None] | None = None,
         recover: int = 5,
         run_steps: int | None = None,
+        follow: str | int | None = None,
     ) -> None:
         section = policy.guard
         named = section.metrics if section and section.metrics else tuple(GUARD_METRICS)
@@ -121,9 +125,21 @@ class Guard:
         self._best = math.inf
         self._above: dict[str, int] = {}
         self._sampler = OperandSampler(model) if model is not None and self._samples() else None
+        self._put = partial(put_policy, backend=backend, strict=False)
         if policy.phases and model is not None and phases_of(model) is None:
-            put = partial(put_policy, backend=backend, strict=False)
-            Phases(policy, model, put, run_steps=run_steps).begin()
+            Phases(policy, model, self._put, run_steps=run_steps).begin()
+        if follow is not None:
+            self._follow(follow)
+
+    def _follow(self, every: str | int) -> None:
+        if self.model is None:
+            raise UsageError("a guard without a model cannot follow it", fix="Guard(policy, model, follow=...)")
+
+        def changed(_text: str) -> None:
+            self.policy = following.policy
+
+        following = Following(self.policy, self.model, self._put, every=every, on_change=changed)
+        following.begin()
 
     def _samples(self) -> bool:
         return bool({"saturated_share", "underflow_share"} & set(self.thresholds))
@@ -184,7 +200,7 @@ class Guard:
         for name, threshold in self.thresholds.items():
             value = self.values.get(name, math.nan)
             self._above[name] = self._above.get(name, 0) + 1 if value > threshold else 0
-        _to_mlflow({f"guard/{name}": value for name, value in self.values.items()}, self.steps)
+        log_to_active_run({f"guard/{name}": value for name, value in self.values.items()}, self.steps)
         enough = {name: self._patience_for(name) for name in self.thresholds}
         crossed = [name for name, count in self._above.items() if self._settled() and count >= enough[name]]
         if crossed:
@@ -211,7 +227,7 @@ class Guard:
         self._calm = 0
         text = f"step {self.steps}: {recovery.calm} steps without a breach; undone: {name}"
         _LOG.warning(text)
-        _to_mlflow(
+        log_to_active_run(
             {"guard/recoveries": float(len(self.recoveries))}, self.steps, {f"autoprec.guard.{self.steps}": text}
         )
 
@@ -268,7 +284,9 @@ class Guard:
         self._jump = 0.0
         text = f"step {breach.step}: {metric} {breach.value:.4g} is above {breach.threshold:.4g}; fallback: {action}"
         _LOG.warning(text)
-        _to_mlflow({"guard/fallbacks": float(len(self.breaches))}, self.steps, {f"autoprec.guard.{breach.step}": text})
+        log_to_active_run(
+            {"guard/fallbacks": float(len(self.breaches))}, self.steps, {f"autoprec.guard.{breach.step}": text}
+        )
         if self.on_breach is not None:
             self.on_breach(breach)
         return breach
@@ -299,10 +317,12 @@ class Guard:
             return False
         if self._sampler is not None:
             self._sampler.disarm()
-        phases = phases_of(self.model)
+        phases, following = phases_of(self.model), following_of(self.model)
         try:
             if phases is not None:
                 phases.replace(policy)
+            elif following is not None:
+                self._put(policy, self.model)
             elif policy == type(policy)():
                 remove_policy(self.model)
             else:
@@ -311,6 +331,8 @@ class Guard:
             _LOG.warning("fallback %s could not be applied: %s", name, error)
             return False
         self.policy = policy
+        if following is not None:
+            following.paused = policy != following.policy
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -336,9 +358,12 @@ class Guard:
         self._undo = [(name, cls.model_validate(document)) for name, document in state.get("undo", ())]
         self._calm, self._relapses = state.get("calm", (0, 0))
         policy = cls.model_validate(state["policy"])
-        if self.model is not None and self.breaches:
+        following = following_of(self.model) if self.model is not None else None
+        if self.model is not None and (self.breaches or (following is not None and policy != self.policy)):
             self._install(policy, "of the checkpoint")
         self.policy = policy
+        if following is not None and not self._undo:
+            following.resume(policy)
 
 
 def _detached(value: Tensor | float | None) -> Any:
@@ -368,16 +393,3 @@ def _agreed(values: dict[str, float], model: nn.Module | None) -> dict[str, floa
     packed = torch.tensor([values.get(name, -math.inf) for name in names], dtype=torch.float64, device=device)
     dist.all_reduce(packed, op=dist.ReduceOp.MAX)
     return {name: value for name, value in zip(names, packed.tolist(), strict=True) if value > -math.inf}
-
-
-def _to_mlflow(metrics: dict[str, float], step: int, tags: dict[str, str] | None = None) -> None:
-    """Log to the active MLflow run, if the training has one; MLflow is never imported for it."""
-    mlflow = sys.modules.get("mlflow")
-    if mlflow is None or getattr(mlflow, "active_run", lambda: None)() is None:
-        return
-    try:
-        mlflow.log_metrics({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
-        if tags:
-            mlflow.set_tags(tags)
-    except Exception:  # a tracking server must never end a training
-        _LOG.exception("the guard could not log to MLflow")

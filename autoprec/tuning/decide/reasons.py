@@ -20,7 +20,7 @@ from autoprec.tuning.decide.sampler.prior import LayerTime
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
 
-__all__ = ["MOST_REASONS", "error_share", "explanation", "stay_explanation", "told"]
+__all__ = ["MOST_REASONS", "error_share", "explanation", "group_times", "stay_explanation", "told"]
 
 #: Rows that are kept of each list: a person reads no more.
 MOST_REASONS, MOST_DECISIONS = 40, 8
@@ -74,6 +74,14 @@ def explanation(
             if max(d.time_share, d.error_share) >= LEAST_SHARE
         ],
     }
+
+
+def group_times(
+    problem: Problem, layer_time_ms: LayerTime, table: SensitivityTable, trials: Sequence[TrialRecord]
+) -> FloatTable:
+    """Return ``[G, C]`` milliseconds by the cost model, as finished trials corrected them."""
+    records = [record for record in trials if _finite(record)][-MOST_RECORDS:]
+    return learned_times(problem, _modelled_times(problem, layer_time_ms), table, records)
 
 
 def merged(reasons: Sequence[LayerReason]) -> list[dict[str, Any]]:
