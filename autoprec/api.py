@@ -114,6 +114,8 @@ def search(
     seeds: int = 4,
     run_steps: int = 0,
     phases: str = "",
+    at_step: int = 0,
+    at: str = "",
     backend: str = "auto",
     runs_dir: str = "autoprec-runs",
     track: bool = True,
@@ -135,15 +137,14 @@ def search(
         reference: what divergence is measured against: ``script``, ``fp32`` or ``bf16``.
         seed: the first paired seed, and the seed of the sampler.
         seeds: paired seeds of a policy where the loss cannot judge; elsewhere two to 24, as the decision needs.
-        run_steps: optimizer steps of the whole run that the policy is for.
-        phases: parts of it in plain bf16, ``first-bf16``, ``last-bf16`` or both; the gain is discounted by them.
+        run_steps, phases: steps of the whole run, and its parts in bf16: ``first-bf16``, ``last-bf16`` or both.
+        at_step, at: the step at which trials start, and steps (``"0,1000"``) of which the worst gradient error counts.
         output: where the policy is written.
         study, storage, resume: name and database of the study, and whether to continue it.
         workers, engine: trials side by side (0: as many as can be timed), ``local`` or on a ``ray`` cluster.
         ray_address, gpus_per_trial: the Ray cluster, and the GPUs that one trial takes there.
         sampler: ``ours``, ``tpe``, ``nsga2``, ``random``, ``ilp`` or ``greedy``.
-        cost_scale: model time at larger shapes, e.g. ``"width=16,depth=4,tokens=32"``.
-        calibration: rates written by ``autoprec calibrate``, for a modelled target.
+        cost_scale, calibration: model time at larger shapes (``"width=16,depth=4,tokens=32"``), with measured rates.
         force: search although the verdict is that nothing can be gained.
         backend: who runs the GEMMs, see ``autoprec doctor``.
         runs_dir: folder of all studies.

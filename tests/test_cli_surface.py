@@ -10,10 +10,10 @@ from tests.cli.helpers import autoprec
 SURFACE = {
     "demo": "",
     "search": (
-        "--backend --budget --calibration --cost-scale --dry-run --engine --force --gpus-per-trial "
-        "--json --max-divergence --max-gradient-error --max-memory --no-mlflow --objective --output --phases --quiet "
-        "--ray-address --reference --resume --run-steps --sampler --seed --seeds --space --steps --storage --study "
-        "--target --trials --verbose --warmup --workers"
+        "--at --at-step --backend --budget --calibration --cost-scale --dry-run --engine --force "
+        "--gpus-per-trial --json --max-divergence --max-gradient-error --max-memory --no-mlflow --objective "
+        "--output --phases --quiet --ray-address --reference --resume --run-steps --sampler --seed --seeds "
+        "--space --steps --storage --study --target --trials --verbose --warmup --workers"
     ),
     "inspect": "--graph --html --json --rules --save --timeout",
     "estimate": (
@@ -21,7 +21,7 @@ SURFACE = {
         "--space --sweep --target --tensor-parallel --threshold --timeout"
     ),
     "sensitivity": "--json --passes --space --target --warmup",
-    "run": "--audit --backend --policy --run-steps",
+    "run": "--audit --backend --follow --policy --run-steps",
     "check": "--backend --json --output --policy --sensitivity --steps --timeout --verbose",
     "verify": "--anneal --backend --json --max-divergence --no-anneal --policy --quiet --seeds --steps --warmup",
     "transfer": (

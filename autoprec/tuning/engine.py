@@ -15,8 +15,10 @@ import shlex
 import shutil
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from autoprec.precision.recipes import KEEP
 from autoprec.support.files import file_lock, keep_earlier, write_json
 from autoprec.support.redact import redact_arguments
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.protocol import HostInfo
 from autoprec.trial.source import source_digests
 from autoprec.tuning.by_block import compile_seconds
 from autoprec.tuning.checks import check_early
@@ -93,6 +96,7 @@ class Search:
         self.setup: Setup | None = None
         self.ledger: Ledger | None = None
         self._factory = factory
+        self._aged = 0  # steps of the host that is on its way to where trials start
         self._started = time.monotonic()
         self._calibration: dict[str, Any] | None = None
 
@@ -129,8 +133,7 @@ class Search:
             named = sqlite_file(self.options.storage)
             if named is not None:  # it may be the storage of a search that was started in another directory
                 stack.enter_context(file_lock(named.with_name(f"{named.name}.{self.options.study}.lock")))
-            factory = self._factory or runner_factory(self.options, self.command)
-            pool = stack.enter_context(HostPool(factory, self.study_dir / "hosts"))
+            pool = stack.enter_context(HostPool(self._factory_at(self.options.ages[0]), self.study_dir / "hosts"))
             try:
                 return self._run(pool, stack)
             except (KeyboardInterrupt, SystemExit) as stop:
@@ -141,6 +144,32 @@ class Search:
                 if self.ledger is not None:  # the study was begun, and holds all that was finished
                     error.fix += f"; then continue with:\n    {self.options.resume_command()}"
                 raise
+
+    def _factory_at(self, age: int) -> RunnerFactory:
+        """Return what starts hosts whose trials begin at a step of the script."""
+        if self._factory is not None:
+            return self._factory
+        return runner_factory(self.options, self.command, age, partial(setattr, self, "_aged"))
+
+    def _runners_at(self, ages: Sequence[int], setup: Setup, ledger: Ledger) -> Iterator[tuple[int, PairedRunner]]:
+        """Yield, for each further age, what runs trials there; its hosts end afterwards."""
+        for age in ages:
+            with HostPool(self._factory_at(age), self.study_dir / f"hosts-at-{age}") as pool:
+                self._host_at(pool, age)
+                yield age, PairedRunner(setup, pool, ledger)
+
+    def _host_at(self, pool: HostPool, age: int) -> HostInfo:
+        """Wait for the first host to reach the step at which trials start, and tell how far it is."""
+        told = self._aged = 0
+
+        def waiting() -> None:
+            nonlocal told
+            if age and self._aged - told >= age / 10:
+                told = self._aged
+                self.listener.phase("script", f"training to step {age}: {told} done")
+
+        pool.prepare(0)
+        return pool.info(0, waiting)
 
     def _claim(self, stack: ExitStack) -> None:
         """Hold the study's folder; where nobody named the study, and another search got there first, the next one."""
@@ -172,7 +201,7 @@ class Search:
         store = self._open_store()
         stack.callback(store.close)
         try:
-            host = pool.info(0)
+            host = self._host_at(pool, self.options.ages[0])
         except ScriptError:
             store.discard_empty()
             raise
@@ -192,6 +221,8 @@ class Search:
         self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
         runner = PairedRunner(setup, pool, ledger)
         self.listener.started(self._info(setup, store))
+        if self.options.ages[0]:
+            ledger.note(_late(self.options.ages[0], host.launch, ledger.elapsed()))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
         self.listener.phase("verdict", _told(verdict, measured=setup.measured))
@@ -210,7 +241,7 @@ class Search:
             if not self.options.resume:
                 self.listener.note(_expected(setup, runner, ledger))
             self.listener.phase("sensitivity")
-            table = measure_table(setup, runner, ledger)
+            table = measure_table(setup, runner, ledger, self._runners_at(self.options.ages[1:], setup, ledger))
             answer = settled(run_study(setup, runner, ledger, table), ledger)
             if only_sixteen_bit:
                 answer = replace(answer, reason=f"{answer.reason}. Only 16 bit was tried: {verdict.reason}")
@@ -334,7 +365,9 @@ class Search:
         setup, ledger, kept = self.setup, self.ledger, "nothing was measured yet"
         best = ledger.best() if ledger is not None else None
         if setup is not None and ledger is not None and best is not None:
-            policy = emitted_policy(setup, ledger, Answer("adopt", "interrupted before the finalists", best, seeds=1))
+            ends = self.options.phase_names or (("last-bf16",) if self.options.run_steps else ())
+            answer = Answer("adopt", "interrupted before the finalists", best, seeds=1, phases=ends)
+            policy = emitted_policy(setup, ledger, answer)
             kept = f"the best policy so far ({headline(best.metrics)}) is in {self.options.output}"
             try:
                 self._emit(policy)
@@ -382,3 +415,12 @@ def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> str:
         )
 
     return describe(counted(usual=True), counted(usual=False), options.budget_s)
+
+
+def _late(age: int, launch: str, seconds: float) -> str:
+    """Say where trials start, and what getting there costs."""
+    if launch == "fork":
+        cost = "once per paired seed; trials are forks of it"
+    else:
+        cost = f"in every trial anew ({launch} mode), unless it resumes from a checkpoint of its own near there"
+    return f"trials start at step {age} of the script, {seconds:.0f} s after the search began; it gets there {cost}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import shlex
 from collections.abc import Mapping
@@ -12,7 +13,8 @@ from typing import Any
 
 from autoprec.errors import StudyError, UnknownNameError, UsageError
 from autoprec.policy import Policy, boundaries
-from autoprec.policy.phases import with_presets
+from autoprec.policy.phases import speedup_of_run, with_presets
+from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
 
@@ -70,6 +72,8 @@ class SearchOptions:
     seeds: int = 4
     run_steps: int = 0
     phases: str = ""
+    at_step: int = 0
+    at: str = ""
     backend: str = "auto"
     runs_dir: str = "autoprec-runs"
 
@@ -90,6 +94,7 @@ class SearchOptions:
         if not 0 < self.max_divergence < 1:
             raise UsageError("--max-divergence must lie between 0 and 100 %", fix="e.g. --max-divergence 0.25%")
         self._check_phases()
+        self._check_ages()
         if self.workers < 0:
             raise UsageError("--workers must not be negative", fix="leave it out to let AutoPrec choose")
 
@@ -102,10 +107,41 @@ class SearchOptions:
         if self.phases:
             boundaries(with_presets(Policy(), self.phase_names), self.run_steps)
 
+    def _check_ages(self) -> None:
+        if self.at_step < 0 or any(not age.isdecimal() for age in self._at):
+            raise UsageError(
+                "--at-step and --at are optimizer steps of the script", fix="e.g. --at-step 1000, or --at 0,1000,5000"
+            )
+        if self.engine == "ray" and any(self.ages):
+            raise UsageError("--engine ray starts every trial at the script's first step", fix="use --engine local")
+
+    @property
+    def _at(self) -> list[str]:
+        return [part.strip() for part in self.at.split(",") if part.strip()]
+
+    @property
+    def ages(self) -> tuple[int, ...]:
+        """The steps of the script at which gradient errors are measured; trials start at the first."""
+        asked = [int(age) for age in self._at]
+        return tuple(dict.fromkeys([self.at_step, *asked] if self.at_step or not asked else asked))
+
     @property
     def phase_names(self) -> tuple[str, ...]:
         """The presets of ``--phases``."""
         return tuple(name.strip() for name in self.phases.split(",") if name.strip())
+
+    @property
+    def run_limit(self) -> float:
+        """The gradient error that a policy may have where it runs below 16 bits, in units of the mini-batch noise.
+
+        Squared errors are averaged over the steps of the run that ``run_steps`` names: a policy whose run ends in bf16
+        (``phases``, or the search's own choice of ``last-bf16``) may have a little more of it before.
+        """
+        if not self.run_steps:
+            return self.max_gradient_error
+        fp8 = Policy(recipes={"fp8": BUILTIN_RECIPES["fp8_rowwise"]}, default="fp8")
+        phased = with_presets(fp8, self.phase_names or ("last-bf16",))
+        return self.max_gradient_error / math.sqrt(speedup_of_run(phased, self.run_steps, 1.0, 1.0)[1])
 
     def signature(
         self,
@@ -125,6 +161,8 @@ class SearchOptions:
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
         out: dict[str, Any] = {key: value for key, value in asdict(self).items() if key in kept}
         out["script"] = shlex.join(redact_arguments(self.command))  # a new password does not make another script
+        if self.ages != (0,):  # studies without it stay as they were
+            out["at"] = list(self.ages)
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
         out["model"] = fingerprint
         if calibration is not None:  # by what it says: the file may move, and studies without one stay as they were

@@ -141,3 +141,20 @@ def test_a_study_goes_on_though_another_version_hid_other_arguments() -> None:
 def test_phases_that_cannot_be_are_refused_before_anything_runs(asked: dict[str, Any], message: str) -> None:
     with pytest.raises(AutoPrecError, match=message):
         SearchOptions(command=("train.py",), **asked)
+
+
+def test_the_ages_of_a_search() -> None:
+    def ages(**values: Any) -> tuple[int, ...]:
+        return SearchOptions(command=("train.py",), **values).ages
+
+    assert ages() == (0,)
+    assert ages(at_step=500) == (500,)
+    assert ages(at="0,1000, 5000") == (0, 1000, 5000)
+    assert ages(at_step=1000, at="0,1000") == (1000, 0)
+    with pytest.raises(UsageError, match="--at"):
+        ages(at="early")
+    with pytest.raises(UsageError, match="ray"):
+        ages(at_step=5, engine="ray")
+    late = SearchOptions(command=("train.py",), at_step=5)
+    assert late.signature("space", "model") != SearchOptions(command=("train.py",)).signature("space", "model")
+    assert "--at-step 5" in late.resume_command()

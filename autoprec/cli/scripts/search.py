@@ -28,7 +28,7 @@ Files = dict[str, Path]
 GROUPS = {
     "What to search": ("--target", "--cost-scale", "--calibration", "--space", "--reference", "--backend"),
     "How long": ("--trials", "--budget", "--steps", "--warmup", "--seeds", "--dry-run", "--force"),
-    "What the whole run is": ("--run-steps", "--phases"),
+    "What the whole run is": ("--run-steps", "--phases", "--at-step", "--at"),
     "What is acceptable": ("--max-divergence", "--max-gradient-error", "--max-memory", "--objective"),
     "Where it is kept": ("--output", "--study", "--storage", "--resume", "--no-mlflow"),
     "Who runs and proposes trials": (
@@ -74,6 +74,10 @@ EXAMPLES = (
 @click.option("--run-steps", default=0, metavar="N", help="Optimizer steps of the whole run, for --phases.")
 @click.option("--phases", default="", metavar="first-bf16,last-bf16",
               help="Begin (200 steps) and end (15 %) the run in bf16.")  # fmt: skip
+@click.option("--at-step", default=0, metavar="N",
+              help="Train the script to step N first; every trial starts there.")  # fmt: skip
+@click.option("--at", default="", metavar="0,1000,5000",
+              help="Measure gradient errors at these steps of the script; the worst of all ages counts.")  # fmt: skip
 @click.option("--output", "-o", default="policy.yaml", show_default=True, metavar="FILE", help="Where the policy goes.")
 @click.option("--study", default="", metavar="NAME", help="Name of the study; default: from the script.")
 @click.option("--storage", envvar="OPTUNA_STORAGE", default="", metavar="URL", help="Optuna RDB; default: SQLite.")

@@ -31,11 +31,14 @@ from autoprec.trial.inside.isolate.seeding import clock_seeds, offset_seeds
 from autoprec.trial.inside.isolate.timers import stop_timers
 from autoprec.trial.inside.observe.discovery import Found, any_shared, discover, loss_parameters
 from autoprec.trial.inside.observe.hooks import Events, Hooks
+from autoprec.trial.inside.observe.loop import Loop
+from autoprec.trial.inside.observe.measure import clock_for
 from autoprec.trial.inside.policy_run import PolicyRun
 from autoprec.trial.inside.trial import Trial
 from autoprec.trial.inside.zygote import leave_zygote, leave_zygote_at_first_seed, preload
 from autoprec.trial.messages import connect, send_message
 from autoprec.trial.processes import watch_driver
+from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import HostInfo, TrialSpec
 
 __all__ = ["Agent", "current", "install"]
@@ -83,6 +86,8 @@ class Agent:
         #: Parameters of models that are trained for a few steps before the real one; held, so that no id comes back.
         self._passed_over: dict[int, torch.Tensor] = {}
         self._unowned = self._passed = 0
+        self._aged = False
+        self._aging: Loop | None = None
 
     def install(self) -> None:
         """Patch torch and start waiting."""
@@ -247,6 +252,8 @@ class Agent:
     def _stop(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.hooks.unwatch()
         self.hooks.events = Events()
+        if self.mode != "run" and not self._aged and self._train_on(found):
+            return
         self._reached = True
         if self.mode == "run":
             if self.config.get("policy") is not None:
@@ -258,6 +265,43 @@ class Agent:
             self._begin(spec, found, Path(self.config["result"]), float(self.config["asked"]), module, args, kwargs)
         else:
             self._host(found, module, args, kwargs)
+
+    def _train_on(self, found: Found) -> bool:
+        """Train to the step from which the search is to start (``--at-step``); False where that is now.
+
+        Steps that the script took before, by its own checkpoint, count.
+        """
+        from autoprec.applying.phases import steps_taken
+
+        self._aged = True
+        taken = max((steps_taken(optimizer) for optimizer in found.optimizers), default=0)
+        wanted = int(self.config.get("at_step", 0))
+        if taken and wanted:
+            found.notes.append(f"the script resumed at step {taken} by itself")
+        if wanted <= taken:
+            return False
+        progress = Path(self.config["result"] if self.mode == "trial" else self.config["socket"])
+
+        def arrived(_loop: Loop) -> None:
+            self.hooks.events = Events()
+            mine = {id(p) for p in found.root.parameters()}
+
+            def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+                if module is found.root or any(id(p) in mine for p in module.parameters()):
+                    self._stop(found, module, args, kwargs)
+
+            self.hooks.watch(on_call)
+
+        loop = Loop(
+            found,
+            total=wanted - taken,
+            clock=clock_for(found.parameters[0].device),
+            then=arrived,
+            beat=Beat(steps_file(progress)) if _rank() == 0 else lambda: None,
+        )
+        self._aging, self.hooks.events = loop, loop
+        loop.start()
+        return True
 
     def _begin(
         self,
@@ -323,6 +367,8 @@ class Agent:
     def _report_end(self, why: str = "") -> None:
         with contextlib.suppress(OSError):
             control = self._connect()
+            if self._aging is not None:
+                why = f"short:{self._aging.steps}"
             seen = {
                 "why": why,
                 "training_forwards": self._forwards,

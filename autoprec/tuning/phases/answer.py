@@ -14,12 +14,13 @@ from typing import Any
 
 from autoprec._version import __version__
 from autoprec.cost import CostScale
-from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy
+from autoprec.policy import GUARD_METRICS, Follow, Guard, ModelInfo, Policy
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Candidate
+from autoprec.tuning.decide.follow import follow_section
 from autoprec.tuning.decide.pareto import front
-from autoprec.tuning.decide.reasons import explanation, told
+from autoprec.tuning.decide.reasons import explanation, group_times, told
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, plain_speedup, sixteen_bit_speedup
@@ -63,7 +64,7 @@ class Answer:
     ``chosen`` holds the finalist statistics, ``interval`` the half width of the interval of their mean divergence;
     ``caveat`` says how the policy was judged where the loss could not do it; ``explanation`` why each layer stays,
     where that was known before any trial; ``rejected`` why finalists (by name) are not acceptable; ``over_preset`` what
-    it gains over what people run today.
+    it gains over what people run today; ``phases`` are the parts of the run in bf16 that it needs, or was asked for.
     """
 
     verdict: str
@@ -76,6 +77,7 @@ class Answer:
     explanation: dict[str, Any] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     over_preset: OverPreset | None = None
+    phases: tuple[str, ...] = ()
 
 
 def settled(answer: Answer, ledger: Ledger) -> Answer:
@@ -196,16 +198,39 @@ def emitted_policy(setup: Setup, ledger: Ledger, answer: Answer) -> Policy:
         return Policy(model=ModelInfo.model_validate(setup.graph.model), evidence=evidence)
     reasons = told(_explanation(setup, ledger, answer))
     policy = setup.problem.policy(answer.record.params, evidence=evidence | reasons)
-    policy = policy.model_copy(update={"guard": guard_for(policy)})
-    return _over_the_run(setup, ledger, policy) if setup.options.phases else policy
+    policy = policy.model_copy(update={"guard": guard_for(policy), "follow": _follow(setup, ledger, answer)})
+    return _over_the_run(setup, ledger, policy, answer.phases) if answer.phases else policy
 
 
-def _over_the_run(setup: Setup, ledger: Ledger, policy: Policy) -> Policy:
+def _follow(setup: Setup, ledger: Ledger, answer: Answer) -> Follow | None:
+    """Return what deciding again during the run needs to know; None where there is nothing to decide by."""
+    record = answer.record
+    if ledger.table is None or record is None:
+        return None
+    problem, table = setup.problem, ledger.table
+    return follow_section(
+        problem,
+        record.params,
+        group_times(problem, setup.cost.layer_time_ms, table, ledger.store.learned()),
+        table,
+        max_gradient_error=setup.limits.gradient_error if answer.phases else setup.options.max_gradient_error,
+        limit=ledger.gradient_limit(),
+        step_time_ms=record.metrics["step_time_ms"],
+        reference=setup.options.reference,
+    )
+
+
+def _over_the_run(setup: Setup, ledger: Ledger, policy: Policy, phases: tuple[str, ...]) -> Policy:
     """Return the policy with the phases that were asked for, and what is left of its gain over the whole run."""
     if not any(recipe.scaled for recipe in policy.recipes.values()):
-        ledger.note(f"--phases {setup.options.phases} changes nothing: the policy runs no layer below 16 bits")
+        ledger.note(f"--phases {','.join(phases)} changes nothing: the policy runs no layer below 16 bits")
         return policy
-    phased, steps = with_presets(policy, setup.options.phase_names), setup.options.run_steps
+    phased, steps = with_presets(policy, phases), setup.options.run_steps
+    if not setup.options.phases:
+        ledger.note(
+            f"its gradient error is within {setup.options.max_gradient_error:g} of the mini-batch noise over the whole "
+            f"run only if the run ends in bf16, so it does: {', '.join(phases)}"
+        )
     plain = plain_speedup(ledger.store.records) or 1.0
     speedup, share = speedup_of_run(phased, steps, float(policy.evidence["speedup"]), plain)
     ledger.note(

@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autoprec.errors import AutoPrecError
+from autoprec.policy import Policy
+from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.tuning.by_block import BY_BLOCK
 from autoprec.tuning.decide.decision import Candidate, Judgement, choose, judge
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
@@ -30,7 +32,7 @@ from autoprec.tuning.phases.measuring import scored
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import sixteen_bit_speedup
+from autoprec.tuning.sixteen_bit import plain_speedup, sixteen_bit_speedup
 from autoprec.tuning.study.records import TrialRecord
 
 __all__ = ["Race", "timing_noise"]
@@ -262,7 +264,12 @@ class Race:
             return Answer("stay", _why_nothing(setup, ledger) + self._so_far(), None, seeds=0)
         memory = reference.memory_bytes
         script = Candidate("script as written", 1.0, (0.0,), memory_bytes=memory, reference=True)
-        candidates = [script, *final]
+        rejected, measured = {}, final
+        for c in measured:
+            if self._needs_end(c) and not _is_scaled(c.tag):  # what a run in 16 bits to its end may not have
+                rejected[c.name] = f"gradient error {c.gradient_error:.3g} is beyond the limit to the end of the run"
+        final = [c for c in measured if c.name not in rejected]
+        candidates = [script, *(self._over_the_run(c) for c in final)]
         speeds = [[run.metrics["speedup"] for run in self._rows[c.tag.number] if run.ok] for c in final]
         noise = timing_noise(setup.measured, speeds)
         decision = choose(
@@ -281,13 +288,13 @@ class Race:
         if adopted is not None and self._measure_error(candidates[adopted].tag):
             return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
         ledger.timings["timing_noise"] = noise
-        rejected = dict(decision.rejected)
+        rejected |= decision.rejected
         for name, why in rejected.items():
             ledger.note(f"{name} was rejected: {why}")
         if decision.verdict != "adopt" or decision.index is None:
             why = decision.reason + self._so_far()
             return Answer(decision.verdict, why, None, seeds=0, interval=decision.interval, rejected=rejected)
-        chosen = candidates[decision.index]
+        chosen = ([script, *final])[decision.index]
         over = self._over_preset(chosen)
         return Answer(
             decision.verdict,
@@ -299,7 +306,24 @@ class Race:
             caveat=decision.caveat,
             rejected=rejected,
             over_preset=over,
+            phases=setup.options.phase_names or (("last-bf16",) if self._needs_end(chosen) else ()),
         )
+
+    def _needs_end(self, candidate: Candidate) -> bool:
+        """Whether a candidate is within the limit on gradient errors only if its run ends in bf16."""
+        limits, options, limit = self._setup.limits, self._setup.options, self._ledger.gradient_limit()
+        if limit is None or limits.gradient_error <= options.max_gradient_error or candidate.gradient_error is None:
+            return False
+        return candidate.gradient_error > limit * options.max_gradient_error / limits.gradient_error
+
+    def _over_the_run(self, candidate: Candidate) -> Candidate:
+        """Return a candidate with the speed-up of its whole run, where that has to end in bf16."""
+        options = self._setup.options
+        if not self._needs_end(candidate) or options.phases:
+            return candidate
+        plain = plain_speedup(self._ledger.store.records) or 1.0
+        phased = with_presets(Policy.model_validate(candidate.tag.policy), ("last-bf16",))
+        return replace(candidate, speedup=speedup_of_run(phased, options.run_steps, candidate.speedup, plain)[0])
 
     def _over_preset(self, chosen: Candidate) -> OverPreset | None:
         """Return what the chosen policy gains over the fastest preset that is acceptable, or may be for all we know."""
@@ -334,6 +358,10 @@ class Race:
         if chance < 0.05 or best.metrics["speedup"] <= 1:
             return ""
         return f"; the best guess is {best.name} ({best.metrics['speedup']:.2f}x), within the budget with {chance:.0%}"
+
+
+def _is_scaled(record: TrialRecord) -> bool:
+    return any(recipe.scaled for recipe in Policy.model_validate(record.policy).recipes.values())
 
 
 def _why_nothing(setup: Setup, ledger: Ledger) -> str:

@@ -8,7 +8,8 @@ so that a few dozen passes rank the gradient error of every combination (:mod:`~
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.schedule import EMULATED_STEP, USUAL_PASSES
 from autoprec.tuning.setup import Setup
 
-__all__ = ["measure_errors", "measure_table"]
+__all__ = ["measure_errors", "measure_table", "worst_of"]
 
 #: A complete scan may take as many passes as this share of the trials has steps, and this many at most; where there is
 #: a time budget, this share of what is left of it. An incomplete one takes the usual number.
@@ -35,8 +36,14 @@ def _warmup(steps: int) -> int:
     return min(10, max(2, steps // 2))
 
 
-def measure_table(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityTable:
+def measure_table(
+    setup: Setup, runner: PairedRunner, ledger: Ledger, others: Iterable[tuple[int, PairedRunner]] = ()
+) -> SensitivityTable:
     """Measure (or, on resume, read back) the table of gradient errors.
+
+    Args:
+        setup, runner, ledger: of the search.
+        others: further steps of the script (``--at``), and what runs trials there: the worst of all ages counts.
 
     Raises:
         NothingAcceptableError: the scan could not be run, or no gradient to compare with was seen.
@@ -49,6 +56,40 @@ def measure_table(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Sensiti
         except (FileError, KeyError, ValueError, TypeError) as error:
             ledger.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
     began = time.monotonic()
+    table = _scanned(setup, runner, ledger)
+    for age, other in others:
+        table, worse = worst_of(table, _scanned(setup, other, ledger))
+        ledger.note(
+            f"at step {age} of the script {worse:.0%} of the gradient errors are larger than before, over noise"
+        )
+    ledger.table = table
+    ledger.timings["sensitivity_s"] = time.monotonic() - began
+    ledger.timings["sensitivity_passes"] = float(table.passes)
+    write_json(path, with_checksum(table.to_json()), indent=None)
+    return table
+
+
+def worst_of(first: SensitivityTable, other: SensitivityTable) -> tuple[SensitivityTable, float]:
+    """Return the larger error of two ages for each group and choice, and the share that is larger at the second.
+
+    Errors are compared, and kept, in units of the first age's mini-batch noise: the limit of a search is one in units
+    of noise. Where a noise is not known, as they are.
+    """
+    scale2 = (first.noise / other.noise) ** 2 if first.noise and other.noise else 1.0
+    error2 = np.maximum(first.error2, other.error2 * scale2)
+    offered = first.error2 > 0
+    parameters = {
+        name: max(first.parameters.get(name, 0.0), other.parameters.get(name, 0.0) * scale2)
+        for name in first.parameters | other.parameters
+    }
+    misfit = max(first.misfit, other.misfit, key=lambda found: found.ratio)
+    merged = replace(first, error2=error2, parameters=parameters, misfit=misfit, passes=first.passes + other.passes)
+    return merged, float(np.mean(error2[offered] > first.error2[offered])) if offered.any() else 0.0
+
+
+def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityTable:
+    """Measure the table of gradient errors at the step of the script at which a runner's trials start."""
+    options, began = setup.options, time.monotonic()
     # batches that the script surely has after the scan's first
     later = options.warmup + options.steps - _warmup(options.steps)
     room = min(MOST_PASSES, int(SCAN_SHARE * options.trials * (options.warmup + options.steps)))
@@ -71,11 +112,8 @@ def measure_table(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Sensiti
             f"the time budget of {options.budget_s:.0f} s ended the gradient errors: {scan.unanswered} were not "
             "measured but told from others of the same layers and recipes"
         )
-    table = ledger.table = scan.table()
+    table = scan.table()
     _refuse_without_gradient(setup, table)
-    ledger.timings["sensitivity_s"] = time.monotonic() - began
-    ledger.timings["sensitivity_passes"] = float(scan.passes)
-    write_json(path, with_checksum(table.to_json()), indent=None)
     return table
 
 
@@ -94,6 +132,8 @@ def measure_errors(
     setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, dict[str, Any]]
 ) -> dict[str, float]:
     """Return the measured relative gradient error of whole policies, by name; those that failed are left out."""
+    if len(setup.options.ages) > 1:
+        return {}  # those of the table are the worst of several ages, and hold; one age's would not
     probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in policies.items()]  # same numerics
     try:
         payload = _probe(setup, runner, ledger, probes)

@@ -7,6 +7,7 @@ A further engine (Slurm, Kubernetes) subclasses :class:`autoprec.trial.driver.ba
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 from autoprec.errors import UsageError
@@ -34,8 +35,19 @@ def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
     return [",".join(gpus[i * per_trial : (i + 1) * per_trial]) for i in range(count)]
 
 
-def runner_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFactory:
+def runner_factory(
+    options: SearchOptions,
+    command: ScriptCommand,
+    at_step: int = 0,
+    aging: Callable[[int], None] | None = None,
+) -> RunnerFactory:
     """Return the factory of the engine that was asked for.
+
+    Args:
+        options: of the search.
+        command: the script.
+        at_step: the step of the script at which its trials start.
+        aging: told the steps of a host on its way there.
 
     Raises:
         UsageError: more GPUs per trial than there are.
@@ -48,7 +60,7 @@ def runner_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFact
     if options.workers:
         slots = slots[: options.workers]
     if len(slots) < 2:
-        return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed)
+        return lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed, at_step=at_step, aging=aging)
 
     def on_slots(seed: int, folder: Path) -> Runner:
         return SlotRunner(
@@ -58,6 +70,8 @@ def runner_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFact
                     run_dir=folder / f"slot-{index}",
                     seed_offset=seed,
                     environment={"CUDA_VISIBLE_DEVICES": devices},
+                    at_step=at_step,
+                    aging=aging,
                 )
                 for index, devices in enumerate(slots)
             ]

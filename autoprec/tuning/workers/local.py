@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,18 @@ class HostPool:
                 runner = self._runners[seed] = self._factory(seed, self._run_dir / f"host-{seed}")
                 self._infos[seed] = self._starter.submit(runner.start)
 
-    def info(self, seed: int = 0) -> HostInfo:
-        """Return what the host found, waiting for it.
+    def info(self, seed: int = 0, waiting: Callable[[], None] | None = None) -> HostInfo:
+        """Return what the host found, waiting for it; ``waiting`` is called every second until then.
 
         Raises:
             ScriptError: the script failed before its first training step.
         """
         self.prepare(seed)
-        return self._infos[seed].result()
+        found = self._infos[seed]
+        while waiting is not None and not found.done():
+            wait([found], timeout=1.0)
+            waiting()
+        return found.result()
 
     def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
         """Run one trial on the host of a seed."""

@@ -60,7 +60,7 @@ def test_bf16_at_the_ends_of_the_run_is_written_with_what_it_leaves_of_the_gain(
     books = ledger(tmp_path)
     recipes = {"fp8_rowwise": BUILTIN_RECIPES["fp8_rowwise"]}
     policy = Policy(recipes=recipes, default="fp8_rowwise", evidence={"speedup": 2.0})
-    phased = _over_the_run(setup, books, policy)
+    phased = _over_the_run(setup, books, policy, ("first-bf16", "last-bf16"))
     assert [phase.start for phase in phased.phases] == [200, 0.85]
     assert phased.evidence == {"speedup": 2.0, "run_steps": 2000, "run_share": 0.75, "run_speedup": 1.6}
     assert "over a run of 2000 steps, 75% of them not in plain bf16, the speed-up is 1.60x" in books.notes[0]
@@ -69,7 +69,7 @@ def test_bf16_at_the_ends_of_the_run_is_written_with_what_it_leaves_of_the_gain(
 def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  # noqa: F811
     from autoprec.policy import load_policy
 
-    made, result = search(script(), options(trials=6, seeds=2))
+    made, result = search(script(), options(trials=6, seeds=2, run_steps=20_000))
     evidence = load_policy(here / result.policy).evidence
     for name in ("speedup", "speedup_over_16bit", "divergence", "gradient_error", "noise_floor"):
         assert evidence[name] == _plain(result.best[name])
@@ -81,15 +81,21 @@ def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  #
     assert all(row["gradient_error"] == result.best["gradient_error"] for row in rows)  # measured, wherever it is told
     assert evidence["trials"] == result.trials["complete"] <= 6
     assert result.reference["name"] == "script as written"
+    follow = load_policy(here / result.policy).follow  # what a run needs to decide again
     assert made.setup is not None
+    assert follow.max_gradient_error == 0.12
+    assert [name for group in follow.groups for name in group.layers] == list(made.setup.problem.layer_names)
     assert result.budget["max_divergence"] == made.setup.limits.divergence
 
 
 def test_a_stay_after_trials_says_what_each_layer_would_have_added(here: Path) -> None:  # noqa: F811
     from autoprec.policy import load_policy
 
-    made, result = search(script(device="cpu"), options(target="h100", trials=4, seeds=2, max_gradient_error=1e-9))
+    made, result = search(
+        script(device="cpu"), options(target="h100", trials=4, seeds=2, max_gradient_error=1e-9, at="0,50")
+    )
     assert result.verdict == "stay", result.reason
+    assert any("at step 50 of the script" in note for note in result.notes)
     why = result.explanation["layers"]
     assert made.setup is not None
     assert sum(row["count"] for row in why) == len(made.setup.graph.tunable)

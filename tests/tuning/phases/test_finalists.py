@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from autoprec.tuning.phases.finalists import LEAST_NOISE, MOST_NOISE, timing_noise
+from autoprec.tuning.decide.decision import Candidate
+from autoprec.tuning.limits import Limits
+from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.phases.finalists import LEAST_NOISE, MOST_NOISE, Race, timing_noise
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 
@@ -35,3 +42,19 @@ def test_gaps_beyond_the_budget_are_held_against_all_only_beside_benign_ones_of_
     assert "the loss cannot judge it" in result.reason
     benign = [seed for seed, spec in chaotic.calls if spec.perturb]
     assert benign.count(0) == benign.count(1) == 1
+
+
+def test_a_policy_beyond_the_limit_is_offered_an_end_in_bf16_at_the_speed_of_the_whole_run() -> None:
+    asked = SearchOptions(command=("train.py",), run_steps=20_000)
+    assert asked.run_limit == pytest.approx(0.12 / math.sqrt(0.85))
+    assert SearchOptions(command=("train.py",)).run_limit == 0.12
+    race: Any = object.__new__(Race)
+    race._setup = SimpleNamespace(options=asked, limits=Limits(0.0025, asked.run_limit))
+    race._ledger = SimpleNamespace(gradient_limit=lambda: asked.run_limit, store=SimpleNamespace(records=[]))
+    policy = {"recipes": {"fp8": {"format": "fp8"}}, "default": "fp8"}
+    known = Candidate("fp8", 2.0, (0.0,), gradient_error=0.119, tag=SimpleNamespace(policy=policy))
+    beyond = replace(known, gradient_error=0.125)
+    assert race._over_the_run(known) is known
+    assert race._over_the_run(beyond).speedup == pytest.approx(1 / (0.85 / 2 + 0.15))
+    race._setup.options = replace(asked, phases="last-bf16")  # all of them end so
+    assert race._over_the_run(beyond) is beyond

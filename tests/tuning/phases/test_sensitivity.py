@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoprec.tuning.phases.sensitivity import _warmup
+from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.phases.sensitivity import _warmup, worst_of
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 
@@ -45,3 +46,15 @@ def test_a_resumed_search_reads_its_table_and_measures_a_damaged_one_again(here:
     assert any("it is measured again" in note for note in made.ledger.notes)
     asked = [spec for _, spec in third.calls if spec.kind == "sensitivity"]
     assert {probe.id.isdigit() for spec in asked for probe in spec.probes} == {True, False}
+
+
+def test_of_several_ages_the_worst_counts_in_units_of_noise() -> None:
+    names = ("g", "h"), ("keep", "fp8")
+    first = SensitivityTable(*names, np.array([[0.0, 0.04], [0.0, 0.01]]), noise=1.0, passes=5)
+    later = SensitivityTable(
+        *names, np.array([[0.0, 0.04], [0.0, 0.09]]), {"attention=bf16": 0.04}, noise=2.0, passes=7
+    )
+    table, worse = worst_of(first, later)
+    assert table.error2.tolist() == [[0.0, 0.04], [0.0, 0.0225]]
+    assert table.parameters == {"attention=bf16": 0.01}
+    assert (table.noise, table.passes, worse) == (1.0, 12, 0.5)
