@@ -50,7 +50,7 @@ def test_figures_keep_four_digits() -> None:
 
 
 def test_a_scaled_search_says_what_the_law_expects_there() -> None:
-    assert error_at(CostScale(depth=4), 0.02) == 0.02
+    assert error_at(CostScale(depth=4), 0.02) == _plain(0.02 * 4**-0.1)
     assert error_at(CostScale(width=8), 0.02) < 0.01
     assert error_at(CostScale(tokens=4), 0.02) == _plain(0.02 * 4**0.25)
 

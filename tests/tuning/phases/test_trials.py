@@ -11,7 +11,7 @@ from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 def test_a_search_cut_short_never_says_stay(here: Path) -> None:  # noqa: F811
     """Every policy fails its divergence, and the time runs out: nothing can be said, and no policy is written."""
-    simulated = script(delay_s=0.05, error_scale=30.0)
+    simulated = script(delay_s=0.05, error_scale=300.0)
     made, result = search(
         simulated, options(trials=400, budget_s=3.0, seeds=2, max_gradient_error=1e9, sampler="random")
     )
