@@ -7,8 +7,8 @@ has a token whose activations are massive in one layer and that the loss leaves 
 language models have): with one scale per tensor, all else in that layer vanishes. Four runs per seed: the script as
 written, the same with its weights rounded once (how far two good runs lie apart), the fixed policy (per-tensor FP8 in
 every layer of the blocks) and the same policy followed. The policy's table of errors is measured at step 10, as a
-search does. Numerics are emulated on a CPU, so the times are not a statement about speed; the share that following takes
-of the followed run's own time is.
+search does. Numerics are emulated on a CPU, so the times are not a statement about speed; the share that following
+takes of the followed run's own time is.
 """
 
 from __future__ import annotations
