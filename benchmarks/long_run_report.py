@@ -159,6 +159,12 @@ def report(rows: list[Row]) -> str:
         f"{len(worse_accepted)} ({', '.join(worse_accepted) or '-'}); known to be bad elsewhere: {len(bad_accepted)} "
         f"({', '.join(bad_accepted) or '-'})."
     )
+    pooled = [(o.statistic, o.gap / spread_of(rows, o.task)) for o in everything]
+    parts.append(
+        "All models together, the final gap in units of the reference's spread: Spearman "
+        f"{correlation(pooled)} (its size: {correlation([(a, abs(b)) for a, b in pooled])})."
+    )
+    parts.append(_ends_in_bf16(everything))
     parts += [_limits(by_task, rows), _drift(rows), guard_lines(rows)]
     return "\n\n".join(parts)
 
@@ -167,6 +173,15 @@ def spread_of(rows: list[Row], task: str) -> float:
     """Return the standard deviation of the reference's final loss over its seeds, relative; infinite for one seed."""
     ends = [row["validation"] for row in rows if row["task"] == task and row["what"] == "reference"]
     return statistics.stdev(ends) / statistics.fmean(ends) if len(ends) > 1 else math.inf
+
+
+def _ends_in_bf16(found: list[Outcome]) -> str:
+    """Return what the last 15 % in bf16 leave of the final gap of NVFP4, over all models."""
+    gaps = [
+        statistics.fmean(o.gap for o in found if o.name == name)
+        for name in ("nvfp4, ends bf16", "nvfp4, ends bf16, last 15 % bf16")
+    ]
+    return f"NVFP4, ends in bf16: mean final gap {gaps[0]:+.2%}; with the last 15 % of the run in bf16 {gaps[1]:+.2%}."
 
 
 def _correlations(task: str, found: list[Outcome]) -> str:
