@@ -42,7 +42,7 @@ def main() -> None:
     script = SimulatedScript(
         graph=simulated_graph(2, width=4096, tokens=16384), device="NVIDIA H100 80GB HBM3", delay_s=float(sys.argv[1])
     )
-    engine.runner_factory = lambda _options, _command: lambda seed, _folder: SimulatedRunner(script, seed)
+    engine.runner_factory = lambda *_: lambda seed, _folder: SimulatedRunner(script, seed)
     for name in ("started", "trial", "attach", "close"):
         setattr(TrackingListener, name, timed(getattr(TrackingListener, name)))
     try:
