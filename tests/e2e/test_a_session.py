@@ -144,11 +144,12 @@ def test_a_resumed_search_repeats_nothing(searched: Outcome) -> None:
     study = searched.json()["study"]
     again = autoprec("search", *OPTIONS, "--json", "--resume", "--study", study, "train.py")
     assert again.code == 0, again.err
-    counts = [
-        {**ran.json()["trials"], "stopped": ran.json()["trials"]["stopped"].split(":")[0]} for ran in (again, searched)
-    ]
-    assert counts[0] == counts[1]  # what is left is expected to gain a little more or less: seeds are drawn again
-    assert again.json()["verdict"] == searched.json()["verdict"]
+    before, after = (ran.json()["trials"] for ran in (searched, again))
+    assert after["stopped"].startswith(("converged after", "ran all", "exhausted"))
+    assert (
+        before["complete"] <= after["complete"] <= before["complete"] + 1
+    )  # times are noisy: one more may be worth it
+    assert (after["failed"], after["pruned"]) == (before["failed"], before["pruned"])
 
 
 def test_the_study_lies_beside_the_script(searched: Outcome, folder: Path) -> None:

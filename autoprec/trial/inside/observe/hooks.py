@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -270,11 +271,19 @@ class Hooks:
         self.unwatch()
         original = nn.Module.__call__
 
+        @_disable_dynamo  # else Dynamo would trace all of us where it resumes after a graph break
+        def tell(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            on_training_call(module, args, kwargs)
+
+        over = False
+
         def __call__(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+            if over:  # torch.compile has kept this method of the module from before
+                return original(module, *args, **kwargs)
             if module.training and torch.is_grad_enabled() and not self._depth and not self._telling:
                 self._telling = True  # what the watcher calls itself (a parametrised weight) is not the script's
                 try:
-                    on_training_call(module, args, kwargs)
+                    tell(module, args, kwargs)
                 finally:
                     self._telling = False
                 current = nn.Module.__call__  # the callback may have put another watcher in place of this one
@@ -285,6 +294,8 @@ class Hooks:
         self._announce = on_training_call
 
         def undo() -> None:
+            nonlocal over
+            over = True
             nn.Module.__call__ = original  # type: ignore[method-assign]
             _tell_dynamo(original)
 
