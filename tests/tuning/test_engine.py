@@ -444,8 +444,10 @@ def test_where_only_16_bit_can_gain_the_answer_says_so_once_and_why(
 ) -> None:
     small = script(graph=simulated_graph(2, width=128, tokens=512), device="cpu")
     made = engine(small, options(force=False, target="h100", trials=4))
-    made.listener = Listeners(TerminalProgress())
+    progress = TerminalProgress()
+    made.listener = Listeners(progress)
     result = made.run()
+    progress.close()
     told = [line for line in capsys.readouterr().err.splitlines() if "too small to pay for casts" in line]
     assert len(told) == 1
     assert "what could be gained: bf16 is up to" in told[0]
