@@ -146,7 +146,7 @@ def trained(seed: int, steps: int, kind: str, every: int) -> dict[str, Any]:
                 parameter.copy_(parameter.bfloat16())
     if kind in ("fixed", "followed"):
         follow = every if kind == "followed" else None
-        policy_with(early_errors(seed)).apply(run.model, backend="emulated", follow=follow)
+        policy_with(early_errors(seed)).apply(run.model, backend="emulated", follow=follow, run_steps=steps)
     began = time.process_time()
     for _ in range(steps):
         run.step()

@@ -301,7 +301,8 @@ class Policy(Shown, policies.Policy):
         Args:
             model: the model, wrapped or not.
             backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`.
-            run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it.
+            run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it. Following takes
+                no look right before its end.
             step: optimizer steps that were taken before, in a run that is resumed.
             follow: ``every=500``: measure the gradient errors again every so many optimizer steps, and reassign layers
                 where that matters (:mod:`autoprec.applying.following`).
@@ -312,7 +313,9 @@ class Policy(Shown, policies.Policy):
                 followed.
         """
         put = partial(put_policy, backend=backend)
-        following = None if follow is None else Following(self, model, put, every=follow, on_change=on_change)
+        following = None
+        if follow is not None:
+            following = Following(self, model, put, every=follow, on_change=on_change, run_steps=run_steps)
         if self.phases:
             Phases(self, model, put, run_steps=run_steps, step=step, on_change=on_change).begin()
             stop_following(model)

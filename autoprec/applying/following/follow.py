@@ -77,6 +77,9 @@ class Following:
         put: puts a policy on the model.
         every: optimizer steps between two looks.
         on_change: called with a line of text at every change.
+        run_steps: optimizer steps of the whole run, where known: no look is taken with fewer than ``every`` steps left.
+            Weights have adapted to the precision they were trained in, and a change right before the end leaves them
+            no time to adapt again (measured: benchmarks/results, the long run followed).
 
     Attributes:
         looks: what was seen and done.
@@ -95,8 +98,9 @@ class Following:
         *,
         every: str | int = 500,
         on_change: Callable[[str], None] | None = None,
+        run_steps: int | None = None,
     ) -> None:
-        self.every = check_follow(policy, every)
+        self.every, self._run_steps = check_follow(policy, every), run_steps
         self.policy, self._on_change, self._put = policy, on_change, put
         desks = [Desk.of(policy.follow, stage) for stage in policy.stages] if policy.follow is not None else []
         desk = next((made for made in desks if made is not None), None)
@@ -170,13 +174,18 @@ class Following:
             return
         self.step += 1
         root = self._root()
-        if (self.step + 1) % self.every == 0 and root is not None and self._stage_index() is not None:
+        due = (self.step + 1) % self.every == 0 and not self._ending()
+        if due and root is not None and self._stage_index() is not None:
             self._recorded = RecordedStep(root.parameters(), _device(root), sees_backward=True)
             self._recorded.start()
 
+    def _ending(self) -> bool:
+        """Whether the run ends before another look would be due."""
+        return self._run_steps is not None and self.step + 1 + self.every > self._run_steps
+
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         until = self.every - 1 - self.step % self.every
-        if until >= _NOISE_STEPS or not self._is_ours(optimizer):
+        if until >= _NOISE_STEPS or self._ending() or not self._is_ours(optimizer):
             return
         began = time.monotonic()
         try:

@@ -129,16 +129,16 @@ class Guard:
         if policy.phases and model is not None and phases_of(model) is None:
             Phases(policy, model, self._put, run_steps=run_steps).begin()
         if follow is not None:
-            self._follow(follow)
+            self._follow(follow, run_steps)
 
-    def _follow(self, every: str | int) -> None:
+    def _follow(self, every: str | int, run_steps: int | None) -> None:
         if self.model is None:
             raise UsageError("a guard without a model cannot follow it", fix="Guard(policy, model, follow=...)")
 
         def changed(_text: str) -> None:
             self.policy = following.policy
 
-        following = Following(self.policy, self.model, self._put, every=every, on_change=changed)
+        following = Following(self.policy, self.model, self._put, every=every, on_change=changed, run_steps=run_steps)
         following.begin()
 
     def _samples(self) -> bool:

@@ -167,3 +167,9 @@ def test_a_look_that_fails_ends_the_following_and_not_the_training() -> None:
         step()
     assert scaled(model) == names
     assert following_of(model).looks == []
+
+
+def test_nothing_is_changed_right_before_the_end_of_a_run() -> None:
+    """Weights adapt to the precision they are trained in; a last look would leave them no steps to adapt again."""
+    _, training = run(followed(), 20, 10, run_steps=20)
+    assert [look.step for look in following_of(training.model).looks] == [10]
