@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch._compile import _disable_dynamo
 
 from autoprec.policy import LayerPlan
 from autoprec.support.living import living
@@ -43,7 +42,6 @@ _by_block = False
 ATTRIBUTE = "_autoprec_execution"
 
 
-@_disable_dynamo  # asked in the first training forward, which Dynamo may trace
 def is_compiled(root: nn.Module) -> bool:
     """Return True when the script itself compiles the model or a part of it.
 
@@ -89,7 +87,6 @@ def compile_by_block() -> None:
     _by_block = True
 
 
-@_disable_dynamo
 def compile_whole_by_block(root: nn.Module) -> int:
     """Compile the repeated blocks of a model that the script compiles as a whole, with the script's own settings.
 

@@ -245,7 +245,7 @@ class Search:
             answer = settled(run_study(setup, runner, ledger, table), ledger)
             if only_sixteen_bit:
                 answer = replace(answer, reason=f"{answer.reason}. Only 16 bit was tried: {verdict.reason}")
-                ledger.stopped = ledger.stopped and f"tried 16 bit alone: {verdict.reason}"
+                ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 

@@ -164,8 +164,7 @@ class Guard:
 
     def _glance(self) -> Breach | None:
         """Look for a jump of the loss between two looks, where that waits for no device and no other rank."""
-        loss, _ = self._pending[-1]
-        if (isinstance(loss, Tensor) and loss.device.type != "cpu") or _world_size() > 1:
+        if _world_size() > 1 or any(isinstance(x, Tensor) and x.device.type != "cpu" for x in self._pending[-1]):
             return None
         self._take_in()
         if not self._settled() or self._jump <= self.thresholds.get("loss_gap", math.inf):

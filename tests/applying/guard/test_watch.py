@@ -198,3 +198,12 @@ def test_a_jump_is_acted_on_between_two_looks() -> None:
     assert steps == [128]  # the third of the four last losses that lie above
     assert guard.breaches[0].metric == "loss_gap"
     assert guard.breaches[0].value == pytest.approx(0.29, abs=0.02)
+
+
+def test_nothing_on_a_device_is_asked_for_between_two_looks(caplog: pytest.LogCaptureFixture) -> None:
+    """A loss as a number beside a gradient norm that still lies on the device: it waits there for the next look."""
+    guard = Guard(Policy(), every=50)
+    for _ in range(49):
+        guard.step(2.0, torch.ones((), device="meta"))  # a meta tensor has no value to bring to the host
+    assert len(guard._pending) == 49
+    assert not caplog.records
