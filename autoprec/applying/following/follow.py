@@ -308,6 +308,9 @@ class Following:
         self._play(_reference(desk.follow.reference))
         assert self._gradients is not None
         self._gradients.store(0, {}, self._grads())
+        norm = self._agreed(self._gradients.square(0), 1.0)
+        if norm == 0 or not math.isfinite(norm):
+            return math.nan, None, f"the gradient of this step is {'zero' if norm == 0 else 'not finite'} as written"
         error = self._error(stage)
         if not math.isfinite(limit):
             return error, None, "the noise of mini-batches could not be measured"

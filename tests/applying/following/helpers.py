@@ -23,7 +23,8 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
-        self.norm, self.drop = nn.BatchNorm1d(16), nn.Dropout(0.1)
+        # with the usual eps a unit that is rarely positive makes every error ten times as large, on some machines
+        self.norm, self.drop = nn.BatchNorm1d(16, eps=0.1), nn.Dropout(0.1)
         self.head = nn.Linear(16, 4)
         self.outlier, self.calls = 0.0, 0
 
@@ -57,17 +58,18 @@ def followed(recipe: dict[str, Any] | None = None, error: float = 0.2, **changes
 
 
 class Training:
-    """A run of the model: :meth:`step` returns the loss."""
+    """A run of the model: :meth:`step` returns the loss, which ``weight`` multiplies."""
 
     def __init__(self, seed: int = 0) -> None:
         torch.manual_seed(seed)
         self.model = Net()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self.total = torch.zeros(())
+        self.weight = 1.0
 
     def step(self) -> float:
         x, y = torch.randn(32, 16), torch.randint(0, 4, (32,))
-        loss = nn.functional.cross_entropy(self.model(x), y)
+        loss = nn.functional.cross_entropy(self.model(x), y) * self.weight
         self.total += loss.detach()
         self.optimizer.zero_grad()
         loss.backward()

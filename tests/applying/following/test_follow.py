@@ -91,7 +91,7 @@ def test_the_guard_follows_and_following_waits_while_a_fallback_is_in_force() ->
     guard = Guard(policy, training.model, follow="every=10", backend="emulated")
     following = following_of(training.model)
     training.model.outlier = 1e6
-    for _ in range(12):
+    for _ in range(22):  # the second time over the limit counts in any case
         guard.step(training.step())
     assert "layers.1" not in scaled(training.model)
     assert guard.policy is following.policy
@@ -173,3 +173,18 @@ def test_nothing_is_changed_right_before_the_end_of_a_run() -> None:
     """Weights adapt to the precision they are trained in; a last look would leave them no steps to adapt again."""
     _, training = run(followed(), 20, 10, run_steps=20)
     assert [look.step for look in following_of(training.model).looks] == [10]
+
+
+@pytest.mark.parametrize("weight", [0.0, float("inf")])
+def test_a_step_without_a_gradient_to_compare_with_changes_nothing(weight: float) -> None:
+    """A batch that is masked out, or an overflow: the policy is not to blame."""
+    training = Training()
+    followed(error=0.01).apply(training.model, backend="emulated", follow=10)
+    for step in range(10):
+        training.weight = weight if step == 9 else 1.0
+        training.step()
+    (look,) = following_of(training.model).looks
+    assert not look.change
+    assert look.passes == 1
+    assert "gradient of this step" in look.reason
+    assert len(scaled(training.model)) == 3
