@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import collections
 import ctypes
+import importlib
 import importlib.util
 import os
 import re
@@ -42,7 +43,9 @@ def pretend(capability: tuple[int, int] = (9, 0)) -> None:
     root = Path(spec.origin).parent
     for name in ("libc10.so", "libtorch_cpu.so", "libtorch.so"):
         ctypes.CDLL(str(root / "lib" / name), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(_built(root)))
+    guard = ctypes.CDLL(str(_built(root)))
+    importlib.import_module("torch")
+    guard.take_guard()
     _answers(capability)
 
 

@@ -21,6 +21,9 @@ struct Guard : Base {
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 }  // namespace
 
+// once more when torch is loaded: a build with CUDA registers its own then
+extern "C" void take_guard() { c10::impl::DeviceGuardImplRegistrar(c10::DeviceType::CUDA, new Guard()); }
+
 namespace at {
 struct CUDAHooks : CUDAHooksInterface {
   CUDAHooks(CUDAHooksArgs) {}
@@ -37,5 +40,6 @@ struct CUDAHooks : CUDAHooksInterface {
   DeviceIndex exchangeDevice(DeviceIndex) const override { return 0; }
   DeviceIndex maybeExchangeDevice(DeviceIndex) const override { return 0; }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks)
+// preferred to those of a build with CUDA
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }  // namespace at

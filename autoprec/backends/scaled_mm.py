@@ -38,6 +38,9 @@ _MULTIPLE = 16
 #: product then has a tensor scale of 1, and a compiler fuses the scaling with what follows.
 _SLOW_ROWS = tuple(int(part) for part in (torch.version.cuda or "99.0").split(".")[:2]) < (12, 9)
 
+#: The CPU's kernel of torch 2.11 has tensor scales alone: there, too, the product is scaled afterwards.
+_ROWS_ON_CPU = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+
 
 def _is_cuda(x: Tensor) -> bool:
     return x.device.type == "cuda"
@@ -67,7 +70,7 @@ def scaled_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, ou
     else:
         scale_a, scale_b = a.scale.reshape(()), b.scale.reshape(())
     after: tuple[Tensor, ...] = ()
-    if rowwise and on_gpu and not step.fast and _SLOW_ROWS:
+    if rowwise and (_SLOW_ROWS and not step.fast if on_gpu else not _ROWS_ON_CPU):
         after, rowwise = (scale_a[:rows], scale_b[:, :columns]), False
         scale_a = scale_b = scale_a.new_ones(())
     # row scales return bfloat16 only on GPUs

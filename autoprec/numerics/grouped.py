@@ -31,7 +31,6 @@ from autoprec.numerics.rounding import (
 )
 from autoprec.numerics.scaling import inverse_of, scale_of
 from autoprec.precision.formats import FORMATS
-from autoprec.precision.recipes import Scaling
 
 __all__ = ["GROUP_SIZES", "decode_e8m0", "encode_e8m0", "grouped_values", "hadamard", "quantize_grouped"]
 
@@ -94,7 +93,7 @@ def _reciprocal_e8m0(code: Tensor) -> Tensor:
 
 
 def _block(x: Tensor, dims: tuple[int, ...], spec: Spec, values: bool) -> tuple[Tensor, Tensor]:
-    scaling, limit = spec.scaling or Scaling(), FORMATS[spec.format].max
+    scaling, limit = spec.rule, FORMATS[spec.format].max
     amax = _group_amax(x, dims)
     scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.amax_epsilon)
     return encode(x * scale, spec.format, bounded=True, in_place=values), inverse_of(scale, amax)

@@ -15,7 +15,32 @@ from autoprec.numerics.scaling import DelayedScale
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import Gemm, Scaling
 
-__all__ = ["CONTRACTION", "QuantizedOperand", "QuantizerState", "Spec"]
+__all__ = ["CONTRACTION", "QuantizedOperand", "QuantizerState", "ScaleRule", "Spec"]
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleRule:
+    """A recipe's :class:`Scaling` as graphs are traced with it, field by field.
+
+    Dynamo of torch 2.11 can trace neither the truth nor the comparison of a pydantic object.
+    """
+
+    granularity: str = "tensor"
+    scale: str = "current"
+    power_of_2: bool = False
+    margin: int = 0
+    amax_history_len: int = 16
+    amax_compute_algo: str = "max"
+    calibration_steps: int = 0
+    amax_epsilon: float = 0.0
+
+    @classmethod
+    def of(cls, scaling: Scaling) -> ScaleRule:
+        """Return the rule of a recipe."""
+        return cls(**{name: getattr(scaling, name) for name in Scaling.model_fields})
+
+
+_DEFAULT = ScaleRule()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +54,15 @@ class Spec:
     scheme: str
     format: str
     axis: int = -1
-    scaling: Scaling | None = None
+    scaling: ScaleRule | None = None
     square: bool = False
     hadamard: bool = False
     stochastic: bool = False
+
+    @property
+    def rule(self) -> ScaleRule:
+        """How scales are chosen; the defaults where nothing is said."""
+        return _DEFAULT if self.scaling is None else self.scaling
 
     @property
     def dtype(self) -> torch.dtype:
@@ -192,7 +222,7 @@ class QuantizerState:
         key = (operand, spec)
         found = self.delayed.get(key)
         if found is None:
-            scaling = spec.scaling or Scaling()
+            scaling = spec.rule
             found = self.delayed[key] = DelayedScale(
                 FORMATS[spec.format].max,
                 length=scaling.amax_history_len,
@@ -204,6 +234,6 @@ class QuantizerState:
 
 
 def _slot(operand: str, spec: Spec) -> str:
-    how = spec.scaling or Scaling()
+    how = spec.rule
     history = f"{how.amax_history_len} {how.amax_compute_algo}"
     return f"{operand} {spec.format} {history} {how.margin} {how.power_of_2} {how.amax_epsilon}"

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from autoprec.numerics.grouped import grouped_values, quantize_grouped
-from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, QuantizerState, Spec
+from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, QuantizerState, ScaleRule, Spec
 from autoprec.numerics.rounding import decode, encode, round_tf32
 from autoprec.numerics.scaling import amax_of, inverse_of, scale_of
 from autoprec.precision.formats import FORMATS
-from autoprec.precision.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe, Scaling
+from autoprec.precision.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe
 
 __all__ = [
     "dequantize",
@@ -35,7 +35,7 @@ def spec_of(recipe: Recipe, gemm: Gemm, operand: Operand) -> Spec:
         granularity = recipe.scaling.granularity
         square = granularity == "block" and operand == "weight"
         free = granularity == "tensor" or square
-        return Spec(granularity, name, -1 if free else axis, recipe.scaling, square)
+        return Spec(granularity, name, -1 if free else axis, ScaleRule.of(recipe.scaling), square)
     if recipe.format == "mxfp8":
         return Spec("mx", name, axis)
     if recipe.format == "nvfp4":
@@ -65,7 +65,7 @@ def _scaled(x: Tensor, scale: Tensor) -> Tensor:
 def _tensor(
     x: Tensor, spec: Spec, state: QuantizerState, operand: str, update: bool, recompute: bool, values: bool
 ) -> QuantizedOperand:
-    scaling, limit = spec.scaling or Scaling(), FORMATS[spec.format].max
+    scaling, limit = spec.rule, FORMATS[spec.format].max
     amax = amax_of(x)
     if scaling.amax_epsilon:
         amax = amax.clamp(min=scaling.amax_epsilon)
@@ -79,7 +79,7 @@ def _tensor(
 
 
 def _row(x: Tensor, spec: Spec, values: bool) -> QuantizedOperand:
-    scaling, limit = spec.scaling or Scaling(), FORMATS[spec.format].max
+    scaling, limit = spec.rule, FORMATS[spec.format].max
     amax = amax_of(x, spec.axis)
     scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.amax_epsilon)
     scaled = _scaled(x, scale)

@@ -9,6 +9,7 @@ run it in a process of its own. TE's Python is not part of this repository: see 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import enum
 import importlib.abc
 import importlib.machinery
@@ -25,9 +26,8 @@ from unittest.mock import MagicMock
 import torch
 from torch import Tensor
 
-from autoprec.numerics.operand import QuantizerState, Spec
+from autoprec.numerics.operand import QuantizerState, ScaleRule, Spec
 from autoprec.numerics.quantize import dequantize, quantize
-from autoprec.precision.recipes import Scaling
 
 #: Names a folder that holds the ``transformer_engine`` package (its Python is enough) and its ``dist-info``.
 VARIABLE = "AUTOPREC_TE_PYTHON"
@@ -131,14 +131,14 @@ def _values(x: Tensor, quantizer: Any, axis: int) -> Tensor:
         limit = 57344.0 if name == "e5m2" else 448.0
         dtype = torch.float8_e5m2 if name == "e5m2" else torch.float8_e4m3fn
         return (x.float() * quantizer.scale).clamp(-limit, limit).to(dtype).float() / quantizer.scale
-    scaling = Scaling(
+    scaling = ScaleRule(
         power_of_2=getattr(quantizer, "force_pow_2_scales", False), amax_epsilon=getattr(quantizer, "amax_epsilon", 0.0)
     )
     if kind == "Float8CurrentScalingQuantizer":
         spec = Spec("tensor", name, -1, scaling)
     elif kind == "Float8BlockQuantizer":
         square = quantizer.block_scaling_dim == 2
-        spec = Spec("block", name, -1 if square else axis, scaling.model_copy(update={"granularity": "block"}), square)
+        spec = Spec("block", name, -1 if square else axis, dataclasses.replace(scaling, granularity="block"), square)
     elif kind == "MXFP8Quantizer":
         spec = Spec("mx", name, axis)
     elif kind == "NVFP4Quantizer":

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.backends import fused
+from autoprec.backends import fused, scaled_mm
 from autoprec.backends.fused import FusedCasts, fused_casts
 from autoprec.backends.native import NativeBackend
 from autoprec.numerics.operand import QuantizerState, Spec
@@ -204,6 +204,8 @@ def test_a_delayed_layer_learns_the_same_scales() -> None:
 @pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("name", "most"), [("fp8_tensorwise", 11), ("fp8_rowwise", 12), ("fp8_delayed", 8)])
 def test_how_much_a_layer_launches(monkeypatch: pytest.MonkeyPatch, name: str, most: int) -> None:
+    if name == "fp8_rowwise" and not scaled_mm._ROWS_ON_CPU:
+        pytest.skip("the CPU's kernel of this torch, which stands in for a GPU's, has tensor scales alone")
     launched: list[str] = []
     monkeypatch.setattr(fused, "launch", lambda kernel, *_: launched.append(kernel))
     monkeypatch.setattr(fused, "_agrees", lambda *_: True)  # nothing is computed here

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from typing import Any
 
@@ -39,8 +40,10 @@ def compiled_for_hopper(kernel: Any, **constants: Any) -> str:
 def test_kernels_compile_for_hopper(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    sys.modules.pop("autoprec.backends.fused_kernels", None)
-    from autoprec.backends import fused_kernels
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    # imported anew: an interpreted one, which another test left as an attribute of the package, has nothing to compile
+    monkeypatch.delitem(sys.modules, "autoprec.backends.fused_kernels", raising=False)
+    fused_kernels = importlib.import_module("autoprec.backends.fused_kernels")
 
     cast = compiled_for_hopper(fused_kernels.cast_kernel, SCHEME="delayed")
     assert "fma.rn" not in cast  # a product contracted with an addition would round once instead of twice

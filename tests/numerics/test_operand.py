@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import torch
+from pydantic import BaseModel
 
-from autoprec.numerics.operand import CONTRACTION, QuantizerState, Spec
-from autoprec.precision.recipes import GEMM_OPERANDS, Scaling
+from autoprec.numerics.operand import CONTRACTION, QuantizerState, ScaleRule, Spec
+from autoprec.numerics.quantize import spec_of
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, Scaling
 
-DELAYED = Spec("tensor", "e4m3", scaling=Scaling(scale="delayed", amax_history_len=2))
+DELAYED = Spec("tensor", "e4m3", scaling=ScaleRule(scale="delayed", amax_history_len=2))
+
+
+def test_a_rule_has_every_field_of_a_recipe_s_scaling_and_nothing_that_torch_2_11_cannot_trace() -> None:
+    scaling = Scaling(granularity="block", power_of_2=True, amax_epsilon=0.5)
+    rule = ScaleRule.of(scaling)
+    assert dataclasses.asdict(rule) == scaling.model_dump()
+    assert dataclasses.asdict(ScaleRule()) == Scaling().model_dump()
+    assert Spec("row", "e4m3").rule == ScaleRule()
+    for recipe in BUILTIN_RECIPES.values():
+        for gemm in GEMM_OPERANDS:
+            for operand in GEMM_OPERANDS[gemm]:
+                fields = dataclasses.asdict(spec_of(recipe, gemm, operand), dict_factory=lambda pairs: pairs)
+                assert not any(isinstance(value, BaseModel) for _, value in fields)
 
 
 def test_gemms_sum_over_the_axes_that_their_operands_share() -> None:
