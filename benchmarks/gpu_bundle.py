@@ -2,8 +2,8 @@
 
     python benchmarks/gpu_bundle.py [--folder gpu-bundle] [--python 3.12] [--kit te_kit.tar.xz]
 
-PyTorch, Triton, NumPy and the usual scientific stack are expected there. Install what is in the folder with
-``pip install --no-index --no-deps --target SITE gpu-bundle/*.whl``; a Transformer Engine kit is only copied.
+PyTorch, Triton, NumPy and the usual scientific stack are expected there. ``benchmarks/gpu_run.py`` installs
+what is in the folder, and unpacks a Transformer Engine kit that lies there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 #: MLflow is left out: it is large, and searches on such a machine run with --no-mlflow.
 PACKAGES = (
-    "optuna", "sqlalchemy", "alembic", "mako", "greenlet", "colorlog", "tqdm",
+    "cloudpickle", "optuna", "sqlalchemy", "alembic", "mako", "greenlet", "colorlog", "tqdm",
     "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "typing-extensions",
     "click", "rich", "pygments", "markdown-it-py", "mdurl", "pyyaml", "torchao", "hypothesis", "sortedcontainers",
 )  # fmt: skip

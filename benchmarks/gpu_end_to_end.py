@@ -4,34 +4,28 @@
 
 The reference is bf16 autocast with ``torch.compile``. The presets are torchao tensorwise / rowwise / auto-filter and
 Transformer Engine delayed / current / block, each in a process of its own, in the same run. Parts that are done are
-kept in ``DIR/parts`` and not run again, so that a lease that ends early is continued by calling it once more. Without
-a GPU the tiny models rehearse the whole path, and the table says so.
+kept in ``DIR/parts`` and not run again, so that a lease that ends early is continued by calling it once more. With
+``--eager --verify`` the reference is not compiled, and what is adopted is verified under further seeds. Without a GPU
+the tiny models rehearse the whole path, and the table says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-TRAIN = ROOT / "benchmarks" / "gpu" / "train_transformer.py"
-#: How a run fails that lacks a package, which says nothing about the preset.
-ABSENT = re.compile(r"No module named|is not installed|ModuleNotFoundError|ImportError")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu_parts import ROOT, TRAIN, Parts, environment
+
 PRESETS = ("bf16", "torchao-tensorwise", "torchao-rowwise", "torchao-auto", "te-delayed", "te-current", "te-block")
-
-
-def environment() -> dict[str, str]:
-    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
 
 
 def has_gpu() -> bool:
@@ -83,27 +77,21 @@ def search(model: str, compiled: bool, trials: int, timeout_s: float, folder: Pa
     return json.loads(out) | {"wall_s": time.monotonic() - began, "policy_file": str(policy)}
 
 
+def verified(model: str, compiled: bool, steps: int, timeout_s: float, policy: str) -> dict[str, Any]:
+    """Run ``autoprec verify`` on what a search adopted: two paired seeds beside the reference and the presets."""
+    words = [str(TRAIN), "--model", model, "--precision", "bf16", "--steps", "100000"]
+    words += ["--compile"] if compiled else []
+    command = [sys.executable, "-m", "autoprec", "verify", "-q", "--policy", policy, "--seeds", "2"]
+    began = time.monotonic()
+    code, out, err = run([*command, "--steps", str(steps), *words], timeout_s, ROOT)
+    if code not in (0, 1):
+        return {"failed": (err.strip().splitlines() or ["no output"])[-1][:200]}
+    return {"holds": code == 0, "output": out[-3000:], "seconds": time.monotonic() - began}
+
+
 def gap(losses: list[float], reference: list[float]) -> float:
     pairs = list(zip(losses, reference, strict=False))[1:]
     return sum(abs(a - b) / b for a, b in pairs) / max(1, len(pairs))
-
-
-class Parts:
-    """Results by name, kept on disk, so that a second call continues the first."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def get(self, name: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        path = self._folder / f"{name}.json"
-        if path.exists():
-            return dict(json.loads(path.read_text()))
-        print(f"... {name}", file=sys.stderr, flush=True)
-        value = make()
-        if not ABSENT.search(str(value.get("failed", ""))):  # a package may be there the next time
-            path.write_text(json.dumps(value))
-        return value
 
 
 def table(model: str, rows: dict[str, dict[str, Any]], found: dict[str, Any]) -> list[str]:
@@ -131,8 +119,11 @@ def main() -> None:
     parser.add_argument("--budget", type=float, default=480.0, help="seconds for each search")
     parser.add_argument("--presets", default=",".join(PRESETS))
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--eager", action="store_true", help="the script as it is without torch.compile")
+    parser.add_argument("--verify", action="store_true", help="verify what is adopted under further seeds, too")
     arguments = parser.parse_args()
     gpu = has_gpu()
+    compiled = gpu and not arguments.eager
     models = (arguments.models or ("gpt2-124m,llama-1.3b,vit-l" if gpu else "tiny")).split(",")
     out = arguments.out or Path(tempfile.mkdtemp(prefix="gpu-end-to-end-"))
     parts = Parts(out.absolute() / "parts")
@@ -142,21 +133,27 @@ def main() -> None:
     for model in models:
         rows = {
             precision: parts.get(
-                f"{model}-{precision}", lambda m=model, p=precision: training(m, p, gpu, arguments.steps, 240.0)
+                f"{model}-{precision}", lambda m=model, p=precision: training(m, p, compiled, arguments.steps, 240.0)
             )
             for precision in arguments.presets.split(",")
         }
         found = parts.get(
-            f"{model}-search", lambda m=model: search(m, gpu, arguments.trials, arguments.budget, out.absolute())
+            f"{model}-search", lambda m=model: search(m, compiled, arguments.trials, arguments.budget, out.absolute())
         )
         if "policy_file" in found:
             rows["AutoPrec"] = parts.get(
                 f"{model}-autoprec",
-                lambda m=model, f=found: training(m, "bf16", gpu, arguments.steps, 240.0, policy=f["policy_file"]),
+                lambda m=model, f=found: training(m, "bf16", compiled, arguments.steps, 240.0, policy=f["policy_file"]),
             )
         lines += table(model, rows, found)
+        if arguments.verify and "policy_file" in found:
+            held = parts.get(
+                f"{model}-verify",
+                lambda m=model, f=found: verified(m, compiled, arguments.steps, 400.0, f["policy_file"]),
+            )
+            lines += ["```", held.get("output", held.get("failed", "")).strip(), "```", ""]
     print("\n".join(lines))
-    (out / "end_to_end.md").write_text("\n".join(lines))
+    (out / "eager.md" if arguments.eager else out / "end_to_end.md").write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

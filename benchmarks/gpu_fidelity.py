@@ -3,15 +3,18 @@
     python benchmarks/gpu_fidelity.py [--model gpt2-124m] [--recipes ...] [--calibration FILE] [--out FILE]
 
 One host of the same script answers everything, in one run: the gradient error of every group and recipe by the
-``emulated`` backend and by the device's own (``native``, and Transformer Engine where it is installed), loss curves of
+``emulated`` backend and by the device's own (``native``, and torchao's and
+Transformer Engine's where they are installed), loss curves of
 50 steps beside the noise floor, the step time of uniform and mixed policies beside the cost model's, and what share of
-the layers executed what was asked. A CPU's own FP8 products are slow but real, so a machine without a GPU rehearses
+the layers executed what was asked. Curves compile the script's blocks, not its whole model. Every answer is kept beside
+``FILE``, where a second call finds it. A CPU's own FP8 products are slow but real, so a machine without a GPU rehearses
 all but the times, and the table says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import sys
 import tempfile
@@ -34,8 +37,8 @@ from autoprec.trial.driver.runner import TrialRunner  # noqa: E402
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec  # noqa: E402
 from autoprec.tuning.decide.metrics import divergence, step_time  # noqa: E402
 from autoprec.tuning.target import resolve_target  # noqa: E402
+from benchmarks.gpu_parts import TRAIN, Parts  # noqa: E402
 
-TRAIN = ROOT / "benchmarks" / "gpu" / "train_transformer.py"
 RECIPES = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed")
 #: The one whose products a CPU runs at a bearable speed (per-tensor E5M2 takes seconds a step even for a tiny model).
 ON_CPU = "fp8_rowwise"
@@ -56,16 +59,24 @@ def rank_correlation(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 class Subject:
-    """One host of the script, asked one thing after another."""
+    """One host of the script, asked one thing after another; what it has answered is kept in ``parts``."""
 
-    def __init__(self, runner: TrialRunner, seed: int | None) -> None:
-        self.runner, self.seed = runner, seed
+    def __init__(self, runner: TrialRunner, seed: int | None, parts: Parts) -> None:
+        self.runner, self.seed, self.parts = runner, seed, parts
 
     def run(self, **spec: Any) -> TrialResult:
-        done = self.runner.run(TrialSpec(timeout_s=580, **({"seed": self.seed} | spec)))
+        """Run a trial, or return what was kept of it; the name is of the whole spec, so another one is another run."""
+        asked = TrialSpec(timeout_s=580, **({"seed": self.seed} | spec))
+        key = json.dumps(asked.to_json(), sort_keys=True)
+        name = f"{asked.kind}-{asked.backend}-{hashlib.sha256(key.encode()).hexdigest()[:12]}"
+        done = TrialResult.from_json(self.parts.get(name, lambda: self._made(asked)))
         if not done.ok:
             print(f"    {spec.get('backend', '')}: {done.status}: {done.reason[:160]}", file=sys.stderr)
         return done
+
+    def _made(self, asked: TrialSpec) -> dict[str, Any]:
+        done = self.runner.run(asked)
+        return done.to_json() | ({} if done.ok else {"failed": done.reason})
 
     def errors(self, probes: tuple[Probe, ...], backend: str) -> dict[str, float]:
         """Return the relative gradient error of every probe that the backend ran."""
@@ -108,8 +119,8 @@ def curve_table(
     subject: Subject, names: Sequence[str], recipes: Sequence[str], backends: Sequence[str], steps: int
 ) -> list[str]:
     """Compare whole loss curves, emulated against native, with what a benign perturbation does."""
-    plain = subject.run(steps=steps, warmup=0)
-    floor = divergence(subject.run(steps=steps, warmup=0, perturb="bf16").losses, plain.losses)
+    plain = subject.run(steps=steps, warmup=0, by_block=True)
+    floor = divergence(subject.run(steps=steps, warmup=0, by_block=True, perturb="bf16").losses, plain.losses)
     lines = [
         f"Noise floor of {steps} steps: {floor:.3%}.",
         "",
@@ -118,9 +129,9 @@ def curve_table(
     ]
     for recipe in recipes:
         policy = document(dict.fromkeys(names, recipe))
-        emulated = subject.run(steps=steps, warmup=0, policy=policy, backend="emulated")
+        emulated = subject.run(steps=steps, warmup=0, by_block=True, policy=policy, backend="emulated")
         for backend in backends:
-            other = subject.run(steps=steps, warmup=0, policy=policy, backend=backend)
+            other = subject.run(steps=steps, warmup=0, by_block=True, policy=policy, backend=backend)
             if not other.ok:
                 lines.append(f"| {recipe} | {backend} | {other.status}: {other.reason[:60]} | | |")
                 continue
@@ -171,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="emulated against native, modelled against measured")
     parser.add_argument("--model", default="")
     parser.add_argument("--recipes", default="", help=f"default: {', '.join(RECIPES)}; on a CPU {ON_CPU}")
-    parser.add_argument("--backends", default="", help="default: native,transformer_engine; on a CPU native")
+    parser.add_argument("--backends", default="", help="default: native,torchao,transformer_engine; on a CPU native")
     parser.add_argument("--calibration", type=Path, default=None)
     parser.add_argument("--curve-steps", type=int, default=CURVE_STEPS)
     parser.add_argument("--out", type=Path, default=None)
@@ -180,7 +191,7 @@ def main() -> None:
 
     gpu = torch.cuda.is_available()
     recipes = asked.recipes.split(",") if asked.recipes else RECIPES if gpu else (ON_CPU,)
-    backends = (asked.backends or ("native,transformer_engine" if gpu else "native")).split(",")
+    backends = (asked.backends or ("native,torchao,transformer_engine" if gpu else "native")).split(",")
     model = asked.model or ("gpt2-124m" if gpu else "tiny")
     words = [str(TRAIN), "--model", model, "--precision", "bf16", "--steps", "100000"]
     words += ["--compile"] if torch.cuda.is_available() else []  # what FP8 is judged by on a GPU
@@ -189,7 +200,8 @@ def main() -> None:
         TrialRunner(ScriptCommand.parse(words), run_dir=Path(folder)) as runner,
     ):
         info = runner.start()
-        subject = Subject(runner, None if info.launch == "fork" else 0)
+        kept = Path(folder) if asked.out is None else asked.out.with_suffix("")
+        subject = Subject(runner, None if info.launch == "fork" else 0, Parts(kept))
         graph = GraphReport.from_json(subject.run(kind="record", steps=1).payload["graph"])
         names = [layer.name for layer in graph.tunable]
         lines = [f"## {model} on {info.device}, torch {torch.__version__}", ""]

@@ -29,13 +29,19 @@ BLACKWELL = ("mxfp8", "nvfp4")
 TOKENS, WIDTH, HIDDEN = 16384, 768, 3072
 
 
-def _policy(recipe: str) -> Any:
-    from autoprec.policy import policy_from_dict
+def uniform(recipe: str) -> dict[str, Any]:
+    """Return the policy document that gives every layer one built-in recipe, under bf16 autocast."""
     from autoprec.precision.recipes import BUILTIN_RECIPES
 
     recipes = {recipe: BUILTIN_RECIPES[recipe].model_dump(exclude_none=True)}
     document = {"schema": "autoprec.policy/1", "recipes": recipes, "layers": [{"match": "*", "recipe": recipe}]}
-    return policy_from_dict(document | {"activations": "bf16"})
+    return document | {"activations": "bf16"}
+
+
+def _policy(recipe: str) -> Any:
+    from autoprec.policy import policy_from_dict
+
+    return policy_from_dict(uniform(recipe))
 
 
 def _block() -> Any:

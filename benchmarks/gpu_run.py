@@ -1,14 +1,19 @@
 """``make gpu``: everything a GPU is needed for, in one command, resumable in parts, within a time limit.
 
-    python benchmarks/gpu_run.py [--limit 480] [--out DIR] [--pack FILE] [--parts tests,calibrate,fidelity,end_to_end]
+    python benchmarks/gpu_run.py [--limit 480] [--out DIR] [--pack FILE] [--parts doctor,tests,products,...]
     python benchmarks/gpu_run.py --rehearse     the same parts on a CPU with tiny models: the path, not the figures
 
 A part takes at most nine minutes, then it is ended with every process that it started. Parts that finished are kept
 in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again. After each part all of ``DIR``
 is packed into ``FILE`` (default: ``DIR.tar.gz``): give it to another machine with ``--pack`` and it goes on from there.
-A Transformer Engine kit beside the bundle's wheels is unpacked and used.
-The last part writes ``benchmarks/results/<date>_<gpu>.{json,md}`` with commands, versions and hardware. Wheels that
-the machine lacks are taken from the folder that ``make gpu-bundle`` wrote; nothing is downloaded here.
+The parts: what works here (doctor); tests that need a GPU, one compiled step per recipe among them; the conformance
+suite on every backend; calibration; FP8 products by scales and accumulation; four blocks of width 4096 in every
+precision; emulated against native and modelled against measured for a compiled script; searches of compiled scripts
+against what people set by hand; a search of a script that is not compiled, and ``autoprec verify`` on what it adopts.
+Parts that keep rows of their own go on where they were ended; the others are not begun with less than they need.
+The report is ``benchmarks/results/<date>_<gpu>.{json,md}`` with commands, versions and hardware. Wheels of the folder
+that ``make gpu-bundle`` wrote are installed into a temporary folder first, and a Transformer Engine kit beside them is
+unpacked; nothing is downloaded here.
 """
 
 from __future__ import annotations
@@ -33,45 +38,66 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from autoprec.trial.inside.observe.conditions import QUERY, Conditions, ask_driver  # noqa: E402 - nothing need be installed for it
+from benchmarks.gpu_parts import write_whole  # noqa: E402 - nothing need be installed for it
 
 #: Exit status of what was ended past its limit, as of coreutils' timeout.
 TIMED_OUT = 124
-PARTS = ("tests", "calibrate", "fidelity", "end_to_end")
+#: What a part needs at least, seconds: it is begun with no less, and rows of its own are kept where that is little.
+PARTS = {
+    "doctor": 20.0, "tests": 240.0, "conformance": 180.0, "calibrate": 150.0, "products": 40.0,
+    "blocks": 60.0, "fidelity": 120.0, "end_to_end": 120.0, "eager": 120.0,
+}  # fmt: skip
 
 
 def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, list[str]]:
     """Return the command of each part; a rehearsal runs the same programs where there is no GPU, on tiny models."""
-    python = sys.executable
-    if rehearse:
-        words = commands(out, limit)
-        suite = ["tests/testing/test_backends.py", "-k", "TestNative and fp8_rowwise"]
-        words["tests"] = [python, "-m", "pytest", "-q", *suite]
-        words["calibrate"] = [python, "-m", "autoprec", "calibrate", "--device", "cpu"]  # whose rates have their place
-        words["fidelity"] += ["--model", "tiny", "--curve-steps", "6"]
-        words["end_to_end"] += [
-            "--models",
-            "tiny",
-            "--presets",
-            "bf16,torchao-rowwise",
-            "--trials",
-            "3",
-            "--steps",
-            "6",
-        ]
-        words["end_to_end"] += ["--budget", f"{limit / 8:.0f}"]  # the later of two counts
-        return words
-    return {
-        "tests": [python, "-m", "pytest", "-m", "gpu", "-rs", "-q"],
+    python, end_to_end = sys.executable, "benchmarks/gpu_end_to_end.py"
+    searched = ["--budget", f"{limit * SEARCH_SHARE:.0f}"]
+    found = {
+        "doctor": [python, "-m", "autoprec", "doctor"],
+        "tests": [python, "-m", "pytest", "-m", "gpu", "-rs", *GPU_TESTS],
+        "conformance": [python, "-m", "pytest", "-rs", CONFORMANCE],
         "calibrate": [python, "-m", "autoprec", "calibrate", "--output", str(out / "calibration.json")],
+        "products": [python, "benchmarks/gpu_speed.py", "products", "--out", str(out / "products")],
+        "blocks": [python, "benchmarks/gpu_speed.py", "blocks", "--out", str(out / "blocks")],
         "fidelity": [
             *(python, "benchmarks/gpu_fidelity.py", "--out", str(out / "fidelity.md")),
             *("--calibration", str(out / "calibration.json")),
         ],
-        "end_to_end": [
-            *(python, "benchmarks/gpu_end_to_end.py", "--out", str(out / "end_to_end")),
-            *("--budget", f"{limit * SEARCH_SHARE:.0f}"),
+        "end_to_end": [python, end_to_end, "--out", str(out / "end_to_end"), *searched],
+        "eager": [
+            *(python, end_to_end, "--out", str(out / "eager"), "--eager", "--verify"),
+            *("--models", "gpt2-124m", "--presets", "bf16", *searched),
         ],
     }
+    return _rehearsed(found, limit) if rehearse else found
+
+
+#: Files with tests that need a GPU: to collect the whole suite takes a minute, and packages that the bundle lacks.
+GPU_TESTS = ("tests/gpu", "tests/cost/calibrate/test_cuda_bench.py")
+CONFORMANCE = "tests/testing/test_backends.py"
+
+
+def _rehearsed(found: dict[str, list[str]], limit: float) -> dict[str, list[str]]:
+    """Return the commands with stand-ins, for a CPU."""
+    tiny = [
+        "--models",
+        "tiny",
+        "--steps",
+        "6",
+        "--trials",
+        "2",
+        "--budget",
+        f"{limit / 8:.0f}",
+    ]  # the later count holds
+    found["conformance"] += ["-k", "TestNative and fp8_rowwise"]
+    found["calibrate"] = [*found["calibrate"][:4], "--device", "cpu"]  # whose rates have their place
+    found["products"].append("--tiny")
+    found["blocks"] += ["--tiny", "--names", "bf16,native-fp8_rowwise"]
+    found["fidelity"] += ["--model", "tiny", "--curve-steps", "6"]
+    found["end_to_end"] += [*tiny, "--presets", "bf16,torchao-rowwise"]
+    found["eager"] += tiny
+    return found
 
 
 #: Seconds that one part takes at most, and what one call takes: on a GPU, and in a rehearsal, which runs every part.
@@ -105,6 +131,19 @@ def unpack_kit(folder: Path, into: Path) -> str:
         with tarfile.open(kit) as stream:
             stream.extractall(into, filter="data")
     return str(into / "site")
+
+
+def install_bundle(folder: Path, into: Path) -> str:
+    """Install the wheels of a bundle once; return what belongs on the Python path, empty without wheels."""
+    wheels = sorted(str(path) for path in folder.glob("*.whl"))
+    if not wheels:
+        return ""
+    if not into.is_dir():
+        words = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target"]
+        made = into.with_name(f"{into.name}.{os.getpid()}")
+        subprocess.run([*words, str(made), *wheels], check=True)
+        made.rename(into)
+    return str(into)
 
 
 def gpu_name() -> str:
@@ -168,13 +207,6 @@ def ended(command: list[str], environment: dict[str, str], output: IO[str], limi
         part.wait()
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a reader sees all of it or nothing."""
-    made = path.with_name(path.name + ".new")
-    made.write_text(text)
-    made.replace(path)
-
-
 def report(results: list[dict[str, Any]], gpu: str, parts: list[str]) -> tuple[str, dict[str, Any]]:
     versions = {}
     for name in ("torch", "triton", "torchao", "transformer_engine", "optuna"):
@@ -221,15 +253,20 @@ def main(argv: list[str] | None = None) -> int:
     archive = arguments.pack or arguments.out.with_name(arguments.out.name + ".tar.gz")
     if archive.exists():
         unpack(archive, arguments.out)
-    kit = "" if rehearse else unpack_kit(arguments.bundle, Path(tempfile.gettempdir()) / "autoprec-te-kit")
-    if kit:
-        os.environ["PYTHONPATH"] = os.pathsep.join(p for p in (kit, os.environ.get("PYTHONPATH", "")) if p)
+    scratch = Path(tempfile.gettempdir())
+    if not rehearse:
+        site = install_bundle(arguments.bundle, scratch / "autoprec-bundle")
+        kit = unpack_kit(arguments.bundle, scratch / "autoprec-te-kit")
+        paths = (kit, site, os.environ.get("PYTHONPATH", ""))
+        os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     deadline = time.monotonic() + arguments.limit
     wanted = arguments.parts.split(",")
+    if unknown := sorted({*wanted} - {*PARTS}):
+        parser.error(f"no part is called {unknown[0]}: {', '.join(PARTS)}")
     results = []
     for name in wanted:
         left = deadline - time.monotonic()
-        if left < 5:
+        if left < (5 if rehearse else PARTS[name]) and not (arguments.out / f"{name}.json").exists():
             results.append({"name": name, "code": TIMED_OUT, "seconds": 0.0, "unfinished": True})
             continue
         print(f"... {name}, {left:.0f} s left", flush=True)

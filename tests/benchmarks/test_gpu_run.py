@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tarfile
 import time
@@ -53,7 +54,49 @@ def test_a_rehearsal_runs_the_same_programs_without_a_gpu(tmp_path: Path) -> Non
     assert list(real) == list(rehearsed) == list(gpu_run.PARTS)
     assert all(rehearsed[name][:3] == words[:3] for name, words in real.items())
     assert "gpu" in real["tests"]
-    assert "gpu" not in rehearsed["tests"]
+
+
+def test_tests_that_need_a_gpu_are_all_in_the_files_that_the_day_runs() -> None:
+    marked = {
+        path.relative_to(gpu_run.ROOT).as_posix()
+        for path in (gpu_run.ROOT / "tests").rglob("test_*.py")
+        if re.search(r"^pytestmark = pytest\.mark\.gpu|^@pytest\.mark\.gpu", path.read_text(), re.MULTILINE)
+    }
+    run = tuple(gpu_run.GPU_TESTS)
+    assert marked
+    assert [name for name in marked if not name.startswith(run)] == []
+
+
+def test_a_bundle_is_installed_once_and_where_there_is_none_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert gpu_run.install_bundle(tmp_path / "absent", tmp_path / "site") == ""
+    (tmp_path / "x-1.0-py3-none-any.whl").touch()
+    asked: list[list[str]] = []
+
+    def pip(words: list[str], *, check: bool) -> None:
+        asked.append(words)
+        Path(words[words.index("--target") + 1]).mkdir()
+
+    monkeypatch.setattr(gpu_run.subprocess, "run", pip)
+    for _ in range(2):
+        assert gpu_run.install_bundle(tmp_path, tmp_path / "site") == str(tmp_path / "site")
+    assert len(asked) == 1
+    assert "--no-index" in asked[0]
+
+
+def test_a_part_is_not_begun_with_less_time_than_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu_run, "gpu_name", lambda: "a GPU")
+    monkeypatch.setattr(gpu_run, "run_part", lambda *_, **__: pytest.fail("begun"))
+    monkeypatch.setattr(gpu_run, "ROOT", tmp_path)
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    words = ["--limit", "100", "--out", str(tmp_path / "parts"), "--bundle", str(tmp_path / "no"), "--parts", "tests"]
+    assert gpu_run.main(words) == 0
+    assert "call it again" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        gpu_run.main([*words[:-1], "test"])
 
 
 def test_a_missing_package_is_asked_for_again(tmp_path: Path) -> None:
@@ -89,7 +132,8 @@ def test_a_part_that_hangs_dies_or_lacks_a_package_costs_itself_alone_and_is_run
     monkeypatch.setattr(gpu_run, "commands", commands)
     monkeypatch.setattr(gpu_run, "PART_LIMIT", 1.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_run.main(["--rehearse", "--out", str(out)]) == 1
+    some = ["--rehearse", "--parts", ",".join(words)]
+    assert gpu_run.main([*some, "--out", str(out)]) == 1
     (report,) = out.glob("*rehearsal*.json")
     found = {part["name"]: part for part in json.loads(report.read_text())["parts"]}
     assert found["tests"]["code"] == 0
@@ -110,8 +154,8 @@ def test_a_part_that_hangs_dies_or_lacks_a_package_costs_itself_alone_and_is_run
 
     words |= dict.fromkeys(("calibrate", "fidelity", "end_to_end"), "print('now it is there')")
     words["tests"] = "raise SystemExit('was done, and is run again')"
-    assert gpu_run.main(["--rehearse", "--out", str(tmp_path / "other"), "--pack", str(tmp_path / "parts.tar.gz")]) == 0
-    assert all((tmp_path / "other" / f"{name}.json").exists() for name in gpu_run.PARTS)
+    assert gpu_run.main([*some, "--out", str(tmp_path / "other"), "--pack", str(tmp_path / "parts.tar.gz")]) == 0
+    assert all((tmp_path / "other" / f"{name}.json").exists() for name in words)
 
 
 def _is_zombie(pid: str) -> bool:

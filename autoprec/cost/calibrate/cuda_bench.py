@@ -74,8 +74,8 @@ class CudaBench:
             times.append(start.elapsed_time(end) / 1e3 / len(calls))
         return float(statistics.median(times))
 
-    def gemm(self, family: str, m: int, k: int, n: int) -> float | None:
-        """Return seconds of one GEMM; tensor and row scales through ``torch._scaled_mm``."""
+    def gemm(self, family: str, m: int, k: int, n: int, *, fast: bool = False) -> float | None:
+        """Return seconds of one GEMM; tensor and row scales through ``torch._scaled_mm``, ``fast``: its accumulation."""
         if family in ("fp32", "bf16"):
             dtype = torch.float32 if family == "fp32" else torch.bfloat16
             width = 4 if family == "fp32" else 2
@@ -102,7 +102,9 @@ class CudaBench:
             return left, right.t()  # row-major times column-major: the only layout Hopper multiplies
 
         def product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-            return torch._scaled_mm(left, right, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
+            return torch._scaled_mm(
+                left, right, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16, use_fast_accum=fast
+            )
 
         pairs = [operands() for _ in range(self._sets(m * k + k * n))]
         return self._time([lambda a=a, b=b: product(a, b) for a, b in pairs])  # type: ignore[misc]
