@@ -75,7 +75,7 @@ class CudaBench:
         return float(statistics.median(times))
 
     def gemm(self, family: str, m: int, k: int, n: int, *, fast: bool = False) -> float | None:
-        """Return seconds of one GEMM; tensor and row scales through ``torch._scaled_mm``, ``fast``: its accumulation."""
+        """Return seconds of one GEMM; scaled ones through ``torch._scaled_mm``, which may accumulate ``fast``."""
         if family in ("fp32", "bf16"):
             dtype = torch.float32 if family == "fp32" else torch.bfloat16
             width = 4 if family == "fp32" else 2
