@@ -1,5 +1,6 @@
 # make demo   install into .venv and run `autoprec demo`: a search on this machine, or a rehearsal for a GPU
 # make test   the whole test suite           make lint   ruff and mypy
+# make durations   the whole suite, and how long each of its files took written down: the order of the next run
 # make docs   write docs/cli.md, then test every page      make site   build the pages as a site, in site/
 # make kernels   the Triton kernels of eager scripts, tested in its interpreter (downloads 200 MB)
 # make gpu    everything that needs a GPU, resumable; make gpu-bundle collects the wheels a GPU machine may lack
@@ -19,7 +20,7 @@ TORCH  ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo cuda || echo cpu)
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -qq
 ADD    := $(PIP) install --no-compile -c $(VENV)/constraints.txt
 
-.PHONY: ready demo test lint gpu gpu-bundle kernels docs site clean install
+.PHONY: ready demo test durations lint gpu gpu-bundle kernels docs site clean install
 .DEFAULT_GOAL := demo
 
 install: $(STAMP)
@@ -50,10 +51,13 @@ $(STAMP): $(READY)
 demo: $(READY)
 	$(BIN)/autoprec demo
 
-# Two processes take one file after the other, the longest first (tests/conftest.py); PYTEST= is for one process.
+# Two processes take one file after the other, the longest first (tests/schedule.py); PYTEST= is for one process.
 PYTEST ?= -n 2 --dist loadscope --no-loadscope-reorder
 test: $(STAMP)
-	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST)
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest $(PYTEST) $(RECORD)
+
+durations: RECORD := --record-durations
+durations: test
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

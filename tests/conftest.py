@@ -10,6 +10,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import pytest
 from hypothesis import settings
 
+from tests.schedule import Recorder, longest_first
+
 # A busy machine is not a reason to fail, and the same commit gives the same verdict.
 settings.register_profile("autoprec", deadline=None, derandomize=True)
 settings.load_profile("autoprec")
@@ -48,12 +50,17 @@ def fresh_plans() -> Iterator[None]:
     _compiled.cache_clear()
 
 
-#: Where the tests are that take longest. They come first, so that no worker is left alone with one of them at the end.
-LONGEST = ("tests/trial/driver", "tests/e2e", "tests/faults", "tests/tracking", "tests/test_readme", "tests/tuning")
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--record-durations", action="store_true", help="write tests/durations.json (tests/schedule.py)")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Recorder())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: not item.nodeid.startswith(LONGEST))
+    longest_first(items)
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if not marked:
         return

@@ -1,6 +1,10 @@
+import gc
 import weakref
 
-from autoprec.support.living import living
+import pytest
+
+from autoprec.support import living as module
+from autoprec.support.living import living, referrers
 
 
 class Base:
@@ -28,7 +32,9 @@ class Pretender:
         return Base
 
 
-def test_instances_of_a_class_and_its_subclasses_are_found_once():
+@pytest.mark.parametrize("few", [0, 32])
+def test_instances_of_a_class_and_its_subclasses_are_found_once(few, monkeypatch):
+    monkeypatch.setattr(module, "_FEW", few)
     held = [Base(), Left(), Both(), Pretender(), object()]
     assert sorted(map(id, living(Base))) == sorted(map(id, held[:3]))
     assert not Pretender.asked
@@ -41,3 +47,14 @@ def test_what_is_found_is_not_kept_alive():
     assert living(Left) == [gone]
     del gone
     assert watch() is None
+
+
+def test_what_was_frozen_for_a_fork_is_found_and_stays_frozen():
+    kept, holder = Base(), {"name": (value := Base())}
+    gc.freeze()
+    try:
+        assert {id(each) for each in living(Base)} == {id(kept), id(value)}
+        assert any(each is holder for each in referrers([value]))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()

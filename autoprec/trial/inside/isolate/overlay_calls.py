@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from autoprec.support.living import referrers
 from autoprec.trial.inside.isolate.overlay import Overlay, kind, real, remove_tree
 
 __all__ = ["install"]
@@ -61,16 +62,16 @@ def install(overlay: Overlay) -> None:
         replace(os, name, calls.making(getattr(os, name)))
     for name in ("symlink", "link", "listdir", "scandir", "chdir", "fchdir", "getcwd", "getcwdb"):
         replace(os, name, getattr(calls, name))
+    # In a fork, looking at every name of every module would copy 60 MB of them: the collector only reads.
+    keepers = {id(keeper) for keeper in referrers(original for original, _ in changed.values())}
     for module in list(sys.modules.values()):
-        names = getattr(module, "__dict__", None)
-        if not isinstance(names, dict) or module in (os, builtins, io):
+        names: Any = getattr(module, "__dict__", None)
+        if id(names) not in keepers or module in (os, builtins, io):
             continue
         if str(names.get("__name__", "")).startswith(("autoprec.", "posix", "_io", "_frozen")):
             continue
-        for name, value in list(names.items()):
-            original, replacement = changed.get(id(value), (None, None))
-            if original is not None and value is original:
-                names[name] = replacement
+        for name in [name for name, value in list(names.items()) if id(value) in changed]:
+            names[name] = changed[id(names[name])][1]
 
 
 def _refuse(code: int, path: Any) -> OSError:
