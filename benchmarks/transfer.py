@@ -56,13 +56,13 @@ def family_errors(size: Size) -> dict[str, float]:
     families: dict[str, list[str]] = {}
     for group in found.problem.groups:
         families.setdefault(place[group.layers[0]].role, []).append(group.name)
-    out = {"noise": found.trained.noise()}
+    out = {"noise": found.noise()}
     for role, groups in families.items():
         for choice in LAW_CHOICES:
             offered = [g.name for g in found.problem.groups if g.name in groups and choice in g.choices]
             if offered:
                 document = found.document(dict.fromkeys(offered, choice))
-                out[f"{role}|{choice}"] = found.trained.error(document)
+                out[f"{role}|{choice}"] = found.error(document)
     return out
 
 
@@ -162,6 +162,9 @@ def main() -> None:
     parser.add_argument("--points", type=Path, help="keep what the law rests on in this file, or read it from there")
     parser.add_argument("--seeds", type=int, default=8, help="at most so many per pair of models")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further pair of models after these")
+    parser.add_argument(
+        "--store", type=Path, help="keep what was measured for --only transfer in this file, and read it"
+    )
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

@@ -38,7 +38,7 @@ Powers = tuple[float, float]  # of width and depth
 
 def measured(kind: str, width: int, depth: int, seed: int) -> Row:
     """Return the gradient errors of one model: ``role|recipe`` for each role alone and for all layers together."""
-    from transfer_models import Looked, Size
+    from transfer_models import ONCE, Looked, Size
 
     from autoprec.tuning.transfer.roles import places
 
@@ -52,9 +52,9 @@ def measured(kind: str, width: int, depth: int, seed: int) -> Row:
         for role, groups in roles.items():
             given = {group.name: recipe for group in groups if recipe in group.choices}
             if given:
-                errors[f"{role}|{recipe}"] = looked.trained.error(looked.document(given))
+                errors[f"{role}|{recipe}"] = looked.error(looked.document(given), ONCE)
                 everything |= given
-        errors[f"{ALL}|{recipe}"] = looked.trained.error(looked.document(everything))
+        errors[f"{ALL}|{recipe}"] = looked.error(looked.document(everything), ONCE)
     return {"kind": kind, "width": width, "depth": depth, "seed": seed, "errors": errors}
 
 

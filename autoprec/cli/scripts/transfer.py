@@ -271,13 +271,23 @@ def _is_config(text: str) -> bool:
 @click.option("--layers", type=click.Path(path_type=Path), help="The big model's layer names alone, one per line.")
 @click.option("--graph", type=click.Path(path_type=Path), help="A step of the big model (`autoprec inspect --save`).")
 @click.option("--study", type=click.Path(path_type=Path), help="Folder of the study that found POLICY.")
-@click.option("--from", "proxy", type=click.Path(path_type=Path), help="A saved step of the proxy, without its study.")
+@click.option(
+    "--from",
+    "proxy",
+    type=click.Path(path_type=Path),
+    help="Instead of a study: a saved step of POLICY's own model, or that model's config.json or preset.",
+)
 @click.option(
     "--scan",
     "scans",
     multiple=True,
     type=click.Path(path_type=Path),
     help="`autoprec sensitivity --json` of the proxy under another seed: errors are averaged.",
+)
+@click.option(
+    "--spot",
+    type=click.Path(path_type=Path),
+    help="`autoprec check --sensitivity 8 --json` of an earlier transfer to this model: it corrects the predictions.",
 )
 @click.option("--role", "roles", multiple=True, metavar="GLOB=ROLE", help="What layers are whose names do not tell.")
 @click.option("--target", default="", metavar="NAME", help="A GPU of `autoprec targets`; default: the policy's.")
@@ -302,6 +312,7 @@ def transfer(
     study: Path | None,
     proxy: Path | None,
     scans: tuple[Path, ...],
+    spot: Path | None,
     roles: tuple[str, ...],
     target: str,
     batch: int,
@@ -323,33 +334,35 @@ def transfer(
     from autoprec.cli.scripts.estimate import counts_of
     from autoprec.cost import CostModel
     from autoprec.policy import load_policy, save_policy
-    from autoprec.support.files import check_writable
+    from autoprec.support.files import check_writable, read_document
+    from autoprec.tuning.transfer.correction import Correction
     from autoprec.tuning.transfer.evidence import with_evidence
     from autoprec.tuning.transfer.plan import transfer as carry
-    from autoprec.tuning.transfer.proxy import find_study, load_proxy
+    from autoprec.tuning.transfer.proxy import load_proxy
     from autoprec.tuning.transfer.roles import parse_hints
 
     asked = _Asked(script, config, layers, graph, batch, seq, timeout)
+    found_there = Correction.from_json(read_document(spot), where=str(spot)) if spot else None
     counts, hints = counts_of(gpus), parse_hints(roles)
     _check(asked, Path(output), force=force)
     check_writable(output)
     small: Policy = load_policy(policy)
-    found_at = study or (
-        None if proxy else find_study(small, policy, (Path("autoprec-runs"), policy.parent / "autoprec-runs"))
-    )
-    if found_at is None and proxy is None:
-        raise UsageError(
-            "the study that found this policy is not here, so the layers of its model are not known",
-            where=str(policy),
-            fix="name its folder: --study autoprec-runs/NAME; or a step of that model saved by "
-            "`autoprec inspect --save proxy.json`: --from proxy.json",
-        )
-    origin = load_proxy(small, found_at, proxy, scans)
+    found_at = _study_of(small, policy, study, proxy)
+    origin = load_proxy(small, found_at, _step_of(proxy, batch, seq), scans)
     device = _target(target, small)
     report, shaped = _big(asked)
     cost = CostModel(report, device) if shaped else None
     share = _share(cost, counts, tensor_parallel)
-    result = carry(small, origin, report, share, hints=hints, max_gradient_error=max_gradient_error, fill=not no_fill)
+    result = carry(
+        small,
+        origin,
+        report,
+        share,
+        hints=hints,
+        max_gradient_error=max_gradient_error,
+        fill=not no_fill,
+        correction=found_there,
+    )
     points, notes = _scale_out(cost, result, counts, tensor_parallel)
     study_name = found_at.resolve().name if found_at is not None else ""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -380,6 +393,33 @@ def _check(asked: _Asked, output: Path, *, force: bool) -> None:
         )
     if output.exists() and not force:
         raise FileError("this file exists", where=str(output), fix="choose another -o, or pass --force")
+
+
+def _study_of(small: Policy, path: Path, study: Path | None, proxy: Path | None) -> Path | None:
+    """Return the folder of the study that found a policy; None where only a step of its model is given."""
+    from autoprec.tuning.transfer.proxy import find_study
+
+    if study is not None or proxy is not None:
+        return study
+    found = find_study(small, path, (Path("autoprec-runs"), path.parent / "autoprec-runs"))
+    if found is None:
+        raise UsageError(
+            "the study that found this policy is not here, so the layers of its model are not known",
+            where=str(path),
+            fix="name its folder: --study autoprec-runs/NAME; or a step of that model saved by "
+            "`autoprec inspect --save proxy.json`: --from proxy.json",
+        )
+    return found
+
+
+def _step_of(proxy: Path | None, batch: int, seq: int) -> GraphReport | Path | None:
+    """Return the step of a policy's own model where a config or a preset gives it, else the file that holds it."""
+    from autoprec.cost.transformer import PRESETS
+
+    if proxy is None or not (str(proxy) in PRESETS or proxy.name == "config.json"):
+        return proxy
+    with Phases() as phases:
+        return configured_step(str(proxy), phases, batch=batch, seq=seq)
 
 
 def _target(name: str, policy: Policy) -> Target:

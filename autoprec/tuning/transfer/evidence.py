@@ -63,6 +63,8 @@ def with_evidence(
             if math.isfinite(value)
         }
         origin["segments"] = {name: _plain(value) for name, value in predicted.segments.items()}
+        if predicted.factors:
+            origin["corrected_by"] = {name: _plain(value) for name, value in predicted.factors.items()}
     evidence: dict[str, Any] = {"target": target, "source": "modelled", "transferred_from": origin}
     if found.step is not None:
         evidence["speedup_over_16bit"] = _plain(found.speedup)

@@ -1,8 +1,8 @@
 """From a policy of the proxy to a policy of the big model: map, drop what no longer pays, fill the room that leaves.
 
-Errors come from the proxy's table, carried over by the law; times come from the cost model at the big model's shapes.
-The budget of squared error is the proxy policy's own, in units of the mini-batch gradient noise: the search found that
-harmless, so it is what the big model may spend, and no more than ``--max-gradient-error``.
+Errors come from the proxy's table, carried over by the law (:mod:`.forecast`); times come from the cost model at the
+big model's shapes. The budget of squared error is the proxy policy's own, in units of the mini-batch gradient noise:
+the search found that harmless, so it is what the big model may spend, and no more than ``--max-gradient-error``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -24,14 +24,16 @@ from autoprec.policy import LayerPlan, LayerRule, Policy
 from autoprec.policy.solver import solve
 from autoprec.policy.space import Choice, SearchSpace
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Recipe
-from autoprec.tuning.decide.problem import FloatTable, GroupVariable, IntVector, Problem
+from autoprec.tuning.decide.problem import GroupVariable, IntVector, Problem
 from autoprec.tuning.decide.rules import GlobTable, compact_rules
+from autoprec.tuning.transfer.correction import Correction
 from autoprec.tuning.transfer.counterparts import Counterparts, counterparts
-from autoprec.tuning.transfer.law import Growth, error_factor, growth, noise_factor
+from autoprec.tuning.transfer.forecast import Forecast, Prediction
+from autoprec.tuning.transfer.law import Growth, growth
 from autoprec.tuning.transfer.proxy import Proxy
 from autoprec.tuning.transfer.roles import Place, places
 
-__all__ = ["Lost", "Prediction", "Transfer", "rendered", "segment_of", "transfer"]
+__all__ = ["Lost", "Transfer", "rendered", "transfer"]
 
 #: A share of the FLOPs that may have no known role before the transfer is refused.
 _MOST_UNKNOWN = 0.25
@@ -49,20 +51,6 @@ class Lost:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Prediction:
-    """What the law says of the transferred policy on the big model; NaN where the proxy's study is not known.
-
-    ``error`` and ``noise`` are relative to the gradient, ``budget`` is the most that was allowed, ``segments`` the
-    error of each kind of layer under its recipe (:func:`segment_of`).
-    """
-
-    error: float
-    noise: float
-    budget: float
-    segments: dict[str, float] = field(default_factory=dict)
-
-
 @dataclass(frozen=True)
 class Transfer:
     """A transferred policy and how it came about.
@@ -75,7 +63,8 @@ class Transfer:
         rules: layer -> number of the proxy's rule that its counterpart obeys.
         lost, filled: what the proxy's policy had and the big model's has not; (layer, before, after) of the other way.
         unused: numbers of rules that no layer of the big model corresponds to.
-        growth, predicted: from the proxy to the big model.
+        growth: how many times as wide, as deep, and of as many tokens per step the big model is.
+        predicted: gradient errors on the big model.
         baseline, step: modelled steps with every layer in the baseline, and under the policy; None without shapes.
         later: the same of each of the policy's phases, as far as it changes how the run began; the rest of this is of
             how it begins.
@@ -110,6 +99,7 @@ def transfer(
     hints: Sequence[tuple[str, str]] = (),
     max_gradient_error: float = 0.12,
     fill: bool = True,
+    correction: Correction | None = None,
 ) -> Transfer:
     """Carry a policy over to a big model, every phase of the run by itself.
 
@@ -121,6 +111,7 @@ def transfer(
         hints: ``(glob, role)`` where names do not tell.
         max_gradient_error: the most gradient error, as a share of the mini-batch gradient noise.
         fill: spend the room that dropped rules leave.
+        correction: what a spot check of an earlier transfer found on the big model.
 
     Raises:
         PolicyMismatchError: too many layers have no known role, or none has a counterpart.
@@ -135,6 +126,7 @@ def transfer(
                 hints=hints,
                 max_gradient_error=max_gradient_error,
                 fill=fill,
+                correction=correction,
             )
             for stage in policy.stages
         )
@@ -144,12 +136,9 @@ def transfer(
     there = places(proxy.report.tunable, hints)
     matched = counterparts(here, there, proxy.choices)
     _refuse_unknown(report, here, there, matched)
-    job = _Job(policy, proxy, report, cost, here, there, matched, max_gradient_error)
-    mapped = job.mapped
-    index = job.dropped(mapped)
-    if fill and cost is not None and job.table is not None:
-        index = job.filled(index)
-    return job.result(mapped, index)
+    job = _Job(policy, proxy, report, cost, here, there, matched, max_gradient_error, correction or Correction())
+    index = job.dropped(job.mapped)
+    return job.result(job.filled(index) if fill else index)
 
 
 def _refuse_unknown(
@@ -173,11 +162,6 @@ def _refuse_unknown(
         + (f"; by its shape the first may be {here[first].guess}" if here[first].guess else ""),
         fix=f"is this the same kind of model? otherwise say what they are: --role {hint} (docs/transfer.md)",
     )
-
-
-def segment_of(group: str, alike: Mapping[str, Place], layers: Sequence[str], choice: str) -> str:
-    """Return the name of the segment of a group: the same layers in every block, under one choice."""
-    return f"{alike[layers[0]].alike if layers else group}|{choice}"
 
 
 def rendered(policy: Policy, names: Sequence[str], choices: Mapping[str, str], recipes: Mapping[str, Recipe]) -> Policy:
@@ -217,6 +201,7 @@ class _Job:
     there: Mapping[str, Place]
     matched: Counterparts
     max_gradient_error: float
+    correction: Correction
 
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
@@ -256,6 +241,28 @@ class _Job:
         }
         return growth(pairs, blocks)
 
+    @cached_property
+    def forecast(self) -> Forecast | None:
+        """Predicted errors; None without the proxy's table."""
+        if self.proxy.table is None:
+            return None
+        return Forecast(
+            policy=self.policy,
+            proxy=self.proxy,
+            errors=self.proxy.table,
+            problem=self.problem,
+            here=self.here,
+            there=self.there,
+            matched=self.matched.of,
+            grown=self.grown,
+            correction=self.correction,
+        )
+
+    @cached_property
+    def budget(self) -> float:
+        """The most predicted gradient error that is allowed; NaN where nothing is predicted."""
+        return self.forecast.budget(self.mapped, self.max_gradient_error) if self.forecast is not None else math.nan
+
     def _majority(self, group: GroupVariable) -> str:
         """Return what most FLOPs of a group's counterparts run; ``keep`` where it has none."""
         counted: Counter[str] = Counter()
@@ -286,15 +293,12 @@ class _Job:
             refused = {(g, c): why for g, c, why in self.problem.refused}
             return refused.get((group.name, choice), "not every layer of its group can run it")
         plain = self._plain(group)
-        if self.cost is None or not self._quantised(choice):
+        if self.cost is None or not self._plan(choice).scaled:
             return ""
         base, rival = self._cost(group, plain), self._cost(group, choice)
         if rival.seconds < base.seconds * (1.0 - _SAME):
             return ""
         return layer_reason(base, [Rival(choice, rival, quantised=True)], cpu=self.cost.target.is_cpu)
-
-    def _quantised(self, choice: str) -> bool:
-        return any(name != KEEP and self.recipes[name].scaled for name in _recipes_in(choice))
 
     def _plan(self, choice: str) -> LayerPlan:
         return Choice.parse(choice).plan(self.recipes)
@@ -309,81 +313,9 @@ class _Job:
     def _seconds(self, group: GroupVariable, choice: str) -> float:
         return self._cost(group, choice).seconds
 
-    @cached_property
-    def table(self) -> FloatTable | None:
-        """``[G, C]`` predicted squared errors on the big model; infinite where the proxy was not asked."""
-        return self.problem.table(self._error2) if self.proxy.table is not None else None
-
-    @cached_property
-    def _sharing(self) -> Counter[tuple[int, str, int]]:
-        """How many groups of a block here share one row of the proxy's table (a fused q/k/v in three parts)."""
-        return Counter(key for group in self.problem.groups for key in self._counterpart_rows(group))
-
-    def _error2(self, group: GroupVariable, choice: str) -> float:
-        if choice == KEEP or self.proxy.table is None:
-            return 0.0
-        rows = self._counterpart_rows(group)
-        if not rows:  # nothing was measured of such a layer: it may run what changes nothing, or 16 bits
-            return math.inf if self._quantised(choice) else 0.0
-        factor2 = error_factor(self.grown, self.here[group.layers[0]].role) ** 2
-        return sum(
-            self.proxy.error2(self.proxy.table, name, choice) * blocks * factor2 / self._sharing[key]
-            for key, (name, blocks) in rows.items()
-        )
-
-    def _counterpart_rows(self, group: GroupVariable) -> dict[tuple[int, str, int], tuple[str, float]]:
-        """Return (row of the proxy's table, stack, block) -> (a layer of it, blocks of the proxy per block here)."""
-        out = {}
-        for name in group.layers:
-            other = self.matched.of.get(name, "")
-            if other in self.proxy.rows:
-                place, small = self.here[name], self.there[other]
-                out[self.proxy.rows[other], place.stack, place.rank] = (other, small.count / place.count)
-        return out
-
-    @cached_property
-    def around2(self) -> float:
-        """Squared error of what the policy does beside the layers."""
-        table = self.proxy.table
-        names = (f"activations={self.policy.activations}", f"attention={self.policy.operators.attention}")
-        return sum(table.parameters.get(name, 0.0) for name in names) if table is not None else 0.0
-
-    @cached_property
-    def misfit(self) -> float:
-        return self.proxy.table.misfit.ratio if self.proxy.table is not None else 1.0
-
-    @cached_property
-    def noise(self) -> float:
-        noise = self.proxy.table.noise if self.proxy.table is not None else None
-        return noise * noise_factor(self.grown) if noise else math.nan
-
-    def error(self, index: IntVector) -> float:
-        """Return the predicted relative gradient error; NaN without a table."""
-        if self.table is None:
-            return math.nan
-        squares = self.table[np.arange(len(index)), index]
-        return math.sqrt(float(squares[np.isfinite(squares)].sum()) + self.around2) * self.misfit
-
-    @cached_property
-    def budget(self) -> float:
-        """The most predicted error that is allowed: what the proxy's policy would cause here, were nothing dropped.
-
-        Or what it caused there, in units of the mini-batch noise, if that is more; never more than the limit.
-        """
-        each = [self._error2(group, choice) for group, choice in zip(self.problem.groups, self.mapped, strict=True)]
-        as_mapped = math.sqrt(sum(square for square in each if math.isfinite(square)) + self.around2) * self.misfit
-        noise = self.proxy.table.noise if self.proxy.table is not None else None
-        if not noise:
-            return as_mapped
-        return min(max(self.proxy.predicted(self.policy) / noise * self.noise, as_mapped), self._limit)
-
-    @property
-    def _limit(self) -> float:
-        return self.max_gradient_error * self.noise
-
     def filled(self, index: IntVector) -> IntVector:
         """Return the fastest columns within the budget, if they gain enough over ``index`` or that is beyond it."""
-        if self.table is None:
+        if self.forecast is None or self.cost is None:
             return index
         time = self.problem.table(self._seconds)
         if KEEP in self.problem.choice_names:  # it may be faster nowhere, and would read as if nobody had decided
@@ -391,10 +323,9 @@ class _Job:
                 self._plain(g) != KEEP and m != KEEP for g, m in zip(self.problem.groups, self.mapped, strict=True)
             ]
             time[decided, self.problem.choice_names.index(KEEP)] = math.inf
-        room = (self.budget / self.misfit) ** 2 - self.around2
-        found = solve(time, self.table, max(0.0, room))
+        found = solve(time, self.forecast.table, self.forecast.room(self.budget))
         rows = np.arange(len(index))
-        beyond = self.error(index) > self.budget * (1 + 1e-9)
+        beyond = self.forecast.error(index) > self.budget * (1 + 1e-9)
         if found is None:
             return self.dropped([self._plain(group) for group in self.problem.groups]) if beyond else index
         gained = float(time[rows, index].sum() - time[rows, found].sum())
@@ -423,20 +354,16 @@ class _Job:
             optimizer=self.policy.optimizer,
         )
 
-    def result(self, mapped: Sequence[str], index: IntVector) -> Transfer:
+    def result(self, index: IntVector) -> Transfer:
         choices, names = self._choices(index), self.problem.choice_names
         lost: dict[tuple[str, str], list[str]] = {}
         filled: list[tuple[str, str, str]] = []
-        segments: dict[str, float] = {}
-        for g, (group, wanted) in enumerate(zip(self.problem.groups, mapped, strict=True)):
-            now, why = names[int(index[g])], self._why_not(group, wanted)
+        for group, wanted, column in zip(self.problem.groups, self.mapped, index, strict=True):
+            now, why = names[int(column)], self._why_not(group, wanted)
             if why:
                 lost.setdefault((wanted, why), []).extend(group.layers)
             if now != (self._plain(group) if why else wanted):
                 filled += [(name, wanted, now) for name in group.layers]
-            if self.table is not None and now != KEEP and math.isfinite(square := float(self.table[g, index[g]])):
-                segment = segment_of(group.name, self.here, group.layers, now)
-                segments[segment] = segments.get(segment, 0.0) + square
         rules = {name: self.proxy.rules[other] for name, other in self.matched.of.items()}
         every = [layer.name for layer in self.report.layers]
         plain = {name: self._plain(group) for group in self.problem.groups for name in group.layers}
@@ -450,12 +377,7 @@ class _Job:
             filled=tuple(filled),
             unused=tuple(n for n in range(len(self.policy.layers)) if n not in set(rules.values())),
             growth=self.grown,
-            predicted=Prediction(
-                error=self.error(index),
-                noise=self.noise,
-                budget=self.budget if self.table is not None else math.nan,
-                segments={name: math.sqrt(square) * self.misfit for name, square in segments.items()},
-            ),
+            predicted=self.forecast.prediction(index, self.budget) if self.forecast is not None else Prediction(),
             baseline=self._estimate(plain),
             step=self._estimate(choices),
         )

@@ -92,7 +92,9 @@ def _rows(report: GraphReport, table: SensitivityTable) -> dict[str, int]:
     return out
 
 
-def load_proxy(policy: Policy, study: Path | None, graph: Path | None, scans: Sequence[Path] = ()) -> Proxy:
+def load_proxy(
+    policy: Policy, study: Path | None, graph: Path | GraphReport | None, scans: Sequence[Path] = ()
+) -> Proxy:
     """Read the proxy from the folder of a study, or its recorded step alone from ``graph``.
 
     Args:
@@ -106,7 +108,7 @@ def load_proxy(policy: Policy, study: Path | None, graph: Path | None, scans: Se
     recorded = graph if graph is not None else study / "graph.json" if study is not None else None
     if recorded is None:
         raise FileError("neither a study nor a recorded step of the proxy is given")
-    report = load_report(recorded)
+    report = load_report(recorded) if isinstance(recorded, Path) else recorded
     tables = [_read_table(path) for path in scans]
     if study is not None and (study / "sensitivity.json").exists():  # absent: 'stay' before anything was measured
         tables.insert(0, _read_table(study / "sensitivity.json"))

@@ -64,7 +64,7 @@ _MLP_OUT = re.compile(
 )
 _HEAD = re.compile(
     r"(lm_head|head|heads|classifier|proj_out|score|embed_out|cls|predictions|lm_predictions|pooler|qa_outputs|"
-    r"(visual|text)_projection|generator|output_layer|logits)"
+    r"(visual|text)_projection|generator|output(_layer)?|logits)"
 )
 _EMBEDDING = re.compile(r"\b(patch_?embed\w*|embed\w*|wte|stem|conv_in|to_patch\w*|input_proj\w*|feature_proj\w*)\b")
 _STACK = re.compile(
@@ -197,7 +197,7 @@ def _place(layer: Layer, names: Sequence[str], hints: Sequence[tuple[str, str]])
 
 def _role(layer: Layer, words: Sequence[str], names: Sequence[str]) -> str:
     """Return the role that flags and names tell; empty for none."""
-    leaf = words[-1].lower() if words else ""
+    leaf = words[-1].lower().removeprefix("linear_") if words else ""  # Megatron's linear_qkv
     above = words if layer.name.rpartition(".")[2].isdigit() else words[:-1]
     path = " ".join(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", word).lower() for word in above)
     flat = " ".join(word.lower() for word in above)

@@ -16,7 +16,9 @@ from autoprec.policy import OptimizerPolicy, Policy, first_match
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.trial.protocol import Probe
-from autoprec.tuning.transfer.plan import rendered, segment_of
+from autoprec.tuning.transfer.correction import Correction
+from autoprec.tuning.transfer.forecast import segment_of
+from autoprec.tuning.transfer.plan import rendered
 from autoprec.tuning.transfer.roles import places
 
 __all__ = ["Row", "Segment", "SpotCheck", "corrected", "judged", "segments", "spot_probes"]
@@ -39,20 +41,29 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One pass: a segment, or the whole policy; errors are relative to the gradient."""
+    """One pass: a segment, or the whole policy; errors are relative to the gradient.
+
+    ``factor`` is what an earlier spot check corrected the prediction by.
+    """
 
     name: str
     predicted: float
     measured: float
+    factor: float = 1.0
 
     @property
     def ratio(self) -> float:
         """Measured over predicted; NaN without a prediction."""
         return self.measured / self.predicted if self.predicted > 0 else math.nan
 
+    @property
+    def of_law(self) -> float:
+        """Measured over what the law alone predicts, without an earlier correction."""
+        return self.ratio * self.factor
+
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return asdict(self) | {"ratio": self.ratio}
+        return asdict(self) | {"ratio": self.ratio, "of_law": self.of_law}
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,11 @@ class SpotCheck:
     def as_predicted(self) -> bool:
         """Whether the prediction was right (True where there was none)."""
         return math.isnan(self.whole.ratio) or RANGE[0] <= self.whole.ratio <= RANGE[1]
+
+    @property
+    def correction(self) -> Correction:
+        """What the passes say of the law, for another transfer to this model."""
+        return Correction({row.name: row.of_law for row in self.rows[1:] if 0.0 < row.of_law < math.inf}, self.noise)
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
@@ -144,11 +160,12 @@ def judged(
     origin = policy.evidence.get("transferred_from") or {}
     whole = float((origin.get("predicted") or {}).get("gradient_error", math.nan))
     predicted = {WHOLE: whole} | {segment.name: segment.predicted for segment in asked}
-    rows = []
+    factors, rows = origin.get("corrected_by") or {}, []
     for name, expected in predicted.items():
         row = found[name]
         value = row.get("gradient_error")
-        rows.append(Row(name, expected, math.inf if row.get("nonfinite") or value is None else float(value)))
+        measured = math.inf if row.get("nonfinite") or value is None else float(value)
+        rows.append(Row(name, expected, measured, float(factors.get(name, 1.0))))
     noise = payload.get("gradient_noise")
     known = float(noise) if noise is not None and math.isfinite(noise) and noise > 0 else math.nan
     return SpotCheck(tuple(rows), known, max_gradient_error * known if known == known else math.inf)

@@ -51,6 +51,20 @@ def test_json_says_where_every_rule_went(found: Path) -> None:
     assert document["speedup"] > 1.0
 
 
+def test_a_spot_check_of_the_big_model_corrects_what_is_predicted(found: Path, tmp_path: Path) -> None:
+    command = ("transfer", found, "--to", "llama3-8b", "--seq", "4096", "--json", "--no-fill")
+    first = autoprec(*command, "-o", "first.yaml").json()["gradient_error"]
+    rows = [{"name": name, "of_law": 4.0} for name in first["segments"]]
+    (tmp_path / "spot.json").write_text(json.dumps({"ok": True, "sensitivity": {"rows": rows, "noise": 0.3}}))
+    second = autoprec(*command, "-o", "second.yaml", "--spot", "spot.json").json()["gradient_error"]
+    assert second["noise"] == 0.3
+    assert second["segments"] == pytest.approx({name: 2.0 * error for name, error in first["segments"].items()})
+    origin = load_policy("second.yaml").evidence["transferred_from"]
+    assert set(origin["corrected_by"].values()) == {2.0}
+    (tmp_path / "none.json").write_text("{}")
+    assert "has no spot check" in refused(*command, "-o", "third.yaml", "--spot", "none.json").err
+
+
 def test_a_list_of_names_and_a_saved_step(found: Path, tmp_path: Path) -> None:
     layers = llama(layers=8).layers
     (tmp_path / "names.txt").write_text("\n".join(layer.name for layer in layers))

@@ -10,6 +10,7 @@ from autoprec.errors import PolicyMismatchError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import resolve
 from autoprec.precision.hardware import target
+from autoprec.tuning.transfer.correction import Correction
 from autoprec.tuning.transfer.evidence import with_evidence
 from autoprec.tuning.transfer.plan import Transfer, transfer
 from autoprec.tuning.transfer.proxy import Proxy
@@ -142,3 +143,18 @@ def test_the_evidence_says_where_it_comes_from_and_that_nothing_was_measured() -
     assert written.model is not None
     assert written.model.class_name == "Decoder"
     assert "checksum" not in written.to_dict()
+
+
+def test_a_spot_check_corrects_the_prediction_and_what_the_budget_buys() -> None:
+    before = moved(max_gradient_error=0.012)
+    segments = before.predicted.segments
+    assert segments
+    ratios = dict.fromkeys(segments, 0.25)
+    after = moved(max_gradient_error=0.012, correction=Correction(ratios, noise=before.predicted.noise))
+    assert after.speedup > before.speedup
+    assert after.predicted.error <= after.predicted.budget * (1 + 1e-9)
+    same = moved(fill=False, correction=Correction(dict.fromkeys(moved(fill=False).predicted.segments, 4.0), noise=0.7))
+    assert same.predicted.noise == 0.7
+    for name, error in same.predicted.segments.items():
+        assert error == pytest.approx(2.0 * moved(fill=False).predicted.segments[name])
+    assert set(same.predicted.factors.values()) == {2.0}

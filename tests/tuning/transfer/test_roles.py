@@ -54,6 +54,13 @@ FAMILIES = {
         "mlp.gate": "router",
     },
     "torch": {"self_attn.in_proj": "attention.qkv", "linear1": "mlp.in", "linear2": "mlp.out"},
+    "torchtitan": {"attention.wq": "attention.qkv", "attention.wo": "attention.out", "feed_forward.w2": "mlp.out"},
+    "megatron": {
+        "self_attention.linear_qkv": "attention.qkv",
+        "self_attention.linear_proj": "attention.out",
+        "mlp.linear_fc1": "mlp.in",
+        "mlp.linear_fc2": "mlp.out",
+    },
     "plain": {"attn.qkv": "attention.qkv", "attn.proj": "attention.out", "fc": "mlp.in", "proj": "mlp.out"},
     "sequential": {"mlp.0": "mlp.in", "mlp.2": "mlp.out"},
 }

@@ -83,3 +83,12 @@ def test_a_policy_that_nobody_predicted_is_still_held_to_the_limit() -> None:
     assert check.as_predicted
     assert check.within
     assert check.limit == math.inf
+
+
+def test_a_second_check_corrects_the_law_and_not_the_first_correction() -> None:
+    found, _, kept = asked()
+    origin = found.evidence["transferred_from"] | {"corrected_by": {UP: 2.0}}
+    again = judged(payload(0.05), found.model_copy(update={"evidence": {"transferred_from": origin}}), kept, 0.12)
+    ratios = {row.name: row.ratio for row in again.rows}
+    assert again.correction.ratios == {UP: pytest.approx(2.0 * ratios[UP]), DOWN: pytest.approx(ratios[DOWN])}
+    assert again.correction.noise == 0.5
