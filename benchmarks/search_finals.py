@@ -92,7 +92,7 @@ class Replay:
         """Decide, and measure what was decided under fresh seeds."""
         ready = [c for c in self.now.candidates if len(c.divergences) > 1]
         decision = choose(
-            ready, max_divergence=MAX_DIVERGENCE, noise_floor=self.case.scans[self.seed].floor, timing_noise=0.0
+            ready, max_divergence=MAX_DIVERGENCE, baseline=Baseline(self.case.scans[self.seed].floor), timing_noise=0.0
         )
         runs = REFERENCE_RUNS + len(self.references) - 1 + sum(map(len, self.rows.values()))
         if decision.index is None:

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from tests.simulated import simulated_graph
@@ -30,7 +31,7 @@ def main(blocks: int, trials: int) -> None:
     level = {"keep": 0.0, "bf16": 1e-6}
     error2 = problem.table(lambda _g, c: level.get(c, 1e-3) * rng.lognormal())
     time_ms = problem.table(lambda _g, c: rng.uniform(0.5, 1.5) * {"keep": 1.6, "bf16": 1.0}.get(c, 0.65))
-    sampler = PrecisionSampler(problem, Prior(time_ms, error2, 10.0))
+    sampler = PrecisionSampler(problem, Prior(time_ms, error2, 10.0), Goals())
     study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
     rows, spent = np.arange(len(problem.groups)), []
     for _ in range(trials):

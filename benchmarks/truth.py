@@ -18,7 +18,7 @@ import numpy as np
 from ground_truth import JUDGE_SEEDS, TRUTH_SEEDS, Case
 
 from autoprec.policy.solver import solve
-from autoprec.tuning.decide.pareto import hypervolume, nondominated
+from autoprec.tuning.decide.pareto import nondominated
 from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, DivergenceModel, Observation
 from autoprec.tuning.decide.sampler.prior import divergence_model
 
@@ -193,6 +193,17 @@ def _changes(case: Case) -> set[bytes]:
             changed[g] = c
             out.add(changed.tobytes())
     return out
+
+
+def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
+    """Return the area dominated by two-dimensional points and bounded by a reference point (both minimised)."""
+    inside = [p for p in points if all(a < b for a, b in zip(p, reference, strict=True))]
+    area, height = 0.0, reference[1]
+    for i in nondominated(inside):
+        x, y = inside[i][0], inside[i][1]
+        area += (reference[0] - x) * (height - y)
+        height = y
+    return area
 
 
 def corner(case: Case) -> Point:

@@ -33,12 +33,14 @@ from autoprec.tuning.decide.noise import (
     is_worse_than_benign,
 )
 
-__all__ = ["Candidate", "Decision", "Judgement", "choose", "gradient_limit", "judge", "noise_limit"]
+__all__ = ["Candidate", "Decision", "Judgement", "choose", "gradient_limit", "judge"]
 
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
 #: A modelled gain below this is not a reason to change a script.
 _LEAST_GAIN = 0.001
+#: A script of which nothing is known: no perturbation moves its loss.
+_CALM = Baseline()
 
 
 @dataclass(frozen=True)
@@ -119,13 +121,6 @@ def gradient_limit(noise: float | None, max_gradient_error: float = 0.12, *, bli
     if not blind:
         return usual
     return BLIND_GRADIENT_ERROR if usual is None else min(usual, BLIND_GRADIENT_ERROR)
-
-
-def noise_limit(noise_floor: Sequence[float] | float) -> float:
-    """Return the divergence that the benign perturbation itself reaches: the mean over its seeds."""
-    values = [noise_floor] if isinstance(noise_floor, (int, float)) else list(noise_floor)
-    finite = [v for v in values if math.isfinite(v)]
-    return float(np.mean(finite)) if finite else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,8 +232,7 @@ def choose(
     candidates: Sequence[Candidate],
     *,
     max_divergence: float = 0.0025,
-    noise_floor: Sequence[float] | float = 0.0,
-    baseline: Baseline | None = None,
+    baseline: Baseline = _CALM,
     max_gradient: float | None = None,
     max_memory: float | None = None,
     objective: str = "throughput",
@@ -252,8 +246,7 @@ def choose(
     Args:
         candidates: the finalists, presets among them; the script as written may be one.
         max_divergence: budget of the mean divergence, a fraction.
-        noise_floor: divergence of the benign perturbation, one number or one per seed; where nothing else is known.
-        baseline: what is known of the script itself; takes the place of ``noise_floor``.
+        baseline: what is known of the script itself.
         max_gradient: from :func:`gradient_limit`.
         max_memory: bytes.
         objective: ``throughput``, ``memory`` or ``balanced``.
@@ -262,7 +255,6 @@ def choose(
         sixteen_bit: speed-up of the best 16-bit run, which a gain is told against; None on a CPU.
         gradient_noise: mini-batch gradient noise, in whose units gradient errors are told.
     """
-    baseline = baseline if baseline is not None else Baseline(noise_limit(noise_floor))
     judged = judge(
         candidates,
         max_divergence=max_divergence,

@@ -9,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from autoprec.tuning.decide.problem import FloatTable, Params, Problem, layer_key
-from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel
-from autoprec.tuning.decide.sampler.prior import divergence_model, features_of, observation
+from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel, Observation
+from autoprec.tuning.decide.sampler.prior import divergence_model, features_of
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
 
@@ -191,11 +190,13 @@ def _fitted(
 ) -> tuple[DivergenceModel, LinearModel]:
     """Return the sampler's models, fitted to the finished trials."""
     divergence = divergence_model(problem, table.error2)
-    time = LinearModel(time_ms, 0.0, np.zeros(len(features_of(problem))), noise=0.01)
+    features = features_of(problem)
+    time = LinearModel(time_ms, 0.0, np.zeros(len(features)), noise=0.01)
     gaps, times = [], []
     for record in (record for record in records if record.ok):
-        error2_of = partial(table.parameter_error2, problem)
-        seen = observation(problem, record.params, error2_of, record.metrics["divergence"])
+        params, base2 = record.params, table.parameter_error2(problem, record.params)
+        z = np.array([problem.value(params, name) == value for name, value in features], dtype=np.float64)
+        seen = Observation(problem.indices(params), z, base2, record.metrics["divergence"])
         gaps.append(seen)
         times.append(replace(seen, value=record.metrics["step_time_ms"]))
     divergence.fit(gaps)

@@ -1,4 +1,4 @@
-"""The Pareto front of measured trials, and the hypervolume it dominates."""
+"""The Pareto front of measured trials, and the area that one more point would add to what it dominates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,7 @@ import numpy.typing as npt
 
 from autoprec.tuning.study.records import TrialRecord
 
-__all__ = ["OBJECTIVES", "added_area", "front", "hypervolume", "nondominated"]
-
-#: Metrics that are minimised, by name.
-OBJECTIVES = ("step_time_ms", "divergence", "memory_bytes")
+__all__ = ["added_area", "front", "nondominated"]
 
 
 def nondominated(points: Sequence[Sequence[float]]) -> list[int]:
@@ -38,17 +35,6 @@ def front(records: Sequence[TrialRecord], metrics: Sequence[str] = ("step_time_m
     usable = [r for r in records if r.ok and all(name in r.metrics for name in metrics)]
     points = [[r.metrics[name] for name in metrics] for r in usable]
     return [usable[i] for i in nondominated(points)]
-
-
-def hypervolume(points: Sequence[Sequence[float]], reference: Sequence[float]) -> float:
-    """Return the area dominated by two-dimensional points and bounded by a reference point (both minimised)."""
-    inside = [p for p in points if all(a < b for a, b in zip(p, reference, strict=True))]
-    area, height = 0.0, reference[1]
-    for i in nondominated(inside):
-        x, y = inside[i][0], inside[i][1]
-        area += (reference[0] - x) * (height - y)
-        height = y
-    return float(np.float64(area))
 
 
 def added_area(

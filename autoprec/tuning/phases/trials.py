@@ -20,7 +20,6 @@ from autoprec.policy import Policy, save_policy
 from autoprec.trial.protocol import FAILURES
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.race import stop_gap
-from autoprec.tuning.decide.sampler.base import finished
 from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
 from autoprec.tuning.decide.sampler.other_samplers import make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior
@@ -221,11 +220,16 @@ class _Loop:
             ledger.stopped = f"ran out of time after {done}"
         elif self.done >= self.goal:
             ledger.stopped = f"ran all {self.goal} trials"
-        elif self.used_up or (why := finished(self.sampler, ledger.store.live)) == NOTHING_NEW:
+        elif self.used_up or (why := self._finished()) == NOTHING_NEW:
             ledger.stopped = f"exhausted the space after {self.done} different policies"
         else:
             ledger.stopped = f"converged after {done}: {why}"
         ledger.note(ledger.stopped)
+
+    def _finished(self) -> str:
+        """Return why nothing is left that is worth a trial; samplers other than ours end with the space alone."""
+        own = isinstance(self.sampler, PrecisionSampler)
+        return self.sampler.finished(self.ledger.store.live) if own else NOTHING_NEW
 
     def seconds_left(self) -> float:
         """Return the seconds until the search ends at most, further seeds included."""

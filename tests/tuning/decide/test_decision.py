@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from autoprec.tuning.decide.decision import Candidate, choose, gradient_limit, noise_limit
+from autoprec.tuning.decide.decision import Candidate, choose, gradient_limit
 from autoprec.tuning.decide.noise import Baseline
 
 SCRIPT = Candidate("script as written", 1.0, (0.0,), 0.0, 100.0, reference=True)
@@ -142,12 +142,6 @@ def test_a_failed_seed_is_never_accepted() -> None:
 def test_nothing_at_all() -> None:
     assert choose([]).verdict == "stay"
     assert choose([SCRIPT]).index == 0
-
-
-def test_the_noise_floor_may_be_one_number_or_one_per_seed() -> None:
-    assert noise_limit(0.001) == 0.001
-    assert noise_limit([0.001, 0.003]) == 0.002
-    assert noise_limit([math.inf]) == 0.0
 
 
 def test_figures_that_are_told_apart_are_shown_apart() -> None:

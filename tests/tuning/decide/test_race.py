@@ -17,9 +17,9 @@ FOUND = synthetic(blocks=2)
 JUDGE = partial(judge, max_divergence=BUDGET, baseline=Baseline(1e-6))
 
 
-def stand(gaps: dict[str, list[float]], seeds: int = 4, *, blind: bool = False) -> Standings:
+def stand(gaps: dict[str, list[float]], seeds: int = 4, *, blind: bool = False, floor: float = 0.0) -> Standings:
     """Stand uniform policies with these divergences, one per seed."""
-    goals = Goals(BUDGET, blind=blind, reference=(60.0, 1.0))
+    goals = Goals(BUDGET, noise_floor=floor, blind=blind, reference=(60.0, 1.0))
     expectation = Expectation(FOUND.problem, FOUND.prior, goals)
     params = {name: FOUND.problem.params_of(name) for name in gaps}
     runs = [
@@ -42,6 +42,10 @@ def test_one_seed_is_never_enough_and_two_are_far_within_the_budget() -> None:
     twice = stand({"fp8_tensorwise": [0.0001, 0.00012]})
     assert twice.accepted == (0,)
     assert twice.next is None
+
+
+def test_two_seeds_at_the_noise_floor_are_far_within_the_budget_as_well() -> None:
+    assert stand({"fp8_tensorwise": [0.00011, 0.00014]}, floor=0.0004).accepted == (0,)
 
 
 def test_near_the_budget_more_seeds_are_given_and_far_beyond_it_none() -> None:

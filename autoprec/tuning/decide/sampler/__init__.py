@@ -13,5 +13,5 @@ saves.
 4. **Ask** (:mod:`.sampler`): the knapsack (:mod:`autoprec.policy.solver`) gives the front by the models; asked
    is its point (or the preset) with the largest expected gain per run, until that is too small to be worth one.
 
-:mod:`.other_samplers` has Optuna's own and the two strategies of existing tools, for comparison.
+:mod:`.other_samplers` offers Optuna's own beside it, for comparison.
 """

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from autoprec.policy.solver import Limit
 from autoprec.tuning.decide.noise import screening_limit
 from autoprec.tuning.decide.problem import FloatTable, Problem
-from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, LinearModel, Observation
+from autoprec.tuning.decide.sampler.posterior import LinearModel, Observation
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of
 
 __all__ = ["PRICE", "Expectation", "Goals", "Measured", "Outlook", "Points"]
@@ -29,8 +29,8 @@ __all__ = ["PRICE", "Expectation", "Goals", "Measured", "Outlook", "Points"]
 Vector = npt.NDArray[np.float64]
 
 #: What one run has to gain. It is some 40 steps of the training that is to be sped up, so this has paid for it after
-#: 130,000 of them. A policy that is faster by less than the tie has nobody pay for a run.
-PRICE, TIE = 0.0003, 0.01
+#: 200,000 of them. A policy that is faster by less than the tie has nobody pay for a run.
+PRICE, TIE = 0.0002, 0.01
 #: What is expected to be gained, chances included, has to be more than this: half a percent is lost in timing noise.
 LEAST_GAIN = 0.005
 #: One-sided 95 % quantile of the normal distribution.
@@ -180,7 +180,7 @@ class Expectation:
         if len(runs) > _MOST_FITTED:
             runs = runs[:_FIRST_FITTED] + runs[_FIRST_FITTED - _MOST_FITTED :]
         effects = np.array([prior.parameter_time_ms.get(f, 0.0) for f in self._features], dtype=np.float64)
-        self.divergence = divergence_model(self.problem, prior.error2, self.goals.noise_floor)
+        self.divergence = divergence_model(self.problem, prior.error2)
         self.time = LinearModel(
             prior.time_ms, prior.base_time_ms, effects, noise=prior.time_noise, trust=prior.time_trust
         )
@@ -219,10 +219,6 @@ class Expectation:
         self._failed = np.where(worked, 0.0, used[failed].sum(axis=0))
 
     # --- expecting --------------------------------------------------------------------------------------------------
-    def law(self) -> DivergenceLaw:
-        """Return the most likely law of the divergence."""
-        return self.divergence.law()
-
     def cost_table(self) -> tuple[FloatTable, Vector]:
         """Return what the objective minimises per group and choice ``[G, C]`` and feature ``[K]``, to first order."""
         (time, _, effects), (held, _, held_effects) = self.time.mean(), self.memory.mean()

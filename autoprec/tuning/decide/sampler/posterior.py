@@ -42,8 +42,6 @@ _SPREAD, _SPREAD_WIDTH = 0.36, 0.4
 _SPREADS = np.geomspace(0.12, 1.5, 9)
 #: Shares of the seeds' variance: what all runs under one seed have in common, and what those with the same errors have.
 _SEED, _OVERLAP = 0.1, 0.4
-#: A signal this much smaller than the noise floor cannot be told from it.
-_LEAST_SIGNAL = 0.05
 #: Divergences below and above which nothing is distinguished (1e-7 relative is float32 rounding of the loss).
 _TINY, _MOST = 1e-8, 10.0
 #: ln(D) at the largest squared error of a table, before anything was measured.
@@ -79,20 +77,16 @@ class DivergenceLaw:
     level: float
     parameter: Vector
     unit: float
-    floor: float
 
     def divergences(self, index: npt.NDArray[np.int64], features: FloatTable, base2: Vector) -> Vector:
         """Return the divergence ``[N]`` of assignments ``[N, G]`` with features ``[N, K]`` by this law."""
         total = base2 + self.error2[np.arange(index.shape[1]), index].sum(axis=1)
         log = 2 * (self.level + features @ self.parameter) + np.log(np.maximum(total, 1e-30) / self.unit)
-        return np.asarray(np.sqrt(self.floor**2 + np.exp(np.minimum(log, 60.0))))
+        return np.asarray(np.exp(0.5 * np.minimum(log, 60.0)))
 
     def budget(self, divergence: float, features: Vector, base2: float) -> float:
         """Return the sum of squared errors (parameters' share taken off) that comes to this divergence."""
-        excess = divergence**2 - self.floor**2
-        if excess <= 0:
-            return 0.0
-        log = math.log(excess) - 2 * (self.level + float(self.parameter @ features))
+        log = 2 * (math.log(divergence) - self.level - float(self.parameter @ features))
         return max(0.0, self.unit * math.exp(min(log, 60.0)) - base2)
 
 
@@ -141,15 +135,14 @@ class DivergenceModel:
     Args:
         error2: ``[G, C]`` prior squared errors; infinite where not offered.
         features: number of parameter features K.
-        floor: noise floor of the divergence (a fraction).
     """
 
-    def __init__(self, error2: FloatTable, features: int, floor: float = 0.0) -> None:
+    def __init__(self, error2: FloatTable, features: int) -> None:
         self._allowed = np.isfinite(error2)
         self._error2 = np.where(self._allowed & (error2 > 0), error2, 0.0)
         positive = self._error2[self._error2 > 0]
         self._unit = max(float(self._error2.max(axis=1).sum()), float(positive.min()) if len(positive) else 1e-12)
-        self._floor, self._features = max(floor, 0.0), features
+        self._features = features
         g, c = error2.shape
         sizes = ((1, _LEVEL), (features, _PARAMETER), (c, _CHOICE), (g * c, _ENTRY))
         self._sd = np.concatenate([np.full(count, sd) for count, sd in sizes])
@@ -199,11 +192,8 @@ class DivergenceModel:
         index, base2 = np.stack([o.index for o in usable]), np.array([o.base2 for o in usable])
         features = np.stack([o.features for o in usable]).reshape(len(usable), -1)
         rows, prior = self._scaled(index, features, base2)
-        gap2 = np.clip([o.value for o in usable], _TINY, _MOST) ** 2
-        signal = np.maximum(gap2 - self._floor**2, _LEAST_SIGNAL * gap2)
-        scale = gap2 / signal  # near the noise floor a run says less
-        noise = self._correlation(index, base2, np.array([o.seed for o in usable])) * np.outer(scale, scale)
-        residual = 0.5 * np.log(signal) - prior
+        noise = self._correlation(index, base2, np.array([o.seed for o in usable]))
+        residual = np.log(np.clip([o.value for o in usable], _TINY, _MOST)) - prior
         self._fits = [_Fit.of(self._trusting(rows, m), residual, spread**2 * noise) for spread, m, _ in _GRID]
         self._weights = _weights(np.array([fit.evidence for fit in self._fits]) + np.log(_GRID[:, 2]))
 
@@ -215,8 +205,7 @@ class DivergenceModel:
         logs = np.array([prior + mean + spread**2 / 2 for (mean, _), spread in zip(found, _GRID[:, 0], strict=True)])
         log = self._weights @ logs
         variance = self._weights @ (np.array([variance for _, variance in found]) + (logs - log) ** 2)
-        gap2 = self._floor**2 + np.exp(np.minimum(2 * log, 60.0))
-        return 0.5 * np.log(gap2 + _TINY**2), np.sqrt(variance)
+        return np.clip(log, math.log(_TINY), 30.0), np.sqrt(variance)
 
     def law(self) -> DivergenceLaw:
         """Return the most likely law: what the solver works with."""
@@ -226,7 +215,7 @@ class DivergenceModel:
         shift = theta[start : start + c][None, :] + theta[start + c :].reshape(g, c)
         table = np.where(self._allowed, self._error2 * np.exp(np.clip(2 * shift, -12.0, 12.0)), np.inf)
         level = _START + float(theta[0]) + self.spread**2 / 2
-        return DivergenceLaw(table, level, theta[1:start], self._unit, self._floor)
+        return DivergenceLaw(table, level, theta[1:start], self._unit)
 
     def entry_sd(self, error2: FloatTable) -> Vector:
         """Return ``[G]``: how uncertain the logarithm of the variance is that each group's largest error brings."""

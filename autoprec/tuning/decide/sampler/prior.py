@@ -16,7 +16,7 @@ import numpy as np
 from autoprec.policy import LayerPlan
 from autoprec.policy.space import Choice
 from autoprec.tuning.decide.problem import FloatTable, GroupVariable, Problem, layer_key
-from autoprec.tuning.decide.sampler.posterior import DivergenceModel, Observation
+from autoprec.tuning.decide.sampler.posterior import DivergenceModel
 from autoprec.tuning.decide.table import SensitivityTable
 
 __all__ = [
@@ -27,7 +27,6 @@ __all__ = [
     "divergence_model",
     "features_of",
     "memory_table",
-    "observation",
 ]
 
 #: An error in the output layer moves the loss itself, not only the weights: its squared gradient error counts this many
@@ -148,21 +147,12 @@ def features_of(problem: Problem) -> list[tuple[str, Any]]:
     return [(name, value) for name, values in problem.parameters.items() for value in values[1:]]
 
 
-def divergence_model(problem: Problem, error2: FloatTable, noise_floor: float = 0.0) -> DivergenceModel:
+def divergence_model(problem: Problem, error2: FloatTable) -> DivergenceModel:
     """Return the divergence model that starts from a table of squared errors.
 
     Args:
         problem: the search problem.
         error2: ``[G, C]``, see :class:`autoprec.tuning.decide.table.SensitivityTable`.
-        noise_floor: divergence of the benign perturbation; half of it is what no assignment gets below.
     """
     weight = np.array([HEAD_WEIGHT if "head" in group.flags else 1.0 for group in problem.groups])
-    return DivergenceModel(error2 * weight[:, None], len(features_of(problem)), 0.5 * noise_floor)
-
-
-def observation(
-    problem: Problem, params: Mapping[str, Any], error2_of: Callable[[Mapping[str, Any]], float], value: float
-) -> Observation:
-    """Return what a model learns from one point; ``error2_of`` gives the squared error its parameters add."""
-    z = np.array([problem.value(params, name) == v for name, v in features_of(problem)], dtype=np.float64)
-    return Observation(problem.indices(params), z, error2_of(params), value)
+    return DivergenceModel(error2 * weight[:, None], len(features_of(problem)))

@@ -21,7 +21,6 @@ from optuna.trial import FrozenTrial, TrialState
 from autoprec.policy.solver import corners, solve
 from autoprec.tuning.decide.pareto import added_area
 from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.base import PointSampler
 from autoprec.tuning.decide.sampler.expectation import Expectation, Goals, Measured
 from autoprec.tuning.decide.sampler.prior import Prior, features_of
 
@@ -61,7 +60,7 @@ class Proposal:
     worth: float
 
 
-class PrecisionSampler(PointSampler):
+class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     """Proposes whole points; see :mod:`autoprec.tuning.decide.sampler` for the idea.
 
     Args:
@@ -71,6 +70,7 @@ class PrecisionSampler(PointSampler):
         presets: (name, params) of policies that people run today.
 
     Attributes:
+        problem: the search problem.
         expectation: the fitted models.
         last: what was proposed last.
     """
@@ -78,14 +78,17 @@ class PrecisionSampler(PointSampler):
     def __init__(
         self, problem: Problem, prior: Prior, goals: Goals, presets: Sequence[tuple[str, dict[str, Any]]] = ()
     ) -> None:
-        super().__init__(problem)
-        self.expectation = Expectation(problem, prior, goals)
+        self.problem, self.expectation = problem, Expectation(problem, prior, goals)
         self._presets, self._features = list(presets), features_of(problem)
         self._runs: list[Measured] | None = None
         self._known: tuple[Any, Proposal | None] = (None, None)
         self.last: Proposal | None = None
 
     # --- Optuna's side ----------------------------------------------------------------------------------------------
+    def infer_relative_search_space(self, *_study_and_trial: Any) -> dict[str, BaseDistribution]:
+        """Return the distributions of everything: layers and parameters are decided in one sample."""
+        return dict(self.problem.distributions())
+
     def sample_relative(
         self, study: optuna.Study, trial: FrozenTrial, search_space: dict[str, BaseDistribution]
     ) -> dict[str, Any]:
@@ -198,7 +201,7 @@ class PrecisionSampler(PointSampler):
         amax history, rounding of scales): nobody knows before it ran, and it is worth a run where the error binds.
         """
         expected = self.expectation
-        law, (table, effects) = expected.law(), expected.cost_table()
+        law, (table, effects) = expected.divergence.law(), expected.cost_table()
         found: list[tuple[Any, dict[str, Any]]] = []
         supported = corners(table, law.error2, _CORNERS)
         for turn, parameters in enumerate(self._options(effects)):
@@ -224,7 +227,8 @@ class PrecisionSampler(PointSampler):
         """
         names = list(self.problem.parameters)
         default = {name: options[0] for name, options in self.problem.parameters.items()}
-        quieter, unsure = self.expectation.law().parameter, self.expectation.divergence.parameter_sd()
+        model = self.expectation.divergence
+        quieter, unsure = model.law().parameter, model.parameter_sd()
         for (name, value), effect, shift, sd in zip(self._features, effects, quieter, unsure, strict=True):
             if effect < _LEAST_EFFECT and shift < -sd:
                 default[name] = value

@@ -18,7 +18,6 @@ from autoprec.tuning.decide.sampler.prior import (
     divergence_model,
     features_of,
     memory_table,
-    observation,
 )
 from autoprec.tuning.decide.table import SensitivityTable
 from tests.tuning.models import gpt
@@ -96,13 +95,3 @@ def test_an_error_in_the_head_counts_more() -> None:
     fp8 = next(c for c in range(len(problem.choice_names)) if problem.allowed[heads[0], c] and c != low)
     other = next(g for g in range(len(problem.groups)) if g not in heads and problem.allowed[g, fp8])
     assert belief.error2[heads[0], fp8] == HEAD_WEIGHT * belief.error2[other, fp8]
-
-
-def test_an_observation_carries_the_points_parameters() -> None:
-    problem = Problem.build(gpt(2), load_space("te-delayed"))
-    name, value = features_of(problem)[0]
-    seen = observation(problem, problem.params_of(problem.baseline, **{name: value}), lambda _params: 3.0, 0.01)
-    assert seen.features.sum() == 1.0
-    assert seen.features[0] == 1.0
-    assert (seen.base2, seen.value) == (3.0, 0.01)
-    np.testing.assert_array_equal(seen.index, problem.indices(problem.params_of(problem.baseline)))

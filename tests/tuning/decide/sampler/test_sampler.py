@@ -57,6 +57,12 @@ def test_it_beats_optunas_own_when_the_scores_are_poor() -> None:
     assert np.mean(ours) < np.mean(tpe)
 
 
+def test_layers_and_parameters_are_decided_in_one_sample() -> None:
+    found = synthetic(blocks=2)
+    asked = study(PrecisionSampler(found.problem, found.prior, GOALS)).ask(found.problem.distributions())
+    assert set(asked.params) == set(found.problem.distributions())
+
+
 def test_nothing_is_proposed_twice() -> None:
     found = synthetic()
     at = study(PrecisionSampler(found.problem, found.prior, GOALS))
