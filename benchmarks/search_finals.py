@@ -2,11 +2,15 @@
 
 The same functions as the product's (sampler, expectation, standings, decision) over recorded runs; only who trains is
 different. Other strategies run their 30 trials first, and then get the same race.
+
+    python benchmarks/search_finals.py vit-h100 5    # one search, run by run, under trial seed 5
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +53,7 @@ class Replay:
         self.order = [seed, *(others[(seed + k) % len(others)] for k in range(len(others))), *TRUTH_SEEDS]
         self.rows: dict[bytes, list[float]] = {}
         self.references = {0}
+        self.told: list[str] = []
         self.judge = partial(judge, max_divergence=MAX_DIVERGENCE, baseline=Baseline(case.scans[seed].floor))
         self.fit()
 
@@ -60,6 +65,16 @@ class Replay:
         self.case.measure([(row, paired)])
         runs.append(self.case.trial(row, paired))
         self.fit()
+        self.told.append(self.line(row))
+
+    def line(self, row: bytes) -> str:
+        """Return what is known of a policy after its newest run."""
+        at, runs = list(self.rows).index(row), self.rows[row]
+        gap, upper, chance = runs[-1], self.now.judged[at].upper, self.now.chance[at]
+        accepted = "accepted" if at in self.now.accepted else ""
+        name = f"trial {at}" if at else "all bf16"
+        slower = self.case.time(row) / self.case.time(self.case.baseline)
+        return f"{name:9} {slower:.3f}  {len(runs):5}  {gap:10.3%}  {upper:10.3%}  {chance:6.2f}  {accepted}".rstrip()
 
     def measured(self) -> list[Measured]:
         """Return the pool."""
@@ -101,12 +116,13 @@ class Replay:
         return Ending(row, self.case.fresh(row), len(self.rows), runs, converged, tuple(self.rows))
 
 
-def searched(case: Case, seed: int, trials: int = TRIALS) -> Ending:
-    """Search as the product does, until nothing is worth a run."""
+def searched(case: Case, seed: int, trials: int = TRIALS, told: list[str] | None = None) -> Ending:
+    """Search as the product does, until nothing is worth a run; ``told`` gets a line for every run."""
     offered = presets(case.problem)
     sampler = PrecisionSampler(case.problem, case.prior(seed), goals(case, seed), offered)
     study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
     replay = Replay(case, seed, sampler.expectation)
+    replay.told = told if told is not None else []
     replay.run(case.baseline)
     tell(study, case, case.params(case.baseline), case.baseline, seed)
     while True:
@@ -160,3 +176,19 @@ def best_preset(case: Case) -> float:
         if case.judged(row) <= MAX_DIVERGENCE:
             return case.time(row)
     return np.inf
+
+
+def main(name: str, seed: str) -> None:
+    """Print one search, run by run."""
+    warnings.simplefilter("ignore")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    case, told = Case.load(name), list[str]()
+    ending = searched(case, int(seed), told=told)
+    print("run       time   seeds  divergence  95 % bound  chance")
+    print("\n".join(told))
+    time = case.time(ending.row or case.baseline) / case.time(case.baseline)
+    print(f"{ending.runs} runs, references included; adopted: {time:.3f}, {ending.mean:.3%} over 48 fresh seeds")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
