@@ -61,6 +61,8 @@ def scaled_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, ou
     right = b.codes if axes[1] == 1 else b.codes.t()  # [N, K]: its transpose is the column-major second operand
     if left.numel() == 0 or right.numel() == 0 or a.scale is None or b.scale is None:
         return multiply_emulated(a, b, step, out_dtype)
+    if left.element_size() > 1:  # values: graphs that Inductor compiles for a CPU hold no 8-bit codes
+        return multiply_emulated(a, b, step, out_dtype)
     rows, columns, on_gpu = left.shape[0], right.shape[0], _is_cuda(left)
     if on_gpu:
         left, right = _padded(left, _MULTIPLE), _padded(right, _MULTIPLE)

@@ -144,6 +144,20 @@ def test_without_a_kernel_for_row_scales_a_cpu_scales_the_product(monkeypatch: p
     assert (out - wanted).norm() / wanted.norm() < 1e-5
 
 
+def test_a_graph_compiled_for_a_cpu_which_holds_values_multiplies_them() -> None:
+    plan = LayerPlan.uniform(BUILTIN_RECIPES["fp8_rowwise"])
+    step = compile_plan(plan, torch.bfloat16, "cpu", dict.fromkeys(GEMMS, scaled_multiply)).fprop
+    torch.manual_seed(0)
+    x, weight = torch.randn(32, 64), torch.randn(48, 64)
+
+    def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return step.multiply(quantize(x, step.first), quantize(weight, step.second), step, torch.bfloat16)
+
+    torch._dynamo.reset()
+    found = torch.compile(product, backend="aot_eager", fullgraph=True)(x, weight)
+    assert (found - product(x, weight)).norm() / found.norm() < 4e-3
+
+
 @pytest.mark.parametrize(("name", "old"), [("fp8_tensorwise", False), ("fp8_rowwise", False), ("fp8_rowwise", True)])
 def test_ragged_sizes_are_padded_on_a_gpu(name: str, old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     from autoprec.backends import scaled_mm

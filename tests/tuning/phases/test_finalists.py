@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autoprec.tuning.by_block import BY_BLOCK
 from autoprec.tuning.decide.decision import Candidate
 from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
@@ -42,6 +43,39 @@ def test_gaps_beyond_the_budget_are_held_against_all_only_beside_benign_ones_of_
     assert "the loss cannot judge it" in result.reason
     benign = [seed for seed, spec in chaotic.calls if spec.perturb]
     assert benign.count(0) == benign.count(1) == 1
+
+
+@pytest.mark.parametrize(
+    ("runs", "told"),
+    [
+        ([(1.4, True, True)], 1.4),
+        ([(1.4, True, True), (1.2, False, True)], 1.2),
+        ([(1.4, True, True), (1.2, False, True), (1.3, False, True)], 1.25),
+        ([(1.4, True, True), (0.1, False, False)], 1.4),
+    ],
+    ids=["by block alone", "as the script compiles it", "median of those", "that one failed"],
+)
+def test_the_speed_of_a_policy_is_that_of_runs_which_compile_the_whole_model_where_there_are_any(
+    runs: list[tuple[float, bool, bool]], told: float
+) -> None:
+    race: Any = object.__new__(Race)
+    race._error = lambda _record: 0.01
+    rows = [
+        SimpleNamespace(
+            ok=ok,
+            tags=(BY_BLOCK,) if by_block else (),
+            metrics={"speedup": speedup, "divergence": 1e-4, "memory_bytes": 1},
+            losses=(2.0, 1.0),
+            reference_losses=(2.0, 1.0),
+        )
+        for speedup, by_block, ok in runs
+    ]
+    record = SimpleNamespace(number=3, name="fp8", kind="trial", metrics=rows[0].metrics)
+    race._rows = {3: rows}
+    found = race._candidate(record)
+    assert found.speedup == pytest.approx(told)
+    assert len(found.divergences) == len(runs)  # losses are held against a policy however it was compiled
+    assert (math.inf in found.divergences) is (not runs[-1][2])
 
 
 def test_a_policy_beyond_the_limit_is_offered_an_end_in_bf16_at_the_speed_of_the_whole_run() -> None:

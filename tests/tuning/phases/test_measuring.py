@@ -2,7 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autoprec.tuning.phases.measuring import goals_of, make_prior
+from autoprec.trial.protocol import TrialResult
+from autoprec.tuning.by_block import BY_BLOCK
+from autoprec.tuning.phases.measuring import goals_of, make_prior, scored
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 
@@ -21,3 +23,18 @@ def test_goals_and_prior_are_those_of_the_search(here: Path) -> None:  # noqa: F
     prior = make_prior(setup, ledger.table)
     assert prior.memory is None  # neither limited nor an objective
     assert prior.time_ms.shape == ledger.table.error2.shape
+
+
+def test_a_record_says_that_its_trial_compiled_blocks(here: Path) -> None:  # noqa: F811
+    made, _ = search(script(), options(trials=1, seeds=2))
+    setup, ledger = made.setup, made.ledger
+    assert setup is not None
+    assert ledger is not None
+    plan, reference = made.records[0], ledger.reference
+    steps = len(reference.losses)
+    for payload in ({}, {"by_block": 12}):
+        result = TrialResult(
+            "ok", losses=tuple(reference.losses), step_ms=(1.0,) * steps, memory_bytes=1, payload=payload
+        )
+        record = scored(setup, ledger, plan, result, reference, 0.01, (0.0, 0.0))
+        assert (BY_BLOCK in record.tags) is bool(payload)
