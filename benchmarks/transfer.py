@@ -13,7 +13,6 @@ how the relative error of the whole gradient changes, which power of the size pr
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import platform
 import sys
@@ -26,7 +25,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from transfer_figures import run_families, run_llama, run_transfer
-from transfer_models import CHOICES, Looked, Size
+from transfer_models import CHOICES, Looked, Size, Store
 
 from autoprec.tuning.transfer.roles import places
 
@@ -49,9 +48,9 @@ SEEDS = 2
 LAW_CHOICES = tuple(choice for choice in CHOICES if choice != "mxfp8")
 
 
-def family_errors(size: Size) -> dict[str, float]:
+def family_errors(size: Size, store: Store) -> dict[str, float]:
     """Return ``role|choice`` -> relative gradient error of the role in all blocks, and ``noise``."""
-    found = Looked.at(size)
+    found = Looked.at(size, store=store)
     place = places(found.report.tunable)
     families: dict[str, list[str]] = {}
     for group in found.problem.groups:
@@ -66,23 +65,25 @@ def family_errors(size: Size) -> dict[str, float]:
     return out
 
 
-def measured_errors(size: Size) -> dict[str, float]:
+def measured_errors(size: Size, store: Store, seeds: int) -> dict[str, float]:
     """Return :func:`family_errors`, geometric mean over seeds."""
-    runs = [family_errors(replace(size, seed=seed)) for seed in range(SEEDS)]
+    runs = [family_errors(replace(size, seed=seed), store) for seed in range(seeds)]
     return {key: float(np.exp(np.mean([math.log(max(run[key], 1e-12)) for run in runs]))) for key in runs[0]}
 
 
-def law_points() -> Points:
+def law_points(store: Store, seeds: int) -> Points:
     """Return ``gpt`` -> ``width=128`` -> errors; the model in the middle of every axis is measured once."""
     out: Points = {}
     for kind in (*KINDS, "gpt, not scaled"):
         rows = out[kind] = {}
         middle = Size(kind[:3], scaled=kind in KINDS)
-        base = measured_errors(middle)
+        base = measured_errors(middle, store, seeds)
         for axis, values in AXES.items() if middle.scaled else (("width", AXES["width"]),):
             for value in values:
                 same = getattr(middle, axis) == value
-                rows[f"{axis}={value}"] = base if same else measured_errors(replace(middle, **{axis: value}))
+                rows[f"{axis}={value}"] = (
+                    base if same else measured_errors(replace(middle, **{axis: value}), store, seeds)
+                )
                 print(f"{kind} {axis}={value}: {time.process_time():.0f} s CPU", file=sys.stderr, flush=True)
     return out
 
@@ -138,14 +139,8 @@ def law_lines(points: Points) -> tuple[list[Row], list[str]]:
 
 
 def run_law(options: argparse.Namespace) -> tuple[list[Row], list[str]]:
-    """Measure (or read back) the points of the law."""
-    if options.points and options.points.exists():
-        points = json.loads(options.points.read_text(encoding="utf-8"))
-    else:
-        points = law_points()
-        if options.points:
-            options.points.write_text(json.dumps(points, indent=1), encoding="utf-8")
-    return law_lines(points)
+    """Measure the points of the law."""
+    return law_lines(law_points(Store(options.store), min(SEEDS, options.seeds)))
 
 
 PARTS: dict[str, Callable[[argparse.Namespace], tuple[list[Row], list[str]]]] = {
@@ -159,12 +154,9 @@ PARTS: dict[str, Callable[[argparse.Namespace], tuple[list[Row], list[str]]]] = 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default=",".join(PARTS))
-    parser.add_argument("--points", type=Path, help="keep what the law rests on in this file, or read it from there")
-    parser.add_argument("--seeds", type=int, default=8, help="at most so many per pair of models")
+    parser.add_argument("--seeds", type=int, default=8, help="at most so many per model or pair of models")
     parser.add_argument("--minutes", type=float, default=math.inf, help="start no further pair of models after these")
-    parser.add_argument(
-        "--store", type=Path, help="keep what was measured for --only transfer in this file, and read it"
-    )
+    parser.add_argument("--store", type=Path, help="keep what was measured in this file, and read it from there")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)

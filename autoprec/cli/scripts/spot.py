@@ -70,7 +70,8 @@ def print_spot(found: SpotCheck) -> None:
     if found.within and found.as_predicted:
         echo("the policy holds on this model" + (": its error is as predicted" if found.whole.predicted > 0 else ""))
     elif found.within:
-        echo("the policy holds on this model, though the prediction was off: search or transfer from a nearer proxy")
+        echo("the policy holds on this model, though the prediction was off: another transfer corrects it by what was")
+        echo("measured here (this check with --json > spot.json; autoprec transfer --spot spot.json)")
 
 
 def settle(found: SpotCheck, policy: Policy, report: GraphReport, path: Path, output: Path | None) -> None:

@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from autoprec.errors import PolicyMismatchError, nearest
+from autoprec.graph.report import GraphReport
 from autoprec.tuning.transfer.roles import Place
 
-__all__ = ["Counterparts", "Edges", "counterparts", "edges_of"]
+__all__ = ["Counterparts", "Edges", "counterparts", "edges_of", "refuse_unknown"]
 
 Choices = Mapping[str, str]
 #: A run of equal blocks at an end is an edge up to this share of the proxy's blocks; a longer one is half a model.
 _EDGE_SHARE = 1 / 3
+#: A share of the FLOPs that may have no known role before the transfer is refused.
+_MOST_UNKNOWN = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +110,36 @@ def _texts(proxy: Mapping[str, Place], series: tuple[str, str], choices: Choices
         if (place.stack, place.role or place.alike) == series:
             out[place.rank] = f"{out.get(place.rank, '')}|{place.part}={choices.get(name, '')}"
     return out
+
+
+def refuse_unknown(
+    report: GraphReport, here: Mapping[str, Place], there: Mapping[str, Place], matched: Counterparts
+) -> None:
+    """Refuse a transfer that would leave more than a quarter of the FLOPs to chance.
+
+    Args:
+        report: a step of the big model.
+        here, there: places of the layers of the big model and of the proxy.
+        matched: counterparts in the proxy.
+
+    Raises:
+        PolicyMismatchError: too many layers have no known role, or none has a counterpart; with the nearest guess.
+    """
+    weights = {layer.name: float(layer.total_flops or 1) for layer in report.tunable}
+    unknown = [name for name in matched.alone if not here[name].role]
+    share = sum(weights[name] for name in unknown) / (sum(weights.values()) or 1.0)
+    if matched.of and share <= _MOST_UNKNOWN:
+        return
+    listed = unknown or list(matched.alone)
+    kinds = list(dict.fromkeys(here[name].alike for name in listed))
+    first = next(name for name in listed if here[name].alike == kinds[0])
+    close = nearest(first, there)
+    guess = here[first].guess or (there[close[0]].role if close else "")
+    shown = ", ".join(f"'{kind}'" for kind in kinds[:5]) + (f" and {len(kinds) - 5} more" if len(kinds) > 5 else "")
+    hint = f"'{kinds[0]}={guess or 'ROLE'}'"
+    raise PolicyMismatchError(
+        f"{len(listed)} of {len(weights)} layers have no counterpart in the proxy: {shown}"
+        + (f" (nearest layer of the proxy: '{close[0]}')" if close else "")
+        + (f"; by its shape the first may be {here[first].guess}" if here[first].guess else ""),
+        fix=f"is this the same kind of model? otherwise say what they are: --role {hint} (docs/transfer.md)",
+    )

@@ -18,7 +18,6 @@ import numpy as np
 from autoprec.cost import CostModel, StepEstimate
 from autoprec.cost.kernels import LayerCost
 from autoprec.cost.reasons import Rival, layer_reason
-from autoprec.errors import PolicyMismatchError, nearest
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import LayerPlan, LayerRule, Policy
 from autoprec.policy.solver import solve
@@ -27,7 +26,7 @@ from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Recipe
 from autoprec.tuning.decide.problem import GroupVariable, IntVector, Problem
 from autoprec.tuning.decide.rules import GlobTable, compact_rules
 from autoprec.tuning.transfer.correction import Correction
-from autoprec.tuning.transfer.counterparts import Counterparts, counterparts
+from autoprec.tuning.transfer.counterparts import Counterparts, counterparts, refuse_unknown
 from autoprec.tuning.transfer.forecast import Forecast, Prediction
 from autoprec.tuning.transfer.law import Growth, growth
 from autoprec.tuning.transfer.proxy import Proxy
@@ -35,10 +34,9 @@ from autoprec.tuning.transfer.roles import Place, places
 
 __all__ = ["Lost", "Transfer", "rendered", "transfer"]
 
-#: A share of the FLOPs that may have no known role before the transfer is refused.
-_MOST_UNKNOWN = 0.25
 #: What filling the room must gain of the step: less is not worth leaving the mapped policy for.
 _LEAST_GAIN = 0.005
+#: A share of the time by which a recipe must beat 16 bits: less is rounding of the model.
 _SAME = 1e-3
 
 
@@ -135,33 +133,10 @@ def transfer(
     here = places(report.tunable, hints)
     there = places(proxy.report.tunable, hints)
     matched = counterparts(here, there, proxy.choices)
-    _refuse_unknown(report, here, there, matched)
+    refuse_unknown(report, here, there, matched)
     job = _Job(policy, proxy, report, cost, here, there, matched, max_gradient_error, correction or Correction())
     index = job.dropped(job.mapped)
     return job.result(job.filled(index) if fill else index)
-
-
-def _refuse_unknown(
-    report: GraphReport, here: Mapping[str, Place], there: Mapping[str, Place], matched: Counterparts
-) -> None:
-    weights = {layer.name: float(layer.total_flops or 1) for layer in report.tunable}
-    unknown = [name for name in matched.alone if not here[name].role]
-    share = sum(weights[name] for name in unknown) / (sum(weights.values()) or 1.0)
-    if matched.of and share <= _MOST_UNKNOWN:
-        return
-    listed = unknown or list(matched.alone)
-    kinds = list(dict.fromkeys(here[name].alike for name in listed))
-    first = next(name for name in listed if here[name].alike == kinds[0])
-    close = nearest(first, there)
-    guess = here[first].guess or (there[close[0]].role if close else "")
-    shown = ", ".join(f"'{kind}'" for kind in kinds[:5]) + (f" and {len(kinds) - 5} more" if len(kinds) > 5 else "")
-    hint = f"'{kinds[0]}={guess or 'ROLE'}'"
-    raise PolicyMismatchError(
-        f"{len(listed)} of {len(weights)} layers have no counterpart in the proxy: {shown}"
-        + (f" (nearest layer of the proxy: '{close[0]}')" if close else "")
-        + (f"; by its shape the first may be {here[first].guess}" if here[first].guess else ""),
-        fix=f"is this the same kind of model? otherwise say what they are: --role {hint} (docs/transfer.md)",
-    )
 
 
 def rendered(policy: Policy, names: Sequence[str], choices: Mapping[str, str], recipes: Mapping[str, Recipe]) -> Policy:
@@ -287,11 +262,14 @@ class _Job:
     def _plain(self, group: GroupVariable) -> str:
         return self.problem.baseline if self.problem.baseline in group.choices else KEEP
 
+    @cached_property
+    def _refused(self) -> dict[tuple[str, str], str]:
+        return {(group, choice): why for group, choice, why in self.problem.refused}
+
     def _why_not(self, group: GroupVariable, choice: str) -> str:
         """Return why a group of the big model does not run its counterpart's choice; empty when it does."""
         if choice not in group.choices:
-            refused = {(g, c): why for g, c, why in self.problem.refused}
-            return refused.get((group.name, choice), "not every layer of its group can run it")
+            return self._refused.get((group.name, choice), "not every layer of its group can run it")
         plain = self._plain(group)
         if self.cost is None or not self._plan(choice).scaled:
             return ""
