@@ -24,11 +24,7 @@ from autoprec.tuning.transfer.law import Growth, error_factor, noise_factor
 from autoprec.tuning.transfer.proxy import Proxy
 from autoprec.tuning.transfer.roles import Place
 
-__all__ = ["MARGIN", "Forecast", "Prediction", "segment_of"]
-
-#: What predictions that nothing was measured for must stay below the limit by: most are not further off (SPREAD, which
-#: nine of ten keep to, is 1.9 either way).
-MARGIN = 1.4
+__all__ = ["Forecast", "Prediction", "segment_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +133,7 @@ class Forecast:
     def budget(self, mapped: Sequence[str], max_gradient_error: float) -> float:
         """Return the most predicted error that is allowed: what the proxy's policy would cause here, nothing dropped.
 
-        Or what it caused there, in units of the mini-batch noise, if that is more; never more than the limit, and as
-        long as nothing was measured on the big model no more than the limit over :data:`MARGIN`.
+        Or what it caused there, in units of the mini-batch noise, if that is more; never more than the limit.
 
         Args:
             mapped: what the proxy's policy asks of every group of the big model.
@@ -148,8 +143,7 @@ class Forecast:
         if not self.errors.noise:
             return as_mapped
         as_there = self.proxy.predicted(self.policy) / self.errors.noise * self.noise
-        margin = 1.0 if self.correction.ratios else MARGIN
-        return min(max(as_there, as_mapped), max_gradient_error * self.noise / margin)
+        return min(max(as_there, as_mapped), max_gradient_error * self.noise)
 
     def room(self, budget: float) -> float:
         """Return the sum of squared errors that the layers may have within a budget."""
