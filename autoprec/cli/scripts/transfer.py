@@ -221,7 +221,10 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
         )
         memory = document["memory"]
         if memory and memory["bytes"]:
-            echo(f"memory    {memory_text(memory['bytes'])}; one device has {memory_text(memory['device_bytes'])}")
+            more = "; plan several: --gpus 8,64 --tensor-parallel 8" if memory["bytes"] > memory["device_bytes"] else ""
+            echo(
+                f"memory    {memory_text(memory['bytes'])}; one device has {memory_text(memory['device_bytes'])}{more}"
+            )
     else:
         echo("step      not modelled: a list of names has no shapes")
     for row, phase in zip(document["phases"], found.policy.phases, strict=True):
