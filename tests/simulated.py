@@ -100,7 +100,8 @@ class SimulatedScript:
     """What the simulated script is like.
 
     ``fail`` may return (status, reason) for a policy document and so fail that trial; ``delay_s`` is slept per trial;
-    ``probe_s`` is what a probe would take, so that some are left out of a scan with too little time;
+    ``probe_s`` is what a probe would take, so that some are left out of a scan with too little time; ``hardly_moved``
+    are layers without a gradient yet;
     ``noise`` is how far any change at all moves the loss of a run, as a gradient error would; ``calls`` lists every
     spec that ran, by seed. ``error_scale`` multiplies every gradient error: a layer's share of the whole gradient
     shrinks with the root of their number, so a model of 500 layers is no worse than one of nine.
@@ -114,6 +115,7 @@ class SimulatedScript:
     fail: Callable[[Mapping[str, Any] | None], tuple[str, str] | None] | None = None
     delay_s: float = 0.0
     probe_s: float = 0.0
+    hardly_moved: tuple[str, ...] = ()
     device: str = "cpu"
     calls: list[tuple[int, TrialSpec]] = field(default_factory=list)
 
@@ -178,7 +180,9 @@ class SimulatedRunner(Runner):
             most = max(1, int(spec.within_s / script.probe_s)) if spec.within_s is not None and script.probe_s else None
             asked = spec.probes[:most]
             rows = [{"id": p.id, "gradient_error": script.error(p.policy), "nonfinite": False} for p in asked]
-            return TrialResult("ok", payload={"probes": rows, "gradient_noise": 0.5})
+            return TrialResult(
+                "ok", payload={"probes": rows, "gradient_noise": 0.5, "hardly_moved": script.hardly_moved}
+            )
         return self._train(spec)
 
     def _train(self, spec: TrialSpec) -> TrialResult:

@@ -40,7 +40,7 @@ from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result, settled
+from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result, settled, with_unknown
 from autoprec.tuning.phases.front import save_front
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import measure_reference
@@ -242,7 +242,7 @@ class Search:
                 self.listener.note(_expected(setup, runner, ledger))
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger, self._runners_at(self.options.ages[1:], setup, ledger))
-            answer = settled(run_study(setup, runner, ledger, table), ledger)
+            answer = with_unknown(settled(run_study(setup, runner, ledger, table), ledger), setup, ledger)
             if only_sixteen_bit:
                 answer = replace(answer, reason=f"{answer.reason}. Only 16 bit was tried: {verdict.reason}")
                 ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict

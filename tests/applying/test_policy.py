@@ -258,6 +258,7 @@ def test_an_interrupted_apply_leaves_the_model_as_it_was(
         assert first.audit(model).ok
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")  # PyTorch 2.14
 @pytest.mark.parametrize("make", [torch.jit.script, lambda m: torch.jit.trace(m, torch.ones(1, 8))])
 def test_a_torchscript_model_is_refused_and_its_layers_are_not_tunable(make: Callable[[nn.Module], nn.Module]) -> None:
     with warnings.catch_warnings():

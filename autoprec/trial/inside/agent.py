@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE
-from autoprec.trial.inside.fork_server import serve_forks, settle
+from autoprec.trial.inside.fork_server import can_train_after_fork, serve_forks, settle
 from autoprec.trial.inside.isolate import savers
 from autoprec.trial.inside.isolate.entropy import repeat_entropy
 from autoprec.trial.inside.isolate.isolation import add_layer, isolate, programs
@@ -416,7 +416,7 @@ def fork_obstacle(found: Found) -> str:
         return "the model is in shared memory (share_memory()), which forks would train together"
     if not hasattr(os, "fork") or sys.platform != "linux":
         return "this system cannot fork"
-    return ""
+    return "" if can_train_after_fork() else "autograd has started threads, which a fork would not have"
 
 
 #: Threads that no training needs: ours, and the one with which tqdm looks after bars that stand still.

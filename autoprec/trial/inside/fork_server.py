@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from autoprec.trial.environment import MARK_VARIABLE
 from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.messages import Lines, send_message
@@ -32,7 +34,7 @@ from autoprec.trial.processes import (
 )
 from autoprec.trial.progress import Deadline, steps_file
 
-__all__ = ["TAIL_BYTES", "Request", "serve_forks", "settle"]
+__all__ = ["TAIL_BYTES", "Request", "can_train_after_fork", "serve_forks", "settle"]
 
 TAIL_BYTES = 16_384
 _GRACE_S = 2.0
@@ -60,6 +62,23 @@ class _Child:
     timed_out: bool = False
     killed: bool = False
     open: bool = True
+
+
+def can_train_after_fork() -> bool:
+    """Whether a fork of this process can run a backward; a build of PyTorch with CUDA is asked by trying.
+
+    Where its first backward was one that ``torch.compile`` traced, such a build has started a thread for each kind of
+    device, on machines without a GPU as well (2.11 to 2.14), and autograd refuses to work in a fork that lacks them.
+    """
+    if torch.version.cuda is None:
+        return True
+    pid = os.fork()
+    if pid == 0:
+        with contextlib.suppress(BaseException):
+            torch.ones((), requires_grad=True).backward()  # type: ignore[no-untyped-call]
+            os._exit(0)
+        os._exit(1)
+    return os.waitpid(pid, 0)[1] == 0
 
 
 def settle() -> None:

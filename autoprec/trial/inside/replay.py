@@ -21,7 +21,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
-from autoprec.trial.inside.sensitivity import NOISE_BATCHES, StateSample, Weights, is_over
+from autoprec.trial.inside.sensitivity import NOISE_BATCHES, StateSample, Weights, hardly_moved, is_over
 from autoprec.trial.protocol import TrialSpec
 
 __all__ = ["Replay"]
@@ -51,6 +51,7 @@ class Replay(Events):
         self._rows: list[dict[str, Any]] = []
         self._weights: Weights | None = None
         self._state: StateSample | None = None
+        self._hardly_moved: list[str] = []
         self._lost: dict[str, Any] = {"lost_updates": None, "lost_state": {}}
 
     def start(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG002
@@ -108,7 +109,9 @@ class Replay(Events):
             self._deviation += self._gradients.fold(self._batch, self._unclip, self._grads())
             return
         self._gradients.store(0, self._unclip, self._grads())
+        squares = self._over_ranks(*self._gradients.squares(0))
         self._squares = self._gradients.square(0)
+        self._hardly_moved = hardly_moved(self._found, squares)
 
     def _grads(self) -> list[torch.Tensor | None]:
         return [None if p.grad is None else local_part(p.grad) for p in self._found.root_parameters]
@@ -175,6 +178,7 @@ class Replay(Events):
                 "probes": self._rows,
                 "gradient_noise": noise,
                 "noise_batches": seen,
+                "hardly_moved": self._hardly_moved,
                 "reference_loss": self._loss,
                 **self._lost,
                 "method": "replay",

@@ -17,13 +17,14 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
 from autoprec.applying.following.gradients import PIECE, Gradients, local_part, relative_error
+from autoprec.applying.units import tunable_units
 from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.isolate.entropy import fork
@@ -33,10 +34,13 @@ from autoprec.trial.processes import die_with_parent
 from autoprec.trial.progress import Deadline
 from autoprec.trial.protocol import Probe, TrialSpec
 
-__all__ = ["Scan", "StateSample", "Weights", "is_over"]
+__all__ = ["Scan", "StateSample", "Weights", "hardly_moved", "is_over"]
 
 #: Mini-batch gradients are compared over this many batches when the caller asks for fewer.
 NOISE_BATCHES = 4
+#: A layer whose weight has less than this share of the squared gradient that an even split over the layers would give
+#: it: what it runs in cannot show yet.
+_HARDLY = 1e-4
 
 
 class Weights:
@@ -109,6 +113,22 @@ def _lost_share(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
 def _pieces(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return a tensor flat, in pieces that a temporary of each is small."""
     return tuple(torch.split(tensor.detach().reshape(-1), PIECE))
+
+
+def hardly_moved(found: Found, squares: Sequence[float]) -> list[str]:
+    """Return the tunable layers whose weights have hardly any gradient, in model order.
+
+    Behind a projection that begins at zero (residual branches, LoRA, adaLN-zero) the gradient of everything is zero at
+    first, and tiny for some steps: whatever such a layer runs in, no error shows.
+
+    Args:
+        squares: squared norm of each gradient of ``found.root_parameters``.
+    """
+    sizes = {id(p): square for p, square in zip(found.root_parameters, squares, strict=True)}
+    layers = {name: sizes.get(id(unit.weight)) for name, unit in tunable_units(found.root).items()}
+    trained = {name: square for name, square in layers.items() if square is not None}
+    total = math.fsum(squares)
+    return [name for name, square in trained.items() if square * len(trained) < _HARDLY * total]
 
 
 def is_over(began: float, within_s: float | None) -> bool:
@@ -195,6 +215,7 @@ class Scan:
             "probes": rows,
             "gradient_noise": relative_error(*self._gradients.spread(seen)) if seen > 1 else float("nan"),
             "noise_batches": seen,
+            "hardly_moved": hardly_moved(self._found, self._gradients.squares(0)),
             "reference_loss": answer["loss"],
             "lost_updates": answer.get("lost_updates"),
             "lost_state": answer.get("lost_state", {}),

@@ -20,7 +20,7 @@ from autoprec.tuning.decide.sampler.prior import LayerTime
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
 
-__all__ = ["MOST_REASONS", "error_share", "explanation", "group_times", "stay_explanation", "told"]
+__all__ = ["MOST_REASONS", "error_share", "explanation", "group_times", "stay_explanation", "told", "unmoved"]
 
 #: Rows that are kept of each list: a person reads no more.
 MOST_REASONS, MOST_DECISIONS = 40, 8
@@ -170,4 +170,13 @@ def _modelled_times(problem: Problem, layer_time_ms: LayerTime) -> FloatTable:
     plans = {name: Choice.parse(name).plan(recipes) for name in problem.choice_names}
     return np.asarray(
         problem.table(lambda g, c: sum(layer_time_ms(layer, plans[c], activations) for layer in g.layers))
+    )
+
+
+def unmoved(layers: Sequence[str]) -> str:
+    """Return in words what it means that these layers' weights have hardly any gradient yet."""
+    first = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
+    return (
+        f"{first}: hardly any gradient reaches the weights yet, as behind projections that begin at zero, so what "
+        "precision costs there later is not known"
     )

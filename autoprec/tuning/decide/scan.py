@@ -70,6 +70,7 @@ class SensitivityScan:
         self._rows: dict[str, dict[str, Any]] = {}
         self._noise: float | None = None
         self._lost: dict[str, Any] = {}
+        self._hardly_moved: list[str] | None = None
         self._asked: set[str] = set()
         self._rounds = 0
         self._passes = 0
@@ -106,12 +107,16 @@ class SensitivityScan:
         for payload in payloads:
             if not self._lost and payload.get("lost_updates") is not None:
                 self._lost = {name: payload.get(name) for name in ("lost_updates", "lost_state")}
+            still = payload.get("hardly_moved", ())
+            before = still if self._hardly_moved is None else self._hardly_moved
+            self._hardly_moved = [name for name in before if name in still]  # on no batch at all
             noise = payload.get("gradient_noise")
             self._noise = float(noise) if self._noise is None and noise is not None else self._noise
 
     def table(self) -> SensitivityTable:
         """Return the table of everything measured so far."""
         payload = {"probes": list(self._rows.values()), "gradient_noise": self._noise, **self._lost}
+        payload["hardly_moved"] = self._hardly_moved or ()
         return replace(SensitivityTable.from_probes(self.problem, payload), passes=self.passes)
 
     def _coarse(self) -> list[Probe]:

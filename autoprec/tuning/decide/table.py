@@ -123,6 +123,7 @@ class SensitivityTable:
         lost_updates: share of one optimizer step that weights kept in bfloat16 would not take (rounding to nearest);
             None when it was not measured.
         lost_state: state of the optimizer (``exp_avg_sq``) -> the same share of one step's change of it.
+        hardly_moved: layers whose weights had hardly any gradient: their errors say nothing of later training.
     """
 
     groups: tuple[str, ...]
@@ -135,6 +136,7 @@ class SensitivityTable:
     passes: int = 0
     lost_updates: float | None = None
     lost_state: dict[str, float] = field(default_factory=dict)
+    hardly_moved: tuple[str, ...] = ()
 
     @classmethod
     def from_probes(cls, problem: Problem, payload: Mapping[str, Any]) -> SensitivityTable:
@@ -175,6 +177,7 @@ class SensitivityTable:
             passes=len(payload.get("probes", ())) + 1,
             lost_updates=payload.get("lost_updates"),
             lost_state=dict(payload.get("lost_state") or {}),
+            hardly_moved=tuple(payload.get("hardly_moved", ())),
         )
         return table._with_misfit(problem, mixed)
 
@@ -235,6 +238,7 @@ class SensitivityTable:
             "passes": self.passes,
             "lost_updates": self.lost_updates,
             "lost_state": self.lost_state,
+            "hardly_moved": list(self.hardly_moved),
         }
 
     @classmethod
@@ -254,6 +258,7 @@ class SensitivityTable:
             passes=document["passes"],
             lost_updates=document.get("lost_updates"),
             lost_state=dict(document.get("lost_state", {})),
+            hardly_moved=tuple(document.get("hardly_moved", ())),
         )
 
 

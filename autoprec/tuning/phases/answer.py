@@ -14,20 +14,20 @@ from typing import Any
 
 from autoprec._version import __version__
 from autoprec.cost import CostScale
-from autoprec.policy import GUARD_METRICS, Follow, Guard, ModelInfo, Policy
+from autoprec.policy import GUARD_METRICS, Follow, Guard, ModelInfo, Policy, first_match
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Candidate
 from autoprec.tuning.decide.follow import follow_section
 from autoprec.tuning.decide.pareto import front
-from autoprec.tuning.decide.reasons import explanation, group_times, told
+from autoprec.tuning.decide.reasons import explanation, group_times, told, unmoved
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, plain_speedup, sixteen_bit_speedup
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 from autoprec.tuning.transfer.law import Growth, error_factor
 
-__all__ = ["Answer", "emitted_policy", "search_result", "settled"]
+__all__ = ["Answer", "emitted_policy", "search_result", "settled", "with_unknown"]
 
 #: A gain over the best preset below this is none that anybody would notice.
 _ENOUGH = 0.005
@@ -88,6 +88,17 @@ def settled(answer: Answer, ledger: Ledger) -> Answer:
     if answer.verdict == "stay":
         return replace(answer, verdict="undecided", reason=f"cut short: {cut}; so far {answer.reason}")
     return replace(answer, reason=f"{answer.reason}; cut short: {cut}")
+
+
+def with_unknown(answer: Answer, setup: Setup, ledger: Ledger) -> Answer:
+    """Return the answer with the layers it lowers that no short trial could judge, named in its reason."""
+    if answer.record is None or ledger.table is None:
+        return answer
+    policy = setup.problem.policy(answer.record.params)
+    lowered = [
+        name for name in ledger.table.hardly_moved if policy.plan_of_rule(first_match(policy.layers, name)).scaled
+    ]
+    return replace(answer, reason=f"{answer.reason}; {unmoved(lowered)}") if lowered else answer
 
 
 def _plain(value: float) -> float:

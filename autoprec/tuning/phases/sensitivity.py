@@ -17,6 +17,7 @@ import numpy as np
 from autoprec.errors import FileError, NothingAcceptableError
 from autoprec.support.files import read_document, with_checksum, without_checksum, write_json
 from autoprec.trial.protocol import Probe
+from autoprec.tuning.decide.reasons import unmoved
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
@@ -62,6 +63,9 @@ def measure_table(
         ledger.note(
             f"at step {age} of the script {worse:.0%} of the gradient errors are larger than before, over noise"
         )
+    if table.hardly_moved:
+        step = max(options.ages) + _warmup(options.steps)
+        ledger.note(f"at step {step} {unmoved(table.hardly_moved)}; --at-step N, or --at 0,N, looks beyond the warm-up")
     ledger.table = table
     ledger.timings["sensitivity_s"] = time.monotonic() - began
     ledger.timings["sensitivity_passes"] = float(table.passes)
@@ -83,7 +87,9 @@ def worst_of(first: SensitivityTable, other: SensitivityTable) -> tuple[Sensitiv
         for name in first.parameters | other.parameters
     }
     misfit = max(first.misfit, other.misfit, key=lambda found: found.ratio)
-    merged = replace(first, error2=error2, parameters=parameters, misfit=misfit, passes=first.passes + other.passes)
+    still = tuple(name for name in first.hardly_moved if name in other.hardly_moved)
+    passes = first.passes + other.passes
+    merged = replace(first, error2=error2, parameters=parameters, misfit=misfit, passes=passes, hardly_moved=still)
     return merged, float(np.mean(error2[offered] > first.error2[offered])) if offered.any() else 0.0
 
 

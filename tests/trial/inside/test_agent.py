@@ -39,6 +39,12 @@ def test_obstacles(owner: Any, name: str, value: Any, says: str, monkeypatch: py
     assert says in fork_obstacle(found())
 
 
+def test_autograd_with_threads_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
+    monkeypatch.setattr("autoprec.trial.inside.agent.can_train_after_fork", lambda: False)
+    assert "autograd has started threads" in fork_obstacle(found())
+
+
 def test_host_info() -> None:
     info = host_info(found(), "process", 1.5, "CUDA is initialised")
     assert info.layers == ("0",)

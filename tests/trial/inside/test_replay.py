@@ -92,6 +92,20 @@ def test_a_scan_out_of_time_answers_one_probe_and_ends() -> None:
     assert found["gradient_noise"] > 0
 
 
+def test_a_layer_behind_a_projection_of_zeros_is_named() -> None:
+    model = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    nn.init.zeros_(model[1].weight)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        F.cross_entropy(model(torch.randn(8, 6)), torch.randint(0, 5, (8,))).backward()
+        optimizer.step()
+
+    found = scanned(Found([model], [optimizer], list(model.parameters())), step, Probe("bf16", uniform("bf16")))
+    assert found["hardly_moved"] == ["0"]
+
+
 def test_a_scan_holds_few_bytes_per_parameter() -> None:
     """A model of 1.3 billion parameters is scanned on an 80 GB card: under 20 bytes each beside what the script has."""
     model = nn.Sequential(*[nn.Linear(512, 512) for _ in range(12)])

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoprec.trial.inside.sensitivity import StateSample, Weights
+from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.sensitivity import StateSample, Weights, hardly_moved
 
 
 def lost(start: list[float], update: list[float]) -> float:
@@ -55,3 +56,14 @@ def test_only_a_sample_of_large_state_is_copied() -> None:
     ((name, _, kept),) = StateSample(SimpleNamespace(optimizers=[optimizer]))._kept  # type: ignore[arg-type]
     assert name == "momentum_buffer"
     assert StateSample.VALUES <= kept.numel() < 1.1 * StateSample.VALUES
+
+
+def test_layers_behind_a_projection_that_begins_at_zero_have_no_gradient_to_judge_by() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 4), torch.nn.LayerNorm(4))
+    found = Found([model], [], list(model.parameters()))
+    assert hardly_moved(found, [1.0, 0.1, 1.0, 0.1, 0.5, 0.5]) == []
+    assert hardly_moved(found, [1e-5, 0.1, 1.0, 0.1, 0.5, 0.5]) == ["0"]
+    assert hardly_moved(found, [0.0, 0.0, 0.0, 0.1, 0.5, 0.5]) == ["0", "1"]
+    model[0].weight.requires_grad_(False)  # frozen: nothing of it is ever to be judged
+    found = Found([model], [], [p for p in model.parameters() if p.requires_grad])
+    assert hardly_moved(found, [0.1, 0.0, 0.1, 0.5, 0.5]) == ["1"]

@@ -163,3 +163,13 @@ def test_a_probe_that_fails_on_one_batch_has_failed() -> None:
     scan.add(good, bad)
     group, _, choice = probes[0].id.partition("|")
     assert math.isinf(scan.table().error2[int(group), problem.choice_names.index(choice)])
+
+
+def test_a_layer_has_no_gradient_yet_only_where_no_batch_gave_it_one() -> None:
+    problem = Problem.build(gpt(2), even_space("hopper-fp8"))
+    scan = SensitivityScan(problem, 60, batches=2)
+    first = answer(problem, true_errors(problem), scan.next_round())
+    scan.add(first | {"hardly_moved": ["a", "b"]}, first | {"hardly_moved": ["b", "c"]})
+    table = scan.table()
+    assert table.hardly_moved == ("b",)
+    assert SensitivityTable.from_json(table.to_json()).hardly_moved == ("b",)

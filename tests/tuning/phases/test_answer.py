@@ -102,3 +102,11 @@ def test_a_stay_after_trials_says_what_each_layer_would_have_added(here: Path) -
     assert {row["choice"] for row in why} == {made.setup.problem.baseline}
     assert any("would be faster but add an error of" in row["text"] for row in why)
     assert "why" not in load_policy(here / result.policy).evidence
+
+
+def test_layers_that_no_short_trial_can_judge_are_named_with_the_verdict(here: Path) -> None:  # noqa: F811
+    known, zeros = "head", "blocks.0.fc"  # the first stays in 16 bits
+    _, result = search(script(hardly_moved=(known, zeros)), options(trials=6, seeds=2))
+    assert any(f"{known} and 1 more: hardly any gradient" in note for note in result.notes)
+    assert result.verdict == "adopt"
+    assert f"; {zeros}: hardly any gradient reaches the weights yet" in result.reason

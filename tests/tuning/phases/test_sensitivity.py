@@ -50,11 +50,12 @@ def test_a_resumed_search_reads_its_table_and_measures_a_damaged_one_again(here:
 
 def test_of_several_ages_the_worst_counts_in_units_of_noise() -> None:
     names = ("g", "h"), ("keep", "fp8")
-    first = SensitivityTable(*names, np.array([[0.0, 0.04], [0.0, 0.01]]), noise=1.0, passes=5)
+    first = SensitivityTable(*names, np.array([[0.0, 0.04], [0.0, 0.01]]), noise=1.0, passes=5, hardly_moved=("a", "b"))
     later = SensitivityTable(
-        *names, np.array([[0.0, 0.04], [0.0, 0.09]]), {"attention=bf16": 0.04}, noise=2.0, passes=7
+        *names, np.array([[0.0, 0.04], [0.0, 0.09]]), {"attention=bf16": 0.04}, noise=2.0, passes=7, hardly_moved=("b",)
     )
     table, worse = worst_of(first, later)
     assert table.error2.tolist() == [[0.0, 0.04], [0.0, 0.0225]]
     assert table.parameters == {"attention=bf16": 0.01}
+    assert table.hardly_moved == ("b",)
     assert (table.noise, table.passes, worse) == (1.0, 12, 0.5)
