@@ -146,7 +146,7 @@ def load_policy(path: Path | str, *, cls: type[P] = Policy) -> P:  # type: ignor
 
 
 class _PolicyDumper(yaml.SafeDumper):
-    """Block style with short leaves in flow style, as DESIGN writes policies."""
+    """Block style with short leaves in flow style, as docs/policy-format.md writes policies."""
 
     def ignore_aliases(self, _data: Any) -> bool:
         return True
@@ -159,9 +159,12 @@ def _is_short(value: Any) -> bool:
     return all(not isinstance(i, (dict, list)) or (isinstance(i, dict) and len(i) <= 3) for i in items)
 
 
+def _on_one_line(data: dict[str, Any]) -> str:
+    return yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10_000).strip()
+
+
 def _represent_mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.MappingNode:
-    text = yaml.safe_dump(data, default_flow_style=True, sort_keys=False, width=10_000).strip()
-    flow = bool(data) and _is_short(data) and len(text) <= 110
+    flow = bool(data) and _is_short(data) and len(_on_one_line(data)) <= 110
     return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=flow or not data)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -17,6 +18,8 @@ __all__ = ["PRECISIONS", "RULES_SCHEMA", "OperatorClass", "Rules", "load_rules",
 RULES_SCHEMA = "autoprec.rules/1"
 #: What a class may ask for.
 PRECISIONS = ("tunable", "fp32", "follow", "keep")
+#: What makes a name of the table a pattern; most are names, and need no expression compiled.
+_GLOB = re.compile(r"[*?[]")
 _BUILTIN = Path(__file__).with_name("rules.yaml")
 
 
@@ -54,7 +57,9 @@ class Rules:
             wanted_namespace, _, wanted = pattern.rpartition("::")
             if wanted_namespace and wanted_namespace != namespace:
                 continue
-            if fnmatch.fnmatchcase(bare, wanted) or fnmatch.fnmatchcase(name, wanted):
+            if wanted in (bare, name) or (
+                _GLOB.search(wanted) and (fnmatch.fnmatchcase(bare, wanted) or fnmatch.fnmatchcase(name, wanted))
+            ):
                 return cls
         return ""
 

@@ -134,6 +134,7 @@ class TrialRunner(Runner):
             if self._info.launch == "fork":
                 return self._info
             if self.command.single and self._launcher.ready and self._info.world_size == 1:
+                # Trials are forks of the copy that the host left behind when its imports were done.
                 self._info = replace(self._info, launch="zygote")
             return self._info
 
@@ -219,7 +220,7 @@ class TrialRunner(Runner):
         if info.launch == "fork":
             self._control = control
             threading.Thread(target=self._listen, args=(control, messages), name="autoprec-host", daemon=True).start()
-        else:
+        else:  # this host only said what the script is: every trial is a process of its own
             control.close()
             self._host.wait(5.0)
             self._host.end()
@@ -350,7 +351,7 @@ class TrialRunner(Runner):
             "timeout_s": spec.timeout_s,
         }
         try:
-            with self._lock:
+            with self._lock:  # a message is one line: those of two threads must not mix
                 send_message(control, op="run", **request)
             deadline = Deadline(spec.timeout_s + _HOST_GRACE_S, self.host_pid, steps_file(path), told)
             answer = self._await(future, deadline)
@@ -365,7 +366,7 @@ class TrialRunner(Runner):
             if self._closed:
                 return TrialResult("crashed", "this runner was closed")
             raise _HostLostError
-        self._lost = 0
+        self._lost = 0  # only hosts that are lost in a row count: the machine can run this script
         result = classify(
             written,
             exit_code(int(answer["wait_status"])),
@@ -435,7 +436,7 @@ class TrialRunner(Runner):
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
                     process.wait(5.0)
                     break
-                if deadline.steps:
+                if deadline.steps:  # set-up is over: from here on the trial's own limit holds
                     deadline.limit_s = spec.timeout_s
                 if deadline.passed() or self._closed:
                     timed_out = True

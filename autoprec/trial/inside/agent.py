@@ -138,6 +138,7 @@ class Agent:
     # ---------------------------------------------------------------- the first training forward
     def _on_training_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._forwards += 1
+        # A script may evaluate in training mode for hours: without one backward no step will come.
         if self._forwards == _MOST_FORWARDS and not self.hooks.backwards:
             self._give_up("no_backward")
         if self._registered is not None:
@@ -221,14 +222,7 @@ class Agent:
         if found is None:
             self._count_unowned()
             return
-        mine = {id(p) for p in found.root.parameters()}
-
-        def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            # functional_call exchanges the parameters for the time of the call
-            if module is found.root or any(id(p) in mine for p in module.parameters()):
-                self._stop(found, module, args, kwargs)
-
-        self.hooks.watch(on_call)
+        self._stop_at_call(found)
 
     def transformed(self) -> None:
         """The model is differentiated by a transform of torch.func."""
@@ -266,6 +260,17 @@ class Agent:
         else:
             self._host(found, module, args, kwargs)
 
+    def _stop_at_call(self, found: Found) -> None:
+        """Stop at the next training forward of the model, or of a part of it."""
+        mine = {id(p) for p in found.root.parameters()}
+
+        def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            # the root by identity as well: functional_call exchanges its parameters for the time of the call
+            if module is found.root or any(id(p) in mine for p in module.parameters()):
+                self._stop(found, module, args, kwargs)
+
+        self.hooks.watch(on_call)
+
     def _train_on(self, found: Found) -> bool:
         """Train to the step from which the search is to start (``--at-step``); False where that is now.
 
@@ -284,13 +289,7 @@ class Agent:
 
         def arrived(_loop: Loop) -> None:
             self.hooks.events = Events()
-            mine = {id(p) for p in found.root.parameters()}
-
-            def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-                if module is found.root or any(id(p) in mine for p in module.parameters()):
-                    self._stop(found, module, args, kwargs)
-
-            self.hooks.watch(on_call)
+            self._stop_at_call(found)
 
         loop = Loop(
             found,
@@ -328,14 +327,14 @@ class Agent:
     # ---------------------------------------------------------------- host
     def _host(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if _rank() != 0:
-            os._exit(0)
+            os._exit(0)  # every rank has stopped here, and one of them is enough to say what the script is
         obstacle = fork_obstacle(found) if self.config.get("launch", "auto") in ("auto", "fork") else "not asked for"
         if self._loading is not None and self._loading.loaders and not obstacle:
             found.notes.append(_LOADER_NOTE + (_STREAM_NOTE if self._loading.iterable else ""))
         info = host_info(found, "process" if obstacle else "fork", time.monotonic() - self._started, obstacle)
         control = self._connect()
         self._watching.set()  # from here on the control connection tells
-        preload()
+        preload()  # what every trial would import, and then collect, is done once for all forks
         settle()
         send_message(control, op="hello", info=info.to_json())
         if obstacle:

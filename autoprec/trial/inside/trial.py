@@ -114,10 +114,10 @@ class Trial:
         spec = self.spec
         sys.excepthook = self._on_exception
         if spec.kind == "sensitivity":
-            run_eagerly()
+            run_eagerly()  # each probe has other layers, and compiling them would take longer than the probe
         if spec.seed is not None:
             reseed(spec.seed + _rank())
-        if spec.perturb:
+        if spec.perturb:  # before the policy, which may store weights in another format
             round_weights(self.found, spec.perturb)
         if spec.by_block:
             compile_by_block()
@@ -173,6 +173,7 @@ class Trial:
         if self._before is not None and loop.steps == spec.warmup:
             # by now NCCL, cuBLAS and the compiler hold what they need: memory of this process, not of another
             self._before = replace(self._before, foreign_memory=foreign_memory(self._device))
+        # On a GPU reading a loss waits for the device, and would slow down every step that is timed.
         if self._device.type == "cpu" or loop.steps % 8 == 0 or loop.steps >= loop.total:
             losses = loop.losses
             if not math.isfinite(losses[-1]):

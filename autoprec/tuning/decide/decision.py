@@ -1,6 +1,6 @@
 """The decision over the finalists: which policy is adopted, or why the script should stay as it is.
 
-Rules, in this order (DESIGN section 5, point 7):
+Rules, in this order (docs/concepts.md, "How it is decided"):
 
 1. A candidate is *acceptable* when the upper 95 % confidence bound of its mean divergence over the paired seeds is
    within ``max_divergence``, when its gradient error is within the limit, and when it fits into memory. Where the loss

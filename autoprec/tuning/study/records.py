@@ -32,7 +32,7 @@ class TrialRecord:
         params: what Optuna decided (``layer:<group>`` -> choice, and other parameters).
         policy: the policy document that ran; empty for the reference.
         status: ``ok``, ``pruned``, ``duplicate`` or a failure of :mod:`autoprec.trial.protocol`, with ``reason``.
-        metrics: the names of DESIGN section 3: throughput (steps/s), samples_per_s, step_time_ms, memory_bytes,
+        metrics: the names that every output uses: throughput (steps/s), samples_per_s, step_time_ms, memory_bytes,
             divergence, noise_floor, gradient_error, speedup, effective_speedup (ratios and divergence as fractions);
             on a GPU target also speedup_over_16bit, once the 16-bit run was measured.
         sources: metric name -> ``measured`` or ``modelled``.
