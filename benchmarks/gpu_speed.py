@@ -32,6 +32,13 @@ NAMES = (
     *("bf16", "native-fp8_rowwise", "torchao-rowwise", "native-fp8_tensorwise", "torchao-tensorwise"),
     *("te-current", "te-delayed", "native-fp8_delayed", "native-fp8_block"),
 )
+#: Recipes of a library, and ours that quantise the same way.
+SAME = {
+    "torchao-rowwise": "native-fp8_rowwise",
+    "torchao-tensorwise": "native-fp8_tensorwise",
+    "te-current": "native-fp8_tensorwise",
+    "te-delayed": "native-fp8_delayed",
+}
 WARMUP, STEPS = 6, 20
 #: Seconds after which one precision, eager and compiled, is ended.
 LIMIT = 150.0
@@ -200,6 +207,17 @@ def table(rows: dict[str, dict[str, Any]]) -> list[str]:
                 f"| {name} | {how} | {row['step_ms']:.2f} | {1 / ratios[0]:.3f} | {memory} | {row['breaks']} | "
                 f"{ratios[1]:.3f} | {ratios[2]:.3f} | {row.get('executed', '')} |"
             )
+    return [*lines, "", *beside_libraries(rows)]
+
+
+def beside_libraries(rows: dict[str, dict[str, Any]]) -> list[str]:
+    """Return a line for each recipe that a library runs, too: its step time over that of the ``native`` backend."""
+    lines = []
+    for library, ours in SAME.items():
+        for how in ("eager", "compiled"):
+            times = [rows.get(name, {}).get(how, {}).get("step_ms") for name in (library, ours)]
+            if None not in times:
+                lines.append(f"- {library} / {ours}, {how}: {times[0] / times[1]:.3f}")
     return lines
 
 

@@ -51,6 +51,8 @@ def test_rows_are_told_beside_bf16_of_the_same_kind() -> None:
     assert "| te-current | eager | 2.00 | 2.000 | - | 0 | 1.000 | 1.000 |  |" in text
     assert "| te-current | compiled | failed: it breaks |" in text
     assert "| te-delayed | | failed: no module |" in text
+    rows["native-fp8_tensorwise"] = {"eager": row(1.0), "compiled": row(1.0)}
+    assert gpu_speed.beside_libraries(rows) == ["- te-current / native-fp8_tensorwise, eager: 2.000"]
 
 
 def test_a_precision_whose_process_dies_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
