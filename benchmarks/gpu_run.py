@@ -147,8 +147,13 @@ def install_bundle(folder: Path, into: Path) -> str:
 
 
 def gpu_name() -> str:
-    """Return the GPU's name, empty without one."""
-    return ask_driver(["name"])
+    """Return the GPU's name, by the driver's tool or, where a container lacks that, by torch; empty without one."""
+    found = ask_driver(["name"])
+    if found:
+        return found
+    code = "import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else '')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
 
 
 def throttled() -> str:
@@ -247,7 +252,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gpu = "CPU, a rehearsal with stand-ins" if rehearse else gpu_name()
     if not gpu:
-        print("no NVIDIA GPU here (nvidia-smi found none): nothing was run")
+        print("no NVIDIA GPU here (nvidia-smi and torch found none): nothing was run")
         return 0
     arguments.out.mkdir(parents=True, exist_ok=True)
     archive = arguments.pack or arguments.out.with_name(arguments.out.name + ".tar.gz")

@@ -9,6 +9,7 @@ import sys
 import tarfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -26,6 +27,16 @@ def test_what_is_packed_is_gone_on_from(tmp_path: Path) -> None:
     gpu_run.unpack(archive, second)
     assert (second / "tests.json").read_text() == "its own"
     assert (second / "end_to_end" / "x.json").read_text() == "1"
+
+
+def test_where_the_driver_s_tool_is_missing_torch_names_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_run, "ask_driver", lambda _fields: "NVIDIA H100")
+    assert gpu_run.gpu_name() == "NVIDIA H100"
+    monkeypatch.setattr(gpu_run, "ask_driver", lambda _fields: "")
+    monkeypatch.setattr(
+        gpu_run.subprocess, "run", lambda words, **_: SimpleNamespace(stdout="NVIDIA H200\n" if "-c" in words else "")
+    )
+    assert gpu_run.gpu_name() == "NVIDIA H200"
 
 
 def test_a_kit_is_unpacked_once(tmp_path: Path) -> None:
