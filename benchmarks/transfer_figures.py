@@ -129,7 +129,7 @@ def _checked(big: Looked, found: Transfer) -> tuple[Policy, SpotCheck]:
     policy = found.policy.model_copy(update={"evidence": evidence})
     probes, asked = spot_probes(policy, big.report, 8)
     rows = [{"id": probe.id, "gradient_error": big.error(probe.policy, BETWEEN)} for probe in probes]
-    check = judged({"probes": rows, "gradient_noise": big.noise()}, policy, asked, LIMIT)
+    check = judged([{"probes": rows, "gradient_noise": big.noise()}], policy, asked, LIMIT)
     return (policy if check.within else corrected(policy, big.report, check)[0]), check
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoprec.cli.console import plain_table, stdout_console
 from autoprec.cli.echo import echo
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 
 __all__ = ["ask", "print_spot", "settle"]
 
-#: Training steps before the passes: the first gradients are those of the initial weights.
-WARMUP = 5
+#: Training steps before the passes, at each of two moments: the first gradients are those of the initial weights, and
+#: errors at one step differ from those some steps on by more than two batches of one step do.
+MOMENTS = (5, 25)
 #: The gradient error that a search allows by default, as a share of the mini-batch noise.
 LIMIT = 0.12
 
@@ -29,7 +31,7 @@ LIMIT = 0.12
 def ask(
     runner: TrialRunner, host: HostInfo, label: str, policy: Policy, report: GraphReport, passes: int, backend: str
 ) -> SpotCheck:
-    """Run the passes on a script that is held at its first step.
+    """Run the passes on a script that is held at its first step, at two moments of it where it has so many steps.
 
     Raises:
         ScriptError: they could not be run.
@@ -42,15 +44,20 @@ def ask(
     spec = TrialSpec(
         kind="sensitivity",
         steps=1,
-        warmup=WARMUP,
+        warmup=0,
         batches=2,
         seed=None if host.launch == "fork" else 0,
         backend=backend,
         probes=tuple(probes),
         side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),
     )
-    payload = payload_of(runner.run(spec), label)
-    return judged(payload, policy, asked, LIMIT)
+    payloads: list[dict[str, Any]] = []
+    for warmup in MOMENTS:
+        result = runner.run(replace(spec, warmup=warmup))
+        if payloads and result.status == "too_short":
+            break
+        payloads.append(payload_of(result, label))
+    return judged(payloads, policy, asked, LIMIT)
 
 
 def print_spot(found: SpotCheck) -> None:

@@ -147,28 +147,35 @@ def spot_probes(policy: Policy, report: GraphReport, passes: int) -> tuple[list[
 
 
 def judged(
-    payload: Mapping[str, Any], policy: Policy, asked: Sequence[Segment], max_gradient_error: float
+    payloads: Sequence[Mapping[str, Any]], policy: Policy, asked: Sequence[Segment], max_gradient_error: float
 ) -> SpotCheck:
     """Return the outcome of the passes.
 
     Args:
-        payload: of a ``sensitivity`` trial with the probes of :func:`spot_probes`.
+        payloads: of ``sensitivity`` trials with the probes of :func:`spot_probes`, one per moment; errors count by the
+            root of their mean square over moments.
         policy, asked: what was probed.
         max_gradient_error: the most gradient error, as a share of the mini-batch noise.
     """
-    found = {str(row["id"]): row for row in payload["probes"]}
     origin = policy.evidence.get("transferred_from") or {}
     whole = float((origin.get("predicted") or {}).get("gradient_error", math.nan))
     predicted = {WHOLE: whole} | {segment.name: segment.predicted for segment in asked}
     factors, rows = origin.get("corrected_by") or {}, []
     for name, expected in predicted.items():
-        row = found[name]
-        value = row.get("gradient_error")
-        measured = math.inf if row.get("nonfinite") or value is None else float(value)
-        rows.append(Row(name, expected, measured, float(factors.get(name, 1.0))))
-    noise = payload.get("gradient_noise")
-    known = float(noise) if noise is not None and math.isfinite(noise) and noise > 0 else math.nan
+        each = [_error(row) for payload in payloads for row in payload["probes"] if row["id"] == name]
+        rows.append(Row(name, expected, _root_mean_square(each), float(factors.get(name, 1.0))))
+    noises = [float(noise) for payload in payloads if (noise := payload.get("gradient_noise"))]
+    known = _root_mean_square([noise for noise in noises if math.isfinite(noise) and noise > 0])
     return SpotCheck(tuple(rows), known, max_gradient_error * known if known == known else math.inf)
+
+
+def _error(row: Mapping[str, Any]) -> float:
+    value = row.get("gradient_error")
+    return math.inf if row.get("nonfinite") or value is None else float(value)
+
+
+def _root_mean_square(values: Sequence[float]) -> float:
+    return math.sqrt(sum(value * value for value in values) / len(values)) if values else math.nan
 
 
 def corrected(policy: Policy, report: GraphReport, check: SpotCheck) -> tuple[Policy, tuple[str, ...]]:

@@ -54,7 +54,7 @@ def test_the_whole_policy_is_asked_first_and_each_segment_alone() -> None:
 )
 def test_what_the_passes_say(whole: float, within: bool, as_predicted: bool) -> None:
     found, _, kept = asked()
-    check = judged(payload(whole), found, kept, 0.12)
+    check = judged([payload(whole)], found, kept, 0.12)
     assert (check.within, check.as_predicted) == (within, as_predicted)
     assert check.limit == pytest.approx(0.06)
     assert check.to_json()["rows"][0]["name"] == WHOLE
@@ -63,7 +63,7 @@ def test_what_the_passes_say(whole: float, within: bool, as_predicted: bool) -> 
 @pytest.mark.parametrize("whole", [0.1, math.inf])
 def test_a_correction_takes_back_the_worst_segment_and_no_more(whole: float) -> None:
     found, report, kept = asked()
-    check = judged(payload(whole, **{DOWN: 0.095, UP: 0.03}), found, kept, 0.12)
+    check = judged([payload(whole, **{DOWN: 0.095, UP: 0.03})], found, kept, 0.12)
     mended, removed = corrected(found, report, check)
     plans = resolve(mended, [layer.name for layer in report.layers])
     assert removed == (DOWN,)
@@ -75,7 +75,7 @@ def test_a_policy_that_nobody_predicted_is_still_held_to_the_limit() -> None:
     found, report = policy(("*.mlp.*", "fp8_rowwise"), ("lm_head", "keep")), gpt()
     kept = spot_probes(found, report, 3)[1]
     check = judged(
-        {"probes": payload(0.1)["probes"], "gradient_noise": None},
+        [{"probes": payload(0.1)["probes"], "gradient_noise": None}],
         found,
         [s for s in kept if s.name in (UP, DOWN)],
         0.12,
@@ -88,7 +88,15 @@ def test_a_policy_that_nobody_predicted_is_still_held_to_the_limit() -> None:
 def test_a_second_check_corrects_the_law_and_not_the_first_correction() -> None:
     found, _, kept = asked()
     origin = found.evidence["transferred_from"] | {"corrected_by": {UP: 2.0}}
-    again = judged(payload(0.05), found.model_copy(update={"evidence": {"transferred_from": origin}}), kept, 0.12)
+    again = judged([payload(0.05)], found.model_copy(update={"evidence": {"transferred_from": origin}}), kept, 0.12)
     ratios = {row.name: row.ratio for row in again.rows}
     assert again.correction.ratios == {UP: pytest.approx(2.0 * ratios[UP]), DOWN: pytest.approx(ratios[DOWN])}
     assert again.correction.noise == 0.5
+
+
+def test_moments_count_by_their_root_mean_square_and_one_that_overflows_is_beyond() -> None:
+    found, _, kept = asked()
+    both = judged([payload(0.03), payload(0.05)], found, kept, 0.12)
+    assert both.whole.measured == pytest.approx(math.sqrt((0.03**2 + 0.05**2) / 2))
+    assert both.noise == pytest.approx(0.5)
+    assert not judged([payload(0.03), payload(math.inf)], found, kept, 0.12).within
