@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -66,13 +67,18 @@ def modules() -> dict[str, Path]:
 
 
 MODULES = modules()
-TREES = {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
+
+
+@functools.cache
+def trees() -> dict[str, ast.Module]:
+    """Return the syntax tree of every module."""
+    return {name: ast.parse(path.read_text(encoding="utf-8")) for name, path in MODULES.items()}
 
 
 def imports(name: str) -> set[str]:
     """Return the package's own modules that a module imports, at any level of nesting."""
     out: set[str] = set()
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(trees()[name]):
         if isinstance(node, ast.Import):
             out.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -163,14 +169,14 @@ def definitions(name: str) -> tuple[list[Definition], set[str]]:
                 used |= words_of(child)
         return used
 
-    level = visit(TREES[name], "")
+    level = visit(trees()[name], "")
     return found, level
 
 
 def foreign_bases() -> dict[str, bool]:
     """Return for each class whether a base is not of the package: its overrides are called from elsewhere."""
     bases: dict[str, set[str]] = {}
-    for tree in TREES.values():
+    for tree in trees().values():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 bases[node.name] = set().union(

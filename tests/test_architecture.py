@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
-from house import MODULES, TREES, untested  # noqa: E402
+from house import MODULES, trees, untested  # noqa: E402
 
 #: Rooms from the foundation up, by the first part of a module's name inside the package.
 ROOMS = {
@@ -74,9 +74,9 @@ def type_only(tree: ast.AST) -> set[ast.AST]:
 @cache
 def imports(module: str, *, typing_too: bool) -> set[str]:
     """Return the package's own modules that a module imports, at any level of nesting."""
-    skipped = set() if typing_too else type_only(TREES[module])
+    skipped = set() if typing_too else type_only(trees()[module])
     out: set[str] = set()
-    for node in ast.walk(TREES[module]):
+    for node in ast.walk(trees()[module]):
         if node in skipped:
             continue
         if isinstance(node, ast.Import):
@@ -146,7 +146,7 @@ def loaded_with(module: str) -> set[str]:
 @cache
 def top_level_imports(module: str) -> set[str]:
     """Return every module, of the package or not, that loading a module imports."""
-    tree = TREES[module]
+    tree = trees()[module]
     out: set[str] = set()
     skipped = type_only(tree)
     for node in ast.walk(tree):
@@ -172,7 +172,7 @@ def test_the_driver_and_the_decisions_load_no_torch() -> None:
 def test_a_decision_starts_nothing_and_writes_nothing() -> None:
     wrong = []
     for module in (name for name in MODULES if name.startswith("autoprec.tuning.decide")):
-        nodes = list(ast.walk(TREES[module]))
+        nodes = list(ast.walk(trees()[module]))
         imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
         imported |= {str(node.module) for node in nodes if isinstance(node, ast.ImportFrom)}
         functions = [node.func for node in nodes if isinstance(node, ast.Call)]
@@ -239,7 +239,7 @@ def test_a_folder_is_seen_at_a_glance() -> None:
 
 def test_files_and_functions_stay_readable() -> None:
     long = []
-    parsed = {MODULES[module]: tree for module, tree in TREES.items()}
+    parsed = {MODULES[module]: tree for module, tree in trees().items()}
     for path in (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py"))):
         text = path.read_text(encoding="utf-8")
         if text.count("\n") > MAX_FILE_LINES:
@@ -256,7 +256,7 @@ def test_files_and_functions_stay_readable() -> None:
 
 def test_a_module_says_what_it_is_in_one_sentence() -> None:
     wrong = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         first = (ast.get_docstring(tree) or "").split("\n\n")[0]
         # a head of one or two words only repeats a name
         if not first.rstrip().endswith((".", ":", "?")) or len(first.split()) <= 2:
@@ -267,7 +267,7 @@ def test_a_module_says_what_it_is_in_one_sentence() -> None:
 def test_users_are_never_answered_with_assert_or_a_stub() -> None:
     narrowing = ("is not None", "isinstance(")  # tells the type checker what the code already guarantees
     wrong = []
-    for module, tree in TREES.items():
+    for module, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Assert) and not module.startswith("autoprec.testing"):
                 if not any(text in ast.unparse(node.test) for text in narrowing):

@@ -86,11 +86,11 @@ def test_what_it_asks_for_is_executed() -> None:
     assert [row["name"] for row in found.json()["layers"]] == ["up", "down"]
 
 
-def run(*words: str) -> str:
+def run(*words: str) -> subprocess.CompletedProcess[str]:
     root = str(Path(package.__file__).resolve().parent.parent)
     line = [sys.executable, *words]
     settings = {**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(line, env=settings, capture_output=True, text=True, timeout=300, check=True).stdout
+    return subprocess.run(line, env=settings, capture_output=True, text=True, timeout=300, check=True)
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,9 @@ def test_an_empty_policy_changes_no_bit_and_the_script_may_save(folder: Path, pl
     (folder / "empty.yaml").write_text("schema: autoprec.policy/1\n", encoding="utf-8")
     weights = torch.load("weights.pt", weights_only=True)
     Path("weights.pt").unlink()
-    assert run("-m", "autoprec", "run", "--policy", "empty.yaml", "train.py") == plain
+    ended = run("-m", "autoprec", "run", "--policy", "empty.yaml", "train.py")
+    assert ended.stdout == plain
+    assert "emulated" not in ended.stderr
     again = torch.load("weights.pt", weights_only=True)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
@@ -114,7 +116,7 @@ def test_the_policy_trains_like_the_script_within_the_budget(plain: str) -> None
         return [float(line.split()[-1]) for line in text.splitlines() if line.startswith("step")]
 
     reference = losses(plain)
-    found = losses(run("-m", "autoprec", "run", "--policy", "policy.yaml", "train.py"))
+    found = losses(run("-m", "autoprec", "run", "--policy", "policy.yaml", "train.py").stdout)
     assert len(found) == len(reference) == 40
     gaps = [abs(a - b) / abs(b) for a, b in zip(found[20:], reference[20:], strict=True)]
     assert sum(gaps) / len(gaps) <= 0.005

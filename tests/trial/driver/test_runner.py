@@ -18,6 +18,7 @@ import torch
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
+from autoprec.trial.inside import agent
 from autoprec.trial.protocol import Probe, TrialSpec
 from tests.trial.conftest import SCRIPTS, uniform
 from tests.warm import run_forked
@@ -307,8 +308,12 @@ def test_every_trial_starts_from_the_same_state(script: str, launch: str, host: 
         (("tensors_only.py",), "no torch.nn.Module", "put the weights into a Module"),
     ],
 )
-def test_a_loop_that_cannot_be_followed_is_told_soon(tokens: tuple[str, ...], says: str, fix: str, host: Any) -> None:
-    """Both scripts would go on for hours."""
+def test_a_loop_that_cannot_be_followed_is_told_soon(
+    tokens: tuple[str, ...], says: str, fix: str, host: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both scripts would go on for hours. Each step that no module owns is a search over all that lives: five will do."""
+    assert agent._MOST_UNOWNED <= 100
+    monkeypatch.setattr(agent, "_MOST_UNOWNED", 5)
     with host(*tokens, setup_timeout_s=60) as runner, pytest.raises(ScriptError, match=says) as caught:
         runner.start()
     assert fix in str(caught.value.fix)

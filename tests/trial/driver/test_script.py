@@ -32,14 +32,11 @@ def run(policy: object, audit: str, *words: str) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.slow
-def test_an_empty_policy_is_bit_identical_and_another_is_audited(tmp_path: Path) -> None:
+def test_a_policy_is_audited_and_told_to_be_emulated(tmp_path: Path) -> None:
+    """That an empty one changes no bit and says nothing is tested in tests/e2e."""
     script = str(SCRIPTS / "plain.py")
     plain = run_forked([script, "--steps", "5"], tmp_path)
-    empty = run({"schema": "autoprec.policy/1"}, "", script, "--steps", "5")
-    assert empty.returncode == 0
-    assert empty.stdout == plain.stdout
-    assert len(re.findall("loss", empty.stdout)) == 5
-    assert "emulated" not in empty.stderr
+    assert len(re.findall("loss", plain.stdout)) == 5
     eight = run(uniform("fp8"), str(tmp_path / "audit.json"), script, "--steps", "5")
     assert eight.returncode == 0
     assert eight.stdout != plain.stdout
