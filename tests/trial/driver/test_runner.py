@@ -311,7 +311,7 @@ def test_every_trial_starts_from_the_same_state(script: str, launch: str, host: 
 def test_a_loop_that_cannot_be_followed_is_told_soon(
     tokens: tuple[str, ...], says: str, fix: str, host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both scripts would go on for hours. Each step that no module owns is a search over all that lives: five will do."""
+    """Both scripts would go on for hours. A step that no module owns is a search over all that lives: five will do."""
     assert agent._MOST_UNOWNED <= 100
     monkeypatch.setattr(agent, "_MOST_UNOWNED", 5)
     with host(*tokens, setup_timeout_s=60) as runner, pytest.raises(ScriptError, match=says) as caught:
