@@ -143,7 +143,7 @@ def search(
         study, storage, resume: name and database of the study, and whether to continue it.
         workers, engine: trials side by side (0: as many as can be timed), ``local`` or on a ``ray`` cluster.
         ray_address, gpus_per_trial: the Ray cluster, and the GPUs that one trial takes there.
-        sampler: ``ours``, ``tpe``, ``nsga2``, ``random`` or ``gp``.
+        sampler: ``ours``, ``tpe``, ``nsga2``, ``random``, ``gp``, ``ilp`` or ``greedy``.
         cost_scale, calibration: model time at larger shapes (``"width=16,depth=4,tokens=32"``), with measured rates.
         force: search although the verdict is that nothing can be gained.
         backend: who runs the GEMMs, see ``autoprec doctor``.

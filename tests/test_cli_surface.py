@@ -26,7 +26,7 @@ SURFACE = {
     "verify": "--anneal --backend --json --max-divergence --no-anneal --policy --quiet --seeds --steps --warmup",
     "transfer": (
         "--batch --force --from --gpus --graph --json --layers --max-gradient-error --no-fill --output --role --scan "
-        "--seq --study --target --tensor-parallel --timeout --to"
+        "--seq --spot --study --target --tensor-parallel --timeout --to"
     ),
     "show": "--graph --json",
     "validate": "--json",

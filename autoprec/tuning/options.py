@@ -36,7 +36,7 @@ CHOICES = {
     "objective": ("throughput", "memory", "balanced"),
     "reference": ("script", "fp32", "bf16"),
     "engine": ("local", "ray"),
-    "sampler": ("ours", "tpe", "nsga2", "random", "gp"),
+    "sampler": ("ours", "tpe", "nsga2", "random", "gp", "ilp", "greedy"),
 }
 
 

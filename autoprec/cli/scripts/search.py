@@ -87,7 +87,7 @@ EXAMPLES = (
               help="Where trials run.")  # fmt: skip
 @click.option("--ray-address", default="", metavar="ADDRESS", help="Of the Ray cluster; default: one on this machine.")
 @click.option("--gpus-per-trial", default=1, show_default=True, metavar="N", help="With --engine ray.")
-@click.option("--sampler", type=click.Choice(["ours", "tpe", "nsga2", "random", "gp"]), default="ours",
+@click.option("--sampler", type=click.Choice(["ours", "tpe", "nsga2", "random", "gp", "ilp", "greedy"]), default="ours",
               show_default=True, help="Who proposes trials; all but ours are for comparison.")  # fmt: skip
 @click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32",
               help="Rehearsal: evaluate the cost model at scaled shapes.")  # fmt: skip

@@ -1,4 +1,4 @@
-"""The samplers that ``--sampler`` offers: ours, and Optuna's own, for comparison."""
+"""The samplers that ``--sampler`` offers: ours, and for comparison Optuna's own and the ways of existing tools."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
+from autoprec.tuning.decide.sampler.table_samplers import GreedySampler, IlpSampler
 
 __all__ = ["SAMPLERS", "make_sampler"]
 
 #: Names that ``--sampler`` accepts.
-SAMPLERS = ("ours", "tpe", "nsga2", "random", "gp")
+SAMPLERS = ("ours", "tpe", "nsga2", "random", "gp", "ilp", "greedy")
 #: Random trials that TPE and the GP start with.
 _STARTUP = 10
 
@@ -59,4 +60,8 @@ def make_sampler(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return optuna.samplers.GPSampler(seed=seed, n_startup_trials=_STARTUP)
+    if name == "ilp":
+        return IlpSampler(problem, prior, max_divergence=goals.max_divergence, seed=seed)
+    if name == "greedy":
+        return GreedySampler(problem, prior, max_divergence=goals.max_divergence, seed=seed)
     raise UnknownNameError("sampler", name, SAMPLERS)
