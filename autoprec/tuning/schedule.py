@@ -24,10 +24,11 @@ CONTENDERS = 2
 USUAL_TRIALS, USUAL_SEEDS = 4, 2
 #: The first run of the reference is repeated for the noise floor, and once more with its weights rounded.
 REFERENCE_RUNS = 3
-#: CPU time to compile a block whose layers quantise, over that of its bf16 form (2026-11-23_gpu_ready.md).
-QUANTISED_COMPILE = 5.0
-#: CPU time to compile what torch's cache on disk holds already, over that of the first time: Dynamo traces it again
-#: (0.43 for row-wise FP8, less for bf16: 2026-11-23_gpu_ready.md).
+#: CPU time to compile a block whose layers quantise, over that of its bf16 form: row-wise FP8, each block more of one
+#: graph (``each_cpu_s`` of 2026-11-23_gpu_ready.md).
+QUANTISED_COMPILE = 6.5
+#: CPU time to compile what torch's cache on disk holds already, over that of the first time: an estimate. Dynamo traces
+#: it again, and the rest is read.
 CACHED_COMPILE = 0.5
 #: A step of a rehearsal under emulated recipes, over a step as written (2026-11-22_numerics_trial.md).
 EMULATED_STEP = 2.0
