@@ -163,11 +163,18 @@ def one(name: str, *, tiny: bool) -> dict[str, Any]:
     words = [sys.executable, str(Path(__file__)), "blocks", "--one", name, *(["--tiny"] if tiny else [])]
     try:
         done = subprocess.run(words, env=environment(), capture_output=True, text=True, timeout=LIMIT, check=False)
-    except subprocess.TimeoutExpired:
-        return {"failed": f"not done after {LIMIT:.0f} s"}
+    except subprocess.TimeoutExpired as late:
+        said = (late.stdout or b"").decode(errors="replace").splitlines()
+        return _last(said) | {"compiled": {"failed": f"not done after {LIMIT:.0f} s"}}
+    found = _last(done.stdout.splitlines())
+    return found or {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:300]}
+
+
+def _last(said: list[str]) -> dict[str, Any]:
+    """Return the last rows that a process told, whatever ended it."""
     with contextlib.suppress(IndexError, json.JSONDecodeError):
-        return dict(json.loads(done.stdout.splitlines()[-1]))
-    return {"failed": (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1][:300]}
+        return dict(json.loads(said[-1]))
+    return {}
 
 
 def _one(name: str, *, tiny: bool) -> dict[str, Any]:
@@ -180,6 +187,8 @@ def _one(name: str, *, tiny: bool) -> dict[str, Any]:
             rows[how] = block_row(name, how, tiny=tiny)
         except Exception as error:
             rows[how] = {"failed": f"{type(error).__name__}: {error}".splitlines()[0][:300]}
+        if "failed" not in rows[how]:
+            print(json.dumps(rows), flush=True)  # what is known if the rest takes too long
     if all("failed" in row for row in rows.values()):
         return {"failed": rows["eager"]["failed"]}
     return rows

@@ -55,6 +55,18 @@ def test_rows_are_told_beside_bf16_of_the_same_kind() -> None:
     assert gpu_speed.beside_libraries(rows) == ["- te-current / native-fp8_tensorwise, eager: 2.000"]
 
 
+def test_a_precision_that_compiles_for_too_long_keeps_its_eager_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child = tmp_path / "python"
+    child.write_text('#!/bin/sh\necho \'{"eager": {"step_ms": 2.0}}\'\nexec sleep 30\n')
+    child.chmod(0o755)
+    monkeypatch.setattr(gpu_speed.sys, "executable", str(child))
+    monkeypatch.setattr(gpu_speed, "LIMIT", 1.0)
+    found = gpu_speed.one("bf16", tiny=True)
+    assert found == {"eager": {"step_ms": 2.0}, "compiled": {"failed": "not done after 1 s"}}
+
+
 def test_a_precision_whose_process_dies_is_one_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu_speed.sys, "executable", "/bin/false")
     found = Parts(tmp_path).get("te-current", lambda: gpu_speed.one("te-current", tiny=True))
