@@ -49,8 +49,8 @@ class Growth:
         return ", ".join(f"{name} x{value:g}" for name, value in self.to_json().items())
 
 
-#: axis -> power of the relative gradient error: of a role in all its blocks, and of the output layer. Fitted to errors at
-#: one step of training; means over four steps depend less on the width (benchmarks/results/2026-11-23_transfer.md).
+#: axis -> power of the relative gradient error: of a role in all its blocks, and of the output layer. Fitted to errors
+#: at one step of training; means over four steps depend less on the width (benchmarks/results/2026-11-23_transfer.md).
 BLOCK_POWERS: Mapping[str, float] = {"width": -0.35, "depth": -0.1, "tokens": 0.25}
 HEAD_POWERS: Mapping[str, float] = {"width": -0.2, "depth": 0.0, "tokens": 0.25}
 #: axis -> power of the mini-batch noise, relative to the gradient.
