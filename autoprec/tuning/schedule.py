@@ -20,7 +20,7 @@ __all__ = ["Pace", "Schedule", "describe", "repeated_blocks", "schedule"]
 USUAL_PASSES = 60
 #: Policies that usually need further paired seeds before one of them is adopted; the reference runs beside them.
 CONTENDERS = 2
-#: Trials and paired seeds after which searches ended by themselves: 1 to 3, and 2 (2026-11-22_search_cost.md).
+#: Trials and further seeds after which searches ended by themselves: 1 to 5, and 1 or 2 (2026-11-23_search_cost.md).
 USUAL_TRIALS, USUAL_SEEDS = 4, 2
 #: The first run of the reference is repeated for the noise floor, and once more with its weights rounded.
 REFERENCE_RUNS = 3
