@@ -81,6 +81,8 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _print(table: SensitivityTable) -> None:
+    from autoprec.tuning.decide.reasons import unmoved
+
     rows = {(row["group"], row["choice"]): row for row in table.rows()}
     choices = list(dict.fromkeys(choice for _, choice in rows))
     cells = [(group, *(_cell(rows.get((group, choice))) for choice in choices)) for group in table.groups]
@@ -95,6 +97,8 @@ def _print(table: SensitivityTable) -> None:
         echo(f"weights kept in bf16 would not take {table.lost_updates:.0%} of a step's update (by magnitude)")
     for name, share in table.lost_state.items():
         echo(f"{name} kept in bf16, rounded to nearest, would not take {share:.0%} of a step's change")
+    if table.hardly_moved:
+        echo(unmoved(table.hardly_moved))
     fit = table.misfit
     if fit.count:
         text = f"squares of errors add: measured / predicted {fit.ratio:.2f}, within a factor {fit.spread:.2f}"

@@ -43,6 +43,16 @@ def test_eight_bits_cost_more_than_sixteen_everywhere(script: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_layer_whose_weights_have_no_gradient_yet_is_named(script: Path) -> None:
+    zeros = "nn.init.zeros_(model[2].weight)\noptimizer = torch.optim.SGD(model.parameters(), lr=1e-9)"
+    script.write_text(
+        SCRIPT.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)", zeros), encoding="utf-8"
+    )
+    found = autoprec("sensitivity", "--target", "h100", "--warmup", "1", script)
+    assert found.code == 0, found.err
+    assert "0: hardly any gradient reaches the weights yet" in found.out
+
+
 def test_a_users_own_target_is_asked_about_its_own_recipes(script: Path, tmp_path: Path) -> None:
     card = tmp_path / "mycard.yaml"
     card.write_text(
