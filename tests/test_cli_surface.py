@@ -5,6 +5,8 @@ import pytest
 
 from autoprec.cli import COMMANDS, cli
 from autoprec.cli.script import TakesScript
+from autoprec.tuning.decide.sampler.other_samplers import SAMPLERS
+from autoprec.tuning.options import CHOICES
 from tests.cli.helpers import autoprec
 
 SURFACE = {
@@ -96,3 +98,12 @@ def test_words_that_mean_the_same_are_spelled_the_same() -> None:
     """One spelling per idea across commands: seconds are --timeout, machine output --json, the file --output."""
     words = {word for line in SURFACE.values() for word in line.split()}
     assert not words & {"--out", "--format", "--time-limit", "--policy-file", "--n-trials", "--study-name"}
+
+
+def test_choices_are_the_same_wherever_they_are_named() -> None:
+    """The commands name them themselves, since their help must not import what a search imports."""
+    offered = {
+        option.name: option.type.choices for option in options("search") if isinstance(option.type, click.Choice)
+    }
+    assert {name: tuple(offered[name]) for name in CHOICES} == CHOICES
+    assert CHOICES["sampler"] == SAMPLERS

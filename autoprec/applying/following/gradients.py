@@ -71,11 +71,14 @@ class Gradients:
 
     def square(self, slot: int) -> float:
         """Return the squared norm of a slot."""
-        return math.fsum(float(torch.dot(piece, piece)) for piece in torch.split(self._slots[slot], PIECE))
+        return math.fsum(self.squares(slot))
 
     def squares(self, slot: int) -> list[float]:
         """Return the squared norm of every parameter's gradient in a slot."""
-        return [float(torch.dot(one, one)) for one in torch.split(self._slots[slot], self._sizes)]
+        return [
+            math.fsum(float(torch.dot(piece, piece)) for piece in torch.split(one, PIECE))
+            for one in torch.split(self._slots[slot], self._sizes)
+        ]
 
     def fold(self, seen: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None) -> float:
         """Take one more gradient into the mean of ``seen`` others, which slot 0 holds (at first: the reference).

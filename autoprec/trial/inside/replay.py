@@ -109,9 +109,9 @@ class Replay(Events):
             self._deviation += self._gradients.fold(self._batch, self._unclip, self._grads())
             return
         self._gradients.store(0, self._unclip, self._grads())
-        squares = self._over_ranks(*self._gradients.squares(0))
-        self._squares = self._gradients.square(0)
-        self._hardly_moved = hardly_moved(self._found, squares)
+        squares = self._gradients.squares(0)
+        self._squares = math.fsum(squares)
+        self._hardly_moved = hardly_moved(self._found, self._over_ranks(*squares))
 
     def _grads(self) -> list[torch.Tensor | None]:
         return [None if p.grad is None else local_part(p.grad) for p in self._found.root_parameters]

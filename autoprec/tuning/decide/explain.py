@@ -15,7 +15,7 @@ import numpy as np
 
 from autoprec.tuning.decide.problem import FloatTable, Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel, Observation
-from autoprec.tuning.decide.sampler.prior import divergence_model, features_of
+from autoprec.tuning.decide.sampler.prior import divergence_model, feature_vector, features_of
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
 
@@ -195,7 +195,7 @@ def _fitted(
     gaps, times = [], []
     for record in (record for record in records if record.ok):
         params, base2 = record.params, table.parameter_error2(problem, record.params)
-        z = np.array([problem.value(params, name) == value for name, value in features], dtype=np.float64)
+        z = feature_vector(problem, features, params)
         seen = Observation(problem.indices(params), z, base2, record.metrics["divergence"])
         gaps.append(seen)
         times.append(replace(seen, value=record.metrics["step_time_ms"]))

@@ -22,6 +22,8 @@ def test_store_compare_and_spread(shared: bool) -> None:
     assert relative_error(error2, norm2) == pytest.approx(4 / 3)
     gradients.store(1, {id(parameters[1]): 2.0})  # clipped to half: undone
     assert gradients.compare(1, {id(parameters[1]): 2.0})[0] == 0.0
+    assert gradients.squares(0) == [9.0, 0.0]
+    assert gradients.square(0) == 9.0
     variance, size = gradients.spread(2)
     assert (variance, size) == (32.0, 9.0)
     assert math.isnan(relative_error(1.0, 0.0))

@@ -22,7 +22,7 @@ from autoprec.policy.solver import Limit
 from autoprec.tuning.decide.noise import screening_limit
 from autoprec.tuning.decide.problem import FloatTable, Problem
 from autoprec.tuning.decide.sampler.posterior import LinearModel, Observation
-from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of
+from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, feature_vector, features_of
 
 __all__ = ["PRICE", "Expectation", "Goals", "Measured", "Outlook", "Points"]
 
@@ -153,7 +153,7 @@ class Expectation:
 
     def vector(self, params: Mapping[str, Any]) -> Vector:
         """Return the parameter features ``[K]`` of params."""
-        return np.array([self.problem.value(params, name) == value for name, value in self._features], dtype=np.float64)
+        return feature_vector(self.problem, self._features, params)
 
     def within_limits(self, points: Points) -> npt.NDArray[np.bool_]:
         """Return ``[N]``: whether the limits of gradient error and memory are kept, by the tables."""

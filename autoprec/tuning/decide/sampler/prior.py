@@ -6,16 +6,17 @@ both: its own effect is what the whole step gains beyond the groups' tables, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from autoprec.policy import LayerPlan
 from autoprec.policy.space import Choice
-from autoprec.tuning.decide.problem import FloatTable, GroupVariable, Problem, layer_key
+from autoprec.tuning.decide.problem import FloatTable, GroupVariable, Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel
 from autoprec.tuning.decide.table import SensitivityTable
 
@@ -25,6 +26,7 @@ __all__ = [
     "Prior",
     "build_prior",
     "divergence_model",
+    "feature_vector",
     "features_of",
     "memory_table",
 ]
@@ -145,6 +147,11 @@ def memory_table(problem: Problem, step_cost: StepCost) -> tuple[FloatTable, flo
 def features_of(problem: Problem) -> list[tuple[str, Any]]:
     """Return the features (parameter, value) of a problem: every value but the default."""
     return [(name, value) for name, values in problem.parameters.items() for value in values[1:]]
+
+
+def feature_vector(problem: Problem, features: Sequence[tuple[str, Any]], params: Params) -> npt.NDArray[np.float64]:
+    """Return which features ``[K]`` (see :func:`features_of`) params have: 1 or 0."""
+    return np.array([problem.value(params, name) == value for name, value in features], dtype=np.float64)
 
 
 def divergence_model(problem: Problem, error2: FloatTable) -> DivergenceModel:
