@@ -8,7 +8,7 @@ Rules, in this order (docs/concepts.md, "How it is decided"):
    (:mod:`~autoprec.tuning.decide.noise`), with a stricter limit of the gradient error, and the answer says so.
 2. The best by the objective leads; candidates within the timing noise of it are tied with it, except that nothing
    slower than the best acceptable preset is ever taken.
-3. Among the tied the smallest gradient error wins (safety is free there), then the smaller memory.
+3. Among the tied the smallest gradient error wins (safety is free there), then the smaller memory, then a preset.
 4. It is adopted when it beats the script beyond the timing noise; otherwise the answer is "stay".
 """
 
@@ -39,6 +39,8 @@ __all__ = ["Candidate", "Decision", "Judgement", "choose", "gradient_limit", "ju
 _NEGLIGIBLE = 0.02
 #: A modelled gain below this is not a reason to change a script.
 _LEAST_GAIN = 0.001
+#: A measured gain below this is not worth a run that would make it surer.
+_LEAST_TIMED = 0.01
 #: A script of which nothing is known: no perturbation moves its loss.
 _CALM = Baseline()
 
@@ -80,7 +82,8 @@ class Decision:
     ``index`` points into the candidates (None with ``stay`` when no candidate is the script); ``interval`` is the half
     width of the chosen one's two-sided 90 % interval of divergence; ``rejected`` says why others are not acceptable;
     ``tied`` names those the chosen one could not be told apart from; ``caveat`` says why the loss could not judge it
-    and what did instead, empty when it could.
+    and what did instead, empty when it could; ``unsure`` is the candidate that a "stay" rejects for the timing noise
+    alone: with more runs it may be adopted.
     """
 
     verdict: str
@@ -90,6 +93,7 @@ class Decision:
     rejected: dict[str, str] = field(default_factory=dict)
     tied: tuple[str, ...] = ()
     caveat: str = ""
+    unsure: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +276,9 @@ def choose(
     merit = {i: _merit(candidates[i], objective, reference_memory) for i in accepted}
     leader = max(accepted, key=lambda i: merit[i])
     if merit[leader] <= 1.0 + timing_noise or (objective == "throughput" and merit[leader] < 1.0 + _LEAST_GAIN):
-        return Decision("stay", script, _no_gain(candidates[leader].name, merit[leader], timing_noise), 0.0, rejected)
+        why = _no_gain(candidates[leader].name, merit[leader], timing_noise)
+        unsure = leader if 1.0 + _LEAST_TIMED < merit[leader] <= 1.0 + timing_noise else None
+        return Decision("stay", script, why, 0.0, rejected, unsure=unsure)
     best_preset = max((merit[i] for i in accepted if candidates[i].preset), default=0.0)
     least = max(merit[leader] * (1.0 - timing_noise), min(best_preset, merit[leader]))
     tied = [i for i in accepted if merit[i] >= least]
@@ -301,12 +307,12 @@ def _no_gain(name: str, merit: float, timing_noise: float) -> str:
     return f"{best} gains {merit - 1.0:+.1%}, which is within the timing noise of {timing_noise:.1%}"
 
 
-def _safety(candidate: Candidate, merit: float) -> tuple[float, float, float]:
-    """Order tied candidates: gradient error (or divergence where it is unknown), memory, then merit."""
+def _safety(candidate: Candidate, merit: float) -> tuple[float, float, bool, float]:
+    """Order tied candidates: gradient error (or divergence where it is unknown), memory, presets first, then merit."""
     error = candidate.gradient_error
     if error is None:
         error = float(np.mean(candidate.divergences))
-    return (error, candidate.memory_bytes, -merit)
+    return (error, candidate.memory_bytes, not candidate.preset, -merit)
 
 
 def _closest(rejected: dict[str, str]) -> str:

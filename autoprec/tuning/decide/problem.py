@@ -253,6 +253,8 @@ class Problem:
         values = {name: self.value(params, name) for name in self.parameters if name not in self.space.parameters}
         if "communication.weights" in values and not used & self._gathered:
             values["communication.weights"] = KEEP
+        if "attention" in values:
+            values["attention"] = self._attention(params)
         return (index.tobytes(), *values.values(), *self._canonical(used, params))
 
     def _canonical(self, used: set[str], params: Params) -> tuple[Recipe, ...]:
@@ -265,6 +267,17 @@ class Problem:
                 self._recipes[values] = self.space.recipes_with(dict(values))[name].canonical(self.steps)
             found.append(self._recipes[values])
         return tuple(found)
+
+    def _attention(self, params: Params) -> str:
+        """Return what is asked of attention: ``keep`` where the script computes it in the dtype that is named."""
+        value = str(self.value(params, "attention"))
+        return KEEP if self.value(params, "activations") == KEEP and {value} == self._attention_dtypes else value
+
+    @cached_property
+    def _attention_dtypes(self) -> set[str]:
+        """Return the floating dtypes that reach attention in the script as written."""
+        rows = [op for op in self.report.operators if op.cls == "attention" and op.phase == "forward"]
+        return {dtype for op in rows for dtype in op.dtypes if dtype in ("fp32", "bf16", "fp16")}
 
     @cached_property
     def _gathered(self) -> set[str]:
@@ -284,6 +297,7 @@ class Problem:
         plain["communication.weights"] = "keep"
         plain |= {f"stability.{name}": value for name, value in StabilityPolicy().model_dump().items()}
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
+        values["attention"] = self._attention(params)
         return quiet and all(value == plain.get(name, "fp32") for name, value in values.items())
 
     # --- policies ---------------------------------------------------------------------------------------------------

@@ -41,18 +41,27 @@ KEPT_METRICS = (
 
 @dataclass(frozen=True, slots=True)
 class OverPreset:
-    """What a policy gains over the best preset: its name, its speed-up over the script, the gain, whether it ran."""
+    """What a policy gains over the best preset: its name, its speed-up over the script, the gain, whether it ran.
+
+    ``timing_noise`` is the relative difference that two measured speed-ups have by chance (0 where times are modelled).
+    """
 
     name: str
     speedup: float
     gain: float
     measured: bool
+    timing_noise: float = 0.0
 
     @property
     def text(self) -> str:
         """The gain in words."""
         if self.gain < _ENOUGH:
             return f"{self.gain:.1%} over the best preset ({self.name}): a preset is enough here"
+        if self.gain <= self.timing_noise:
+            return (
+                f"{self.gain:.1%} over the best preset ({self.name}), within the timing noise of "
+                f"{self.timing_noise:.1%}: a preset is enough here"
+            )
         doubt = "" if self.measured else ", which was not run: predicted"
         return f"{self.gain:.1%} over the best preset ({self.name}{doubt})"
 

@@ -20,7 +20,7 @@ from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.tuning.by_block import BY_BLOCK
 from autoprec.tuning.decide.decision import Candidate, Judgement, choose, judge
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
-from autoprec.tuning.decide.noise import Baseline, blindness
+from autoprec.tuning.decide.noise import Baseline, blindness, student95
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.race import Entrant, Standings, fewest_seeds, standings
 from autoprec.tuning.decide.sampler.expectation import Expectation, Measured
@@ -44,11 +44,19 @@ _MAY_BE_FINE = 0.5
 
 
 def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> float:
-    """Return the relative noise of a median speed-up: twice the standard error seen over the seeds; 0 when modelled."""
+    """Return the relative difference of two median speed-ups that noise alone stays below with 95 %; 0 when modelled.
+
+    The spread over the seeds is pooled over the candidates; with few seeds it is itself uncertain (Student's t).
+    """
     if not measured_times:
         return 0.0
-    spreads = [statistics.stdev(s) / statistics.fmean(s) / math.sqrt(len(s)) for s in speedups if len(s) > 1]
-    return min(MOST_NOISE, max(LEAST_NOISE, 2 * statistics.median(spreads))) if spreads else MOST_NOISE
+    several = [s for s in speedups if len(s) > 1]
+    if not several:
+        return MOST_NOISE
+    free = sum(len(s) - 1 for s in several)
+    spread = math.sqrt(sum((len(s) - 1) * (statistics.stdev(s) / statistics.fmean(s)) ** 2 for s in several) / free)
+    error = spread * math.sqrt(2 / statistics.fmean(len(s) for s in several))
+    return min(MOST_NOISE, max(LEAST_NOISE, student95(free) * error))
 
 
 class Race:
@@ -287,6 +295,11 @@ class Race:
         adopted = decision.index if decision.verdict == "adopt" else None
         if adopted is not None and self._measure_error(candidates[adopted].tag):
             return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
+        unsure = decision.unsure
+        if unsure is not None and len(candidates[unsure].divergences) < setup.options.seeds and not self._out_of_time():
+            self._one_more(candidates[unsure].tag)
+            self.update()
+            return self.answer()
         ledger.timings["timing_noise"] = noise
         rejected |= decision.rejected
         for name, why in rejected.items():
@@ -295,7 +308,7 @@ class Race:
             why = decision.reason + self._so_far()
             return Answer(decision.verdict, why, None, seeds=0, interval=decision.interval, rejected=rejected)
         chosen = ([script, *final])[decision.index]
-        over = self._over_preset(chosen)
+        over = self._over_preset(chosen, noise)
         return Answer(
             decision.verdict,
             f"{decision.reason}; {over.text}" if over is not None else decision.reason,
@@ -325,7 +338,7 @@ class Race:
         phased = with_presets(Policy.model_validate(candidate.tag.policy), ("last-bf16",))
         return replace(candidate, speedup=speedup_of_run(phased, options.run_steps, candidate.speedup, plain)[0])
 
-    def _over_preset(self, chosen: Candidate) -> OverPreset | None:
+    def _over_preset(self, chosen: Candidate, noise: float) -> OverPreset | None:
         """Return what the chosen policy gains over the fastest preset that is acceptable, or may be for all we know."""
         problem, expected = self._setup.problem, self.expectation
         measured = {
@@ -346,7 +359,7 @@ class Race:
             elif known is not None and (not known[1].rejection or known[0].name == chosen.name):
                 found.append((known[0].speedup, name, True))
         speedup, name, ran = max(found)
-        return OverPreset(name, speedup, max(0.0, chosen.speedup / speedup - 1.0), ran)
+        return OverPreset(name, speedup, max(0.0, chosen.speedup / speedup - 1.0), ran, noise)
 
     def _so_far(self) -> str:
         """Say, where the time ended a search without an answer, how sure the best guess is."""

@@ -19,6 +19,7 @@ from tests.tuning.models import even_space, gpt, linear, report
 
 HOPPER = Problem.build(gpt(), even_space("hopper-fp8"))
 CPU = Problem.build(gpt(), load_space("cpu-bf16"))
+ATTENTION = Operator("x_0", "h", "aten::x", "forward", "attention", "follow", "", (), (), 0, 0)
 
 
 def test_tables_follow_groups_and_choices() -> None:
@@ -51,6 +52,18 @@ def test_a_parameter_of_a_recipe_that_does_not_run_makes_no_difference() -> None
     assert HOPPER.key(idle) == HOPPER.key(idle | {name: 64})
     used = HOPPER.params_of("fp8_delayed")
     assert HOPPER.key(used) != HOPPER.key(used | {name: 64})
+
+
+def test_attention_in_the_scripts_own_dtype_makes_no_difference() -> None:
+    rows = (replace(ATTENTION, dtypes=("fp32", "fp32", "fp32", "bool")),)
+    found = Problem.build(replace(gpt(), operators=rows), load_space("cpu-bf16"))
+    for choice, activations in itertools.product(("keep", "bf16"), ("keep", "bf16")):
+        kept, named = (found.params_of(choice, activations=activations, attention=a) for a in ("keep", "fp32"))
+        assert (found.key(kept) == found.key(named)) == (activations == "keep")  # autocast hands it 16 bits
+    assert found.is_script(found.params_of("keep", attention="fp32"))
+    low = Problem.build(replace(gpt(), operators=(replace(ATTENTION, dtypes=("bf16",) * 3),)), load_space("cpu-bf16"))
+    assert low.key(low.params_of("keep", attention="fp32")) != low.key(low.params_of("keep"))
+    assert not low.is_script(low.params_of("keep", attention="fp32"))
 
 
 def test_under_autocast_keep_is_bf16() -> None:
@@ -176,11 +189,8 @@ def test_the_default_space_of_a_hopper_gpu_searches_what_a_recipe_is_made_of() -
 
 
 def test_attention_is_not_searched_where_there_is_none() -> None:
-    def row(cls: str) -> Operator:
-        return Operator("x_0", "h", "aten::x", "forward", cls, "follow", "", (), (), 0, 0)
-
     space = load_space("hopper-fp8")
-    assert "attention" in Problem.build(replace(gpt(), operators=(row("attention"),)), space).parameters
-    problem = Problem.build(replace(gpt(), operators=(row("norm"),)), space)
+    assert "attention" in Problem.build(replace(gpt(), operators=(ATTENTION,)), space).parameters
+    problem = Problem.build(replace(gpt(), operators=(replace(ATTENTION, cls="norm"),)), space)
     assert problem.fixed["attention"] == "keep"
     assert not [probe.id for probe in parameter_probes(problem) if "attention" in probe.id]

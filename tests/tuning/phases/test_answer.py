@@ -11,7 +11,7 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import Limits
-from autoprec.tuning.phases.answer import Answer, _over_the_run, _plain, error_at, guard_for, settled
+from autoprec.tuning.phases.answer import Answer, OverPreset, _over_the_run, _plain, error_at, guard_for, settled
 from autoprec.tuning.study.study import StudyStore, default_storage
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
@@ -33,6 +33,14 @@ def test_what_was_cut_short_says_so_and_never_stay(tmp_path: Path) -> None:
     assert (stay.verdict, stay.reason) == ("undecided", "cut short: after 2 of 30 trials; so far nothing gains")
     adopt = settled(Answer("adopt", "fast", None, seeds=2), books)
     assert (adopt.verdict, adopt.reason) == ("adopt", "fast; cut short: after 2 of 30 trials")
+
+
+def test_a_gain_over_the_best_preset_is_told_beside_the_timing_noise() -> None:
+    assert OverPreset("all bf16", 1.4, 0.04, True).text == "4.0% over the best preset (all bf16)"
+    within = OverPreset("all bf16", 1.4, 0.04, True, 0.05).text
+    assert within.endswith("(all bf16), within the timing noise of 5.0%: a preset is enough here")
+    assert OverPreset("all bf16", 1.4, 0.001, True, 0.0).text.endswith("a preset is enough here")
+    assert "not run" in OverPreset("all bf16", 1.4, 0.04, False).text
 
 
 def test_a_guard_watches_what_a_policy_can_do_wrong() -> None:

@@ -6,22 +6,41 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.by_block import BY_BLOCK
 from autoprec.tuning.decide.decision import Candidate
+from autoprec.tuning.decide.noise import student95
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
 from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.finalists import LEAST_NOISE, MOST_NOISE, Race, timing_noise
+from tests.simulated import SimulatedRunner
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 
-def test_timing_noise_is_twice_the_standard_error_within_bounds() -> None:
+def test_timing_noise_is_what_two_speedups_differ_by_chance_within_bounds() -> None:
     assert timing_noise(False, [[1.0, 2.0]]) == 0.0
     assert timing_noise(True, [[1.0]]) == MOST_NOISE  # one seed says nothing about the spread
     assert timing_noise(True, [[1.5, 1.5, 1.5]]) == LEAST_NOISE
-    assert timing_noise(True, [[0.95, 1.05]]) == pytest.approx(0.1)
-    assert timing_noise(True, [[0.99, 1.01]]) == pytest.approx(0.02)
+    spread = 0.01 * math.sqrt(2)  # of two runs 2 % apart; two degrees of freedom over two policies
+    assert timing_noise(True, [[0.99, 1.01]] * 2) == pytest.approx(student95(2) * spread)
+    assert timing_noise(True, [[0.99, 1.01], [1.0, 1.0]]) == pytest.approx(student95(2) * spread / math.sqrt(2))
+
+
+@given(st.integers(2, 4), st.integers(1, 5), st.floats(0.002, 0.01), st.integers(0, 10**6))
+def test_equal_policies_are_told_apart_in_one_of_twenty_pairs(seeds: int, pairs: int, spread: float, at: int) -> None:
+    """A false difference in a direction named beforehand: 5 %, and less where the least noise of 1 % hides it."""
+    draw = np.random.default_rng(at)
+    rows = 1 + spread * draw.standard_normal((400, pairs + 1, seeds))
+    found = sum(row[0].mean() / row[1].mean() - 1 > timing_noise(True, row.tolist()) for row in rows)
+    assert found <= 400 * 0.05 + 4 * math.sqrt(400 * 0.05 * 0.95)
 
 
 def test_seeds_are_given_only_to_who_may_still_change_the_answer(here: Path) -> None:  # noqa: F811
@@ -31,6 +50,31 @@ def test_seeds_are_given_only_to_who_may_still_change_the_answer(here: Path) -> 
     assert {record.seed for record in further} == {1}  # everything is far within the budget: two seeds are enough
     assert result.best["seeds"] == 2
     assert len(further) < len(made.ledger.store.learned()) if made.ledger else False
+
+
+class Unsteady(SimulatedRunner):
+    """Every policy is 4 % faster than the script, and up to 1.5 % faster or slower than that under each seed."""
+
+    def _train(self, spec: TrialSpec) -> TrialResult:
+        result = super()._train(spec)
+        share = 0.96 + (-1) ** self.seed * 0.015 if spec.policy is not None else 1.0
+        return replace(result, step_ms=(100.0 * share,) * len(result.step_ms))
+
+
+@pytest.mark.parametrize(("seeds", "verdict"), [(2, "stay"), (8, "adopt")])
+def test_further_seeds_are_run_where_the_timing_noise_alone_is_in_the_way(
+    here: Path,  # noqa: F811
+    seeds: int,
+    verdict: str,
+) -> None:
+    simulated, asked = script(), options(trials=4, seeds=seeds)
+    command = ScriptCommand.parse(asked.command)
+    result = Search(asked, command, Listeners(), lambda seed, _folder: Unsteady(simulated, seed)).run()
+    assert result.verdict == verdict
+    if verdict == "adopt":
+        assert 2 < result.best["seeds"] <= seeds
+    else:
+        assert "which is within the timing noise" in result.reason
 
 
 def test_gaps_beyond_the_budget_are_held_against_all_only_beside_benign_ones_of_the_same_seeds(
