@@ -6,12 +6,12 @@ Every exporter lists what its target cannot express; :func:`export` refuses a lo
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.export.base import Export, Exporter, Loss, Request
-from autoprec.policy import Policy
+from autoprec.policy import Policy, first_match
 
 __all__ = ["EXPORTERS", "Export", "Exporter", "Loss", "Request", "exact_target", "export", "exporter"]
 
@@ -29,6 +29,21 @@ EXPORTERS: dict[str, tuple[str, str]] = {
     "axolotl": ("axolotl", "AxolotlExporter"),
     "torchtitan": ("torchtitan", "TorchtitanExporter"),
 }
+
+#: Targets that convert ``nn.Linear`` and nothing else, kinds of other layers, and what is said where none is known.
+_LINEAR_ALONE = frozenset(("python", "lightning", "torchao", "accelerate", "transformer-engine", "msamp", "axolotl"))
+_KINDS = {
+    "conv": "convolutions are",
+    "conv1d": "transformers' Conv1D is",
+    "attention_projection": "nn.MultiheadAttention is",
+    "expert": "raw weights are",
+    "functional": "raw weights are",
+    "rnn": "recurrent layers are",
+}
+_ONLY_LINEAR = (
+    "only nn.Linear is converted; --layers with what `autoprec inspect --json` prints lists what other layers lose "
+    "(convolutions, Conv1D, recurrent layers, nn.MultiheadAttention, raw weights)"
+)
 
 
 def exporter(name: str) -> Exporter:
@@ -60,15 +75,38 @@ def _exported(target: str, request: Request) -> Export:
     features take no steps, Megatron's flags none but for layers), so each is listed.
     """
     done = exporter(target).export(request)
-    lost = (
+    lost = [
         Loss(f"phases: {', '.join(phase.changes)} from {phase.label}", "what the run begins with, to its end")
         for phase in request.policy.phases
-    )
-    return replace(done, losses=(*done.losses, *lost))
+    ]
+    notes = done.notes
+    if target in _LINEAR_ALONE:
+        told = {(loss.what, loss.match) for loss in done.losses}
+        lost += [loss for loss in _not_linear(request) if (loss.what, loss.match) not in told]
+        notes += () if request.kinds else (_ONLY_LINEAR,)
+    return replace(done, losses=(*done.losses, *lost), notes=notes)
+
+
+def _not_linear(request: Request) -> list[Loss]:
+    """Return what rules lose that are about other layers than nn.Linear, where it is known which those are."""
+    around = request.policy.activations
+    instead = "as the script wrote it" if around == "keep" else f"{around}, as the activations"
+    found = []
+    for name, plan in request.plans().items():
+        what = _KINDS.get(request.kinds.get(name, ""))
+        if what and not plan.keeps and any(r is None or r.format != around for r in plan.recipes):
+            rule = first_match(request.policy.layers, name)
+            found.append(Loss(plan.describe(), f"{instead}: {what} not converted", rule.match if rule else "*"))
+    return list(dict.fromkeys(found))
 
 
 def export(
-    policy: Policy, to: str, *, layers: Sequence[str] = (), allow_lossy: bool = False, name: str = "policy.yaml"
+    policy: Policy,
+    to: str,
+    *,
+    layers: Sequence[str] | Mapping[str, str] = (),
+    allow_lossy: bool = False,
+    name: str = "policy.yaml",
 ) -> Export:
     """Write a policy as the configuration of another stack.
 
@@ -76,6 +114,7 @@ def export(
         policy: the policy.
         to: a key of :data:`EXPORTERS`.
         layers: names of the model's tunable layers, in model order; some targets need them to be exact.
+            A mapping gives their kinds, as ``inspect --json`` has them.
         allow_lossy: accept what the target cannot express; it is listed in the result.
         name: what the policy is called in comments.
 
@@ -83,7 +122,8 @@ def export(
         UnknownNameError: no such target.
         UnsupportedError: the target cannot express all of it and ``allow_lossy`` is off; the message lists what.
     """
-    done = _exported(to, Request(policy, tuple(layers), name))
+    kinds = {key: kind for key, kind in layers.items() if kind} if isinstance(layers, Mapping) else {}
+    done = _exported(to, Request(policy, tuple(layers), name, kinds))
     if done.losses and not allow_lossy:
         listed = "".join(f"\n  - {line}" for line in done.lossy)
         raise UnsupportedError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,11 +45,13 @@ class Request:
         layers: names of the model's tunable layers; empty when no model is at hand. Targets that need names rather
             than globs say so as a loss.
         name: what the policy is called in comments.
+        kinds: layer -> ``Layer.kind`` as ``inspect --json`` has it, where that is known.
     """
 
     policy: Policy
     layers: tuple[str, ...] = ()
     name: str = "policy.yaml"
+    kinds: Mapping[str, str] = field(default_factory=dict)
 
     def rules(self) -> tuple[RulePlan, ...]:
         """Return the ordered rules, the default last; rules that match none of the known layers are left out."""

@@ -88,8 +88,18 @@ def as_space(policy: Policy, name: str = "today") -> dict[str, Any]:
     """Return a search space (``autoprec.space/1``) around a policy: each layer may run what it runs today, or bf16.
 
     The policy itself is a preset of the space, so that a search compares with it. Where rules quantise differently,
-    every way is a preset of its own.
+    every way is a preset of its own. Optimizer state and communication may stay as they are by default, or be what the
+    policy says, as they are in its presets.
     """
+    usual = Policy()
+    state: dict[str, dict[str, list[Any]]] = {}
+    parameters: dict[str, Any] = {}
+    for part in ("optimizer", "communication", "stability"):
+        for key, value in getattr(policy, part).model_dump(exclude_defaults=True).items():
+            state.setdefault(part, {})[key] = [getattr(getattr(usual, part), key), value]
+            parameters[f"{part}.{key}"] = value
+    operators = policy.operators.model_dump()
+    attention = operators.pop("attention")
     recipes = {key: recipe.to_dict() for key, recipe in policy.recipes.items()}
     recipes.setdefault("bf16", {"format": "bf16"})
     rules: list[dict[str, Any]] = []
@@ -109,8 +119,20 @@ def as_space(policy: Policy, name: str = "today") -> dict[str, Any]:
         "recipes": recipes,
         "baseline": "bf16",
         "choices": rules,
+        "operators": operators,
         "activations": [policy.activations],
-        "presets": [{"name": name if len(ways) == 1 else f"{name}: {way}", "choice": way} for way in ways],
+        "attention": [attention],
+        **state,
+        "loss_scaling": policy.loss_scaling,
+        "execution": [policy.execution],
+        "presets": [
+            {
+                "name": name if len(ways) == 1 else f"{name}: {way}",
+                "choice": way,
+                **({"parameters": parameters} if parameters else {}),
+            }
+            for way in ways
+        ],
     }
 
 

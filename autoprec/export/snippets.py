@@ -4,12 +4,28 @@ from __future__ import annotations
 
 from autoprec.export.base import Request
 
-__all__ = ["ATTEND", "CONTEXT", "PLAN_OF", "RUN_IN", "fill", "wide_output"]
+__all__ = ["ATTEND", "CONTEXT", "LEFT_OUT", "PLAN_OF", "RUN_IN", "fill", "wide_output"]
 
 PLAN_OF = '''
 def plan_of(name):
     """The plan of a layer by its module name."""
     return next((plan for pattern, plan in RULES if re.fullmatch(pattern, name, re.DOTALL)), "keep")
+'''
+
+LEFT_OUT = '''
+def warn_of_left_out(model):
+    """Say which layers a rule is about and are not nn.Linear: nothing is changed in them."""
+    left = []
+    for name, module in model.named_modules():
+        kinds = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+        if isinstance(module, kinds) or type(module).__name__ == "Conv1D":
+            attends = isinstance(module, nn.MultiheadAttention)
+            plan = plan_of(f"{name}.in_proj_weight" if attends else name)
+            if plan != "keep" and (ACTIVATIONS is None or DTYPES.get(plan) is not ACTIVATIONS):
+                left.append(name)
+    if left:
+        shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+        warnings.warn(f"only nn.Linear is converted, and a rule is about {shown}: left as they are", stacklevel=3)
 '''
 
 RUN_IN = '''

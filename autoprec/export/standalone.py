@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import warnings
 from typing import Any
 
 import torch
@@ -247,6 +248,15 @@ def plan_of(name: str) -> str:
     return next((plan for pattern, plan in RULES if re.fullmatch(pattern, name, re.DOTALL)), "keep")
 
 
+def _left_out(name: str, module: nn.Module) -> bool:
+    """Whether a rule is about a layer that is not nn.Linear, and asks for what the activations are not."""
+    kinds = (nn.modules.conv._ConvNd, nn.RNNBase, nn.RNNCellBase, nn.MultiheadAttention)
+    if not isinstance(module, kinds) and type(module).__name__ != "Conv1D":
+        return False
+    plan = PLANS.get(plan_of(f"{name}.in_proj_weight" if isinstance(module, nn.MultiheadAttention) else name))
+    return plan is not None and any(r is None or r["format"] != ACTIVATIONS for r in plan.values())
+
+
 def apply(model: nn.Module) -> nn.Module:
     """Make the model run under the policy, in place, and return it. Parameters and state_dict keys stay."""
     remove(model)
@@ -258,6 +268,10 @@ def apply(model: nn.Module) -> nn.Module:
                 _CLASSES[cls] = type(cls.__name__, (_PlannedLinear, cls), {})
             module.__class__ = _CLASSES[cls]
             module.__dict__ |= {"_precision_plan": plan, "_precision_memory": {}}
+    left = [name for name, module in model.named_modules() if _left_out(name, module)]
+    if left:
+        shown = ", ".join(left[:8]) + (f" and {len(left) - 8} more" if len(left) > 8 else "")
+        warnings.warn(f"only nn.Linear is converted, and a rule is about {shown}: left as they are", stacklevel=2)
     if ACTIVATIONS != "keep" or ATTENTION != "keep":
         inner = model.forward
 

@@ -19,9 +19,11 @@ def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _layer_table(document: dict[str, Any]) -> dict[str, Any]:
-    return {
-        f"layers['{rule['match']}']": {k: v for k, v in rule.items() if k != "match"} for rule in document["layers"]
-    }
+    """Return the rules by their glob; of several with one glob the first is the one that runs."""
+    out: dict[str, Any] = {}
+    for rule in document["layers"]:
+        out.setdefault(f"layers['{rule['match']}']", {k: v for k, v in rule.items() if k != "match"})
+    return out
 
 
 def diff_policies(a: Policy, b: Policy) -> list[tuple[str, Any, Any]]:
@@ -30,19 +32,16 @@ def diff_policies(a: Policy, b: Policy) -> list[tuple[str, Any, Any]]:
     Rules are compared by their glob; a change in the order of rules is reported as ``layers (order)``.
     """
     left, right = a.to_dict(), b.to_dict()
-    rows = []
-    for name, (x, y) in {"layers": (_layer_table(left), _layer_table(right))}.items():
-        for key in dict.fromkeys([*x, *y]):
-            if x.get(key) != y.get(key):
-                rows.append((key, x.get(key), y.get(key)))
-        common = [k for k in x if k in y]
-        if common != [k for k in y if k in x]:
-            rows.append((f"{name} (order)", common, [k for k in y if k in x]))
+    x, y = _layer_table(left), _layer_table(right)
+    rows = _changed(x, y)
+    common, theirs = [k for k in x if k in y], [k for k in y if k in x]
+    if common != theirs:
+        rows.append(("layers (order)", common, theirs))
     for document in (left, right):
         del document["layers"]
         document["phases"] = {f"from {phase.pop('from')}": phase for phase in document.get("phases", ())}
-    flat_a, flat_b = _flatten(left), _flatten(right)
-    for key in dict.fromkeys([*flat_a, *flat_b]):
-        if flat_a.get(key) != flat_b.get(key):
-            rows.append((key, flat_a.get(key), flat_b.get(key)))
-    return rows
+    return rows + _changed(_flatten(left), _flatten(right))
+
+
+def _changed(a: dict[str, Any], b: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    return [(key, a.get(key), b.get(key)) for key in dict.fromkeys([*a, *b]) if a.get(key) != b.get(key)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoprec.policy.schema import LayerPlan, Policy
+from autoprec.policy.schema import LayerPlan, Phase, Policy
 from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.support.tables import Table
 
@@ -33,16 +33,33 @@ def _around(policy: Policy) -> list[str]:
         value = getattr(policy, name)
         if value != type(policy).model_fields[name].default:
             out.append(f"{name.replace('_', ' ')}: {value}")
-    for name in ("operators", "optimizer", "communication"):
+    for name in ("operators", "optimizer", "communication", "stability"):
         changed = getattr(policy, name).model_dump(exclude_defaults=True)
         if changed:
             out.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in changed.items()))
+    out += [f"from {phase.label} on: {_phase(policy, phase)}" for phase in policy.phases]
     found = policy.evidence
     figures = [f"{key} {found[key]:.2f}x" for key in ("speedup_over_16bit", "speedup") if _is_number(found.get(key))]
     figures += [f"divergence {found['divergence']:.3%}"] if _is_number(found.get("divergence")) else []
     if figures:
         out.append(f"evidence ({found.get('source', 'measured')}): {', '.join(figures)}".replace("_", " "))
     return out
+
+
+def _phase(policy: Policy, phase: Phase) -> str:
+    """Return what a phase changes, in a line: its rules as ``match recipe``, the rest by name."""
+    parts = []
+    for name, value in phase.changes.items():
+        if name == "layers":
+            stage = policy.model_copy(update={"phases": ()})
+            rules = [f"{rule.match or '(root)'} {stage.plan_of_rule(rule).describe()}" for rule in value]
+            parts.append("layers " + (", ".join(rules) or "none"))
+        elif isinstance(value, str):
+            parts.append(f"{name.replace('_', ' ')} {value}")
+        else:
+            changed = value.model_dump(exclude_defaults=True).items()
+            parts.append(f"{name} " + (" ".join(f"{key} {item}" for key, item in changed) or "as by default"))
+    return "; ".join(parts)
 
 
 def _is_number(value: object) -> bool:

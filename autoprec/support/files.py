@@ -203,6 +203,7 @@ def file_lock(path: Path | str, *, what: str = "study") -> Iterator[None]:
 
     Raises:
         StudyError: somebody else holds it; the message says who.
+        FileError: the file cannot be made, or its file system has no locks.
     """
     path = Path(path)
     with _space_errors(path):
@@ -211,12 +212,18 @@ def file_lock(path: Path | str, *, what: str = "study") -> Iterator[None]:
     try:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             holder = os.pread(handle, 256, 0).decode("utf-8", "replace").strip() or "another process"
             raise StudyError(
                 f"this {what} is in use by {holder}",
                 where=str(path),
                 fix="wait for it, stop it, or use another --study name",
+            ) from error
+        except OSError as error:  # a network file system that is mounted without locks
+            raise FileError(
+                f"cannot be locked: {error.strerror or error}",
+                where=str(path),
+                fix="this file system has no file locks: run in a folder of another one, such as a local disk",
             ) from error
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"pid {os.getpid()} on {socket.gethostname()}".encode(), 0)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from torch import nn
 
 from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.export import EXPORTERS, Request, exact_target, export, exporter
-from autoprec.policy import Phase
+from autoprec.policy import Phase, policy_from_dict
+from autoprec.support.optional import is_available
 from autoprec.testing.exporters import MODELS, POLICIES
+from tests.export.readers import load_source
 
 
 def test_there_are_eleven() -> None:
@@ -74,3 +77,36 @@ def test_phases_are_listed_as_lost(target: str) -> None:
         for policy in (POLICIES["bf16"], POLICIES["bf16"].model_copy(update={"phases": phases}))
     ]
     assert found[1] == [*found[0], "phases: default from 85 % of the run"]
+
+
+CNN = policy_from_dict(
+    {
+        "schema": "autoprec.policy/1",
+        "recipes": {"bf16": {"format": "bf16"}, "fp16": {"format": "fp16"}},
+        "layers": [{"match": "conv", "recipe": "bf16"}, {"match": "rnn", "recipe": "bf16"}],
+        "default": "keep",
+    }
+)
+
+
+@pytest.mark.parametrize("target", ["python", "lightning", "torchao", "accelerate", "transformer-engine", "msamp"])
+def test_a_rule_about_another_layer_than_linear_is_lost_where_nothing_else_is_converted(target: str) -> None:
+    kinds = {"conv": "conv", "rnn": "rnn", "head": "linear"}
+    found = {loss.match: loss for loss in export(CNN, target, layers=kinds, allow_lossy=True).losses}
+    assert {"conv", "rnn"} <= found.keys()
+    assert "head" not in found
+    under = CNN.model_copy(update={"activations": "bf16"})  # autocast runs them as the rules say
+    assert not {"conv", "rnn"} & {loss.match for loss in export(under, target, layers=kinds, allow_lossy=True).losses}
+    assert any("only nn.Linear" in note for note in export(CNN, target, allow_lossy=True).notes)
+
+
+@pytest.mark.parametrize("target", ["python", "torchao"])
+def test_the_exported_module_warns_of_layers_that_it_leaves(target: str) -> None:
+    if target == "torchao" and not is_available("torchao.float8"):
+        pytest.skip("torchao is not installed")
+    (source,) = export(CNN, target, allow_lossy=True).files.values()
+    module = load_source(source, f"left_{target}")
+    model = nn.ModuleDict({"conv": nn.Conv1d(4, 4, 1), "rnn": nn.LSTM(4, 4), "head": nn.Linear(4, 4)})
+    with pytest.warns(UserWarning, match="only nn.Linear is converted, and a rule is about conv, rnn"):
+        module.apply(model)
+    module.apply(nn.ModuleDict({"head": nn.Linear(4, 4)}))

@@ -118,3 +118,16 @@ def test_todays_setup_becomes_a_preset_of_a_search_space() -> None:
     assert ao.presets[0].choice == "fp8_tensorwise"
     mixed = space_from_dict(as_space(POLICIES["mixed"], "m"))
     assert len(mixed.presets) == 4
+
+
+def test_a_space_keeps_what_is_beside_the_layers() -> None:
+    from autoprec.policy.space import space_from_dict
+
+    done = import_policy({"mixed_precision": "fp8", "fp8_config": {"backend": "MSAMP", "opt_level": "O2"}})
+    space = space_from_dict(as_space(done.policy, "ms"))
+    (preset,) = space.presets
+    assert preset.parameters["optimizer.weights"] == done.policy.optimizer.weights == "fp16_scaled"
+    assert space.parameter_values()["optimizer.weights"] == ("fp32", "fp16_scaled")
+    assert preset.parameters["communication.gradients"] == "fp8"
+    half = space_from_dict(as_space(import_policy({"mixed_precision": "fp16"}).policy))
+    assert (half.activations, half.loss_scaling) == (("fp16",), "dynamic")

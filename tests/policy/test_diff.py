@@ -37,3 +37,10 @@ def test_a_difference_is_symmetric() -> None:
     forward = {where: (a, b) for where, a, b in diff_policies(left, right)}
     backward = {where: (b, a) for where, a, b in diff_policies(right, left)}
     assert forward == backward
+
+
+def test_of_two_rules_with_one_glob_the_first_counts() -> None:
+    behind = LayerRule(match="a", recipe="fp8_rowwise")
+    rows = diff_policies(Policy(recipes=RECIPES, layers=(A, behind)), Policy(recipes=RECIPES, layers=(behind,)))
+    assert rows == [("layers['a']", {"recipe": "bf16"}, {"recipe": "fp8_rowwise"})]
+    assert diff_policies(Policy(recipes=RECIPES, layers=(A, behind)), Policy(recipes=RECIPES, layers=(A,))) == []

@@ -30,6 +30,18 @@ def test_rules_and_what_is_around_them() -> None:
     )
 
 
+def test_phases_and_guards_against_spikes_are_not_left_out() -> None:
+    later = [
+        {"from": 0.85, "layers": [{"match": "*", "recipe": "bf16", "optional": True}], "loss_scaling": "none"},
+        {"from": 0.9, "optimizer": {"exp_avg": "fp32"}},
+    ]
+    document = DOCUMENT | {"stability": {"embedding_gradient": 0.1}, "phases": later}
+    notes = policy_table(policy_from_dict(document)).notes
+    assert "stability: embedding_gradient 0.1" in notes
+    assert "from 85 % of the run on: layers * bf16; loss scaling none" in notes
+    assert "from 90 % of the run on: optimizer as by default" in notes
+
+
 def test_a_policy_prints_as_its_table_and_represents_itself_in_a_line() -> None:
     policy = policy_from_dict(DOCUMENT, cls=Policy)
     assert str(policy) == policy_table(policy).text()

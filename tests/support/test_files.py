@@ -186,6 +186,17 @@ def test_a_lock_names_its_holder_and_dies_with_it(tmp_path: Path) -> None:
         pass
 
 
+def test_a_file_system_without_locks_is_not_called_a_study_in_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("autoprec.support.files.fcntl.flock", no_locks)
+    with pytest.raises(FileError, match="cannot be locked: No locks available"), file_lock(tmp_path / "study.lock"):
+        pass
+
+
 # ------------------------------------------------------------------ reading
 @given(DOCUMENTS)
 def test_json_and_yaml_say_the_same(document: dict[str, Any]) -> None:

@@ -17,22 +17,28 @@ _TARGETS = (
 )
 
 
-def layer_names(path: Path) -> tuple[str, ...]:
-    """Return the layer names of a file: what ``autoprec inspect --json`` prints, or one name per line."""
+def known_layers(path: Path) -> dict[str, str]:
+    """Return name -> kind of the layers of a file: what ``autoprec inspect --json`` prints, or one name per line."""
+    from autoprec.graph.report import MAX_GRAPH_BYTES
     from autoprec.support.files import read_document, read_text
 
     try:
-        document = read_document(path)
+        document = read_document(path, most_bytes=MAX_GRAPH_BYTES)  # it lists every operator as well
     except FileError:
         lines = read_text(path).splitlines() if path.is_file() else []
         names = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
         if not names or any(set(name) & set("{}: ") for name in names):
             raise
-        return names
+        return dict.fromkeys(names, "")
     rows = document.get("layers")
     if not isinstance(rows, list) or not all(isinstance(row, dict) and "name" in row for row in rows):
         raise FileError("holds no layers", where=str(path), fix="write it with autoprec inspect --json train.py")
-    return tuple(str(row["name"]) for row in rows if row.get("tunable", True))
+    return {str(row["name"]): str(row.get("kind", "")) for row in rows if row.get("tunable", True)}
+
+
+def layer_names(path: Path) -> tuple[str, ...]:
+    """Return the names of :func:`known_layers`."""
+    return tuple(known_layers(path))
 
 
 @click.command("export", short_help="Write a policy as configuration of another training stack.")
@@ -51,8 +57,8 @@ def export(policy: Path, target: str, output: Path, layers: Path | None, allow_l
     from autoprec.policy import load_policy
     from autoprec.support.files import write_atomic
 
-    names = layer_names(layers) if layers else ()
-    done = write(load_policy(policy), target, layers=names, allow_lossy=allow_lossy, name=policy.name)
+    found = known_layers(layers) if layers else {}
+    done = write(load_policy(policy), target, layers=found, allow_lossy=allow_lossy, name=policy.name)
     for name in done.files:
         if (output / name).exists() and not force:
             raise FileError("this file exists", where=str(output / name), fix="choose another -o, or pass --force")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
 from autoprec.export.naming import TORCH_DTYPES, header, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
-from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
+from autoprec.export.snippets import ATTEND, CONTEXT, LEFT_OUT, PLAN_OF, RUN_IN, fill, wide_output
 from autoprec.export.stacks.python import SCALER
 from autoprec.export.summary import changes, fast_forward
 from autoprec.policy import LayerPlan
@@ -183,6 +183,7 @@ def float8_configs(request: Request, losses: Losses) -> tuple[dict[str, str], di
 
 _BODY = '''import contextlib
 import re
+import warnings
 
 import torch
 import torch.overrides
@@ -253,6 +254,7 @@ def apply(model, emulate=False, skip=(), gather_float8=False):
         dtype = DTYPES.get(plan_of(name))
         if isinstance(module, nn.Linear) and dtype is not None and not hasattr(module, "precision_dtype"):
             run_in(module, dtype)
+    warn_of_left_out(model)
     return attend(model)
 
 
@@ -260,6 +262,7 @@ def after_step(model):
     """With gather_float8: compute all scales of the new weights in one all-reduce, after each optimizer step."""
     precompute_float8_dynamic_scale_for_fsdp(model)
 
+@LEFT_OUT@
 @RUN_IN@
 @ATTEND@
 @CONTEXT@'''
@@ -278,6 +281,7 @@ def torchao_source(request: Request, losses: Losses) -> str:
         ACTIVATIONS=activations,
         CONFIGS=configs,
         PLAN_OF=PLAN_OF,
+        LEFT_OUT=LEFT_OUT,
         RUN_IN=RUN_IN,
         ATTEND=ATTEND,
         ATTENTION=TORCH_DTYPES.get(request.policy.operators.attention, "None"),

@@ -12,7 +12,7 @@ from typing import Any
 from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
 from autoprec.export.naming import TORCH_DTYPES, header, literal, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
-from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
+from autoprec.export.snippets import ATTEND, CONTEXT, LEFT_OUT, PLAN_OF, RUN_IN, fill, wide_output
 from autoprec.export.stacks.python import SCALER
 from autoprec.export.summary import fast_forward
 from autoprec.policy import LayerPlan
@@ -237,12 +237,14 @@ def swap(model):
                 setattr(parent, child_name, new.train(child.training))
             elif plan in DTYPES and not hasattr(child, "precision_dtype"):
                 run_in(child, DTYPES[plan])
+    warn_of_left_out(model)
     return attend(model)
 '''
 
 _FACTORY = '''# Needs Transformer Engine @OLDEST@ or newer.
 import contextlib
 import re
+import warnings
 
 import torch
 import torch.overrides
@@ -329,6 +331,7 @@ def recipe():
 
 @ACCUMULATING@
 @SWAP@
+@LEFT_OUT@
 @RUN_IN@
 @ATTEND@
 @CONTEXT@
@@ -342,6 +345,7 @@ _NESTED = '''# Needs Transformer Engine @OLDEST@ or newer.
 import contextlib
 import functools
 import re
+import warnings
 
 import torch
 import torch.overrides
@@ -377,6 +381,7 @@ def _under(forward, own, *args, **kwargs):
     with te.autocast(enabled=True, recipe=own):
         return forward(*args, **kwargs)
 
+@LEFT_OUT@
 @RUN_IN@
 @ATTEND@
 @CONTEXT@
@@ -435,6 +440,7 @@ class TransformerEngineExporter:
             "ACTIVATIONS": TORCH_DTYPES.get(request.policy.activations, "None"),
             "PLAN_OF": PLAN_OF,
             "SWAP": _SWAP,
+            "LEFT_OUT": LEFT_OUT,
             "RUN_IN": RUN_IN,
             "ATTEND": ATTEND,
             "ATTENTION": TORCH_DTYPES.get(request.policy.operators.attention, "None"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from autoprec.cli.policies.export import export, layer_names
+from autoprec.cli.policies.export import export, known_layers, layer_names
 from autoprec.cli.policies.import_ import import_
 from autoprec.errors import FileError, UnsupportedError
 from autoprec.policy import load_policy, save_policy
@@ -53,6 +53,10 @@ def test_layer_names_from_inspect_and_from_a_list(tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("a.b\n\nhead\n", encoding="utf-8")
     assert layer_names(tmp_path / "graph.json") == ("a.b",)
     assert layer_names(tmp_path / "names.txt") == ("a.b", "head")
+    operators = [{"name": "x" * 1000}] * 5000  # what a big model prints is larger than any policy
+    document = {"layers": [{"name": "a", "kind": "conv"}], "operators": operators}
+    (tmp_path / "big.json").write_text(json.dumps(document), encoding="utf-8")
+    assert known_layers(tmp_path / "big.json") == {"a": "conv"}
     (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
     for name in ("bad.json", "missing.txt"):
         with pytest.raises(FileError):
