@@ -160,16 +160,15 @@ def search(
         AutoPrecError: see docs/exit-codes.md.
     """
     asked = dict(locals())  # every keyword by its name; tests hold them to the fields of SearchOptions
-    for name in ("script", "track", "progress"):
+    for name in ("script", "progress"):
         del asked[name]
-    return _run(script, asked, track=track, progress=progress)
+    return _run(script, asked, progress=progress)
 
 
 def _run(
     script: str | os.PathLike[str] | Sequence[str] | Callable[[], Any],
     asked: dict[str, Any],
     *,
-    track: bool,
     progress: bool,
 ) -> SearchResult:
     from autoprec.trial.command import ScriptCommand
@@ -188,7 +187,7 @@ def _run(
             terminal = TerminalProgress()
             stack.callback(terminal.close)
             listeners.append(terminal)
-        if not track:
+        if not options.track:
             return SearchResult.of(Search(options, command, Listeners(*listeners)).run(), options.storage)
         from autoprec.tracking.listener import TrackingListener
 

@@ -58,9 +58,7 @@ def test_the_version_is_the_one_of_the_distribution() -> None:
 def test_every_option_of_a_search_is_a_typed_keyword_with_the_default_of_the_command() -> None:
     parameters = inspect.signature(autoprec.search).parameters
     options = {field.name: field.default for field in dataclasses.fields(SearchOptions) if field.name != "command"}
-    spelled = {
-        name: parameter.default for name, parameter in parameters.items() if name not in ("script", "track", "progress")
-    }
+    spelled = {name: one.default for name, one in parameters.items() if name not in ("script", "progress")}
     assert spelled == options
     assert all(parameter.annotation is not inspect.Parameter.empty for parameter in parameters.values())
     described = inspect.getdoc(autoprec.search) or ""

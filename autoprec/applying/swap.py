@@ -102,11 +102,13 @@ def _conv1d_forward(self: Any, x: Tensor) -> Tensor:
     return run(x, self.weight.t(), self.bias, training=self.training)
 
 
-def _convolution_forward(self: Any, input: Tensor) -> Tensor:
+def _convolution_forward(self: Any, input: Tensor, *size: Any, **named: Any) -> Tensor:
+    """A transposed convolution takes an ``output_size`` beside its input."""
     run: Any = self.__dict__.get(ATTRIBUTE)
     if run is None:
-        return self._conv_forward(input, self.weight, self.bias)  # type: ignore[no-any-return]
-    return run(input, self.weight, self.bias, training=self.training)  # type: ignore[no-any-return]
+        return swapped_base(self).forward(self, input, *size, **named)  # type: ignore[no-any-return]
+    size = size or tuple(named.values())
+    return run(input, self.weight, self.bias, training=self.training, size=size)  # type: ignore[no-any-return]
 
 
 def _embedding_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
@@ -41,14 +43,17 @@ class ConvExecution(Execution):
     format: str
     emulates_casts: bool = False
 
-    def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
-        """Return the convolution of ``input`` in the dtype the script would see."""
+    def __call__(
+        self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True, size: tuple[Any, ...] = ()
+    ) -> Tensor:
+        """Return the convolution of ``input`` in the dtype the script would see; ``size`` is a transposed one's."""
         del training
         self.called = True
         device = input.device.type
         dtype = ONE_DTYPE_FORMATS[self.format]
         autocast = autocast_dtype(device)
-        run: Any = self.module._conv_forward
+        own: Any = self.module
+        run: Any = partial(_transposed, own, size[0] if size else None) if own.transposed else own._conv_forward
         emulated = device == "cpu" and dtype is torch.float16
         emulated |= self.emulates_casts and dtype is torch.bfloat16 and not fast_bf16_gemm(device)
         if autocast is dtype and not emulated:
@@ -75,6 +80,15 @@ class ConvExecution(Execution):
             bias = None if bias is None else cast_values(bias, dtype)
             return run(cast_values(input, dtype), cast_values(weight, dtype), bias).to(dtype)  # type: ignore[no-any-return]
         return run(input.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))  # type: ignore[no-any-return]
+
+
+def _transposed(module: Any, size: list[int] | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return what a transposed convolution's own forward would, with such a weight and bias."""
+    rank = weight.ndim - 2
+    run: Any = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)[rank - 1]
+    geometry = (module.stride, module.padding)
+    more = module._output_padding(x, size, *geometry, module.kernel_size, rank, module.dilation)
+    return run(x, weight, bias, *geometry, more, module.groups, module.dilation)  # type: ignore[no-any-return]
 
 
 @dataclass(slots=True)

@@ -310,7 +310,7 @@ class Search:
             trials=self.options.trials,
             resume_command=self.options.resume_command(stored=True),
             notes=(*host.notes, *graph.notes),
-            options={key: value for key, value in asdict(self.options).items() if key != "command"},
+            options={key: value for key, value in asdict(self.options).items() if key not in ("command", "track")},
             folder=str(self.command.folder),
         )
 

@@ -76,6 +76,7 @@ class SearchOptions:
     at: str = ""
     backend: str = "auto"
     runs_dir: str = "autoprec-runs"
+    track: bool = True
 
     def __post_init__(self) -> None:
         for name, valid in CHOICES.items():
@@ -182,7 +183,9 @@ class SearchOptions:
             flag = {"budget_s": "--budget"}.get(field.name, f"--{field.name.replace('_', '-')}")
             if field.name == "storage":
                 value = redact_uri(re.sub(r"(://[^:/@]*):[^@]*@", r"\1:PASSWORD@", value), hidden="PASSWORD")
-            if value is True:
+            if field.name == "track":
+                words.append("--no-mlflow")
+            elif value is True:
                 words.append(flag)
             elif value is not None and value is not False:
                 words += [flag, f"{value:g}s" if field.name == "budget_s" else str(value)]

@@ -35,6 +35,7 @@ def test_kinds_and_names() -> None:
         "a": "linear",
         "c1": "conv1d",
         "conv": "conv",
+        "up": "conv",
         "attention.in_proj_weight": "attention",
         "attention.out_proj": "attention",
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,6 +67,43 @@ def test_without_bf16_units_values_are_bf16_and_arithmetic_is_float32(
     assert (out - wanted).float().norm() <= 4e-3 * wanted.float().norm()
     assert torch.equal(module.weight.grad, module.weight.grad.bfloat16().float())
     assert layer.executed == dict.fromkeys(("fprop", "dgrad", "wgrad"), "bf16")
+
+
+@pytest.mark.parametrize("cls", [nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d])
+@pytest.mark.parametrize("asked", [False, True])
+def test_a_transposed_convolution_runs_and_has_the_size_that_is_asked_for(cls: Any, asked: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"up": cls(6, 4, 3, stride=2, padding=1, groups=2)})
+    rank = model["up"].weight.ndim - 2
+    x = torch.randn(2, 6, *(5,) * rank, requires_grad=True)
+    given: dict[str, Any] = {"output_size": [10] * rank} if asked else {}
+    expected = model["up"](x, **given)
+    wanted = torch.autograd.grad(expected.square().sum(), [x, *model.parameters()])
+    policy = Policy.model_validate({"recipes": {"bf16": BUILTIN_RECIPES["bf16"]}, "default": "bf16"})
+    policy.apply(model)
+    out = model["up"](x, **given)
+    found = torch.autograd.grad(out.square().sum(), [x, *model.parameters()])
+    assert (out.shape, out.dtype) == (expected.shape, torch.float32)
+    assert 0 < (out - expected).norm() <= 8e-3 * expected.norm()
+    for a, b in zip(found, wanted, strict=True):
+        assert (a - b).norm() <= 2e-2 * b.norm()
+    assert policy.audit(model).ok
+    policy.remove(model)
+    assert torch.equal(model["up"](x, **given), expected)
+
+
+@pytest.mark.parametrize("norm", [nn.utils.parametrizations.weight_norm, nn.utils.parametrizations.spectral_norm])
+def test_a_convolution_whose_weight_is_computed(norm: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(norm(nn.Conv1d(4, 8, 3))).eval()  # spectral norm iterates in training
+    x = torch.randn(2, 4, 6)
+    expected = model(x)
+    policy = Policy.model_validate({"recipes": {"bf16": BUILTIN_RECIPES["bf16"]}, "default": "bf16"})
+    policy.apply(model)
+    out = model(x)
+    assert 0 < (out - expected).norm() <= 8e-3 * expected.norm()
+    out.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 LIMITS = {"fp32": 1e-6, "bf16": 2e-2, "fp16": 3e-3}

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoprec.cli.scripts.search import search
 from autoprec.errors import AutoPrecError, StudyError, UsageError
 from autoprec.tuning.options import (
     SearchOptions,
@@ -75,6 +76,15 @@ def test_the_resume_command_repeats_every_option_that_was_changed() -> None:
         assert pair[1] == words[words.index(pair[0]) + 1]
     assert "--force" in words
     assert "--steps" not in words
+    assert "--no-mlflow" not in words
+
+
+def test_the_resume_command_of_a_search_that_tracks_nothing_or_from_python_is_one_that_the_command_takes() -> None:
+    asked = SearchOptions(command=("train.py",), study="s", track=False, runs_dir="elsewhere")
+    words = shlex.split(asked.resume_command())[2:]
+    assert "--no-mlflow" in words
+    known = {name for option in search.params for name in option.opts}
+    assert {word for word in words if word.startswith("--")} <= known
 
 
 def test_the_signature_covers_what_changes_the_answer_and_nothing_else() -> None:

@@ -92,6 +92,7 @@ EXAMPLES = (
 @click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32",
               help="Rehearsal: evaluate the cost model at scaled shapes.")  # fmt: skip
 @click.option("--calibration", default="", metavar="FILE", help="Rehearsal: a file written by `autoprec calibrate`.")
+@click.option("--runs-dir", default="autoprec-runs", hidden=True)  # what a search from Python says to resume it
 @options.backend
 @click.option("--dry-run", is_flag=True, help="Print the plan and how long it would take; search nothing.")
 @click.option("--force", is_flag=True, help="Search even where the verdict is 'stay'.")
@@ -111,13 +112,13 @@ def search(
     """Search the precision policy that trains SCRIPT fastest without changing its loss curve."""
     from autoprec.tuning.options import SearchOptions
 
-    asked = SearchOptions(command=script, **values)
+    asked = SearchOptions(command=script, track=not no_mlflow, **values)
     if dry_run:
         from autoprec.cli.scripts.plan import print_plan
 
         print_plan(asked, as_json=as_json, quiet=quiet)
         return 0
-    engine, result, files = perform(asked, verbosity=-1 if quiet else int(verbose), track=not no_mlflow)
+    engine, result, files = perform(asked, verbosity=-1 if quiet else int(verbose))
     if as_json:
         print_json(result.to_json(), indent=1)
     else:
@@ -130,7 +131,7 @@ def exit_code(result: SearchResult) -> int:
     return NothingAcceptableError.exit_code if result.verdict == "undecided" else 0
 
 
-def perform(asked: SearchOptions, *, verbosity: int = 0, track: bool = True) -> tuple[Search, SearchResult, Files]:
+def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, SearchResult, Files]:
     """Search, tell the terminal and MLflow, and write the reports.
 
     Returns:
@@ -145,7 +146,7 @@ def perform(asked: SearchOptions, *, verbosity: int = 0, track: bool = True) -> 
     command = ScriptCommand.parse(asked.command)
     progress = TerminalProgress(verbosity)
     listeners: list[Listener] = [progress]
-    tracker = TrackingListener(asked.runs_dir) if track else None
+    tracker = TrackingListener(asked.runs_dir) if asked.track else None
     if tracker is not None:
         listeners.append(tracker)
     engine = Search(asked, command, Listeners(*listeners))

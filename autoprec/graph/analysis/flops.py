@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
-from autoprec.graph.trace import Call, Trace
+from autoprec.graph.trace import Call, Ref, Trace
 
 __all__ = ["RECURRENT", "Gemm", "call_flops", "conv_gemm", "gemm_of"]
 
@@ -148,11 +148,16 @@ def _heads_first(shape: Sequence[int]) -> Shape:
 
 
 def _recurrent(trace: Trace, call: Call) -> int:
-    if call.name.startswith("mkldnn_rnn_layer"):
+    if call.name not in RECURRENT:
+        return 0
+    if call.name.startswith("mkldnn"):
         x, w_in, w_hidden = (_shape(trace, trace.argument(call, i)) for i in range(3))
         once = 2 * x[0] * x[1] * (prod(w_in) + prod(w_hidden))
-        return 2 * once if call.name.endswith("_backward") else once
-    return 0
+    else:  # cuDNN is given the weights of all layers and directions in a list, and one row of input per token
+        held = [trace.values[item.value].shape for item in call.args[1] if isinstance(item, Ref)]
+        rows = prod(_shape(trace, trace.argument(call, 0))[:-1])
+        once = 2 * rows * sum(prod(shape) for shape in held if len(shape) == 2)
+    return 2 * once if call.name.endswith("_backward") else once
 
 
 def call_flops(trace: Trace, call: Call, cls: str) -> int:

@@ -135,7 +135,7 @@ def interpret(
     part_of = {index for pattern in patterns for index in pattern.calls}
     operators = _operators(trace, links, rules, patterns, mark_output(trace, links, records, part_of))
     groups = named(merge(list(records), sibling_pairs(trace, names, links, records)))
-    layers = build_layers(trace, names, records, groups)
+    layers = build_layers(trace, names, links, records, groups)
     tunable = {layer.name for layer in layers if layer.tunable}
     kept = {name: tuple(m for m in members if m in tunable) for name, members in groups.items()}
     total = sum(operator.flops for operator in operators)

@@ -11,7 +11,7 @@ from torch import nn
 
 from autoprec.applying.units import why_not_a_weight
 from autoprec.graph.analysis.flops import RECURRENT, Gemm, call_flops
-from autoprec.graph.analysis.linking import Links, Product
+from autoprec.graph.analysis.linking import VECTOR_PRODUCTS, Links, Product
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.report import GemmCall, Layer
 from autoprec.graph.trace import SCRIPT, Call, Trace
@@ -65,8 +65,9 @@ def _layer_name(names: ModelNames, product: Product) -> tuple[str, str]:
     own = names.own_parameter(running, product.weight)
     module = names.modules.get(running)
     prefix = f"{running}." if running else ""
-    if module is not None and not own and _is_weighted(module) and product.weight.startswith(prefix):
-        return running, running  # parametrised (weight norm, spectral norm, adapters): the weight is computed
+    computed = module is not None and (not own or module._parameters.get("weight") is None)
+    if computed and module is not None and _is_weighted(module) and product.weight.startswith(prefix):
+        return running, running  # weight norm, spectral norm, pruning, adapters
     path = own or product.weight
     owner, _, attribute = path.rpartition(".")
     if isinstance(names.modules.get(owner), _RECURRENT):
@@ -79,7 +80,7 @@ def collect(trace: Trace, names: ModelNames, links: Links) -> dict[str, LayerRec
     """Gather the weighted products of a step by layer, in the order of their first forward call."""
     records: dict[str, LayerRecord] = {}
     for product in links.products:
-        if not product.weight:
+        if not product.weight or _computes_weight(product.layer_call, links):
             continue
         name, running = _layer_name(names, product)
         record = records.get(name)
@@ -97,8 +98,13 @@ def collect(trace: Trace, names: ModelNames, links: Links) -> dict[str, LayerRec
         if name not in records and _is_weighted(module):
             weight = names.canonical(f"{name}.weight" if name else "weight")
             records[name] = LayerRecord(name, weight, _kind(names, name, weight, name), name, order=len(records))
-            records[name].flags.add("never_called")
+            records[name].flags |= set() if trace.calls_of.get(name) else {"never_called"}
     return records
+
+
+def _computes_weight(call: Call, links: Links) -> bool:
+    """Say whether a product is part of how a weight is computed: spectral norm's power iteration."""
+    return call.name in VECTOR_PRODUCTS and all(links.parameter_of[i] or links.constant[i] for i in call.ins)
 
 
 def _is_weighted(module: nn.Module) -> bool:
@@ -226,13 +232,30 @@ def _outside(record: LayerRecord, names: ModelNames) -> str:
         return "its weight is used inside nn.MultiheadAttention, not through a layer of its own"
     if record.kind == "rnn":
         return "a recurrent layer with a forward of its own: bf16 comes through activations"
+    if record.kind == "conv":
+        return "a convolution with a forward of its own: follows activations"
     parameter, attribute = names.parameters.get(record.weight), record.weight.rpartition(".")[2]
     if record.weight == record.name and parameter is not None and (why := why_not_a_weight(attribute, parameter)):
         return f"{why}: follows activations"
     return "its weight is used outside a linear or convolution module: follows activations"
 
 
-def _hidden(record: LayerRecord) -> str:
+#: What a weight may go through on its way to the product, and still be known for that weight where a policy runs it.
+_SAME = frozenset({"view", "cast"})
+
+
+def _changed(trace: Trace, links: Links, product: Product) -> str:
+    """Return the operator that computes what is multiplied out of the weight, empty where it is the weight itself."""
+    gemm = product.gemm
+    value = gemm.b if links.parameter_of[gemm.b] == product.weight else gemm.a
+    while (call := trace.producer(value)) is not None and call.ins:
+        if links.classes[call.index] not in _SAME and call.name not in ("clone", "contiguous"):
+            return call.name
+        value = call.ins[0]
+    return ""
+
+
+def _hidden(record: LayerRecord, trace: Trace, links: Links) -> str:
     """Return why the GEMMs of a raw weight cannot be replaced; empty when they can."""
     owner = record.name.rpartition(".")[0] if record.weight == record.name else record.name
     for product in record.products:
@@ -242,6 +265,8 @@ def _hidden(record: LayerRecord) -> str:
                 return "an einsum that is not a plain matrix product: follows activations"
             if call.name not in _SEEN_BY_FUNCTIONS:
                 return f"multiplied by {call.name}: no replacement, follows activations"
+            if changed := _changed(trace, links, product):
+                return f"computed by the module ({changed}) before it multiplies by it: follows activations"
             if record.module != owner and not record.module.startswith(f"{owner}." if owner else ""):
                 return "multiplied outside the module that holds it: follows activations"
         elif call.node and not _BUILTIN_NODE.match(call.node):
@@ -261,22 +286,24 @@ def _used_by(record: LayerRecord) -> str:
 
 
 def _verdict(
-    record: LayerRecord, names: ModelNames, applicable: dict[str, str], calls_of: dict[str, int]
+    record: LayerRecord, names: ModelNames, applicable: dict[str, str], trace: Trace, links: Links
 ) -> tuple[bool, str]:
     kind = applicable.get(record.name, "")
     if "never_called" in record.flags:
         return False, "never called in the recorded step"
+    if not record.products and not record.flops:
+        return False, "its weight is computed in a way that is not followed: follows activations"
     if not kind:
         return False, _outside(record, names)
     if "router" in record.flags:
         return False, "chooses the experts (feeds a top-k): kept as the script wrote it"
     frozen = "; frozen, so it has no wgrad" if "frozen" in record.flags else ""
     if kind == "functional":
-        hidden = _hidden(record)
+        hidden = _hidden(record, trace, links)
         return not hidden, hidden or f"a raw weight multiplied by a function its module calls{frozen}"
     if kind == "attention":
         return True, f"projection of nn.MultiheadAttention{frozen}"
-    if record.module != record.name or not calls_of.get(record.name):
+    if record.module != record.name or not trace.calls_of.get(record.name):
         return False, _used_by(record)
     if kind == "recurrent":
         return True, "recurrent layer: one dtype for all its gates, bf16 or fp16; no library trains it in 8 bits"
@@ -286,7 +313,11 @@ def _verdict(
 
 
 def build_layers(
-    trace: Trace, names: ModelNames, records: dict[str, LayerRecord], groups: dict[str, tuple[str, ...]]
+    trace: Trace,
+    names: ModelNames,
+    links: Links,
+    records: dict[str, LayerRecord],
+    groups: dict[str, tuple[str, ...]],
 ) -> tuple[Layer, ...]:
     """Turn records into the layers of the report, in model order."""
     applicable = names.applicable()
@@ -299,7 +330,7 @@ def build_layers(
         flops = dict(record.flops)
         for gemm in gemms:
             flops[gemm.role] = flops.get(gemm.role, 0) + gemm.flops
-        tunable, reason = _verdict(record, names, applicable, trace.calls_of)
+        tunable, reason = _verdict(record, names, applicable, trace, links)
         group = group_of.get(record.name, record.name)
         called = [m for m in groups.get(group, ()) if "never_called" not in records[m].flags]
         if "never_called" in record.flags and called and record.name in applicable:

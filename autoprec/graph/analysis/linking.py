@@ -9,11 +9,13 @@ from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.trace import FORWARD_PHASES, OTHER_MODEL, Call, Trace
 
-__all__ = ["Links", "Product", "link"]
+__all__ = ["VECTOR_PRODUCTS", "Links", "Product", "link"]
 
 #: Classes whose result is still "the parameter, in another form" when every input is: casts, transposes, scalings.
 _CARRIES = frozenset({"view", "cast", "pointwise", "reduction", "transcendental", "allocation", "norm"})
 _PRODUCTS = ("gemm", "conv", "attention")
+#: Products with a vector: of a weight and a buffer they are what spectral norm divides the weight by.
+VECTOR_PRODUCTS = ("mv", "dot", "vdot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,7 @@ class Links:
     modules: dict[int, str] = field(default_factory=dict)
     unknown: dict[str, int] = field(default_factory=dict)
     foreign: list[str] = field(default_factory=list)
+    constant: list[bool] = field(default_factory=list)
 
     def other_model(self, gemm: Gemm) -> bool:
         """Say whether an operand is a parameter of another model."""
@@ -63,15 +66,16 @@ def classify(call: Call, rules: Rules) -> str:
     return "view" if getattr(call.func, "is_view", False) else "opaque"
 
 
-def _parameters(trace: Trace, classes: list[str], origin: str = "parameter") -> list[str]:
-    """Return, per value, the parameter it is a form of: every input of its making was, or was a constant.
+def _parameters(trace: Trace, classes: list[str], origin: str = "parameter") -> tuple[list[str], list[bool]]:
+    """Return, per value, the parameter it is a form of, and whether it is a constant: of buffers and numbers alone.
 
-    ``origin`` may be ``foreign``: what is a form of another model's parameter has that as its name.
+    A form of a parameter is what was made of parameters and constants alone. ``origin`` may be ``foreign``: what is a
+    form of another model's parameter has that as its name.
     """
     out = [value.name or origin if value.origin == origin else "" for value in trace.values]
-    constant = [value.origin == "input" and value.shape == () for value in trace.values]
+    constant = [v.origin == "buffer" or (v.origin == "input" and v.shape == ()) for v in trace.values]
     for call in trace.calls:
-        if classes[call.index] not in _CARRIES:
+        if classes[call.index] not in _CARRIES and call.name not in VECTOR_PRODUCTS:
             continue
         ins = call.ins[1:] if call.name == "copy" and len(call.ins) > 1 else call.ins
         named = [i for i in ins if out[i]]
@@ -82,7 +86,7 @@ def _parameters(trace: Trace, classes: list[str], origin: str = "parameter") -> 
         elif not named and all(constant[i] for i in ins):
             for value in call.outs:
                 constant[value] = True
-    return out
+    return out, constant
 
 
 def _forward_table(trace: Trace) -> dict[tuple[int, int], list[Call]]:
@@ -135,7 +139,8 @@ def _pick(candidates: list[Product], operands: set[str], gemm: Gemm) -> Product 
 def link(trace: Trace, names: ModelNames, rules: Rules) -> Links:
     """Classify every call, find the parameter behind every tensor and the forward call behind every backward call."""
     classes = [classify(call, rules) for call in trace.calls]
-    links = Links(classes, _parameters(trace, classes), foreign=_parameters(trace, classes, "foreign"))
+    parameter_of, constant = _parameters(trace, classes)
+    links = Links(classes, parameter_of, foreign=_parameters(trace, classes, "foreign")[0], constant=constant)
     table = _forward_table(trace)
     twice = _differentiated(trace)
     made: dict[int, Product] = {}

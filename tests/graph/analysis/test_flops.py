@@ -5,7 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoprec.graph.analysis.flops import call_flops
 from autoprec.graph.recorder import record_step
+from autoprec.graph.trace import Call, Ref, Trace, Value
 
 
 def flops(function, *inputs, phase="forward"):
@@ -74,3 +76,12 @@ def test_a_sparse_product_multiplies_what_is_stored(layout):
     assert [o.phase for o in rows] == ["forward", "backward"]
     assert {o.flops for o in rows} == {2 * 64 * 8}  # one stored entry per row, not 64
     assert report.layer("").total_flops == 2 * (2 * 64 * 16 * 8)
+
+
+@pytest.mark.parametrize(("name", "times"), [("_cudnn_rnn", 1), ("_cudnn_rnn_backward", 2)])
+def test_cudnns_recurrent_kernel_multiplies_every_token_by_all_weights(name, times):
+    shapes = [(10, 3, 16), (128, 16), (128, 32), (128,), (128,)]  # tokens, and an LSTM of 32 units
+    values = [Value(shape, "fp32", 0, "input") for shape in shapes]
+    weights = [Ref(index) for index in range(1, 5)]
+    call = Call(0, None, f"aten::{name}", (Ref(0), weights), {}, tuple(range(5)), (), "rnn", "forward", 0, -1)
+    assert call_flops(Trace(values=values, calls=[call]), call, "gemm") == times * 2 * 30 * (128 * 16 + 128 * 32)

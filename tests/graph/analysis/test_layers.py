@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.utils import prune
 
 from autoprec.graph.recorder import record_step
 from tests.graph.models import WIDTH, Decoder, Mixture, decoder_step
@@ -233,3 +234,52 @@ def test_a_layer_whose_gradients_are_differentiated_is_flagged_and_a_checkpointe
             torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant).sum().backward()
 
     assert not any("double_backward" in layer.flags for layer in record_step(model, checkpointed).layers)
+
+
+NORMS = {
+    "weight_norm": nn.utils.parametrizations.weight_norm,
+    "spectral_norm": nn.utils.parametrizations.spectral_norm,
+    "old weight_norm": nn.utils.weight_norm,
+    "old spectral_norm": nn.utils.spectral_norm,
+    "pruned": lambda module: prune.l1_unstructured(module, "weight", 0.5),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated")
+@pytest.mark.parametrize("how", NORMS)
+def test_a_weight_that_is_computed_is_its_layers_own(how):
+    norm = NORMS[how]
+    model = nn.Sequential(
+        norm(nn.Conv1d(4, 8, 3)), norm(nn.ConvTranspose1d(8, 4, 3)), nn.Flatten(), norm(nn.Linear(24, 8))
+    )
+    report = record(model, torch.randn(2, 4, 6))
+    assert [(layer.name, layer.kind, layer.tunable) for layer in report.layers] == [
+        ("0", "conv", True),
+        ("1", "conv", True),
+        ("3", "linear", True),
+    ]
+    assert [layer.roles() for layer in report.layers] == [("fprop", "wgrad"), *[("fprop", "dgrad", "wgrad")] * 2]
+    linear = report.layer("3")
+    assert {(g.m, g.k, g.n) for g in linear.gemms if g.role == "fprop"} == {(2, 24, 8)}  # not a power iteration's
+
+
+def test_a_weight_that_its_module_changes_first_is_not_tunable_and_says_so():
+    class Scaled(nn.Linear):  # as StyleGAN's
+        def forward(self, x):
+            return F.linear(x, self.weight * 0.1, self.bias)
+
+    class Standardised(nn.Conv1d):
+        def forward(self, x):
+            return F.conv1d(x, self.weight - self.weight.mean(), self.bias)
+
+    report = record(nn.Sequential(Standardised(4, 8, 3), Scaled(4, 8)), torch.randn(2, 4, 6))
+    convolution, linear = report.layers
+    assert (linear.tunable, linear.reason.partition(" before")[0]) == (False, "computed by the module (mul)")
+    assert "a convolution with a forward of its own" in convolution.reason
+
+
+def test_a_layer_that_ran_is_not_called_never_called():
+    model = nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Linear(8, 8)), nn.Linear(8, 8))
+    layer = record(model, torch.randn(2, 8)).layer("0")
+    assert (layer.flags, layer.tunable) == ((), False)
+    assert "not followed" in layer.reason
