@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoprec.tuning.decide.reasons import error_share
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord, pooled
 
 __all__ = [
     "Curve",
@@ -25,7 +25,6 @@ __all__ = [
     "important",
     "metrics_row",
     "number",
-    "remeasured",
     "summarise",
 ]
 
@@ -37,8 +36,7 @@ _SIXTEEN_BITS = frozenset({"bf16", "fp16"})
 class Row:
     """One line of the comparison: the policy, the reference, or a preset. Missing figures are None.
 
-    ``speedup`` is over the script as written, ``speedup_over_16bit`` over the best 16-bit run, where there is one;
-    ``runs`` counts the paired runs behind ``divergence``.
+    ``speedup`` is over the script as written, ``speedup_over_16bit`` over the best 16-bit run, where there is one.
     """
 
     name: str
@@ -53,7 +51,6 @@ class Row:
     gradient_error: float | None = None
     source: str = ""
     note: str = ""
-    runs: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,18 +125,6 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def remeasured(records: Iterable[TrialRecord]) -> dict[str, tuple[float, int]]:
-    """Return the mean divergence of every policy with several runs, and over how many paired seeds."""
-    gaps: dict[str, list[float]] = {}
-    records = list(records)
-    further = {record.name for record in records if record.kind == "finalist"}
-    for record in records:
-        gap = number(record.metrics.get("divergence"))
-        if record.name in further and record.kind not in ("reference", "noise") and record.ok and gap is not None:
-            gaps.setdefault(record.name, []).append(gap)
-    return {name: (sum(values) / len(values), len(values)) for name, values in gaps.items()}
-
-
 def _is_16bit(record: TrialRecord) -> bool:
     """Say whether a policy is what people run today: 16-bit formats or none, and 16-bit somewhere."""
     recipes = record.policy.get("recipes") or {}
@@ -155,8 +140,8 @@ def _baseline(result: SearchResult, records: Sequence[TrialRecord]) -> str:
     """Return the name of the fastest 16-bit preset measured; empty on a CPU, and where there is none."""
     times = {
         record.name: time
-        for record in records
-        if record.kind == "preset" and record.ok and _is_16bit(record)
+        for record in pooled(records).values()
+        if record.kind == "preset" and _is_16bit(record)
         if (time := number(record.metrics.get("step_time_ms"))) is not None
     }
     return "" if result.target == "cpu" else min(times, key=lambda name: times[name], default="")
@@ -195,13 +180,12 @@ def metrics_row(
 
 def _points(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Point, ...]:
     """Return one point per policy; a policy that was re-measured lies at its mean, the winner where the result says."""
-    best, final = str(result.best.get("name")), remeasured(records)
+    best = str(result.best.get("name"))
     found: dict[str, tuple[str, float, float]] = {}
-    for record in records:
+    for record in pooled(records).values():
         time, gap = number(record.metrics.get("step_time_ms")), number(record.metrics.get("divergence"))
-        if record.ok and record.kind not in ("noise", "reference") and time is not None and gap is not None:
-            kind = "finalist" if record.name in final else record.kind
-            found[record.name] = (kind, time, final.get(record.name, (gap, 1))[0])
+        if time is not None and gap is not None:
+            found[record.name] = ("finalist" if "seeds" in record.metrics else record.kind, time, gap)
     time, gap = number(result.best.get("step_time_ms")), number(result.best.get("divergence"))
     if time is not None and gap is not None and found and best != str(result.reference.get("name")):
         found[best] = ("best", time, gap)
@@ -271,18 +255,15 @@ def _payback(result: SearchResult, runs: int) -> Payback:
     return Payback(result.seconds, total, runs, saved, break_even, result.stopped)
 
 
-def _told_against(rows: Sequence[Row], baseline: str, final: Mapping[str, tuple[float, int]]) -> list[Row]:
-    """Give every row its gain over the 16-bit run ``baseline``, and presets the mean of their finalist runs."""
+def _told_against(rows: Sequence[Row], baseline: str) -> list[Row]:
+    """Give every row its gain over the 16-bit run ``baseline``, where it has none."""
     base = next((row.step_time_ms for row in rows if row.role == "preset" and row.name == baseline), None)
-    out = []
-    for row in rows:
-        if row.role == "preset" and row.name in final:
-            gap, runs = final[row.name]
-            row = replace(row, divergence=gap, runs=runs)
-        if base and row.step_time_ms and row.speedup_over_16bit is None:
-            row = replace(row, speedup_over_16bit=base / row.step_time_ms)
-        out.append(row)
-    return out
+    return [
+        replace(row, speedup_over_16bit=base / row.step_time_ms)
+        if base and row.step_time_ms and row.speedup_over_16bit is None
+        else row
+        for row in rows
+    ]
 
 
 def important(result: SearchResult) -> list[tuple[str, str, str]]:
@@ -305,7 +286,7 @@ def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
     rows.append(metrics_row(result.reference, "reference", named, "reference: the script as written"))
     rows += [metrics_row(preset, "preset", named) for preset in result.presets]
     baseline = _baseline(result, records)
-    rows = _told_against(rows, baseline, remeasured(records))
+    rows = _told_against(rows, baseline)
     floors = [number(source.get("noise_floor")) for source in (result.best, result.reference, result.budget)]
     limit = next((v for k in ("max_divergence", "divergence") if (v := number(result.budget.get(k))) is not None), None)
     share, noise = number(result.budget.get("max_gradient_error")), number(result.budget.get("gradient_noise"))

@@ -17,11 +17,10 @@ from autoprec.tuning.decide.metrics import step_time
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.schedule import repeated_blocks
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.study.records import BY_BLOCK
 
-__all__ = ["BY_BLOCK", "ByBlock", "compile_seconds"]
+__all__ = ["ByBlock", "compile_seconds"]
 
-#: The tag of records whose trial compiled blocks.
-BY_BLOCK = "by_block"
 #: Fewer blocks, or fewer seconds to compile the script as written, are not worth a further run of the reference.
 _FEWEST_BLOCKS, _LEAST_COMPILE_S = 4, 10.0
 _Run = Callable[[TrialSpec, int], TrialResult]

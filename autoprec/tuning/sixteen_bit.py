@@ -7,7 +7,6 @@ it is in 16 bit already) is measured before anything else. On a CPU the script a
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ from autoprec.graph.report import GraphReport
 from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.records import TrialRecord, pooled
 
 __all__ = [
     "NAMES",
@@ -50,7 +49,7 @@ def sixteen_bit_speedup(setup: Setup, records: Iterable[TrialRecord]) -> float |
 
     Args:
         setup: of the search.
-        records: finished trials; runs under several paired seeds count before the single trial.
+        records: finished trials.
     """
     if setup.target.is_cpu:
         return None
@@ -63,13 +62,8 @@ def sixteen_bit_speedup(setup: Setup, records: Iterable[TrialRecord]) -> float |
 
 def plain_speedup(records: Iterable[TrialRecord]) -> float | None:
     """Return the speed-up of the better of the 16-bit presets that were measured; None where none was."""
-    known = [r for r in records if r.ok and r.name in NAMES and r.metrics.get("speedup")]
-    speeds = []
-    for name in NAMES:
-        runs = [r for r in known if r.name == name]
-        final = [r.metrics["speedup"] for r in runs if r.kind == "finalist"]
-        speeds += [statistics.median(final or [r.metrics["speedup"] for r in runs])] if runs else []
-    return max(speeds, default=None)
+    known = pooled(record for record in records if record.name in NAMES)
+    return max((record.metrics["speedup"] for record in known.values() if "speedup" in record.metrics), default=None)
 
 
 def over_sixteen_bit(metrics: Mapping[str, float], sixteen_bit: float | None) -> dict[str, float]:

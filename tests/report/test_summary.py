@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoprec.report.summary import important, metrics_row, number, remeasured, summarise
+from autoprec.report.summary import important, metrics_row, number, summarise
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 from tests.report.conftest import rehearsal
 
@@ -65,13 +65,6 @@ def test_the_noise_band_is_as_wide_as_the_noise_run_at_each_step(
     band = summarise(result, records).noise
     assert len(band) == 10
     assert all(high == pytest.approx(1e-3) and low == -high for low, high in band)
-
-
-def test_the_mean_over_paired_seeds_counts_only_finalists_that_ended(records: list[TrialRecord]) -> None:
-    final = records[6]
-    runs = [replace(final, seed=seed, metrics={"divergence": gap}) for seed, gap in enumerate((1e-3, 3e-3))]
-    runs.append(replace(final, seed=2, status="diverged", metrics={"divergence": 9.0}))
-    assert remeasured([*records[:6], *runs]) == {final.name: (pytest.approx(2e-3), 2)}
 
 
 def test_failures_tell_how_they_ended(result: SearchResult, records: list[TrialRecord]) -> None:

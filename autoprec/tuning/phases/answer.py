@@ -24,7 +24,7 @@ from autoprec.tuning.decide.reasons import explanation, group_times, told, unmov
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, plain_speedup, sixteen_bit_speedup
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult, TrialRecord, pooled
 from autoprec.tuning.transfer.law import Growth, error_factor
 
 __all__ = ["Answer", "emitted_policy", "search_result", "settled", "with_unknown"]
@@ -286,7 +286,8 @@ def _row(
     ``errors`` are gradient errors that were measured for policies as a whole; those of other policies are predicted.
     """
     why = record.reason or (f"rejected: {rejected[record.name]}" if record.name in rejected else "")
-    kept = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
+    kept: dict[str, Any] = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
+    kept |= {"seeds": int(record.metrics.get("seeds", record.ok))}
     kept |= over_sixteen_bit(kept, sixteen_bit)
     if record.ok and record.name in errors:
         kept["gradient_error"] = errors[record.name]
@@ -309,6 +310,8 @@ def search_result(
     if one_worker and seconds:
         timings["overhead_share"] = max(0.0, 1.0 - timings.get("training_s", 0.0) / seconds)
     sixteen_bit = sixteen_bit_speedup(setup, ledger.store.records)
+    tried = pooled(ledger.store.records)
+    known = [tried.get(record.name, record) for record in ledger.store.learned()]
     row = partial(_row, sixteen_bit=sixteen_bit, rejected=answer.rejected, errors=ledger.measured_errors)
     return SearchResult(
         verdict=answer.verdict,
@@ -316,8 +319,8 @@ def search_result(
         policy=policy_path,
         best=final_metrics(setup, ledger, answer),
         reference=reference_metrics(setup, ledger),
-        presets=tuple(row(r) for r in ledger.store.learned() if r.kind == "preset"),
-        front=tuple(row(r) for r in front(ledger.store.learned())),
+        presets=tuple(row(r) for r in known if r.kind == "preset"),
+        front=tuple(row(r) for r in front(known)),
         trials=ledger.store.count(),
         study_name=setup.options.study,
         storage=ledger.store.url,

@@ -17,7 +17,6 @@ from dataclasses import replace
 from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
 from autoprec.policy.phases import speedup_of_run, with_presets
-from autoprec.tuning.by_block import BY_BLOCK
 from autoprec.tuning.decide.decision import Candidate, Judgement, choose, judge
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, blindness, student95
@@ -33,7 +32,7 @@ from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import plain_speedup, sixteen_bit_speedup
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.records import TrialRecord, pooled
 
 __all__ = ["Race", "timing_noise"]
 
@@ -250,11 +249,10 @@ class Race:
 
     def _candidate(self, record: TrialRecord) -> Candidate:
         runs = self._rows[record.number]
-        whole = [run for run in runs if run.ok and BY_BLOCK not in run.tags]  # as the script compiles it, if known
-        speeds = [run.metrics["speedup"] for run in whole or runs if run.ok]
+        known = pooled(runs).get(record.name)
         return Candidate(
             name=record.name,
-            speedup=statistics.median(speeds) if speeds else 0.0,
+            speedup=known.metrics["speedup"] if known is not None else 0.0,
             # a failed seed is an infinite divergence: such a candidate is never accepted
             divergences=tuple(run.metrics["divergence"] if run.ok else math.inf for run in runs),
             excess=tuple(signed_gap(run.losses, run.reference_losses) for run in runs if run.ok),

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.by_block import BY_BLOCK
 from autoprec.tuning.decide.metrics import Reference, score
 from autoprec.tuning.decide.noise import blindness
 from autoprec.tuning.decide.sampler.expectation import Goals
@@ -17,7 +16,7 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
 __all__ = ["goals_of", "make_prior", "scored"]
 

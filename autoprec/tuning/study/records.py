@@ -5,14 +5,19 @@ The report, the tracker and ``--json`` read nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Self
 
 from autoprec.support.files import with_checksum, without_checksum
 from autoprec.support.redact import redact_text
 
-__all__ = ["SearchResult", "TrialRecord", "headline"]
+__all__ = ["BY_BLOCK", "SearchResult", "TrialRecord", "headline", "pooled"]
+
+#: The tag of records whose trial compiled repeated blocks instead of the whole model.
+BY_BLOCK = "by_block"
+_RATES = ("throughput", "samples_per_s", "effective_speedup")
 
 
 def headline(metrics: Mapping[str, Any]) -> str:
@@ -98,6 +103,32 @@ class TrialRecord:
             values[name] = tuple(float("nan") if v is None else float(v) for v in values.get(name, ()))
         values["tags"] = tuple(values.get("tags", ()))
         return cls(**values)
+
+
+def pooled(records: Iterable[TrialRecord]) -> dict[str, TrialRecord]:
+    """Return every policy that was measured, by name: its first run, with the figures of all its paired runs.
+
+    The speed-up is the median over the runs that compiled the model as the script does, where there are any, and what
+    else is of time follows it; the divergence is the mean; ``metrics["seeds"]`` says over how many runs.
+    """
+    runs: dict[str, list[TrialRecord]] = {}
+    for record in sorted(records, key=lambda r: (r.kind == "finalist", r.seed)):
+        if record.ok and record.kind not in ("reference", "noise"):
+            runs.setdefault(record.name, []).append(record)
+    return {name: _pool(of_one) for name, of_one in runs.items()}
+
+
+def _pool(runs: Sequence[TrialRecord]) -> TrialRecord:
+    first = runs[0]
+    if len(runs) == 1 or not {"speedup", "divergence"} <= first.metrics.keys():
+        return first
+    whole = [run for run in runs if BY_BLOCK not in run.tags] or runs
+    speedup = statistics.median(run.metrics["speedup"] for run in whole)
+    faster = speedup / first.metrics["speedup"]
+    told = {name: value * faster for name, value in first.metrics.items() if name in _RATES}
+    told |= {"speedup": speedup, "step_time_ms": first.metrics["step_time_ms"] / faster, "seeds": float(len(runs))}
+    told["divergence"] = statistics.fmean(run.metrics["divergence"] for run in runs)
+    return replace(first, metrics={**first.metrics, **told})
 
 
 @dataclass(frozen=True, slots=True)

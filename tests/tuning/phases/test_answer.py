@@ -5,6 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from autoprec.cost import CostScale
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -86,7 +88,8 @@ def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  #
     assert made.ledger.measured_errors[result.best["name"]] == result.best["gradient_error"]
     rows = [row for row in (*result.presets, *result.front) if row["name"] == result.best["name"]]
     assert rows
-    assert all(row["gradient_error"] == result.best["gradient_error"] for row in rows)  # measured, wherever it is told
+    for name in ("gradient_error", "speedup", "step_time_ms", "divergence", "seeds"):  # over all its runs, everywhere
+        assert [row[name] for row in rows] == pytest.approx([result.best[name]] * len(rows))
     assert evidence["trials"] == result.trials["complete"] <= 6
     assert result.reference["name"] == "script as written"
     follow = load_policy(here / result.policy).follow  # what a run needs to decide again

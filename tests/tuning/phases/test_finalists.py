@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.tuning.by_block import BY_BLOCK
 from autoprec.tuning.decide.decision import Candidate
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.engine import Search
@@ -21,6 +20,7 @@ from autoprec.tuning.events import Listeners
 from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.phases.finalists import LEAST_NOISE, MOST_NOISE, Race, timing_noise
+from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 from tests.simulated import SimulatedRunner
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
@@ -105,18 +105,23 @@ def test_the_speed_of_a_policy_is_that_of_runs_which_compile_the_whole_model_whe
     race: Any = object.__new__(Race)
     race._error = lambda _record: 0.01
     rows = [
-        SimpleNamespace(
-            ok=ok,
+        TrialRecord(
+            3 + seed,
+            "finalist" if seed else "search",
+            "fp8",
+            {},
+            {},
+            "ok" if ok else "diverged",
+            metrics={"speedup": speedup, "step_time_ms": 80 / speedup, "divergence": 1e-4, "memory_bytes": 1},
             tags=(BY_BLOCK,) if by_block else (),
-            metrics={"speedup": speedup, "divergence": 1e-4, "memory_bytes": 1},
             losses=(2.0, 1.0),
             reference_losses=(2.0, 1.0),
+            seed=seed,
         )
-        for speedup, by_block, ok in runs
+        for seed, (speedup, by_block, ok) in enumerate(runs)
     ]
-    record = SimpleNamespace(number=3, name="fp8", kind="trial", metrics=rows[0].metrics)
     race._rows = {3: rows}
-    found = race._candidate(record)
+    found = race._candidate(rows[0])
     assert found.speedup == pytest.approx(told)
     assert len(found.divergences) == len(runs)  # losses are held against a policy however it was compiled
     assert (math.inf in found.divergences) is (not runs[-1][2])

@@ -3,8 +3,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.by_block import BY_BLOCK
 from autoprec.tuning.phases.measuring import goals_of, make_prior, scored
+from autoprec.tuning.study.records import BY_BLOCK
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 
