@@ -16,10 +16,11 @@ from typing import Any
 from autoprec.cost.estimate import Estimator, StepEstimate
 from autoprec.cost.reasons import Rival, blocked_reason, layer_reason, model_reason, time_shares
 from autoprec.policy.schema import LayerPlan
+from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP
 from autoprec.support.units import memory_text
 
-__all__ = ["Verdict", "judge"]
+__all__ = ["Verdict", "judge", "too_large"]
 
 _KEEP_PLAN = LayerPlan()
 _BF16 = LayerPlan.uniform(BUILTIN_RECIPES["bf16"])
@@ -272,7 +273,7 @@ def _judge(
         baseline=first,
         activations=cast,
         best_uniform=uniform,
-        reason=reason + _too_large(model, base, first),
+        reason=reason + too_large(base.memory_bytes, model.target, first),
         label=model.label,
         step_ms=base.time_ms,
         bound_over_script=over_script,
@@ -293,13 +294,13 @@ def _as_written(model: Estimator, choices: Choices, script_ms: float) -> float:
     return script_ms / model.estimate(assignment, activations=KEEP).time_ms
 
 
-def _too_large(model: Estimator, base: StepEstimate, baseline: str) -> str:
-    """Return what to add to a reason when one device cannot hold the step that was judged."""
-    if base.memory_bytes <= model.target.memory_bytes:
+def too_large(memory_bytes: float, target: Target, run: str) -> str:
+    """Return what to add to a reason when one device cannot hold the step (modelled) of ``run``; empty when it can."""
+    if memory_bytes <= target.memory_bytes:
         return ""
-    needs, has = memory_text(base.memory_bytes), memory_text(model.target.memory_bytes)
+    needs, has = memory_text(memory_bytes), memory_text(target.memory_bytes)
     return (
-        f". It does not fit: the step needs {needs} (modelled, as {baseline}) and one {model.target.title} has {has}; "
+        f". It does not fit: the step needs {needs} (modelled, as {run}) and one {target.title} has {has}; "
         "shard, checkpoint, or cut the batch"
     )
 

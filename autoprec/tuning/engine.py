@@ -40,7 +40,7 @@ from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result, settled, with_unknown
+from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result, settled, with_size, with_unknown
 from autoprec.tuning.phases.front import save_front
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import measure_reference
@@ -246,6 +246,8 @@ class Search:
             if only_sixteen_bit:
                 answer = replace(answer, reason=f"{answer.reason}. Only 16 bit was tried: {verdict.reason}")
                 ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict
+            else:
+                answer = with_size(answer, setup)
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 

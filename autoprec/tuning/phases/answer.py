@@ -14,6 +14,7 @@ from typing import Any
 
 from autoprec._version import __version__
 from autoprec.cost import CostScale
+from autoprec.cost.verdict import too_large
 from autoprec.policy import GUARD_METRICS, Follow, Guard, ModelInfo, Policy, first_match
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.support.redact import redact_arguments
@@ -27,7 +28,7 @@ from autoprec.tuning.sixteen_bit import over_sixteen_bit, plain_speedup, sixteen
 from autoprec.tuning.study.records import SearchResult, TrialRecord, pooled
 from autoprec.tuning.transfer.law import Growth, error_factor
 
-__all__ = ["Answer", "emitted_policy", "search_result", "settled", "with_unknown"]
+__all__ = ["Answer", "emitted_policy", "search_result", "settled", "with_size", "with_unknown"]
 
 #: A gain over the best preset below this is none that anybody would notice.
 _ENOUGH = 0.005
@@ -97,6 +98,14 @@ def settled(answer: Answer, ledger: Ledger) -> Answer:
     if answer.verdict == "stay":
         return replace(answer, verdict="undecided", reason=f"cut short: {cut}; so far {answer.reason}")
     return replace(answer, reason=f"{answer.reason}; cut short: {cut}")
+
+
+def with_size(answer: Answer, setup: Setup) -> Answer:
+    """Return the answer with the fact, where it is one, that a device cannot hold the step of its policy (modelled)."""
+    if answer.record is None or setup.measured:
+        return answer
+    memory = answer.record.metrics.get("memory_bytes", 0.0)
+    return replace(answer, reason=answer.reason + too_large(memory, setup.target, "this policy"))
 
 
 def with_unknown(answer: Answer, setup: Setup, ledger: Ledger) -> Answer:

@@ -45,6 +45,16 @@ def test_a_gain_over_the_best_preset_is_told_beside_the_timing_noise() -> None:
     assert "not run" in OverPreset("all bf16", 1.4, 0.04, False).text
 
 
+def test_a_policy_that_one_device_cannot_hold_says_so(here: Path) -> None:  # noqa: F811
+    _, result = search(script(device="cpu"), options(trials=4, target="h100", cost_scale="tokens=512"))
+    assert result.verdict == "adopt"
+    assert result.best["memory_bytes"] > 80e9
+    assert result.reason.count("It does not fit") == 1
+    assert "(modelled, as this policy)" in result.reason
+    _, result = search(script(device="cpu"), options(trials=4, target="h100", study="small"))
+    assert "It does not fit" not in result.reason
+
+
 def test_a_guard_watches_what_a_policy_can_do_wrong() -> None:
     fp8 = Policy(recipes={"fp8_rowwise": BUILTIN_RECIPES["fp8_rowwise"]}, default="fp8_rowwise")
     assert "saturated_share" in guard_for(fp8).metrics
