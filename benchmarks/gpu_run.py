@@ -7,7 +7,7 @@ A part takes at most nine minutes, then it is ended with every process that it s
 in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again. After each part all of ``DIR``
 is packed into ``FILE`` (default: ``DIR.tar.gz``): give it to another machine with ``--pack`` and it goes on from there.
 The parts: what works here (doctor); tests that need a GPU, one compiled step per recipe among them; the conformance
-suite on every backend; calibration; FP8 products by scales and accumulation; four blocks of width 4096 in every
+suite on every backend; calibration, with linears by every backend; FP8 products by scales and accumulation; four blocks of width 4096 in every
 precision; emulated against native and modelled against measured for a compiled script; searches of compiled scripts
 against what people set by hand; a search of a script that is not compiled, and ``autoprec verify`` on what it adopts.
 Parts that keep rows of their own go on where they were ended; the others are not begun with less than they need.
@@ -44,7 +44,7 @@ from benchmarks.gpu_parts import write_whole  # noqa: E402 - nothing need be ins
 TIMED_OUT = 124
 #: What a part needs at least, seconds: it is begun with no less, and rows of its own are kept where that is little.
 PARTS = {
-    "doctor": 20.0, "tests": 240.0, "conformance": 180.0, "calibrate": 150.0, "products": 40.0,
+    "doctor": 20.0, "tests": 240.0, "conformance": 180.0, "calibrate": 330.0, "products": 40.0,
     "blocks": 60.0, "fidelity": 120.0, "end_to_end": 120.0, "eager": 120.0,
 }  # fmt: skip
 

@@ -7,9 +7,7 @@ checkpointing, autocast and gradient accumulation. An empty policy changes nothi
 from __future__ import annotations
 
 import contextlib
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +17,8 @@ from torch import nn
 
 from autoprec import policy as policies
 from autoprec.applying import compiling, swap
-from autoprec.applying.attention import AttentionExecutions, attention_refusal
+from autoprec.applying.attention import AttentionExecutions
+from autoprec.applying.binding import Binder, timed_backends
 from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
 from autoprec.applying.following import Following, following_of, stop_following
 from autoprec.applying.operators import RootExecution
@@ -27,13 +26,11 @@ from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_ph
 from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
 from autoprec.applying.swap import ShrunkGradient, install, install_root, swapped_base, uninstall, uninstall_root
 from autoprec.applying.units import Unit, tunable_layers, tunable_units, unwrap
-from autoprec.backends import Backend, choose, get
+from autoprec.backends import Backend, choose
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.delayed import DelayedReduction
-from autoprec.numerics.one_dtype import ONE_DTYPE_FORMATS, ConvExecution, RecurrentExecution
 from autoprec.policy import LayerPlan, load_policy, resolve, save_policy
 from autoprec.policy.table import policy_table
-from autoprec.precision.recipes import GEMMS
 from autoprec.support.tables import Shown, Table
 
 if TYPE_CHECKING:
@@ -53,7 +50,8 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
     Args:
         policy: what each layer runs.
         model: the model, wrapped or not.
-        backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`.
+        backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`. On a GPU ``auto`` runs a recipe by what the
+            policy was found with (``evidence.backends``), where that is installed and can run the layer.
         strict: refuse rules that match nothing and recipes that the backend cannot run. Otherwise such a rule is
             ignored, such a layer is left as the script wrote it, and the audit says why.
 
@@ -100,7 +98,8 @@ def put_policy(
     available = chosen.available(device)
     if not available:
         raise UnsupportedError(f"backend '{chosen.name}' cannot run here: {available.reason}", fix="use backend 'auto'")
-    binder = _Binder(chosen, device, backend == "auto", strict)
+    faster = timed_backends(policy, device) if backend == "auto" else {}
+    binder = Binder(chosen, device, backend == "auto", strict, faster)
     executions = {
         name: (_kept(unit, plans[name]) if keep else None) or binder.bind(name, unit, plans[name])
         for name, unit in units.items()
@@ -112,7 +111,7 @@ def put_policy(
     with _all_or_nothing(root):
         _take_off(root)
         _install_all({name: made for name, made in executions.items() if made is not None}, units)
-        _install_root(root, policy, chosen, device, executions)
+        _install_root(root, policy, (chosen, *dict.fromkeys(faster.values())), device, executions)
         _shrink_embeddings(root, policy.stability.embedding_gradient)
         set_execution(root, policy.execution)
 
@@ -125,15 +124,17 @@ def _shrink_embeddings(root: nn.Module, factor: float) -> None:
 
 
 def _install_root(
-    root: nn.Module, policy: policies.Policy, backend: Backend, device: str, executions: dict[str, Any]
+    root: nn.Module, policy: policies.Policy, backends: Sequence[Backend], device: str, executions: dict[str, Any]
 ) -> None:
     """Surround the model's forward, where the policy is about what happens between its layers."""
     if executions or policy.activations != "keep" or policy.operators.attention != "keep":
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
         kind = device.split(":")[0]
         activations = _ACTIVATIONS.get(policy.activations)
-        root_execution = RootExecution(activations, policy.operators, kind, low, backend.emulates_casts)
-        root_execution.context, root_execution.after_step = backend.around_model(), backend.after_step()
+        root_execution = RootExecution(activations, policy.operators, kind, low, backends[0].emulates_casts)
+        for backend in backends:  # one of them at most has anything to do around the layers of others
+            root_execution.context = root_execution.context or backend.around_model()
+            root_execution.after_step = root_execution.after_step or backend.after_step()
         reduction = DelayedReduction(root, executions.values())
         root_execution.before = reduction if reduction.slots else None
         install_root(root, root_execution)
@@ -195,86 +196,6 @@ def _device_of(model: nn.Module) -> str:
         if parameter.device.type != "meta":
             return str(parameter.device)
     return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-@dataclass(frozen=True, slots=True)
-class _Binder:
-    """Finds what runs each layer, before anything is changed."""
-
-    backend: Backend
-    device: str
-    auto: bool
-    strict: bool
-
-    def bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
-        """Return what runs one layer, or None (with ``strict`` off) where nothing can."""
-        execution = self._bind(name, unit, plan)
-        if execution is not None:
-            execution.name = name
-        return execution
-
-    def _bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
-        seed = zlib.crc32(name.encode())
-        if unit.kind == "conv":
-            refusal = _one_dtype_refusal(plan, "a convolution")
-            if not refusal:
-                kept = "fp32" if plan.fprop is None else plan.fprop.format
-                return ConvExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
-        elif unit.kind == "recurrent":
-            refusal = _one_dtype_refusal(plan, "a recurrent layer")
-            if not refusal:
-                kept = "fp32" if plan.fprop is None else plan.fprop.format
-                return RecurrentExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
-        else:
-            refusal = attention_refusal(unit.module) if isinstance(unit.module, nn.MultiheadAttention) else ""
-            if not refusal and not plan.scaled:
-                # plain casts are torch's own business, whichever library runs the 8-bit layers
-                runner = self.backend if self.backend.name == "emulated" else choose("auto", self.device)
-                return runner.bind(plan, unit.module, name=name, seed=seed)
-            if not refusal:
-                refusal = self._refusal(unit, plan)
-                if refusal and self.auto:
-                    execution = get("emulated").bind(plan, unit.module, name=name, seed=seed)
-                    execution.note = f"emulated because {refusal}"
-                    return execution
-            if not refusal:
-                return self.backend.bind(plan, unit.module, name=name, seed=seed)
-        if self.strict:
-            raise UnsupportedError(
-                f"{refusal}",
-                where=f"layer '{name}'",
-                fix="choose another recipe for it, or backend 'emulated' to compute its numerics without the hardware",
-            )
-        return None
-
-    def _refusal(self, unit: Unit, plan: LayerPlan) -> str:
-        """Return why the backend cannot run a linear layer, or an empty string."""
-        n, k = unit.weight.shape[-2:]
-        if unit.kind == "conv1d":
-            n, k = k, n
-        sizes = {"fprop": (0, k, n), "dgrad": (0, n, k), "wgrad": (n, 0, k)}
-        for gemm in GEMMS:
-            recipe = plan.recipe(gemm)
-            if recipe is None:
-                continue
-            m_, k_, n_ = sizes[gemm]
-            found = self.backend.capability(recipe, gemm=gemm, m=m_, k=k_, n=n_, device=self.device)
-            if not found:
-                return f"{self.backend.name} cannot run {gemm} as {recipe.describe()}: {found.reason}"
-        return ""
-
-
-def _one_dtype_refusal(plan: LayerPlan, what: str) -> str:
-    """Return why a convolution or a recurrent layer, which run in one dtype, cannot run a plan; empty when they can."""
-    formats = {None if (r := plan.recipe(gemm)) is None else r.format for gemm in GEMMS}
-    found = formats.pop()
-    if formats:
-        return f"{what} runs one recipe in all three passes"
-    if plan.fprop is not None and plan.fprop.output == "fp32":
-        return f"{what} returns the dtype that it runs in: leave output: fp32 to a linear layer"
-    if found not in ONE_DTYPE_FORMATS:
-        return f"no device runs {what} in {found} in training: fp32, bf16 or fp16 only"
-    return ""
 
 
 class Policy(Shown, policies.Policy):

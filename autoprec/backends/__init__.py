@@ -3,8 +3,9 @@
 A backend answers one question, "can you run this GEMM, under this recipe, at this size, here?", with yes or a reason a
 person can read, and hands out an execution for a layer's plan. ``emulated`` runs every recipe anywhere with true values
 and no speed-up; ``native`` calls torch's scaled products; ``torchao`` and ``transformer_engine`` call theirs from the
-layer's own forward. A policy never names a backend: what a layer *is* does not depend
-on who multiplies, and the conformance suite (:mod:`autoprec.testing.backends`) holds each of them to that.
+layer's own forward. No rule of a policy names a backend: what a layer *is* does not depend on who multiplies, and the
+conformance suite (:mod:`autoprec.testing.backends`) holds each of them to that. A policy's evidence may name the one it
+was found with (:mod:`autoprec.applying.binding`).
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ def get(name: str) -> Backend:
 def choose(name: str, device: str) -> Backend:
     """Return the backend ``name``, or for ``auto`` the one that suits a device.
 
-    On a GPU that is ``native``. On a CPU it is ``emulated``, which runs everything but plain casts faster than the CPU
+    On a GPU that is ``native``, for what no timing decides. On a CPU it is ``emulated``, which runs everything but plain casts faster than the CPU
     kernels of ``torch._scaled_mm`` would; plain casts are this CPU's own, however slow, because ``auto`` is what is
     timed. ``emulated`` by name emulates them as well where the CPU has no bfloat16 units.
     """

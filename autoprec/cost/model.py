@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from autoprec.cost.calibrate.cpu import CpuCost, cpu_rates
+from autoprec.cost.calibrate.linears import Linears
 from autoprec.cost.estimate import StepEstimate
-from autoprec.cost.kernels import LayerCost, layer_cost
+from autoprec.cost.kernels import LayerCost, kept_family, layer_cost
 from autoprec.cost.memory import MemoryEstimate, memory_estimate
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
@@ -50,6 +51,11 @@ def _dtype_as_written(layer: Layer, target: Target) -> str:
     return "tf32" if tf32 else dtype
 
 
+def _unknown(known: Mapping[str, float], family: str) -> float:
+    """Return the factor of a family whose linears were not timed: bf16's for another scaled one, else none."""
+    return 1.0 if family in ("fp32", "tf32", "fp64") else known.get("bf16", 1.0)
+
+
 class CostModel:
     """Time and memory of one recorded step on a target, under any plan.
 
@@ -59,7 +65,9 @@ class CostModel:
         scale: shapes of a larger model, see :class:`CostScale`.
         compiled: whether the script's pointwise work is fused by a compiler.
         calibration: measured rates over the defaults, see
-            :func:`autoprec.cost.calibrate.calibration.load_calibration`.
+            :func:`autoprec.cost.calibrate.calibration.load_calibration`. Where whole linears were timed, layers are
+            charged as the backend ran them.
+        backend: who runs the GEMMs; ``auto``: whom the calibration found fastest for each recipe.
         weight_reuse: calls that share one cast of a weight (gradient accumulation with cached casts).
         rates: replaces the default rates of the target's architecture.
         shards: devices that share the optimizer step and its state (ZeRO, FSDP).
@@ -84,17 +92,24 @@ class CostModel:
         shards: int = 1,
         cpu: Mapping[str, Any] | None = None,
         fused_casts: bool = False,
+        backend: str = "auto",
     ) -> None:
         self.report, self.target, self.scale = report, target, scale or CostScale()
         self.compiled, self.weight_reuse, self.shards = compiled, weight_reuse, shards
         self.fused_casts = fused_casts
         self.rates: Rates = rates or default_rates(target, library=fused_casts)
+        self._factors: dict[str, dict[str, float]] = {}
         self._cpu: CpuCost | None = None
         if target.is_cpu:
             measured, label = (cpu, "modelled, rates as given") if cpu else cpu_rates()
             self._cpu, self.rates = CpuCost(measured), replace(self.rates, label=label)
         elif calibration:
             self.rates = self.rates.merged(calibration.get("rates", {}), str(calibration.get("label", "calibrated")))
+            if not fused_casts:
+                self._factors = {
+                    how: Linears.of(calibration).factors(target, self.rates, how, backend)
+                    for how in ("eager", "compiled")
+                }
         self._layers: dict[str, Layer] = {layer.name: layer for layer in report.layers}
         self._works: dict[str, tuple[GemmWork, ...]] = {
             layer.name: layer_works(layer, self.scale) for layer in report.layers
@@ -132,7 +147,7 @@ class CostModel:
 
     def at(self, scale: CostScale) -> CostModel:
         """Return the model of the same step at another scale."""
-        return CostModel(
+        out = CostModel(
             self.report,
             self.target,
             scale=scale,
@@ -143,6 +158,8 @@ class CostModel:
             cpu=self._cpu.rates if self._cpu else None,
             fused_casts=self.fused_casts,
         )
+        out._factors = self._factors
+        return out
 
     def with_shards(self, shards: int) -> CostModel:
         """Return the same model with its optimizer step shared by ``shards`` devices; computed costs are shared."""
@@ -198,12 +215,21 @@ class CostModel:
             parts = self._gpu_layer_cost(name, plan, activations)
         gemm = sum(part.gemm for part in parts)
         weighted = sum(part.gemm * part.error for part in parts)
+        factor = self._measured_over_modelled(
+            plan, kept_family(activations, script), linear=self._layers[name].kind not in ("conv", "rnn")
+        )
         return LayerCost(
-            gemm=gemm,
-            cast=sum(part.cast for part in parts),
-            kernels=sum(part.kernels for part in parts),
+            gemm=gemm * factor,
+            cast=sum(part.cast for part in parts) * factor,
+            kernels=sum(part.kernels for part in parts) * factor,
             error=weighted / gemm if gemm else 0.2,
         )
+
+    def _measured_over_modelled(self, plan: LayerPlan, kept: str, *, linear: bool) -> float:
+        """Return what timed linears took over what the model says of them: the mean of the three GEMMs' recipes."""
+        known = self._factors.get("compiled" if self.compiled else "eager", {}) if linear else {}
+        families = [kept if recipe is None else recipe_family(recipe) for recipe in plan.recipes]
+        return sum(known.get(f, _unknown(known, f)) for f in families) / len(families)
 
     def _gpu_layer_cost(self, name: str, plan: LayerPlan, activations: str) -> list[LayerCost]:
         return [

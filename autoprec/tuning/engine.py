@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cost import Verdict
+from autoprec.cost.calibrate.calibration import load_calibration
 from autoprec.cost.calibrate.cpu import cpu_rates
 from autoprec.errors import AutoPrecError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.graph.report import GraphReport
@@ -53,7 +54,7 @@ from autoprec.tuning.study.naming import check_named, free_name, is_numbered
 from autoprec.tuning.study.records import SearchResult, TrialRecord, headline
 from autoprec.tuning.study.storage import sqlite_file
 from autoprec.tuning.study.study import StudyStore, default_storage
-from autoprec.tuning.target import calibration_of
+from autoprec.tuning.target import calibration_here, calibration_of
 from autoprec.tuning.workers.engines import runner_factory
 from autoprec.tuning.workers.local import HostPool, RunnerFactory
 from autoprec.tuning.workers.slots import visible_gpus
@@ -206,6 +207,7 @@ class Search:
             store.discard_empty()
             raise
         self.listener.phase("graph")
+        self._calibration = self._calibration or self._kept_calibration(store, host)
         graph = self.graph = record_step(pool, self.command.label)
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         probe.join()
@@ -225,6 +227,8 @@ class Search:
             ledger.note(_late(self.options.ages[0], host.launch, ledger.elapsed()))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
+        if chosen := setup.backends_text(self._calibration):
+            ledger.note(chosen)
         self.listener.phase("verdict", _told(verdict, measured=setup.measured))
         if only_sixteen_bit:
             ledger.note(ONLY_SIXTEEN_BIT)
@@ -250,6 +254,14 @@ class Search:
                 answer = with_size(answer, setup)
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
+
+    def _kept_calibration(self, store: StudyStore, host: HostInfo) -> dict[str, Any] | None:
+        """Return what is known of the device at hand; a study goes on under what it was begun with."""
+        if store.signature is None:
+            return calibration_here(self.options, host.device)
+        begun = "calibration" in store.signature and not self.options.calibration
+        path = self.study_dir / "calibration.json"
+        return load_calibration(path) if begun and path.exists() and host.device != "cpu" else None
 
     def _probe_cpu(self) -> threading.Thread:
         """Fit the rates of this CPU (seconds, once per machine) while the script starts, never beside a timed step."""

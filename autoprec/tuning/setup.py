@@ -12,19 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.cost import CostModel, CostScale, StepEstimate
+from autoprec.cost.calibrate.linears import Linears
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
-from autoprec.policy.space import SearchSpace, default_space, load_space
+from autoprec.policy.space import Choice, SearchSpace, default_space, load_space
 from autoprec.precision.hardware import Target
-from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.support.files import canonical_json
 from autoprec.trial.protocol import HostInfo
-from autoprec.tuning.decide.problem import Problem
+from autoprec.tuning.decide.problem import Backends, Problem
 from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.target import resolve_target
 
-__all__ = ["ModelledSteps", "Setup"]
+__all__ = ["ModelledSteps", "Setup", "timed_backends"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,9 +118,16 @@ class Setup:
         space = space.executed(compiled=host.compiled, measured=measured)
         if not graph.root_called:
             space = space.without_surroundings()
-        cost = CostModel(graph, target, scale=scale, compiled=host.compiled or not measured, calibration=calibration)
-        sharded = measured and host.sharded
-        problem = Problem.build(graph, space, cost.can_run, steps=_forwards(options, graph), sharded=sharded)
+        compiled, backend = host.compiled or not measured, options.backend
+        cost = CostModel(graph, target, scale=scale, compiled=compiled, calibration=calibration, backend=backend)
+        problem = Problem.build(
+            graph,
+            space,
+            cost.can_run,
+            steps=_forwards(options, graph),
+            sharded=measured and host.sharded,
+            backends=timed_backends(calibration, backend, compiled=compiled),
+        )
         return cls(
             options=options,
             host=host,
@@ -134,7 +142,8 @@ class Setup:
 
     def restricted(self, space: SearchSpace) -> Setup:
         """Return the same search in another space."""
-        problem = Problem.build(self.graph, space, self.cost.can_run, steps=self.problem.steps)
+        before = self.problem
+        problem = Problem.build(self.graph, space, self.cost.can_run, steps=before.steps, backends=before.backends)
         return replace(
             self, space=space, problem=problem, steps=ModelledSteps(self.cost, problem, self.steps.reference)
         )
@@ -154,6 +163,18 @@ class Setup:
         """The folder of the study's files."""
         return self.options.study_dir()
 
+    def backends_text(self, calibration: Mapping[str, Any] | None) -> str:
+        """Return who runs the recipes of the space and why, for people; empty where nobody timed that."""
+        if self.problem.backends is None or calibration is None:
+            return ""
+        choices = [Choice.parse(name) for name in self.problem.choice_names]
+        used = {name for choice in choices for name in (choice.recipe, *choice.gemms.values())}
+        recipes = {name: recipe for name, recipe in self.space.all_recipes.items() if name in used}
+        reasons = dict.fromkeys(row["reason"] for row in self.problem.backends(recipes, "keep").values())
+        how = "compiled" if self.cost.compiled else "eager"
+        where = f"({how} linears, {calibration['device']}, {calibration['date']})"
+        return f"who runs the GEMMs: {'; '.join(reasons)} {where}" if reasons else ""
+
     def reference_policy(self) -> dict[str, Any] | None:
         """Return the reference's policy document; None when it is the script as written."""
         name = self.options.reference
@@ -161,6 +182,24 @@ class Setup:
             return None
         activations = "bf16" if name == "bf16" else "keep"
         return Policy(recipes={name: BUILTIN_RECIPES[name]}, default=name, activations=activations).to_dict()
+
+
+def timed_backends(calibration: Mapping[str, Any] | None, backend: str, *, compiled: bool) -> Backends | None:
+    """Return who runs which recipe of a policy; None where nobody timed it, or a ``backend`` was asked for by name.
+
+    Args:
+        calibration: of the target.
+        backend: as asked for.
+        compiled: whether the script compiles its model, which a policy's ``execution`` may change.
+    """
+    linears = Linears.of(calibration)
+    if backend != "auto" or not linears.rows:
+        return None
+
+    def backends(recipes: Mapping[str, Recipe], execution: str) -> dict[str, dict[str, str]]:
+        return linears.record(recipes, compiled={"compile": True, "eager": False}.get(execution, compiled))
+
+    return backends
 
 
 def _forwards(options: SearchOptions, graph: GraphReport) -> int:

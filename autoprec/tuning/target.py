@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from autoprec.cost.calibrate.calibration import check_target, load_calibration
+from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
 from autoprec.errors import UsageError
 from autoprec.precision.hardware import Target, by_device_name, target
 from autoprec.tuning.options import SearchOptions
 
-__all__ = ["calibration_of", "resolve_target"]
+__all__ = ["calibration_here", "calibration_of", "resolve_target"]
 
 
 def resolve_target(name: str, device: str) -> tuple[Target, bool]:
@@ -48,7 +48,8 @@ def calibration_of(options: SearchOptions, device: str = "") -> dict[str, Any] |
 
     Raises:
         FileError: it is not a calibration.
-        UsageError: it was measured on another target, or no time of this search is modelled with its rates.
+        UsageError: it was measured on another target, or this search has no use for it: no time of it is modelled,
+            and the file does not say which backend runs a recipe fastest.
     """
     path = options.calibration
     if not path:
@@ -67,11 +68,24 @@ def calibration_of(options: SearchOptions, device: str = "") -> dict[str, Any] |
             where=path,
             fix="leave --calibration out; `autoprec calibrate --device cpu` measures again",
         )
-    if here and not options.cost_scale:
+    if here and not options.cost_scale and not document.get("linears"):
         raise UsageError(
-            "--calibration is for modelled times, and this search times its steps on the target itself",
+            "--calibration without timed linears is for modelled times, and this search times its steps itself",
             where=path,
             fix=f"leave --calibration out, or rehearse: --target {document.get('target', 'NAME')} on another machine, "
-            "or --cost-scale for another size",
+            "or --cost-scale for another size; `autoprec calibrate` of this version times linears by every backend",
         )
     return document
+
+
+def calibration_here(options: SearchOptions, device: str) -> dict[str, Any] | None:
+    """Return the calibration asked for; without one, what `autoprec calibrate` kept of the device at hand.
+
+    Raises:
+        FileError, UsageError: as :func:`calibration_of`.
+    """
+    if options.calibration:
+        return calibration_of(options, device)
+    found, here = resolve_target(options.target, device)
+    document = kept_calibration(device) if here and not found.is_cpu else None
+    return document if document is not None and document.get("target") == found.name else None

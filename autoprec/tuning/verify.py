@@ -128,11 +128,14 @@ def contenders(policy: Policy, setup: Setup | None = None) -> dict[str, dict[str
     out = {"policy": policy.to_dict(), "bf16 autocast": uniform("bf16", bf16, "bf16")}
     if policy.activations == "keep":
         out["all bf16"] = uniform("bf16", bf16, "keep")
+    backends = policy.evidence.get("backends")
+    run_by = {"evidence": {"backends": backends}} if backends else {}
     searched = {name: setup.problem.policy(params) for name, params in presets(setup.problem)} if setup else {}
     for name, recipe in policy.recipes.items():
         known = searched.get(f"all {name}")
         if recipe.scaled:
             out[f"all {name}"] = known.to_dict() if known else uniform(name, recipe, policy.activations)
+            out[f"all {name}"] |= run_by  # else a preset would lose to a faster backend, not to a better policy
     return out
 
 

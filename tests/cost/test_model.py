@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from autoprec.cost import CostModel, CostScale
+from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.cost.rates import default_rates
 from autoprec.graph.report import GraphReport
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
@@ -222,3 +223,54 @@ def test_library_kernels_run_and_return_one_dtype(tiny: GraphReport, kind: str) 
     assert not model.can_run(layer, R["tf32"])[0]
     assert "bf16 -> fp32" in model.can_run(layer, R["bf16_fp32_output"])[1]
     assert model.can_run(layer, R["bf16"])[0]
+
+
+def timed(recipe: str, backend: str, how: str, seconds: float) -> dict[str, Any]:
+    return Linear(recipe, backend, how, LINEAR_SHAPES[0], seconds, 0.0, 0.03).to_json()
+
+
+def test_a_recipe_is_charged_as_the_backend_that_runs_it_ran_a_linear(large: GraphReport) -> None:
+    rows = [timed("bf16", "native", "compiled", 5e-3), timed("fp8_rowwise", "native", "compiled", 8e-3)]
+    rows += [timed("fp8_rowwise", "torchao", "compiled", 4e-3), timed("fp8_rowwise", "native", "eager", 9e-3)]
+    document = {"linears": rows}
+    auto, native = (CostModel(large, H100, calibration=document, backend=name) for name in ("auto", "native"))
+    plan, plain = (LayerPlan.uniform(R[name]) for name in ("fp8_rowwise", "bf16"))
+    assert native.layer_time_ms("lm_head", plan) == pytest.approx(2 * auto.layer_time_ms("lm_head", plan))
+    assert native.layer_time_ms("lm_head", plain) == auto.layer_time_ms("lm_head", plain)
+    # uncompiled only native was timed, and not bf16
+    eager = auto.executed("eager").layer_time_ms("lm_head", plan)
+    assert eager == native.executed("eager").layer_time_ms("lm_head", plan)
+    assert eager != CostModel(large, H100, compiled=False).layer_time_ms("lm_head", plan)
+    same = CostModel(large, H100, compiled=False).layer_time_ms("lm_head", plain)
+    assert auto.executed("eager").layer_time_ms("lm_head", plain) == same
+    # what was not timed is charged like bf16, and a mixture as the mean of its GEMMs
+    model = CostModel(large, H100)
+    factors = {
+        name: auto.layer_time_ms("lm_head", p) / model.layer_time_ms("lm_head", p) for name, p in plans().items()
+    }
+    assert factors["fp8_block"] == pytest.approx(factors["bf16"])
+    assert factors["mixed"] == pytest.approx((2 * factors["fp8_rowwise"] + factors["bf16"]) / 3)
+    assert factors["fp32"] == 1.0
+    assert auto.at(CostScale(width=2.0)).layer_time_ms("lm_head", plan) == pytest.approx(
+        factors["fp8_rowwise"] * model.at(CostScale(width=2.0)).layer_time_ms("lm_head", plan)
+    )
+    fused = CostModel(large, H100, calibration=document, fused_casts=True)
+    assert fused.layer_time_ms("lm_head", plan) == CostModel(large, H100, fused_casts=True).layer_time_ms(
+        "lm_head", plan
+    )
+
+
+def plans() -> dict[str, LayerPlan]:
+    found = {name: LayerPlan.uniform(R[name]) for name in ("bf16", "fp32", "fp8_rowwise", "fp8_block")}
+    return found | {"mixed": LayerPlan(fprop=R["fp8_rowwise"], dgrad=R["fp8_rowwise"], wgrad=R["bf16"])}
+
+
+@pytest.mark.parametrize("kind", ["conv", "rnn"])
+def test_timed_linears_say_nothing_of_convolutions_and_recurrent_layers(tiny: GraphReport, kind: str) -> None:
+    layers = tuple(replace(layer, kind=kind) for layer in tiny.layers)
+    report = replace(tiny, layers=layers)
+    name, plan = layers[0].name, LayerPlan.uniform(R["bf16"])
+    timed_rows = {"linears": [timed("bf16", "native", "compiled", 50e-3)]}
+    plain = CostModel(report, H100).layer_time_ms(name, plan)
+    assert CostModel(report, H100, calibration=timed_rows).layer_time_ms(name, plan) == plain
+    assert CostModel(tiny, H100, calibration=timed_rows).layer_time_ms(name, plan) > plain

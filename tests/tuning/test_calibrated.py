@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autoprec.cost.calibrate import calibration as calibrations
+from autoprec.cost.calibrate.calibration import kept_file
+from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.errors import FileError, StudyError, UsageError
 from autoprec.policy import load_policy
+from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.tuning.setup import timed_backends
 from tests.tuning.test_engine import H100, options, script, search
 
 
@@ -109,3 +116,106 @@ def test_a_calibration_serves_the_calibrated_device_itself_at_another_size(here:
     asked = options(cost_scale="width=2", trials=3, calibration=calibration(here / "c.json"))
     _, result = search(script(), asked)
     assert "times are modelled, calibrated on My H100 (2026-01-02), at scale width=2" in result.notes
+
+
+def linears(recipe: str = "fp8_rowwise", **times: float) -> list[dict[str, object]]:
+    """Timed linears of a recipe, the same eager and compiled, in milliseconds by backend."""
+    return [
+        Linear(recipe, backend, how, LINEAR_SHAPES[0], 1e-3 * value, 0.01, 0.03).to_json()
+        for backend, value in times.items()
+        for how in ("eager", "compiled")
+    ]
+
+
+def record(policy: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """What a policy's evidence says of its recipes, if fp8_delayed is faster by Transformer Engine."""
+    said = "transformer_engine: 1.25x native at fp8_delayed, measured"
+    found = {"fp8_delayed": {"backend": "transformer_engine", "reason": said}}
+    return {name: row for name, row in found.items() if name in policy["recipes"]}
+
+
+@pytest.fixture
+def kept(here: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What `autoprec calibrate` kept of the device that the script trains on."""
+    monkeypatch.setattr(calibrations, "installed_version", {"torch": "2.11.0", "torchao": "0.18.0"}.get)
+    path = kept_file(H100)
+    path.parent.mkdir()
+    versions = {"torch": "2.11.0+cu130", "torchao": "0.18.0"}
+    calibration(
+        path, device=H100, versions=versions, linears=linears("fp8_delayed", native=4.0, transformer_engine=3.2)
+    )
+    return path
+
+
+def test_a_timed_search_runs_each_recipe_by_the_backend_that_was_timed_fastest(here: Path, kept: Path) -> None:
+    simulated = script()
+    made, result = search(simulated, options(study="mine"))
+    said = (
+        "transformer_engine: 1.25x native at fp8_delayed, measured (eager linears, NVIDIA H100 80GB HBM3, 2026-01-02)"
+    )
+    assert f"who runs the GEMMs: {said}" in result.notes
+    written = [load_policy(path).to_dict() for path in (made.study_dir / "front").glob("*.yaml")]
+    written.append(load_policy(here / result.policy).to_dict())
+    trained = [spec.policy for _, spec in simulated.calls if spec.kind == "train" and spec.policy is not None]
+    for found in (*trained, *written):
+        assert found.get("evidence", {}).get("backends", {}) == record(found)
+    assert any(record(found) for found in trained)
+    assert record(written[-1])
+    assert {spec.backend for _, spec in simulated.calls} == {"auto"}
+    assert made.setup is not None
+    assert made.setup.cost.label == f"modelled, calibrated on {H100} (2026-01-02)"
+
+
+def test_a_study_goes_on_under_what_it_was_begun_with(here: Path, kept: Path) -> None:
+    asked = options(study="mine", trials=3, sampler="random")
+    search(script(), asked)
+    kept.unlink()  # or measured again: the study has its own
+    _, result = search(script(), replace(asked, resume=True, trials=5))
+    assert result.trials["complete"] == 5
+    assert any("who runs the GEMMs: transformer_engine" in note for note in result.notes)
+
+
+def test_a_study_begun_without_goes_on_without(here: Path, kept: Path) -> None:
+    before = kept.read_text()
+    kept.unlink()
+    asked = options(study="mine", trials=3, sampler="random")
+    search(script(), asked)
+    kept.write_text(before)
+    _, result = search(script(), replace(asked, resume=True, trials=5))
+    assert result.trials["complete"] == 5
+    assert not any("who runs" in note for note in result.notes)
+
+
+@pytest.mark.parametrize("changes", [{"device": H100, "target": "h200"}, {"device": "NVIDIA H200"}, {"linears": []}])
+def test_of_another_device_or_without_linears_nothing_is_chosen(
+    here: Path, kept: Path, changes: dict[str, object]
+) -> None:
+    document = json.loads(kept.read_text())
+    kept.write_text(json.dumps(document | changes))
+    _, result = search(script(), options(trials=3))
+    assert not any("who runs" in note for note in result.notes)
+
+
+def test_a_backend_asked_for_by_name_is_not_chosen_again(here: Path, kept: Path) -> None:
+    simulated = script()
+    _, result = search(simulated, options(trials=3, backend="native"))
+    assert not any("who runs" in note for note in result.notes)
+    assert all("backends" not in str(spec.policy) for _, spec in simulated.calls)
+
+
+def test_a_file_with_linears_serves_a_search_that_times_its_steps(here: Path) -> None:
+    given = calibration(here / "c.json", linears=linears(native=5.0, torchao=4.0))
+    _, result = search(script(), options(calibration=given, trials=6))
+    assert any("torchao: 1.25x native at fp8_rowwise" in note for note in result.notes)
+
+
+def test_what_a_policy_executes_as_decides_which_linears_count() -> None:
+    rows = linears(native=5.0, torchao=4.0)
+    eager = [row | {"how": "eager"} for row in linears(native=4.0, torchao=5.0)]
+    document = {"linears": [*[row for row in rows if row["how"] == "compiled"], *eager[::2]]}
+    backends = timed_backends(document, "auto", compiled=False)
+    assert backends is not None
+    recipes = {"fp8_rowwise": BUILTIN_RECIPES["fp8_rowwise"]}
+    assert backends(recipes, "compile")["fp8_rowwise"]["backend"] == "torchao"
+    assert backends(recipes, "keep")["fp8_rowwise"]["backend"] == "native"
+    assert timed_backends({}, "auto", compiled=True) is None

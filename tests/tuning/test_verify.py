@@ -151,3 +151,11 @@ def test_a_preset_of_a_searchs_name_is_that_searchs_policy(tmp_path: Path) -> No
     assert resolve(verified, names)["head"].fprop == BUILTIN_RECIPES["bf16"]
     alone = policy_from_dict(contenders(policy)["all fp8_delayed"])
     assert resolve(alone, names)["head"].fprop != BUILTIN_RECIPES["bf16"]
+
+
+def test_presets_run_by_the_backends_that_the_policy_was_found_with() -> None:
+    backends = {"fp8_rowwise": {"backend": "torchao", "reason": "torchao: 1.2x native at fp8_rowwise, measured"}}
+    policy = uniform("fp8_rowwise").model_copy(update={"evidence": {"target": "h100", "backends": backends}})
+    found = contenders(policy)
+    assert found["all fp8_rowwise"]["evidence"] == {"backends": backends}
+    assert "evidence" not in contenders(uniform("fp8_rowwise"))["all fp8_rowwise"]

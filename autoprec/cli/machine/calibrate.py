@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ import click
 
 from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
-from autoprec.errors import UnsupportedError, UsageError
+from autoprec.errors import FileError, UnsupportedError, UsageError
 
-__all__ = ["calibrate"]
+__all__ = ["calibrate", "chosen_backends"]
 
 
 def _cpu(as_json: bool) -> int:
@@ -67,7 +68,7 @@ def _bench(name: str) -> tuple[Any, Any, str]:
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: calibration-<target>.json")
 @click.option("--json", "as_json", is_flag=True, help="The document on stdout as well.")
 def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> int:
-    """Measure a few GEMMs and casts of this device and write what the cost model needs."""
+    """Measure GEMMs, casts and whole linears by every backend on this device, for the cost model and for `auto`."""
     from autoprec.support.files import check_writable, write_json
 
     if device == "cpu":
@@ -83,15 +84,45 @@ def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> i
     bench, found, name = _bench(target)
     path = check_writable(output or Path(f"calibration-{found.name}.json"))
     from autoprec.cost.calibrate.calibration import calibrate as measure
+    from autoprec.cost.calibrate.calibration import kept_file
+
+    def say(line: str) -> None:
+        echo(line, err=True)
 
     start = time.monotonic()
-    document = measure(bench, found, name, time.strftime("%Y-%m-%d"), lambda line: echo(line, err=True))
+    document = measure(bench, found, name, time.strftime("%Y-%m-%d"), say)
+    write_json(path, document)  # whatever becomes of the libraries that are timed next
+    document["linears"] = _linears(found, say)
     document["seconds"] = round(time.monotonic() - start, 1)
     write_json(path, document)
+    here = "searches on this device use it as it is"
+    try:
+        write_json(kept_file(name), document)
+    except (FileError, OSError) as error:
+        here = f"searches on this device will not find it by themselves: {error}"
     if as_json:
         print_json(document)
-    else:
-        echo(f"{name}: {len(document['points'])} points in {document['seconds']} s, written to {path}")
-        options = f"--target {found.name} --calibration {path} train.py"
-        echo(f"use it: autoprec estimate {options}\nor, where this device is not: autoprec search {options}")
+        return 0
+    timed = sum(1 for row in document["linears"] if row["seconds"])
+    echo(f"{name}: {len(document['points'])} points, {timed} linears in {document['seconds']} s, written to {path}")
+    for line in chosen_backends(document):
+        echo(line)
+    options = f"--target {found.name} --calibration {path} train.py"
+    echo(f"use it: autoprec estimate {options}\nor, where this device is not: autoprec search {options}")
+    echo(here)
     return 0
+
+
+def _linears(target: Any, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Return the timed linears of every backend that is installed."""
+    from autoprec.cost.calibrate.linear_bench import time_linears
+
+    return [row.to_json() for row in time_linears(target, say)]
+
+
+def chosen_backends(document: Mapping[str, Any]) -> list[str]:
+    """Return who runs each recipe by ``auto``, and why, a line each."""
+    from autoprec.cost.calibrate.linears import Linears
+
+    linears = Linears.of(document)
+    return [f"{how}: {choice.reason}" for how in ("compiled", "eager") for choice in linears.choices(how).values()]

@@ -79,6 +79,22 @@ def _recipes(usable: list[tuple[str, str]]) -> list[dict[str, Any]]:
     return rows
 
 
+def _choices(devices: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return who runs which recipe by ``auto`` on each GPU, a line each; native, where nobody timed that."""
+    from autoprec.cli.machine.calibrate import chosen_backends
+    from autoprec.cost.calibrate.calibration import kept_calibration
+
+    rows = []
+    for row in devices:
+        if row["device"] == "cpu" or row["name"] == "none":
+            continue
+        kept = kept_calibration(row["name"])
+        lines = chosen_backends(kept) if kept is not None else []
+        lines = lines or ["native runs every recipe: `autoprec calibrate` here times the other backends beside it"]
+        rows += [{"device": row["device"], "choice": line} for line in lines]
+    return rows
+
+
 def _packages() -> list[dict[str, Any]]:
     from autoprec.support.optional import EXTRAS, installed_version, is_available
 
@@ -126,6 +142,7 @@ def diagnose() -> dict[str, Any]:
         backends = _backends([row["device"] for row in devices if row["name"] != "none"])
         usable = [(row["backend"], row["device"]) for row in backends if row["ok"]]
         recipes = _recipes(usable)
+        choices = _choices(devices)
     variables = ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME", "OPTUNA_STORAGE", "OMP_NUM_THREADS", "NO_COLOR")
     return {
         "autoprec": __version__,
@@ -136,6 +153,7 @@ def diagnose() -> dict[str, Any]:
         "here": {"gains": here.gains, "units": here.units, "bf16_ratio": here.bf16_ratio, "means": here.sentence},
         "backends": backends,
         "recipes": recipes,
+        "auto": choices,
         "packages": _packages(),
         "environment": {name: os.environ[name] for name in variables if name in os.environ},
     }
@@ -160,6 +178,8 @@ def _print(found: dict[str, Any]) -> None:
         cells.setdefault(row["recipe"], []).append("yes" if row["ok"] else f"no: {row['reason']}")
     headings = ("recipe", *(f"{backend} on {device}" for backend, device in pairs))
     console.print(plain_table(headings, [(name, *row) for name, row in cells.items()]))
+    for row in found["auto"]:
+        console.print(f"auto on {row['device']}, {row['choice']}", markup=False, soft_wrap=True)
     rows = [(r["package"], r["version"] or "-", _yes(r["ok"]), r["note"]) for r in found["packages"]]
     console.print(plain_table(("package", "version", "works", ""), rows))
     for name, value in found["environment"].items():

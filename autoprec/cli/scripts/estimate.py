@@ -284,7 +284,7 @@ def estimate(
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not."""
     from autoprec.cost import CostModel
-    from autoprec.cost.calibrate.calibration import check_target, load_calibration
+    from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
     from autoprec.cost.planning import check_layout
     from autoprec.policy.space import default_space, load_space
     from autoprec.tuning.checks import check_scale
@@ -303,9 +303,11 @@ def estimate(
             check_layout(asked, counts, tensor_parallel)
     report, device = _graph(script, graph, config, batch, seq, timeout)
     tunable(report)
-    found, _ = resolve_target(target, device)
+    found, here = resolve_target(target, device)
     if measured:
         check_target(measured, found, str(calibration))
+    elif here and device != "cpu":
+        measured = kept_calibration(device)
     model = CostModel(report, found, scale=scale, compiled=not eager, calibration=measured, fused_casts=fused_casts)
     chosen = given or default_space(found)
     problem = Problem.build(report, chosen, model.can_run)

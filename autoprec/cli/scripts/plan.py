@@ -139,20 +139,28 @@ def _looked_at(asked: SearchOptions, report: GraphReport, host: HostInfo) -> tup
     from autoprec.cost import CostModel, CostScale
     from autoprec.policy.space import default_space, load_space
     from autoprec.tuning.decide.problem import Problem
-    from autoprec.tuning.target import calibration_of, resolve_target
+    from autoprec.tuning.setup import timed_backends
+    from autoprec.tuning.target import calibration_here, resolve_target
 
     target, here = resolve_target(asked.target, host.device)
     scale = CostScale.parse(asked.cost_scale) if asked.cost_scale else None
     measured = here and scale is None
     space = load_space(asked.space) if asked.space else default_space(target)
+    calibration, compiled = calibration_here(asked, host.device), host.compiled or not measured
     cost = CostModel(
         report,
         target,
         scale=scale,
-        compiled=host.compiled or not measured,
-        calibration=calibration_of(asked, host.device) if asked.calibration else None,
+        compiled=compiled,
+        calibration=calibration,
+        backend=asked.backend,
     )
-    problem = Problem.build(report, space.executed(compiled=host.compiled, measured=measured), cost.can_run)
+    problem = Problem.build(
+        report,
+        space.executed(compiled=host.compiled, measured=measured),
+        cost.can_run,
+        backends=timed_backends(calibration, asked.backend, compiled=compiled),
+    )
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
     verdict = cost.verdict(plans, executions=problem.parameters.get("execution", ()))
     return problem, target.name, "measured" if measured else "modelled", f"{verdict.kind}: {verdict.reason}"

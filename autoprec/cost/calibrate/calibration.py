@@ -7,6 +7,7 @@ was. Without one every figure is labelled *modelled, uncalibrated*.
 from __future__ import annotations
 
 import platform
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,12 +17,15 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from autoprec.cost.calibrate.cpu import cache_folder
+from autoprec.cost.calibrate.linears import Linears
 from autoprec.cost.kernels import cast_traffic, gemm_seconds
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.errors import FileError, UsageError
 from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import read_document
+from autoprec.support.optional import installed_version
 
 __all__ = [
     "CAST_SHAPES",
@@ -32,11 +36,18 @@ __all__ = [
     "calibrate",
     "check_target",
     "fit_rates",
+    "kept_calibration",
+    "kept_file",
     "load_calibration",
 ]
 
-SCHEMA = "autoprec.calibration/1"
-_KEYS = {"schema", "device", "target", "machine", "versions", "date", "rates", "points", "label", "seconds", "drift"}
+SCHEMA = "autoprec.calibration/2"
+#: Schemas that are read: the first had no timed linears.
+_READ = ("autoprec.calibration/1", SCHEMA)
+_KEYS = {
+    *("schema", "device", "target", "machine", "versions", "date", "rates", "points", "label", "seconds", "drift"),
+    "linears",
+}
 #: M, K, N of the measured GEMMs: square and large, as a transformer has them, and small.
 GEMM_SHAPES = ((8192, 8192, 8192), (8192, 4096, 16384), (4096, 4096, 4096), (2048, 1024, 4096), (1024, 1024, 1024))
 #: Rows and columns of the measured casts.
@@ -255,7 +266,7 @@ def load_calibration(path: Path | str) -> dict[str, Any]:
     """
     document = read_document(path)
     fix = "write it with `autoprec calibrate`"
-    if document.get("schema") != SCHEMA:
+    if document.get("schema") not in _READ:
         raise FileError(f"schema is {document.get('schema')!r}, not {SCHEMA}", where=str(path), fix=fix)
     unknown = sorted(set(document) - _KEYS)
     if unknown:
@@ -267,7 +278,33 @@ def load_calibration(path: Path | str) -> dict[str, Any]:
         raise FileError("'rates' is not a mapping", where=str(path), fix=fix)
     try:  # every rate is looked at before a script is started for them
         _ANY.merged(document["rates"], "")
+        Linears.of(document)
     except FileError as error:
         raise FileError(error.what, where=str(path), fix=error.fix) from error
     document.setdefault("label", f"modelled, calibrated on {document['device']} ({document['date']})")
     return document
+
+
+def kept_file(device: str) -> Path:
+    """Return where `autoprec calibrate` keeps what it last measured on a device of this machine, by name."""
+    name = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    return cache_folder() / f"calibration-{name}.json"
+
+
+def kept_calibration(device: str) -> dict[str, Any] | None:
+    """Return what `autoprec calibrate` last measured on a device of this machine.
+
+    None where it never ran, where what it wrote cannot be read, or where torch or a library has changed since.
+    """
+    try:
+        document = load_calibration(kept_file(device))
+    except FileError:
+        return None
+    measured = document.get("versions", {})
+    names = ("torch", "torchao", "transformer_engine")
+    changed = [name for name in names if _release(measured.get(name)) != _release(installed_version(name))]
+    return None if changed or document["device"] != device else document
+
+
+def _release(version: str | None) -> str:
+    return (version or "").split("+")[0]

@@ -30,7 +30,7 @@ from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm
 from autoprec.support.files import write_json
 
-__all__ = ["FALLBACK", "CpuCost", "cache_file", "cpu_rates"]
+__all__ = ["FALLBACK", "CpuCost", "cache_file", "cache_folder", "cpu_rates"]
 
 _SCHEMA = 7
 _PROBE_TIMEOUT_S = 120.0
@@ -75,18 +75,22 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def cache_file() -> Path:
-    """Return where the rates of this CPU and this torch are cached (``$XDG_CACHE_HOME/autoprec``)."""
+def cache_folder() -> Path:
+    """Return where what was measured on this machine is kept (``$XDG_CACHE_HOME/autoprec``)."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     home = os.path.expanduser("~")  # stays as it is where neither HOME nor the list of users knows this one
     here = Path(tempfile.gettempdir()) if home == "~" else Path(home) / ".cache"
-    root = Path(base) if base and Path(base).is_absolute() else here
+    return (Path(base) if base and Path(base).is_absolute() else here) / "autoprec"
+
+
+def cache_file() -> Path:
+    """Return where the rates of this CPU and this torch are cached."""
     try:
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch_version = "none"
     key = hashlib.sha256(f"{_SCHEMA}|{_cpu_model()}|{torch_version}".encode()).hexdigest()[:16]
-    return root / "autoprec" / f"cpu-{key}.json"
+    return cache_folder() / f"cpu-{key}.json"
 
 
 def _valid(document: Any) -> bool:

@@ -20,6 +20,7 @@ import torch
 
 from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.optional import installed_version
 
 __all__ = ["CudaBench"]
 
@@ -156,6 +157,7 @@ class CudaBench:
         return float(statistics.median(times))
 
     def versions(self) -> dict[str, str]:
-        """Return torch, and CUDA or ROCm."""
-        runtime = torch.version.hip or torch.version.cuda or ""
-        return {"torch": torch.__version__, "runtime": str(runtime)}
+        """Return torch, CUDA or ROCm, and the libraries that are backends where they are installed."""
+        libraries = {name: installed_version(name) for name in ("torchao", "transformer_engine")}
+        runtime = str(torch.version.hip or torch.version.cuda or "")
+        return {"torch": torch.__version__, "runtime": runtime} | {k: v for k, v in libraries.items() if v}

@@ -27,9 +27,11 @@ from autoprec.tuning.decide.rules import GlobTable, compact_rules
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution
 
-__all__ = ["CanRun", "FloatTable", "GroupVariable", "IntVector", "Params", "Problem", "layer_key"]
+__all__ = ["Backends", "CanRun", "FloatTable", "GroupVariable", "IntVector", "Params", "Problem", "layer_key"]
 
 CanRun = Callable[[Layer, Recipe], tuple[bool, str]]
+#: (recipes by name, a policy's execution) -> name to who runs it and why, as a policy's evidence keeps it.
+Backends = Callable[[Mapping[str, Recipe], str], dict[str, dict[str, str]]]
 Params = Mapping[str, Any]
 
 #: Autocast dtype -> the recipe that ``keep`` comes to under it.
@@ -62,6 +64,7 @@ class Problem:
         baseline: name of the baseline choice.
         refused: (group, choice, reason) of what the target or a shape rules out.
         steps: training forwards of a trial; longer amax histories are one and the same there. 0: not known.
+        backends: who runs which recipe; None: nobody timed that, and policies say nothing of it.
     """
 
     report: GraphReport
@@ -72,6 +75,7 @@ class Problem:
     baseline: str
     refused: tuple[tuple[str, str, str], ...] = ()
     steps: int = 0
+    backends: Backends | None = field(default=None, repr=False, compare=False)
     _recipes: dict[tuple[tuple[str, Any], ...], Recipe] = field(default_factory=dict, repr=False, compare=False)
     _globs: list[GlobTable] = field(default_factory=list, repr=False, compare=False)
 
@@ -84,6 +88,7 @@ class Problem:
         *,
         steps: int = 0,
         sharded: bool = False,
+        backends: Backends | None = None,
     ) -> Problem:
         """Match a space against a recorded model.
 
@@ -93,6 +98,7 @@ class Problem:
             can_run: says whether a layer can run a recipe on the target, and why not; None allows everything.
             steps: training forwards of a trial, 0 where that is not known.
             sharded: FSDP2 gathers weights before they are used, and trials are timed: what travels can pay.
+            backends: who runs which recipe, as far as that was timed.
 
         Raises:
             NothingAcceptableError: the model has no tunable layer.
@@ -122,6 +128,7 @@ class Problem:
             baseline=Choice.parse(space.baseline).name,
             refused=tuple(refused),
             steps=steps,
+            backends=backends,
         )
 
     # --- names and shapes -------------------------------------------------------------------------------------------
@@ -343,9 +350,11 @@ class Problem:
         activations = params["activations"]
         fp16 = activations == "fp16" or any(recipes[name].format == "fp16" for name in used)
         info = model if model is not None else self.report.model
+        policy_recipes = {name: recipe for name, recipe in recipes.items() if name in used}
+        run_by = self.backends(policy_recipes, str(params["execution"])) if self.backends is not None else {}
         return Policy.model_validate(
             {
-                "recipes": {name: recipe for name, recipe in recipes.items() if name in used},
+                "recipes": policy_recipes,
                 "layers": tuple(rules),
                 "activations": activations,
                 "operators": {**self.space.operators.model_dump(), "attention": params["attention"]},
@@ -355,7 +364,7 @@ class Problem:
                 "execution": params["execution"],
                 "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",
                 "model": info if info is None or isinstance(info, ModelInfo) else ModelInfo.model_validate(dict(info)),
-                "evidence": dict(evidence or {}),
+                "evidence": {**({"backends": run_by} if run_by else {}), **(evidence or {})},
             }
         )
 

@@ -21,6 +21,7 @@ def front_policy(setup: Setup, record: TrialRecord) -> Policy:
     seeds = int(record.metrics.get("seeds", 1))
     measured = {name: record.metrics[name] for name in KEPT if name in record.metrics}
     evidence: dict[str, Any] = {
+        **record.policy.get("evidence", {}),
         "target": setup.target.name,
         "source": setup.source,
         "trial": record.name,

@@ -7,8 +7,9 @@ import pytest
 from click.testing import CliRunner
 
 from autoprec.cli.machine import calibrate as command
-from autoprec.cost.calibrate import cpu
+from autoprec.cost.calibrate import calibration, cpu
 from autoprec.cost.calibrate.calibration import load_calibration
+from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.errors import FileError, UnsupportedError, UsageError
 from autoprec.precision.hardware import TARGETS
 
@@ -30,20 +31,54 @@ class Bench:
         return {"torch": "test"}
 
 
+LINEARS = [
+    Linear("fp8_rowwise", backend, "compiled", LINEAR_SHAPES[0], seconds, 0.01, 0.03).to_json()
+    for backend, seconds in (("native", 5e-3), ("torchao", 4e-3))
+]
+
+
 @pytest.fixture
-def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(command, "_bench", lambda name: (Bench(), TARGETS[name or "h100"], "Fake H100"))
+    monkeypatch.setattr(command, "_linears", lambda _target, _say: LINEARS)
+    monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
 
 
 def test_a_device_is_measured_and_written(fake_gpu: None, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
     found = CliRunner().invoke(command.calibrate, ["-o", str(path)], catch_exceptions=False)
     assert found.exit_code == 0
-    assert "Fake H100: 6 points" in found.output
+    assert "Fake H100: 6 points, 2 linears" in found.output
+    assert "compiled: torchao: 1.25x native at fp8_rowwise, measured" in found.output
     assert f"--calibration {path}" in found.output
     document = load_calibration(path)
     assert document["device"] == "Fake H100"
     assert document["rates"]["gemm"]["bf16"] == pytest.approx(0.5, abs=0.08)
+    assert document["linears"] == LINEARS
+    assert load_calibration(calibration.kept_file("Fake H100")) == document
+
+
+def test_a_library_that_takes_the_process_along_leaves_what_was_measured_before(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def crash(_target: object, _say: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "_linears", crash)
+    path = tmp_path / "out.json"
+    CliRunner().invoke(command.calibrate, ["-o", str(path)])
+    assert load_calibration(path)["rates"]["gemm"]
+
+
+def test_a_folder_that_cannot_be_written_costs_no_calibration(
+    fake_gpu: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "file")
+    found = CliRunner().invoke(command.calibrate, ["-o", str(tmp_path / "o.json")], catch_exceptions=False)
+    assert found.exit_code == 0
+    assert "searches on this device will not find it by themselves" in found.output
+    assert "searches on this device use it as it is" not in found.output
 
 
 def test_json_goes_to_stdout_too(fake_gpu: None, tmp_path: Path) -> None:

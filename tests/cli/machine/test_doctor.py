@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from autoprec.backends import BACKENDS
-from autoprec.cli.machine.doctor import diagnose
+from autoprec.cli.machine.doctor import _choices, diagnose
+from autoprec.cost.calibrate import calibration
+from autoprec.cost.calibrate.linears import LINEAR_SHAPES, Linear
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.cli.helpers import autoprec
 from tests.documents import ROOT
@@ -35,6 +37,26 @@ def test_emulation_runs_everything_everywhere() -> None:
 def test_settings_from_the_environment_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPTUNA_STORAGE", "sqlite:///x.db")
     assert "OPTUNA_STORAGE=sqlite:///x.db" in autoprec("doctor").out
+
+
+def test_who_runs_which_recipe_by_auto_is_said_of_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices = [
+        {"device": "cpu", "name": "a CPU"},
+        {"device": "cuda:0", "name": "Calibrated"},
+        {"device": "cuda:1", "name": "Other"},
+    ]
+    rows = [
+        Linear("fp8_rowwise", backend, "eager", LINEAR_SHAPES[0], seconds, 0.01, 0.03).to_json()
+        for backend, seconds in (("native", 5e-3), ("torchao", 4e-3))
+    ]
+    monkeypatch.setattr(calibration, "kept_calibration", {"Calibrated": {"linears": rows}}.get)
+    assert _choices(devices) == [
+        {"device": "cuda:0", "choice": "eager: torchao: 1.25x native at fp8_rowwise, measured"},
+        {
+            "device": "cuda:1",
+            "choice": "native runs every recipe: `autoprec calibrate` here times the other backends beside it",
+        },
+    ]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")

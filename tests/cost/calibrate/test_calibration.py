@@ -6,7 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.cost.calibrate.calibration import SCHEMA, Point, calibrate, check_target, fit_rates, load_calibration
+from autoprec.cost.calibrate import calibration
+from autoprec.cost.calibrate.calibration import (
+    SCHEMA,
+    Point,
+    calibrate,
+    check_target,
+    fit_rates,
+    kept_calibration,
+    kept_file,
+    load_calibration,
+)
+from autoprec.cost.calibrate.linears import Linears
 from autoprec.cost.kernels import cast_traffic, gemm_seconds
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.errors import FileError, UsageError
@@ -207,3 +218,54 @@ def test_bad_files_say_what_is_wrong(tmp_path: Path, change: dict[str, object], 
 def test_rates_that_are_no_positive_numbers_are_refused(rates: dict[str, object]) -> None:
     with pytest.raises(FileError, match="not a positive number"):
         default_rates(H100).merged(rates, "test")
+
+
+LINEAR = {
+    "recipe": "fp8_rowwise",
+    "backend": "torchao",
+    "how": "compiled",
+    "shape": [8192, 4096, 16384],
+    "seconds": 4e-3,
+    "spread": 0.01,
+    "error": 0.03,
+    "failed": "",
+}
+
+
+def test_a_file_of_the_first_schema_is_still_read_and_chooses_no_backend(tmp_path: Path) -> None:
+    document = calibrate(FakeBench(), H100, "Fake H100", "2026-01-02")
+    path = tmp_path / "c.json"
+    path.write_text(json.dumps(document | {"schema": "autoprec.calibration/1"}))
+    assert Linears.of(load_calibration(path)).rows == ()
+    path.write_text(json.dumps(document | {"linears": [LINEAR]}))
+    assert len(Linears.of(load_calibration(path)).rows) == 1
+    path.write_text(json.dumps(document | {"linears": [LINEAR | {"seconds": "fast"}]}))
+    with pytest.raises(FileError, match=r"c\.json: .* is not a timed linear"):
+        load_calibration(path)
+
+
+def test_what_was_measured_here_is_found_by_the_device_until_a_library_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    installed = {"torch": "2.11.0", "torchao": "0.18.0"}
+    monkeypatch.setattr(calibration, "installed_version", installed.get)
+    assert kept_calibration("NVIDIA H100 80GB HBM3") is None
+    path = kept_file("NVIDIA H100 80GB HBM3")
+    assert path == tmp_path / "autoprec" / "calibration-nvidia-h100-80gb-hbm3.json"
+    document = calibrate(FakeBench(), H100, "NVIDIA H100 80GB HBM3", "2026-01-02")
+    document["versions"] = {"torch": "2.11.0+cu130", "runtime": "13.0", "torchao": "0.18.0"}
+    path.parent.mkdir()
+    path.write_text(json.dumps(document))
+    found = kept_calibration("NVIDIA H100 80GB HBM3")
+    assert found is not None
+    assert found["rates"] == document["rates"]
+    assert kept_calibration("NVIDIA H200") is None
+    installed["transformer_engine"] = "2.20"  # not there when it was measured
+    assert kept_calibration("NVIDIA H100 80GB HBM3") is None
+    del installed["transformer_engine"]
+    installed["torch"] = "2.12.0"
+    assert kept_calibration("NVIDIA H100 80GB HBM3") is None
+    installed["torch"] = "2.11.0"
+    path.write_text("{")
+    assert kept_calibration("NVIDIA H100 80GB HBM3") is None

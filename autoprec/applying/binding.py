@@ -1,0 +1,139 @@
+"""Finds what runs each layer under a plan, and by which backend, before anything of a model is changed."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from autoprec.applying.attention import attention_refusal
+from autoprec.applying.units import Unit
+from autoprec.backends import BACKENDS, Backend, choose, get
+from autoprec.errors import UnsupportedError
+from autoprec.numerics.one_dtype import ONE_DTYPE_FORMATS, ConvExecution, RecurrentExecution
+from autoprec.policy import LayerPlan, Policy
+from autoprec.precision.hardware import recipe_family
+from autoprec.precision.recipes import GEMMS
+
+__all__ = ["Binder", "timed_backends"]
+
+
+def timed_backends(policy: Policy, device: str) -> dict[str, Backend]:
+    """Return recipe family -> the backend that the policy was found with; those that native runs are left out.
+
+    What its evidence names and this machine lacks is said, and native runs it.
+    """
+    found = policy.evidence.get("backends")
+    if not device.startswith("cuda") or not isinstance(found, Mapping):
+        return {}
+    made: dict[str, Backend] = {}
+    out: dict[str, Backend] = {}
+    for name, recipe in policy.recipes.items():
+        row = found.get(name)
+        asked = str(row.get("backend")) if isinstance(row, Mapping) else ""
+        if asked not in BACKENDS or asked in ("native", "emulated"):
+            continue
+        backend = made.setdefault(asked, get(asked))
+        if available := backend.available(device):
+            out[recipe_family(recipe)] = backend
+        else:
+            warnings.warn(
+                f"{name} was found with backend '{asked}', which cannot run here: {available.reason}; native runs it, "
+                "and its speed may differ",
+                stacklevel=4,
+            )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class Binder:
+    """Finds what runs each layer, before anything is changed.
+
+    ``faster``: recipe family -> the backend that is preferred to ``backend``, where it can run the layer.
+    """
+
+    backend: Backend
+    device: str
+    auto: bool
+    strict: bool
+    faster: Mapping[str, Backend]
+
+    def bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
+        """Return what runs one layer, or None (with ``strict`` off) where nothing can."""
+        execution = self._bind(name, unit, plan)
+        if execution is not None:
+            execution.name = name
+        return execution
+
+    def _bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
+        seed = zlib.crc32(name.encode())
+        if unit.kind == "conv":
+            refusal = _one_dtype_refusal(plan, "a convolution")
+            if not refusal:
+                kept = "fp32" if plan.fprop is None else plan.fprop.format
+                return ConvExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
+        elif unit.kind == "recurrent":
+            refusal = _one_dtype_refusal(plan, "a recurrent layer")
+            if not refusal:
+                kept = "fp32" if plan.fprop is None else plan.fprop.format
+                return RecurrentExecution(plan, unit.module, kept, self.backend.emulates_casts, backend="native")
+        else:
+            refusal = attention_refusal(unit.module) if isinstance(unit.module, nn.MultiheadAttention) else ""
+            if not refusal and not plan.scaled:
+                # plain casts are torch's own business, whichever library runs the 8-bit layers
+                runner = self.backend if self.backend.name == "emulated" else choose("auto", self.device)
+                return runner.bind(plan, unit.module, name=name, seed=seed)
+            faster = {self.faster.get(recipe_family(recipe)) for recipe in plan.scaled}
+            other = faster.pop() if len(faster) == 1 else None
+            if not refusal and other is not None and not self._refusal(other, unit, plan):
+                with contextlib.suppress(UnsupportedError):  # a mixture of recipes that the library does not know
+                    return other.bind(plan, unit.module, name=name, seed=seed)
+            if not refusal:
+                refusal = self._refusal(self.backend, unit, plan)
+                if refusal and self.auto:
+                    execution = get("emulated").bind(plan, unit.module, name=name, seed=seed)
+                    execution.note = f"emulated because {refusal}"
+                    return execution
+            if not refusal:
+                return self.backend.bind(plan, unit.module, name=name, seed=seed)
+        if self.strict:
+            raise UnsupportedError(
+                f"{refusal}",
+                where=f"layer '{name}'",
+                fix="choose another recipe for it, or backend 'emulated' to compute its numerics without the hardware",
+            )
+        return None
+
+    def _refusal(self, backend: Backend, unit: Unit, plan: LayerPlan) -> str:
+        """Return why a backend cannot run a linear layer, or an empty string."""
+        n, k = unit.weight.shape[-2:]
+        if unit.kind == "conv1d":
+            n, k = k, n
+        sizes = {"fprop": (0, k, n), "dgrad": (0, n, k), "wgrad": (n, 0, k)}
+        for gemm in GEMMS:
+            recipe = plan.recipe(gemm)
+            if recipe is None:
+                continue
+            m_, k_, n_ = sizes[gemm]
+            found = backend.capability(recipe, gemm=gemm, m=m_, k=k_, n=n_, device=self.device)
+            if not found:
+                return f"{backend.name} cannot run {gemm} as {recipe.describe()}: {found.reason}"
+        return ""
+
+
+def _one_dtype_refusal(plan: LayerPlan, what: str) -> str:
+    """Return why a convolution or a recurrent layer, which run in one dtype, cannot run a plan; empty when they can."""
+    formats = {None if (r := plan.recipe(gemm)) is None else r.format for gemm in GEMMS}
+    found = formats.pop()
+    if formats:
+        return f"{what} runs one recipe in all three passes"
+    if plan.fprop is not None and plan.fprop.output == "fp32":
+        return f"{what} returns the dtype that it runs in: leave output: fp32 to a linear layer"
+    if found not in ONE_DTYPE_FORMATS:
+        return f"no device runs {what} in {found} in training: fp32, bf16 or fp16 only"
+    return ""
