@@ -7,9 +7,10 @@ A part takes at most nine minutes, then it is ended with every process that it s
 in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again. After each part all of ``DIR``
 is packed into ``FILE`` (default: ``DIR.tar.gz``): give it to another machine with ``--pack`` and it goes on from there.
 The parts: what works here (doctor); tests that need a GPU, one compiled step per recipe among them; the conformance
-suite on every backend; calibration, with linears by every backend; FP8 products by scales and accumulation; four blocks of width 4096 in every
-precision; emulated against native and modelled against measured for a compiled script; searches of compiled scripts
-against what people set by hand; a search of a script that is not compiled, and ``autoprec verify`` on what it adopts.
+suite on every backend; calibration, with linears by every backend; FP8 products by scales and accumulation; four blocks
+of width 4096 in every precision; emulated against native and modelled against measured for a compiled script; searches
+of compiled scripts against what people set by hand; a search of a script that is not compiled, and ``autoprec verify``
+on what it adopts.
 Parts that keep rows of their own go on where they were ended; the others are not begun with less than they need.
 The report is ``benchmarks/results/<date>_<gpu>.{json,md}`` with commands, versions and hardware. Wheels of the folder
 that ``make gpu-bundle`` wrote are installed into a temporary folder first, and a Transformer Engine kit beside them is

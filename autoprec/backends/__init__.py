@@ -54,9 +54,9 @@ def get(name: str) -> Backend:
 def choose(name: str, device: str) -> Backend:
     """Return the backend ``name``, or for ``auto`` the one that suits a device.
 
-    On a GPU that is ``native``, for what no timing decides. On a CPU it is ``emulated``, which runs everything but plain casts faster than the CPU
-    kernels of ``torch._scaled_mm`` would; plain casts are this CPU's own, however slow, because ``auto`` is what is
-    timed. ``emulated`` by name emulates them as well where the CPU has no bfloat16 units.
+    On a GPU that is ``native``, for what no timing decides. On a CPU it is ``emulated``, which runs everything but
+    plain casts faster than the CPU kernels of ``torch._scaled_mm`` would; plain casts are this CPU's own, however slow,
+    because ``auto`` is what is timed. ``emulated`` by name emulates them as well where the CPU has no bfloat16 units.
     """
     if name != "auto":
         return get(name)

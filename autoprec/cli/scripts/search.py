@@ -91,7 +91,7 @@ EXAMPLES = (
               show_default=True, help="Who proposes trials; all but ours are for comparison.")  # fmt: skip
 @click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32",
               help="Rehearsal: evaluate the cost model at scaled shapes.")  # fmt: skip
-@click.option("--calibration", default="", metavar="FILE", help="Written by `autoprec calibrate`; found on its device.")
+@click.option("--calibration", default="", metavar="FILE", help="From `autoprec calibrate`; not needed on that device.")
 @click.option("--runs-dir", default="autoprec-runs", hidden=True)  # what a search from Python says to resume it
 @options.backend
 @click.option("--dry-run", is_flag=True, help="Print the plan and how long it would take; search nothing.")
