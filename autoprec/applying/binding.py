@@ -23,22 +23,27 @@ from autoprec.precision.recipes import GEMMS
 __all__ = ["Binder", "timed_backends"]
 
 
-def timed_backends(policy: Policy, device: str) -> dict[str, Backend]:
+def timed_backends(policy: Policy, device: str, held: Mapping[str, Backend]) -> dict[str, Backend]:
     """Return recipe family -> the backend that the policy was found with; those that native runs are left out.
 
     What its evidence names and this machine lacks is said, and native runs it.
+
+    Args:
+        policy: what is applied.
+        device: what it is applied on.
+        held: backends by name that already run layers of the model.
     """
     found = policy.evidence.get("backends")
     if not device.startswith("cuda") or not isinstance(found, Mapping):
         return {}
-    made: dict[str, Backend] = {}
+    made = dict(held)
     out: dict[str, Backend] = {}
     for name, recipe in policy.recipes.items():
         row = found.get(name)
         asked = str(row.get("backend")) if isinstance(row, Mapping) else ""
         if asked not in BACKENDS or asked in ("native", "emulated"):
             continue
-        backend = made.setdefault(asked, get(asked))
+        backend = made[asked] = made.get(asked) or get(asked)
         if available := backend.available(device):
             out[recipe_family(recipe)] = backend
         else:

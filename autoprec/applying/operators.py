@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoprec.backends import Backend
 from autoprec.numerics.delayed import DelayedReduction
 from autoprec.numerics.plan import DTYPE_NAMES
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
@@ -255,6 +256,7 @@ class RootExecution:
         context: what a backend needs around the whole forward, if anything.
         before: learns delayed scales before each forward, where the policy has any.
         after_step: called when an optimizer has stepped, if anything.
+        backends: what runs the layers; the next phase's layers are theirs as well.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
         narrowed: the model's output was rounded to 16 bits before it was widened to FP32.
     """
@@ -272,6 +274,7 @@ class RootExecution:
     context: Callable[[], AbstractContextManager[Any]] | None = None
     before: DelayedReduction | None = None
     after_step: Callable[[], None] | None = None
+    backends: tuple[Backend, ...] = ()
 
     def __post_init__(self) -> None:
         slow = {torch.float16} if self.device == "cpu" else set()

@@ -7,7 +7,7 @@ checkpointing, autocast and gradient accumulation. An empty policy changes nothi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,15 @@ from autoprec.applying.following import Following, following_of, stop_following
 from autoprec.applying.operators import RootExecution
 from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
 from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
-from autoprec.applying.swap import ShrunkGradient, install, install_root, swapped_base, uninstall, uninstall_root
+from autoprec.applying.swap import (
+    ShrunkGradient,
+    install,
+    install_root,
+    root_of,
+    swapped_base,
+    uninstall,
+    uninstall_root,
+)
 from autoprec.applying.units import Unit, tunable_layers, tunable_units, unwrap
 from autoprec.backends import Backend, choose
 from autoprec.errors import UnsupportedError
@@ -95,10 +103,13 @@ def put_policy(
     plans = resolve(policy, units, strict=strict)
     device = _device_of(root)
     chosen = choose(backend, device)
+    before = root_of(root) if keep else None
+    held = {each.name: each for each in (before.backends if before is not None else ())}
+    chosen = held.get(chosen.name, chosen)
     available = chosen.available(device)
     if not available:
         raise UnsupportedError(f"backend '{chosen.name}' cannot run here: {available.reason}", fix="use backend 'auto'")
-    faster = timed_backends(policy, device) if backend == "auto" else {}
+    faster = timed_backends(policy, device, held) if backend == "auto" else {}
     binder = Binder(chosen, device, backend == "auto", strict, faster)
     executions = {
         name: (_kept(unit, plans[name]) if keep else None) or binder.bind(name, unit, plans[name])
@@ -111,7 +122,10 @@ def put_policy(
     with _all_or_nothing(root):
         _take_off(root)
         _install_all({name: made for name, made in executions.items() if made is not None}, units)
-        _install_root(root, policy, (chosen, *dict.fromkeys(faster.values())), device, executions)
+        running = {made.backend for made in executions.values() if made is not None}
+        others = {each.name: each for each in faster.values()} | held
+        backends = (chosen, *(each for name, each in others.items() if name in running and each is not chosen))
+        _install_root(root, policy, backends, device, executions)
         _shrink_embeddings(root, policy.stability.embedding_gradient)
         set_execution(root, policy.execution)
 
@@ -124,7 +138,7 @@ def _shrink_embeddings(root: nn.Module, factor: float) -> None:
 
 
 def _install_root(
-    root: nn.Module, policy: policies.Policy, backends: Sequence[Backend], device: str, executions: dict[str, Any]
+    root: nn.Module, policy: policies.Policy, backends: tuple[Backend, ...], device: str, executions: dict[str, Any]
 ) -> None:
     """Surround the model's forward, where the policy is about what happens between its layers."""
     if executions or policy.activations != "keep" or policy.operators.attention != "keep":
@@ -132,6 +146,7 @@ def _install_root(
         kind = device.split(":")[0]
         activations = _ACTIVATIONS.get(policy.activations)
         root_execution = RootExecution(activations, policy.operators, kind, low, backends[0].emulates_casts)
+        root_execution.backends = backends
         for backend in backends:  # one of them at most has anything to do around the layers of others
             root_execution.context = root_execution.context or backend.around_model()
             root_execution.after_step = root_execution.after_step or backend.after_step()

@@ -24,6 +24,10 @@ class Backend(ABC):
     #: bfloat16 is emulated in float32 where a CPU has no units for it: for trials whose time is modelled
     emulates_casts: bool = False
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> Backend:
+        """Return itself: a copy of a model goes on by the backend of the original."""
+        return self
+
     @abstractmethod
     def available(self, device: str) -> Capability:
         """Say whether the backend can run at all on a device (``cpu``, ``cuda:0``), with the reason."""

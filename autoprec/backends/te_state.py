@@ -32,6 +32,10 @@ class EngineState:
         ).TransformerEngineBaseModule
         self.backward_seen = False
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> EngineState:
+        """Return itself: TE's state is the process's."""
+        return self
+
     def start_over(self) -> None:
         """Drop the buffers of modules that no policy uses any more; living modules register again when they run.
 
@@ -41,7 +45,7 @@ class EngineState:
         self.manager.reset()
         mark = self.manager.get_buffer_info()
         for module in living(self.base):
-            module.fp8_meta.pop(mark, None)
+            getattr(module, "fp8_meta", {}).pop(mark, None)
 
     @contextlib.contextmanager
     def entered(self, recipe: Any) -> Iterator[None]:
@@ -113,6 +117,10 @@ class DelayedMemory:
     def __init__(self, shell: Any, length: int) -> None:
         self.shell, self.length = shell, length
         self.pending: dict[str, Tensor] | None = None
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> DelayedMemory:
+        """Return itself: a copy of a model runs by the same shells, and so with the scales of the original."""
+        return self
 
     def state(self, device: torch.device) -> dict[str, Tensor]:
         """Return scales float32 ``[tensors]`` and histories float32 ``[amax_history_len, tensors]`` per direction."""

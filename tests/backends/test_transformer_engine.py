@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
-from autoprec.applying.policy import Policy, remove_policy
+from autoprec.applying.policy import Policy, put_policy, remove_policy
+from autoprec.applying.swap import root_of
 from autoprec.backends import get
 from autoprec.backends.transformer_engine import TransformerEngineBackend
 from autoprec.errors import UnsupportedError
-from autoprec.policy import LayerPlan
+from autoprec.policy import LayerPlan, LayerRule
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.backends import fake_te
 
@@ -175,3 +178,33 @@ def test_without_cuda_or_the_package_it_says_so() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(UnsupportedError, match="needs CUDA"):
             policy("fp8_tensorwise").apply(Model(), backend="transformer_engine")
+
+
+def test_a_copy_of_a_model_with_delayed_layers_trains_on(te) -> None:
+    model = Model()
+    policy("fp8_delayed").apply(model, backend="transformer_engine")
+    step(model)
+    copied = copy.deepcopy(model)
+    assert torch.equal(step(copied), step(model))
+
+
+def test_a_phase_that_keeps_delayed_layers_keeps_what_updates_their_scales(te) -> None:
+    model = Model()
+    chosen = policy("fp8_delayed")
+    chosen.apply(model, backend="transformer_engine")
+    step(model)
+    built = len(fake_te.Linear.built)
+    fake_te.UPDATES.clear()
+    step(model)
+    before = list(fake_te.UPDATES)
+    rules = [*chosen.layers[:2], LayerRule(match="head", recipe="keep")]
+    later = chosen.model_copy(update={"layers": tuple(rules)})
+    put_policy(later, model, backend="transformer_engine", keep=True)
+    assert len(fake_te.Linear.built) == built
+    fake_te.UPDATES.clear()
+    step(model)
+    assert before == fake_te.UPDATES
+    after_step = root_of(model).after_step
+    assert after_step is not None
+    after_step()
+    assert [*before, False] == fake_te.UPDATES
