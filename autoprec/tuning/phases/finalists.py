@@ -17,6 +17,7 @@ from dataclasses import replace
 from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
 from autoprec.policy.phases import speedup_of_run, with_presets
+from autoprec.support.units import memory_text
 from autoprec.tuning.decide.decision import Candidate, Judgement, choose, judge
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, blindness, student95
@@ -25,6 +26,7 @@ from autoprec.tuning.decide.race import Entrant, Standings, fewest_seeds, standi
 from autoprec.tuning.decide.sampler.expectation import Expectation, Measured
 from autoprec.tuning.decide.sampler.sampler import told_divergence
 from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.limits import rank
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer, OverPreset
 from autoprec.tuning.phases.measuring import scored
@@ -376,10 +378,18 @@ def _is_scaled(record: TrialRecord) -> bool:
 
 
 def _why_nothing(setup: Setup, ledger: Ledger) -> str:
-    """Say why no measured trial qualifies: the limit that most of them broke."""
+    """Say why no measured trial qualifies: it gains nothing, was measured too little, or the limit that most broke."""
     tried = [r for r in ledger.store.learned() if r.ok and not setup.problem.is_script(r.params)]
     if not tried:
         return "no trial other than the script as written could be measured"
+    fine = [record for record in ledger.acceptable_ones() if not setup.problem.is_script(record.params)]
+    if fine:
+        best, known = fine[0], ledger.reference
+        script = {"step_time_ms": known.step_ms, "memory_bytes": known.memory_bytes}
+        figures = f"{best.name} ({best.metrics['speedup']:.2f}x, {memory_text(best.metrics['memory_bytes'])})"
+        if ledger.rank(best) < rank(script, setup.options.objective):
+            return f"{figures} is within the limits so far, but was not measured under the further seeds that it takes"
+        return f"none of {len(tried)} measured policies is better than the script as written: the best is {figures}"
     broken = Counter(name for record in tried for name in ledger.exceeded(record))
     worst, count = broken.most_common(1)[0] if broken else ("divergence", 0)
     return f"none of {len(tried)} measured policies is within the limits; {count} exceed the {worst} limit"

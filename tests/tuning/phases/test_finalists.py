@@ -77,6 +77,23 @@ def test_further_seeds_are_run_where_the_timing_noise_alone_is_in_the_way(
         assert "which is within the timing noise" in result.reason
 
 
+class Slower(SimulatedRunner):
+    """Every policy is within every limit and takes longer than the script."""
+
+    def _train(self, spec: TrialSpec) -> TrialResult:
+        result = super()._train(spec)
+        return replace(result, step_ms=(100.0 if spec.policy is None else 125.0,) * len(result.step_ms))
+
+
+def test_policies_that_gain_nothing_are_not_said_to_exceed_a_limit(here: Path) -> None:  # noqa: F811
+    simulated, asked = script(), options(trials=4, seeds=2)
+    command = ScriptCommand.parse(asked.command)
+    result = Search(asked, command, Listeners(), lambda seed, _folder: Slower(simulated, seed)).run()
+    assert result.verdict == "stay"
+    assert "policies is better than the script as written: the best is" in result.reason
+    assert "(0.80x, " in result.reason
+
+
 def test_gaps_beyond_the_budget_are_held_against_all_only_beside_benign_ones_of_the_same_seeds(
     here: Path,  # noqa: F811
 ) -> None:
