@@ -265,7 +265,8 @@ def planned(compiled_s: dict[str, tuple[float, float, float]], start_s: float) -
         found = schedule(SearchOptions(command=("train.py",)), *paces, setup_s=start_s, usual=usual)
         counted = (
             f"{found.total_s:.0f} s: {found.trials} trials {found.trials_s:.0f}, {found.runs} further runs "
-            f"{found.finalists_s:.0f}, reference {found.reference_s:.0f}, gradient errors {found.scan_s:.0f}"
+            f"{found.finalists_s:.0f}, {found.whole} of the whole model {found.whole_s:.0f}, "
+            f"reference {found.reference_s:.0f}, gradient errors {found.scan_s:.0f}"
         )
         rows.append(f"| planned search, --trials 30, compiled gpt2-124M | h100 | {what} | {counted} |")
     return rows

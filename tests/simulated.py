@@ -95,6 +95,10 @@ def simulated_graph(blocks: int = 2, width: int = 64, tokens: int = 256) -> Grap
     )
 
 
+def _blocks(graph: GraphReport) -> int:
+    return sum(layer.name.endswith(_ROLES[0][0]) for layer in graph.layers)
+
+
 @dataclass(slots=True)
 class SimulatedScript:
     """What the simulated script is like.
@@ -102,6 +106,8 @@ class SimulatedScript:
     ``fail`` may return (status, reason) for a policy document and so fail that trial; ``delay_s`` is slept per trial;
     ``probe_s`` is what a probe would take, so that some are left out of a scan with too little time; ``hardly_moved``
     are layers without a gradient yet;
+    ``compile_s`` is what it compiles its whole model for (0: it does not compile itself), and a step of compiled blocks
+    takes a fifth longer; ``whole_factor`` multiplies the step under a policy that is compiled as a whole.
     ``noise`` is how far any change at all moves the loss of a run, as a gradient error would; ``calls`` lists every
     spec that ran, by seed. ``error_scale`` multiplies every gradient error: a layer's share of the whole gradient
     shrinks with the root of their number, so a model of 500 layers is no worse than one of nine.
@@ -117,6 +123,8 @@ class SimulatedScript:
     probe_s: float = 0.0
     hardly_moved: tuple[str, ...] = ()
     device: str = "cpu"
+    compile_s: float = 0.0
+    whole_factor: Callable[[Mapping[str, Any]], float] = lambda _policy: 1.0
     calls: list[tuple[int, TrialSpec]] = field(default_factory=list)
 
     def error(self, document: Mapping[str, Any] | None) -> float:
@@ -163,7 +171,8 @@ class SimulatedRunner(Runner):
         """Return what a host would have found."""
         graph = self.script.graph
         names = tuple(layer.name for layer in graph.tunable)
-        return HostInfo("fork", dict(graph.model), names, ("AdamW",), self.script.device)
+        compiled = bool(self.script.compile_s)
+        return HostInfo("fork", dict(graph.model), names, ("AdamW",), self.script.device, compiled=compiled)
 
     def run(self, spec: TrialSpec) -> TrialResult:
         """Answer one spec."""
@@ -193,6 +202,13 @@ class SimulatedRunner(Runner):
         sign = 1 if hashlib.sha256(key).digest()[0] % 2 else -1
         losses = tuple((1.0 + sign * 0.01 * error * i / steps) * (1.0 + 2.0 * math.exp(-i / 20)) for i in range(steps))
         milliseconds = script.milliseconds(spec.policy)
+        payload: dict[str, Any] = {}
+        if spec.by_block and script.compile_s:
+            milliseconds, payload = 1.2 * milliseconds, {"by_block": _blocks(script.graph)}
+            losses = tuple(loss * (1 + 1e-4) for loss in losses)  # other kernels round in another way
+        elif spec.policy is not None:
+            milliseconds *= script.whole_factor(spec.policy)
+        compile_s = script.compile_s / payload.get("by_block", 1)
         return TrialResult(
             "ok",
             losses=losses,
@@ -203,7 +219,8 @@ class SimulatedRunner(Runner):
             tokens=256,
             start_s=0.01,
             wall_s=milliseconds * steps / 1000,
-            training_s=milliseconds * steps / 1000,
+            training_s=milliseconds * steps / 1000 + compile_s,
+            payload=payload,
         )
 
     def close(self) -> None:

@@ -24,6 +24,7 @@ __all__ = [
     "cache_graphs",
     "compile_by_block",
     "compile_whole_by_block",
+    "compiled_blocks",
     "compiled_graphs",
     "executed_as",
     "is_compiled",
@@ -112,6 +113,12 @@ def compile_whole_by_block(root: nn.Module) -> int:
     for module, call in _callers(blocks):
         module.__dict__["_compiled_call_impl"] = settings(call)
     return len(blocks)
+
+
+def compiled_blocks(root: nn.Module) -> int:
+    """Return how many blocks share what :func:`set_execution` compiled by block; 0 where it compiled the model."""
+    done, _ = root.__dict__.get(ATTRIBUTE, ("keep", 0))
+    return len(_repeated_blocks(root)) if _by_block and done == "compiled here" else 0
 
 
 def _compiled_wholes(root: nn.Module) -> Iterator[tuple[Any, Callable[..., Any]]]:

@@ -70,7 +70,8 @@ class TerminalProgress:
                 self._phases.say(f"{record.name}: {describe(record)}")
             return
         leader = f"best {headline(best.metrics)} ({best.name})" if best else "best: the script as written"
-        count = f"seed {record.seed + 1} of" if record.kind == "finalist" else f"{done}/{total}"
+        further = f"seed {record.seed + 1} of" if record.seed else "whole model of"
+        count = further if record.kind == "finalist" else f"{done}/{total}"
         if not self._phases.live or self._verbosity > 0:
             self._phases.say(f"{count} {record.name}: {describe(record)}   [{leader}; {clock(seconds_left)} left]")
         if record.kind == "finalist":  # how many there will be depends on what they show

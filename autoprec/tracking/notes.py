@@ -24,7 +24,7 @@ _NEAR = 0.5
 
 def trial_name(record: TrialRecord) -> str:
     """Return the run name of a trial: its name, a star where it is the answer and, for paired repeats, their seed."""
-    seed = f" (seed {record.seed})" if record.kind == "finalist" else ""
+    seed = (f" (seed {record.seed})" if record.seed else " (whole model)") if record.kind == "finalist" else ""
     star = "\N{BLACK STAR} " if "best" in record.tags else ""
     return f"{star}{record.name or record.kind}{seed}"[:250]
 

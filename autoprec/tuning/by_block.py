@@ -1,96 +1,111 @@
-"""Short trials of a script that compiles its model compile repeated blocks, and are read as if they had not.
+"""A search of a script that compiles its model compiles repeated blocks, and the whole model only for what is adopted.
 
-A quantised model of N blocks compiles for minutes, N times as long as one block, to run for two seconds. Trials
-therefore compile the blocks (``TrialSpec.by_block``). What lies around them then runs as eager code, in every trial
-alike: so the script as written is run once that way, too, and times are multiplied by what that cost it. Runs under
-further paired seeds compile the model as the script does, and what is told of a policy that is adopted is theirs.
+A quantised model of N blocks compiles for minutes, N times as long as one block, to run for two seconds. Where that
+pays all runs of a search therefore compile the blocks (``TrialSpec.by_block``), under every paired seed: what compiles
+otherwise rounds otherwise, and a policy and its reference may differ in precision alone. What lies around the blocks
+then runs as eager code in all of them alike, and their times are multiplied by what that costs the script as written.
+What a search is about to adopt is run once more as the script compiles it, beside the script's own first run, and what
+is told of it comes from there (:mod:`autoprec.tuning.phases.finalists`).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.tuning.decide.metrics import step_time
+from autoprec.tuning.decide.metrics import Reference, divergence, step_time
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.schedule import repeated_blocks
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.records import BY_BLOCK
+from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
-__all__ = ["ByBlock", "compile_seconds"]
+__all__ = ["ByBlock", "is_whole"]
 
 #: Fewer blocks, or fewer seconds to compile the script as written, are not worth a further run of the reference.
 _FEWEST_BLOCKS, _LEAST_COMPILE_S = 4, 10.0
+#: The same where times are modelled, so that none has to be taken from blocks.
+_LEAST_MODELLED_S = 1.0
 _Run = Callable[[TrialSpec, int], TrialResult]
+
+
+def is_whole(record: TrialRecord) -> bool:
+    """Say whether a run compiled what the script, or its policy, compiles: the whole model, if anything."""
+    return BY_BLOCK not in record.tags
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
     """What compiling blocks costs the script as written: its whole model's step over that, and bytes."""
 
-    speed: float
-    memory_bytes: int
-
-
-def compile_seconds(setup: Setup, ledger: Ledger) -> float:
-    """Return how long the script compiles, by its longest run so far; 0 where it does not, or steps are not timed."""
-    if not (setup.host.compiled and setup.measured and ledger.references):
-        return 0.0
-    steps = setup.options.steps + setup.options.warmup
-    return max(0.0, ledger.timings.get("longest_training_s", 0.0) - steps * ledger.reference.step_ms / 1e3)
+    speed: float = 1.0
+    memory_bytes: int = 0
 
 
 class ByBlock:
-    """Runs trials by block where that pays.
+    """Decides whether runs compile blocks, and reads those that do.
 
     Args:
         setup, ledger: of the search.
         run: runs one trial under a paired seed.
+
+    Attributes:
+        active: the script's own blocks are compiled, instead of its whole model.
     """
 
     def __init__(self, setup: Setup, ledger: Ledger, run: _Run) -> None:
         self._setup, self._ledger, self._run = setup, ledger, run
-        self._lock, self._asked = threading.Lock(), False
-        self._change: _Change | None = None
+        self._change = _Change()
+        self.active = False
+
+    @property
+    def wanted(self) -> bool:
+        """Whether runs ask for blocks: also where a policy compiles a script that does not compile itself."""
+        return self.active or not self._setup.host.compiled
 
     def run(self, spec: TrialSpec, seed: int) -> TrialResult:
-        """Run a trial that may compile blocks; one that fails that way runs once more as the script compiles it."""
-        if not (self._setup.host.compiled and self._setup.measured):
-            return self._run(spec, seed)  # the policy's own compilation, or times that are modelled
-        with self._lock:
-            if not self._asked:
-                self._asked, self._change = True, self._measured(spec)
-        if self._change is None:
-            return self._run(replace(spec, by_block=False), seed)
+        """Run a trial; one under the script's own seed that fails by block runs again as the script compiles it."""
         result = self._run(spec, seed)
-        if result.status in ("oom", "crashed"):
+        if not (self.active and spec.by_block):
+            return result
+        if result.status in ("oom", "crashed") and spec.policy is not None and seed == 0:
             return self._run(replace(spec, by_block=False), seed)
-        return self._scaled(result, self._change)
+        return self._scaled(result)
 
-    def _measured(self, spec: TrialSpec) -> _Change | None:
-        """Run the reference by block, where that is worth a run; None where trials compile as the script does."""
-        blocks, seconds = repeated_blocks(self._setup.host.layers), compile_seconds(self._setup, self._ledger)
-        if blocks < _FEWEST_BLOCKS or seconds < _LEAST_COMPILE_S:
+    def begin(self, spec: TrialSpec, whole: TrialResult) -> TrialResult | None:
+        """Run the reference by block where that pays; None where all runs compile as the script does.
+
+        Args:
+            spec: of the reference.
+            whole: its run as the script compiles it, with nothing cached.
+        """
+        compile_s = max(0.0, whole.training_s - len(whole.step_ms) * step_time(whole.step_ms, whole.warmup) / 1e3)
+        self._ledger.timings["compile_s"] = compile_s
+        least = _LEAST_COMPILE_S if self._setup.measured else _LEAST_MODELLED_S
+        if repeated_blocks(self._setup.host.layers) < _FEWEST_BLOCKS or compile_s < least:
             return None
-        plain = replace(spec, policy=self._setup.reference_policy(), stop_gap=None, memory_limit=None)
-        result = self._run(plain, 0)
-        if not result.ok or not result.payload.get(BY_BLOCK):
-            return None
-        whole = self._ledger.reference
-        change = _Change(
-            whole.step_ms / step_time(result.step_ms, result.warmup), whole.memory_bytes - result.memory_bytes
-        )
+        result = self._run(replace(spec, by_block=True), 0)
+        self.active = result.ok and bool(result.payload.get(BY_BLOCK))
+        return result if self.active else None
+
+    def calibrate(self, whole: Reference, blocks: Reference, count: int) -> None:
+        """Read times and memory as those of the whole model from here on, and say so.
+
+        Args:
+            whole, blocks: the reference as the script compiles it, and by block.
+            count: blocks that share what is compiled for one.
+        """
+        self._change = _Change(whole.step_ms / blocks.step_ms, whole.memory_bytes - blocks.memory_bytes)
+        gap = divergence(blocks.losses, whole.losses)
+        times = f"; their times are multiplied by {self._change.speed:.3f}, as for the script as written"
         self._ledger.note(
-            f"the script compiles its model for {seconds:.0f} s: trials compile one of its {result.payload[BY_BLOCK]} "
-            f"blocks instead; their times are multiplied by {change.speed:.3f}, as for the script as written, and runs "
-            "under further paired seeds compile the whole model"
+            f"the script compiles its model for {self._ledger.timings['compile_s']:.0f} s: runs compile one of its "
+            f"{count} blocks instead, the reference's, too (losses {gap:.3%} from those of the whole model)"
+            f"{times if self._setup.measured else ''}; what would be adopted is run as the script compiles it"
         )
-        return change
 
-    @staticmethod
-    def _scaled(result: TrialResult, change: _Change) -> TrialResult:
+    def _scaled(self, result: TrialResult) -> TrialResult:
+        change = self._change
         return replace(
             result,
             step_ms=tuple(time * change.speed for time in result.step_ms),

@@ -34,7 +34,6 @@ from autoprec.support.redact import redact_arguments
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo
 from autoprec.trial.source import source_digests
-from autoprec.tuning.by_block import compile_seconds
 from autoprec.tuning.checks import check_early
 from autoprec.tuning.decide.reasons import stay_explanation
 from autoprec.tuning.events import Listener, SearchInfo
@@ -414,8 +413,9 @@ def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> str:
     starts, steps = max(timings.get("starts", 1.0), 1.0), options.steps + options.warmup
     training_s = timings.get("training_s", 0.0) / starts
     step_s = ledger.reference.step_ms / 1e3 if setup.measured else training_s / steps
-    start_s, compile_s = timings.get("start_s_sum", 0.0) / starts, compile_seconds(setup, ledger)
-    pace = Pace(start_s, step_s, compile_s, repeated_blocks(setup.host.layers) if compile_s else 1)
+    start_s = timings.get("start_s_sum", 0.0) / starts
+    compile_s = timings.get("compile_s", 0.0) if setup.measured else 0.0
+    pace = Pace(start_s, step_s, compile_s, repeated_blocks(setup.host.layers) if runner.by_block.active else 1)
 
     def counted(*, usual: bool) -> Schedule:
         return schedule(

@@ -30,6 +30,7 @@ class Ledger:
         limits, objective: what makes a trial acceptable, and better than another.
         started: ``time.monotonic()`` when the search began.
         references: the reference run by paired seed; seed 0 is the script's own.
+        whole: where runs compile blocks (:mod:`autoprec.tuning.by_block`), references as the script compiles them.
         table: gradient errors by group and choice; None until they were measured.
         measured_errors: gradient errors of whole policies, by their records' names; all others are predicted.
         timings: seconds by phase, and what else is counted.
@@ -44,6 +45,7 @@ class Ledger:
     objective: str
     started: float
     references: dict[int, Reference] = field(default_factory=dict)
+    whole: dict[int, Reference] = field(default_factory=dict)
     table: SensitivityTable | None = None
     measured_errors: dict[str, float] = field(default_factory=dict)
     timings: dict[str, float] = field(default_factory=dict)
@@ -79,6 +81,11 @@ class Ledger:
     def reference(self) -> Reference:
         """The reference under the script's own seed."""
         return self.references[0]
+
+    @property
+    def written(self) -> Reference:
+        """The reference under the script's own seed, compiled as the script compiles it."""
+        return self.whole.get(0, self.reference)
 
     @property
     def gradient_noise(self) -> float | None:

@@ -42,12 +42,15 @@ class PairedRunner:
         setup: what is searched.
         pool: hosts by paired seed.
         ledger: where times and notes go.
+
+    Attributes:
+        by_block: whether runs compile blocks.
     """
 
     def __init__(self, setup: Setup, pool: HostPool, ledger: Ledger) -> None:
         self._setup, self._pool, self._ledger = setup, pool, ledger
         self._repeated = 0
-        self._by_block = ByBlock(setup, ledger, self._timed)
+        self.by_block = ByBlock(setup, ledger, self._timed)
 
     @property
     def workers(self) -> int:
@@ -80,6 +83,7 @@ class PairedRunner:
             "timeout_s": self.trial_timeout(),
             "memory_limit": self._setup.limits.memory if measured and policy is not None else None,
             "anneal": True,  # no policy causes the noise of a high learning rate
+            "by_block": changes.get("kind", "train") == "train" and self.by_block.wanted,
         }
         return TrialSpec(**(values | changes))
 
@@ -105,7 +109,7 @@ class PairedRunner:
 
     def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
         """Run one trial; once more where its times are not to be trusted, which the record says if it stays so."""
-        return self._by_block.run(spec, seed) if spec.by_block else self._timed(spec, seed)
+        return self.by_block.run(spec, seed)
 
     def _timed(self, spec: TrialSpec, seed: int) -> TrialResult:
         result = self._run(spec, seed)
@@ -130,8 +134,6 @@ class PairedRunner:
             ("starts", 1.0),
         ):
             self._ledger.add_seconds(name, seconds)
-        longest = self._ledger.timings.get("longest_training_s", 0.0)
-        self._ledger.timings["longest_training_s"] = max(longest, result.training_s)
         # what the answer costs in forward and backward passes, wherever and however fast it is found
         passes = len(result.losses) if spec.kind == "train" else spec.warmup + len(spec.probes) + spec.batches
         self._ledger.add_seconds("passes", float(passes))

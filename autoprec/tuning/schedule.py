@@ -18,7 +18,8 @@ __all__ = ["Pace", "Schedule", "describe", "repeated_blocks", "schedule"]
 
 #: Passes of a scan of gradient errors that has no time budget (``phases.sensitivity``).
 USUAL_PASSES = 60
-#: Policies that usually need further paired seeds before one of them is adopted; the reference runs beside them.
+#: Policies that usually need further paired seeds before one of them is adopted; the reference runs beside them. At
+#: most as many acceptable ones are compiled as a whole.
 CONTENDERS = 2
 #: Trials and further seeds after which searches ended by themselves: 1 to 5, and 1 or 2 (2026-11-23_search_cost.md).
 USUAL_TRIALS, USUAL_SEEDS = 4, 2
@@ -38,7 +39,7 @@ EMULATED_STEP = 2.0
 class Pace:
     """What one run takes, seconds: until the first step, to compile the whole model with nothing cached, and one step.
 
-    ``blocks`` share what a trial compiles (``TrialSpec.by_block``); 1 where nothing is repeated.
+    ``blocks`` share what a run compiles (``TrialSpec.by_block``); 1 where runs compile as the script does.
     """
 
     start_s: float
@@ -50,9 +51,9 @@ class Pace:
         """Return the seconds of a run that compiles so much of what a whole model takes with nothing cached."""
         return self.start_s + compiled * self.compile_s + steps * self.step_s
 
-    def trial_s(self, steps: int) -> float:
-        """Return the seconds of a trial."""
-        return self.run_s(steps, compiled=1 / self.blocks)
+    def trial_s(self, steps: int, *, again: bool = False) -> float:
+        """Return the seconds of a run that compiles one of the blocks, or finds it in torch's cache."""
+        return self.run_s(steps, compiled=(CACHED_COMPILE if again else 1.0) / self.blocks)
 
     def of_trials(self, *, measured: bool) -> Pace:
         """Return the pace of runs under a quantised policy, where this is that of the script as written."""
@@ -63,19 +64,25 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Seconds of a search by phase; ``trials`` and ``runs`` (those under further paired seeds) are counts."""
+    """Seconds of a search by phase.
+
+    ``trials``, ``runs`` (those under further paired seeds) and ``whole`` (those that compile the whole model, where the
+    others compile one block) are counts.
+    """
 
     trials: int
     runs: int
+    whole: int
     reference_s: float
     scan_s: float
     trials_s: float
     finalists_s: float
+    whole_s: float
 
     @property
     def total_s(self) -> float:
         """Return the seconds of all phases."""
-        return self.reference_s + self.scan_s + self.trials_s + self.finalists_s
+        return self.reference_s + self.scan_s + self.trials_s + self.finalists_s + self.whole_s
 
     @property
     def rest_s(self) -> float:
@@ -89,6 +96,8 @@ def describe(usual: Schedule, most: Schedule, budget_s: float | None = None) -> 
         f"gradient errors {_time(usual.scan_s)}, {usual.trials} trials {_time(usual.trials_s)}, "
         f"{usual.runs} runs under further paired seeds {_time(usual.finalists_s)}"
     )
+    if usual.whole:
+        parts += f", compiling the whole model {_time(usual.whole_s)}"
     text = f"expected from here on: about {_time(usual.rest_s)} ({parts})"
     if most.rest_s > usual.rest_s:
         text += f", at most {_time(most.rest_s)} ({most.trials} trials, {most.runs} runs)"
@@ -122,19 +131,22 @@ def schedule(
     steps, trials, seeds = options.steps + options.warmup, options.trials, options.seeds
     if usual and options.sampler == "ours":
         trials, seeds = min(trials, USUAL_TRIALS), min(seeds, USUAL_SEEDS)
-    again = reference.run_s(steps, compiled=CACHED_COMPILE)
-    # timed trials of a script that compiles its blocks need a reference that does so, too
-    by_block = reference.trial_s(steps) if reference.compile_s and reference.blocks > 1 else 0.0
-    # a policy's first run under a further seed compiles the whole model, which its others find in torch's cache
-    new, seen = trial.run_s(steps), trial.run_s(steps, compiled=CACHED_COMPILE)
-    further = (seeds - 1) * again + CONTENDERS * (min(1, seeds - 1) * new + max(0, seeds - 2) * seen)
+    by_block = bool(reference.compile_s) and reference.blocks > 1
+    again = reference.trial_s(steps, again=True)
+    # the script is run as it is, and, where the others compile one block, once more with nothing of that cached
+    first = reference.run_s(steps) + (reference.trial_s(steps) if by_block else 0.0)
+    # what a policy's first trial compiled its runs under further seeds find in torch's cache
+    further = (seeds - 1) * (again + CONTENDERS * trial.trial_s(steps, again=True))
+    whole = (1 if usual else CONTENDERS) if by_block else 0
     return Schedule(
         trials=trials,
         runs=(CONTENDERS + 1) * (seeds - 1),
-        reference_s=setup_s + reference.run_s(steps) + (REFERENCE_RUNS - 1) * again,
+        whole=whole,
+        reference_s=setup_s + first + (REFERENCE_RUNS - 1) * again,
         scan_s=reference.start_s + passes * trial.step_s,
-        trials_s=by_block + trials * trial.trial_s(steps) / workers,
+        trials_s=trials * trial.trial_s(steps) / workers,
         finalists_s=(seeds - 1) * setup_s + further / final_workers,
+        whole_s=whole * trial.run_s(steps),
     )
 
 

@@ -18,6 +18,7 @@ from autoprec.tuning.study.records import TrialRecord, pooled
 
 __all__ = [
     "NAMES",
+    "fastest_plain",
     "first_presets",
     "over_sixteen_bit",
     "plain_speedup",
@@ -62,8 +63,14 @@ def sixteen_bit_speedup(setup: Setup, records: Iterable[TrialRecord]) -> float |
 
 def plain_speedup(records: Iterable[TrialRecord]) -> float | None:
     """Return the speed-up of the better of the 16-bit presets that were measured; None where none was."""
-    known = pooled(record for record in records if record.name in NAMES)
-    return max((record.metrics["speedup"] for record in known.values() if "speedup" in record.metrics), default=None)
+    found = fastest_plain(records)
+    return found.metrics["speedup"] if found is not None else None
+
+
+def fastest_plain(records: Iterable[TrialRecord]) -> TrialRecord | None:
+    """Return the better of the 16-bit presets that were measured, with the figures of all its runs; or None."""
+    known = pooled(record for record in records if record.name in NAMES).values()
+    return max((r for r in known if "speedup" in r.metrics), key=lambda r: r.metrics["speedup"], default=None)
 
 
 def over_sixteen_bit(metrics: Mapping[str, float], sixteen_bit: float | None) -> dict[str, float]:

@@ -198,12 +198,15 @@ def test_short_trials_compile_blocks_of_one_kind_once(monkeypatch: pytest.Monkey
     assert torch.equal(model(x), expected)
     model(x).sum().backward()
     assert compiling.compiled_graphs() - before == 1  # three blocks, one graph
+    assert compiling.compiled_blocks(model) == 3
     assert policy.audit(model).ok
     policy.remove(model)
     assert not is_compiled(model)
+    assert compiling.compiled_blocks(model) == 0
     flat = _model()  # nothing is repeated: the model is compiled as a whole
     policy.apply(flat)
     assert "_compiled_call_impl" in flat.__dict__
+    assert compiling.compiled_blocks(flat) == 0
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch 2.13 itself looks at it

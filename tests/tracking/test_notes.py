@@ -77,6 +77,7 @@ def test_parameters_are_flat_text() -> None:
 def test_names_of_trials(records: list[TrialRecord]) -> None:
     assert trial_name(records[2]) == "preset 2"
     assert trial_name(records[6]) == "finalist 6 (seed 1)"
+    assert trial_name(replace(records[6], seed=0)) == "finalist 6 (whole model)"
     assert trial_name(replace(records[4], name="trial 4", tags=("best", "pareto"))) == "★ trial 4"
 
 

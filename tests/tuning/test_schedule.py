@@ -19,7 +19,7 @@ def test_every_run_is_counted() -> None:
     assert found.scan_s == pytest.approx(5 + 6)
     assert found.trials_s == pytest.approx(30 * 81.3)
     assert (found.trials, found.runs) == (30, 9)
-    further = 3 * (7.3 + cached) + 2 * (81.3 + 2 * (7.3 + CACHED_COMPILE * 74))
+    further = 3 * (7.3 + cached + 2 * (7.3 + CACHED_COMPILE * 74))  # compiled in their first trial
     assert found.finalists_s == pytest.approx(3 * 10 + further)
     assert found.total_s == pytest.approx(found.reference_s + found.rest_s)
 
@@ -28,7 +28,8 @@ def test_a_search_by_our_sampler_usually_ends_sooner() -> None:
     pace = Pace(5.0, 0.1, 20.0)
     usual = schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True)
     assert (usual.trials, usual.runs) == (4, 3)
-    assert usual.finalists_s == pytest.approx(10 + 17.3 + 2 * 27.3)
+    assert usual.finalists_s == pytest.approx(10 + 3 * 17.3)
+    assert usual.whole == usual.whole_s == 0  # all runs compile the whole model
     other = dataclasses.replace(OPTIONS, sampler="tpe")
     assert schedule(other, pace, pace, setup_s=10.0, usual=True) == schedule(OPTIONS, pace, pace, setup_s=10.0)
     one = dataclasses.replace(OPTIONS, trials=2, seeds=1)
@@ -36,10 +37,19 @@ def test_a_search_by_our_sampler_usually_ends_sooner() -> None:
     assert schedule(one, pace, pace, setup_s=10.0, usual=True).finalists_s == 0
 
 
-def test_trials_compile_one_of_the_repeated_blocks_and_need_a_reference_that_does() -> None:
+def test_runs_compile_one_of_the_repeated_blocks_and_need_a_reference_that_does() -> None:
     script, trial = Pace(5.0, 0.1, 120.0, blocks=12), Pace(5.0, 0.1, 360.0, blocks=12)
     found = schedule(OPTIONS, script, trial, setup_s=10.0)
-    assert found.trials_s == pytest.approx(17.3 + 30 * 37.3)
+    cached = 7.3 + CACHED_COMPILE * 10
+    assert found.reference_s == pytest.approx(10 + 127.3 + 17.3 + 2 * cached)  # once as it is, the others by block
+    assert found.trials_s == pytest.approx(30 * 37.3)
+    assert found.finalists_s == pytest.approx(3 * (10 + cached + 2 * (7.3 + CACHED_COMPILE * 30)))
+    assert (found.whole, found.whole_s) == (2, pytest.approx(2 * 367.3))
+    usual = schedule(OPTIONS, script, trial, setup_s=10.0, usual=True)
+    assert (usual.whole, usual.whole_s) == (1, pytest.approx(367.3))
+    assert "4 trials 2 min, 3 runs under further paired seeds 67 s, compiling the whole model 6 min" in describe(
+        usual, found
+    )
     assert repeated_blocks(["wte", "h.0.mlp.0", "h.0.mlp.1", "h.1.attn", "h.2.attn", "head"]) == 3
     assert repeated_blocks(["0.up", "1.up"]) == 2
     assert repeated_blocks(["0", "1", "head"]) == repeated_blocks([]) == 1
@@ -64,7 +74,7 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     pace = Pace(5.0, 0.1, 20.0)
     usual, most = (schedule(OPTIONS, pace, pace, setup_s=10.0, usual=usual) for usual in (True, False))
     told = describe(usual, most)
-    parts = "gradient errors 11 s, 4 trials 109 s, 3 runs under further paired seeds 82 s"
+    parts = "gradient errors 11 s, 4 trials 109 s, 3 runs under further paired seeds 62 s"
     assert told == (
         f"expected from here on: about 3 min ({parts}), at most 17 min (30 trials, 9 runs)".replace("109 s", "2 min")
     )

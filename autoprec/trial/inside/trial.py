@@ -21,6 +21,7 @@ from autoprec.applying.compiling import (
     cache_graphs,
     compile_by_block,
     compile_whole_by_block,
+    compiled_blocks,
     is_compiled,
     keep_random_streams,
     run_eagerly,
@@ -129,6 +130,8 @@ class Trial:
         except AutoPrecError as error:
             self.finish(status_of(error), str(error))
         compiles = self._policy is not None and self._policy.execution == "compile"
+        if compiles and spec.by_block and (blocks := compiled_blocks(self.found.root)):
+            self._payload["by_block"] = blocks
         if compiles:
             keep_random_streams()
         if spec.kind == "train" and (compiles or is_compiled(self.found.root)):

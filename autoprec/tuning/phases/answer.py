@@ -135,7 +135,8 @@ def final_metrics(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any
         out["divergence"], out["interval"] = statistics.fmean(chosen.divergences), answer.interval
         out["effective_speedup"] = out["effective_speedup"] * speedup / max(out["speedup"], 1e-9)
         out["speedup"] = speedup
-        out["step_time_ms"] = ledger.reference.step_ms / speedup
+        out["step_time_ms"] = ledger.written.step_ms / speedup
+        out["memory_bytes"] = chosen.memory_bytes
         out["throughput"] = 1000.0 / out["step_time_ms"]
         if ledger.reference.samples:
             out["samples_per_s"] = ledger.reference.samples * out["throughput"]

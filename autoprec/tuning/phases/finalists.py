@@ -18,7 +18,8 @@ from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.support.units import memory_text
-from autoprec.tuning.decide.decision import Candidate, Judgement, choose, judge
+from autoprec.tuning.by_block import is_whole
+from autoprec.tuning.decide.decision import Candidate, Decision, Judgement, choose, judge
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, blindness, student95
 from autoprec.tuning.decide.presets import presets
@@ -32,11 +33,12 @@ from autoprec.tuning.phases.answer import Answer, OverPreset
 from autoprec.tuning.phases.measuring import scored
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
+from autoprec.tuning.schedule import CONTENDERS, QUANTISED_COMPILE
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import plain_speedup, sixteen_bit_speedup
+from autoprec.tuning.sixteen_bit import fastest_plain, plain_speedup, sixteen_bit_speedup
 from autoprec.tuning.study.records import TrialRecord, pooled
 
-__all__ = ["Race", "timing_noise"]
+__all__ = ["Race", "timing_noise", "whole_seconds"]
 
 #: Bounds of the relative timing noise of a median over the seeds.
 LEAST_NOISE, MOST_NOISE = 0.01, 0.10
@@ -60,6 +62,13 @@ def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> f
     return min(MOST_NOISE, max(LEAST_NOISE, student95(free) * error))
 
 
+def whole_seconds(ledger: Ledger) -> float:
+    """Return what a run takes that compiles a whole quantised model; 0 where runs compile as the script does."""
+    if not ledger.whole:
+        return 0.0
+    return ledger.seconds_per_run() + QUANTISED_COMPILE * ledger.timings.get("compile_s", 0.0)
+
+
 class Race:
     """Everything that was tried, under every paired seed it was measured with, and what follows.
 
@@ -76,6 +85,7 @@ class Race:
         self._rows: dict[int, list[TrialRecord]] = {}
         self._tried: list[TrialRecord] = []
         self._benign: dict[int, tuple[float, float]] = {}
+        self._correction: list[tuple[bool, float]] = []  # (quantised, longer by so much)
         self.now: Standings = self.update()
 
     @property
@@ -90,12 +100,22 @@ class Race:
                 record.params,
                 record.seed,
                 told_divergence(record.metrics.get("divergence"), record.status, self._setup.limits.divergence),
-                record.metrics.get("step_time_ms"),
+                self._step_ms(record),
                 record.metrics.get("memory_bytes", 0.0),
             )
             for records in self._rows.values()
             for record in records
         ]
+
+    def _step_ms(self, run: TrialRecord) -> float | None:
+        """Return a step time, of compiled blocks as runs of whole models have corrected it."""
+        time = run.metrics.get("step_time_ms")
+        return time if time is None or is_whole(run) or not self._correction else time * self._factor(run)
+
+    def _factor(self, run: TrialRecord) -> float:
+        """Return how much longer a step takes as the script compiles it than its blocks say."""
+        known = [ratio for scaled, ratio in self._correction if scaled == _is_scaled(run)]
+        return statistics.median(known) if known and not is_whole(run) else 1.0
 
     def update(self) -> Standings:
         """Take in what was measured since, refit, and return where everybody stands."""
@@ -105,10 +125,14 @@ class Race:
         for record in self._ledger.store.records:
             if record.kind == "finalist":
                 further.setdefault(record.name, []).append(record)
-        self._rows = {
-            record.number: [record, *sorted(further.get(record.name, ()), key=lambda r: r.seed)]
-            for record in self._tried
-        }
+        self._rows, self._correction = {}, []
+        for record in self._tried:
+            rows = sorted(further.get(record.name, ()), key=lambda r: r.seed)
+            whole = [row for row in rows if row.seed == record.seed]  # says more of that seed than blocks did
+            if whole and whole[-1].ok and record.ok and not is_whole(record):
+                ratio = record.metrics["speedup"] / whole[-1].metrics["speedup"]
+                self._correction.append((_is_scaled(record), ratio))
+            self._rows[record.number] = [*(whole[-1:] or [record]), *(row for row in rows if row.seed != record.seed)]
         self.expectation.goals = replace(self.expectation.goals, blind=bool(self._blindness()))
         self.expectation.fit(self.runs())
         entrants = [Entrant(record.params, self._candidate(record)) for record in self._tried if record.ok]
@@ -147,14 +171,18 @@ class Race:
     # --- measuring --------------------------------------------------------------------------------------------------
     def _one_more(self, record: TrialRecord) -> None:
         """Run a policy under its next paired seed, beside that seed's reference where it was not run yet."""
-        runner, ledger = self._runner, self._ledger
         seed = self._rows[record.number][-1].seed + 1
+        self._measure(record, seed, by_block=self._runner.by_block.wanted and not is_whole(record))
+
+    def _measure(self, record: TrialRecord, seed: int, *, by_block: bool) -> None:
+        """Run a policy under a paired seed, beside a reference that is compiled in the same way."""
+        runner, ledger = self._runner, self._ledger
         plan = replace(record, kind="finalist", tags=("finalist",), seed=seed)
         began = time.time(), time.monotonic()
         with runner.threads(runner.final_workers, "finalist") as threads:
-            running = threads.submit(runner.run, runner.spec(plan.policy), seed)
+            running = threads.submit(runner.run, runner.spec(plan.policy, by_block=by_block), seed)
             try:
-                reference = self._reference(seed)
+                reference = self._reference(seed, whole=runner.by_block.active and not by_block)
             except AutoPrecError as failed:
                 ledger.note(f"paired seed {seed} could not be used: {failed.what}")
                 running.result()
@@ -167,20 +195,21 @@ class Race:
         count = sum(r.kind == "finalist" for r in ledger.store.records)
         ledger.listener.trial(done, count, 0, ledger.best(), 0.0)
 
-    def _reference(self, seed: int) -> Reference:
-        """Return the reference of a paired seed.
+    def _reference(self, seed: int, *, whole: bool = False) -> Reference:
+        """Return the reference of a paired seed; where runs compile blocks, the one that is compiled ``whole``.
 
         Raises:
             AutoPrecError: it could not be run.
         """
-        references = self._ledger.references
+        references = self._ledger.whole if whole else self._ledger.references
         if seed not in references:
-            result = self._runner.run(self._runner.spec(self._setup.reference_policy()), seed)
+            by_block = self._runner.by_block.wanted and not whole
+            result = self._runner.run(self._runner.spec(self._setup.reference_policy(), by_block=by_block), seed)
             if not result.ok:
                 raise AutoPrecError(f"the reference failed: {result.status}: {result.reason}")
             own = self._ledger.reference
             references[seed] = reference_of(self._setup, result).with_noise(own.baseline, own.deterministic)
-            if own.baseline.reach > self._setup.limits.divergence:
+            if own.baseline.reach > self._setup.limits.divergence and not whole:
                 self._perturb(seed)
         return references[seed]
 
@@ -252,36 +281,44 @@ class Race:
     def _candidate(self, record: TrialRecord) -> Candidate:
         runs = self._rows[record.number]
         known = pooled(runs).get(record.name)
+        metrics = record.metrics if known is None else known.metrics
+        factor = self._factor(record) if self._correction else 1.0
         return Candidate(
             name=record.name,
-            speedup=known.metrics["speedup"] if known is not None else 0.0,
+            speedup=0.0 if known is None else metrics["speedup"] / (1.0 if any(map(is_whole, runs)) else factor),
             # a failed seed is an infinite divergence: such a candidate is never accepted
             divergences=tuple(run.metrics["divergence"] if run.ok else math.inf for run in runs),
             excess=tuple(signed_gap(run.losses, run.reference_losses) for run in runs if run.ok),
             gradient_error=self._error(record),
-            memory_bytes=record.metrics["memory_bytes"],
+            memory_bytes=metrics["memory_bytes"],
             preset=record.kind == "preset",
             tag=record,
         )
 
-    def answer(self) -> Answer:
-        """Return the answer over everything measured."""
-        setup, ledger, reference = self._setup, self._ledger, self._ledger.reference
-        final = [c for c in self.now.candidates if len(c.divergences) >= self.fewest]
-        if not final:
-            return Answer("stay", _why_nothing(setup, ledger) + self._so_far(), None, seeds=0)
-        memory = reference.memory_bytes
+    def _decide(self) -> tuple[Decision | None, list[Candidate], dict[str, str]]:
+        """Return the decision over everything measured (None without a candidate), its candidates, and who is out.
+
+        The script as written is the first candidate.
+        """
+        setup, ledger = self._setup, self._ledger
+        measured = [c for c in self.now.candidates if len(c.divergences) >= self.fewest]
+        if not measured:
+            return None, [], {}
+        memory = ledger.reference.memory_bytes
         script = Candidate("script as written", 1.0, (0.0,), memory_bytes=memory, reference=True)
-        rejected, measured = {}, final
+        rejected = {}
         for c in measured:
             if self._needs_end(c) and not _is_scaled(c.tag):  # what a run in 16 bits to its end may not have
                 rejected[c.name] = f"gradient error {c.gradient_error:.3g} is beyond the limit to the end of the run"
         final = [c for c in measured if c.name not in rejected]
-        candidates = [script, *(self._over_the_run(c) for c in final)]
-        speeds = [[run.metrics["speedup"] for run in self._rows[c.tag.number] if run.ok] for c in final]
-        noise = timing_noise(setup.measured, speeds)
+        fit = {c.name for c, judged in zip(self.now.candidates, self.now.judged, strict=True) if not judged.rejection}
+        compiled = [c for c in final if c.name in fit and c.speedup > 1.0 and self._is_known(c.tag)]
+        if len(compiled) >= CONTENDERS:  # no further whole model is compiled for an estimate
+            final = [c for c in final if self._is_known(c.tag) or c.name not in fit]
+        speeds = [self._comparable(c) for c in final]
+        noise = ledger.timings["timing_noise"] = timing_noise(setup.measured, speeds)
         decision = choose(
-            candidates,
+            [script, *(self._over_the_run(c) for c in final)],
             max_divergence=setup.limits.divergence,
             baseline=self._baseline(),
             max_gradient=ledger.gradient_limit(),
@@ -292,23 +329,69 @@ class Race:
             sixteen_bit=sixteen_bit_speedup(setup, ledger.store.records),
             gradient_noise=ledger.gradient_noise,
         )
+        return decision, [script, *final], rejected | decision.rejected
+
+    def _is_known(self, record: TrialRecord) -> bool:
+        """Whether a policy was run as the script, or the policy itself, compiles the model."""
+        return any(is_whole(run) for run in self._rows[record.number])
+
+    def _comparable(self, candidate: Candidate) -> list[float]:
+        """Return the speed-ups of a policy over its seeds that were compiled in one way: their spread is noise."""
+        runs = [run for run in self._rows[candidate.tag.number] if run.ok]
+        blocks = [run for run in runs if not is_whole(run)]
+        return [run.metrics["speedup"] for run in blocks or runs]
+
+    def measured_whole(self) -> bool:
+        """Run what would be adopted, and the 16-bit run that it is told against, as the script compiles them.
+
+        Returns:
+            Whether anything was learnt: the search then looks again at who is worth a run.
+        """
+        decision, candidates, _ = self._decide()
+        if decision is None or decision.verdict != "adopt" or not decision.index:
+            return False
+        adopted = candidates[decision.index].tag
+        plain = None if self._setup.target.is_cpu else fastest_plain(self._ledger.store.records)
+        asked = {record.name: record for record in (plain, adopted) if record is not None}
+        wanted = [record for record in asked.values() if not self._is_known(record)]
+        if wanted and self._measure_error(adopted):
+            return True  # of those that are tied the safest is adopted: that may be another one now
+        budget = self._setup.options.budget_s
+        if wanted and budget is not None and self._ledger.elapsed() + whole_seconds(self._ledger) > budget:
+            self._ledger.cut(
+                "the time budget left no time to run what is adopted as the script compiles it: its time and its "
+                "losses are those of compiled blocks"
+            )
+            return False
+        for record in wanted:
+            self._measure(record, record.seed, by_block=False)
+        if wanted:
+            self.update()
+        return bool(wanted)
+
+    def answer(self) -> Answer:
+        """Return the answer over everything measured."""
+        setup, ledger = self._setup, self._ledger
+        decision, candidates, rejected = self._decide()
+        if decision is None:
+            return Answer("stay", _why_nothing(setup, ledger) + self._so_far(), None, seeds=0)
         adopted = decision.index if decision.verdict == "adopt" else None
         if adopted is not None and self._measure_error(candidates[adopted].tag):
+            self.measured_whole()
             return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
         unsure = decision.unsure
         if unsure is not None and len(candidates[unsure].divergences) < setup.options.seeds and not self._out_of_time():
             self._one_more(candidates[unsure].tag)
             self.update()
+            self.measured_whole()
             return self.answer()
-        ledger.timings["timing_noise"] = noise
-        rejected |= decision.rejected
         for name, why in rejected.items():
             ledger.note(f"{name} was rejected: {why}")
         if decision.verdict != "adopt" or decision.index is None:
             why = decision.reason + self._so_far()
             return Answer(decision.verdict, why, None, seeds=0, interval=decision.interval, rejected=rejected)
-        chosen = ([script, *final])[decision.index]
-        over = self._over_preset(chosen, noise)
+        chosen = candidates[decision.index]
+        over = self._over_preset(chosen, ledger.timings["timing_noise"])
         return Answer(
             decision.verdict,
             f"{decision.reason}; {over.text}" if over is not None else decision.reason,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.protocol import TrialResult
@@ -12,7 +13,7 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
 from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
 __all__ = ["measure_reference", "reference_of"]
 
@@ -24,17 +25,22 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     bfloat16) tells how large a loss gap means nothing. Where that comes near the budget, more perturbations (rounded up
     or down at random) tell it better.
 
+    A script that compiles its model is run once as it is, and then by block where that pays.
+
     Raises:
         ScriptError: the reference itself fails in the script's own code.
         NothingAcceptableError: the script has fewer steps than asked for, or its loss is not finite.
     """
     began = time.monotonic()
+    whole = _run(setup, runner) if setup.host.compiled else None
+    blocks = runner.by_block.begin(runner.spec(setup.reference_policy()), whole) if whole is not None else None
     # runs that are timed have the machine to themselves; where times are modelled they share it
     with runner.threads(runner.final_workers, "reference") as threads:
-        plain, again, rounded = (threads.submit(_run, setup, runner, label) for label in ("", "", "bf16"))
-        first = plain.result()
+        labels = ("", "bf16") if whole is not None else ("", "", "bf16")
+        *plain, rounded = (threads.submit(_run, setup, runner, label) for label in labels)
+        first = blocks or whole or plain[0].result()
         ledger.timings["reference_run_s"] = time.monotonic() - began
-        second, known = again.result(), {"bf16": rounded.result()}
+        second, known = plain[-1].result(), {"bf16": rounded.result()}
     noisy = perturbed_runs(lambda label: known.get(label) or _run(setup, runner, label), first, setup.limits.divergence)
     baseline = baseline_of(first, second, noisy)
     deterministic = first.losses == second.losses
@@ -45,10 +51,15 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
             "(whether it does so without AutoPrec, too, was not tried)"
         )
     reference = reference_of(setup, first, second).with_noise(baseline, deterministic)
+    if blocks is not None and whole is not None:
+        written = reference_of(setup, whole).with_noise(baseline, deterministic)
+        runner.by_block.calibrate(written, reference, int(blocks.payload[BY_BLOCK]))
+        reference = replace(reference, step_ms=written.step_ms, memory_bytes=written.memory_bytes)
+        ledger.whole[0] = written
     ledger.references[0] = reference
     name = "script as written" if setup.options.reference == "script" else setup.options.reference
-    labels = [("noise", f"weights rounded once to bf16{f', {k} more' if k else ''}", r) for k, r in enumerate(noisy)]
-    for kind, label, result in (("reference", name, first), *labels):
+    noise = [("noise", f"weights rounded once to bf16{f', {k} more' if k else ''}", r) for k, r in enumerate(noisy)]
+    for kind, label, result in (("reference", name, first), *noise):
         if ledger.find(kind, label, 0) is None:
             record = _record(setup, reference, result, ledger.store.next_number(), kind, label)
             ledger.store.add(record)

@@ -28,11 +28,11 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer
-from autoprec.tuning.phases.finalists import Race
+from autoprec.tuning.phases.finalists import Race, whole_seconds
 from autoprec.tuning.phases.measuring import goals_of, make_prior, scored
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import NAMES, first_presets, runs_in_sixteen_bit
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
 __all__ = ["run_study"]
 
@@ -72,7 +72,7 @@ def reserve(setup: Setup, runner: PairedRunner, ledger: Ledger, began_s: float) 
     """
     fit = [r for r in ledger.acceptable_ones() if not setup.problem.is_script(r.params)]
     runs = 2 * (setup.options.seeds - 1) if fit else 0  # each with the reference of its seed
-    needed = runs * ledger.seconds_per_run() / runner.final_workers
+    needed = runs * ledger.seconds_per_run() / runner.final_workers + (whole_seconds(ledger) if fit else 0.0)
     budget = setup.options.budget_s
     return needed if budget is None else min(needed, FINALISTS_SHARE * max(0.0, budget - began_s))
 
@@ -124,18 +124,17 @@ class _Loop:
 
     def trial(self, number: int, kind: str, name: str, params: dict[str, Any]) -> TrialRecord:
         """Run one policy of the study and return its scored record."""
-        setup, reference = self.setup, self.ledger.reference
+        setup, ledger = self.setup, self.ledger
         policy = setup.problem.policy(params).to_dict()
         tags = ("preset",) if kind == "preset" else ()
         plan = TrialRecord(number, kind, name, params, policy, status="", tags=tags)
         predicted, began = self.table.predict(setup.problem, params), (time.time(), time.monotonic())
-        spec = self.runner.spec(
-            policy,
-            reference_losses=reference.losses,
-            stop_gap=hopeless_gap(setup, self.ledger, params),
-            by_block=True,
-        )
-        return scored(setup, self.ledger, plan, self.runner.run(spec), reference, predicted, began)
+        limit = hopeless_gap(setup, ledger, params)
+        spec = self.runner.spec(policy, reference_losses=ledger.reference.losses, stop_gap=limit)
+        result = self.runner.run(spec)
+        # one that failed by block was run as the script compiles it, and is compared with what was compiled so, too
+        reference = ledger.reference if result.payload.get(BY_BLOCK) else ledger.written
+        return scored(setup, ledger, plan, result, reference, predicted, began)
 
     def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:
         """Book one finished trial.
@@ -272,7 +271,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
         _drive(loop)
         ledger.listener.phase("finalists")
         race.run(loop.expected)
-        if loop.expected() <= 0:
+        if loop.expected() <= 0 and not race.measured_whole():
             break
     loop.conclude()
     return race.answer()

@@ -109,7 +109,8 @@ def pooled(records: Iterable[TrialRecord]) -> dict[str, TrialRecord]:
     """Return every policy that was measured, by name: its first run, with the figures of all its paired runs.
 
     The speed-up is the median over the runs that compiled the model as the script does, where there are any, and what
-    else is of time follows it; the divergence is the mean; ``metrics["seeds"]`` says over how many runs.
+    else is of time follows it, and the memory is theirs; the divergence is the mean over paired seeds, and
+    ``metrics["seeds"]`` says over how many.
     """
     runs: dict[str, list[TrialRecord]] = {}
     for record in sorted(records, key=lambda r: (r.kind == "finalist", r.seed)):
@@ -126,8 +127,10 @@ def _pool(runs: Sequence[TrialRecord]) -> TrialRecord:
     speedup = statistics.median(run.metrics["speedup"] for run in whole)
     faster = speedup / first.metrics["speedup"]
     told = {name: value * faster for name, value in first.metrics.items() if name in _RATES}
-    told |= {"speedup": speedup, "step_time_ms": first.metrics["step_time_ms"] / faster, "seeds": float(len(runs))}
-    told["divergence"] = statistics.fmean(run.metrics["divergence"] for run in runs)
+    gaps = {run.seed: run.metrics["divergence"] for run in runs}  # under one seed the whole model's run is the later
+    told |= {"speedup": speedup, "step_time_ms": first.metrics["step_time_ms"] / faster, "seeds": float(len(gaps))}
+    told |= {name: whole[0].metrics[name] for name in ("memory_bytes",) if name in whole[0].metrics}
+    told["divergence"] = statistics.fmean(gaps.values())
     return replace(first, metrics={**first.metrics, **told})
 
 

@@ -63,6 +63,10 @@ def test_times_of_runs_that_compiled_blocks_give_way_to_those_of_the_whole_model
     assert pooled([trial, replace(trial, kind="finalist", seed=1)])["fp8"].metrics["speedup"] == 2.0
     found = pooled([trial, whole])["fp8"].metrics
     assert (found["speedup"], found["divergence"]) == (1.5, pytest.approx(0.002))
+    again = replace(whole, seed=0)  # what is adopted is compiled as a whole under the script's own seed
+    found = pooled([trial, replace(trial, kind="finalist", seed=1), again])["fp8"].metrics
+    assert (found["speedup"], found["seeds"]) == (1.5, 2.0)
+    assert found["divergence"] == pytest.approx((0.001 + 0.003) / 2)
 
 
 def test_a_result_survives_and_has_the_keys_that_programs_read() -> None:
