@@ -21,12 +21,12 @@ from autoprec.support.redact import redact, redact_text
 from autoprec.support.text import visible
 from autoprec.tracking.notes import parent_note, parent_params, reference_figures, shown_metrics, trial_name
 from autoprec.tracking.view import shared_view, telling_params
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import BY_BLOCK, SearchResult, TrialRecord, pooled
 
 __all__ = ["TRIAL_TAGS", "Store", "safe_key"]
 
 #: Tags of a trial that a person filters by: ``tags.pareto = 'true'``.
-TRIAL_TAGS = ("preset", "finalist", "pareto", "best", "infeasible", "pruned")
+TRIAL_TAGS = ("preset", "finalist", "pareto", "best", "infeasible", "pruned", BY_BLOCK)
 _BATCH = 900
 _MAX_POINTS = 1000
 _STATUS = {"ok": "FINISHED", "pruned": "FINISHED", "duplicate": "FINISHED"}
@@ -213,21 +213,17 @@ class Store:
     def _fold(self, trials: Sequence[Any], result: SearchResult, stamp: int) -> None:
         """Give each policy's row the figures that became known after its trial.
 
-        The row of a policy that was measured again has the mean over its paired seeds, as the report has it. The
+        The row of a policy that was measured again has the figures of all its paired runs, as the report has it. The
         script's gain over 16 bit is known once a 16-bit run was measured; without it an fp32 script would show 1.00
         beside the 1.00 of bf16, ten times as fast.
         """
         from mlflow.entities import Metric
 
         rows = {run.data.tags["autoprec.name"]: run for run in trials if run.data.tags.get("autoprec.row") == "policy"}
-        gaps: dict[str, list[float]] = {}
-        for run in trials:
-            if run.data.tags.get("autoprec.kind") == "finalist" and "divergence" in run.data.metrics:
-                gaps.setdefault(run.data.tags["autoprec.name"], []).append(run.data.metrics["divergence"])
         told: dict[str, dict[str, float]] = {}
-        for name, values in gaps.items():
-            mean = shown_metrics({"divergence": sum(values) / len(values)})
-            told[name] = {**mean, "seeds": float(len(values))}
+        for name, record in pooled(map(_recorded, trials)).items():
+            if "seeds" in record.metrics:
+                told[name] = shown_metrics(record.metrics) | {"seeds": record.metrics["seeds"]}
         told[str(result.best.get("name"))] = shown_metrics(result.best) | {
             "seeds": float(result.best.get("seeds") or 1)
         }
@@ -297,6 +293,16 @@ class Store:
             path = Path(folder) / name
             path.write_text(text, encoding="utf-8")
             self.client.log_artifact(run_id, os.fspath(path))
+
+
+def _recorded(run: Any) -> TrialRecord:
+    """Return of a run what :func:`~autoprec.tuning.study.records.pooled` asks for."""
+    tags, metrics = run.data.tags, dict(run.data.metrics)
+    kind, name, status = (tags.get(f"autoprec.{key}", "") for key in ("kind", "name", "status"))
+    blocks = (BY_BLOCK,) if tags.get(BY_BLOCK) == "true" else ()
+    return TrialRecord(
+        0, kind, name, {}, {}, status, metrics=metrics, tags=blocks, seed=int(tags.get("autoprec.seed", 0))
+    )
 
 
 def _shown(record: TrialRecord) -> dict[str, float]:

@@ -92,7 +92,7 @@ def test_the_trials_are_served(tracked: dict[str, Any], served: str) -> None:
 @pytest.mark.parametrize(
     ("charts", "seen"),
     [
-        (False, ["best", "pareto", "gain", "step_ms", "divergence_pct", "★ search 5", "0.08"]),
+        (False, ["best", "pareto", "gain", "step_ms", "divergence_pct", "★ search 5", "0.07"]),
         (True, ["★ search 5", "step_ms vs. divergence_pct", "loss vs reference_loss", "Parallel Coordinates",
                 "loss_gap_pct", "Model metrics"]),
     ],

@@ -53,19 +53,22 @@ def test_a_trial_has_its_policy_metrics_curves_and_tags(tracked: dict[str, Any])
 def test_a_trial_has_a_row_of_its_own_and_its_paired_seeds_do_not(tracked: dict[str, Any]) -> None:
     rows = tracked_runs(tracked, "tags.`autoprec.row` = 'policy'")
     assert sorted(run.data.tags["autoprec.kind"] for run in rows) == ["preset"] * 2 + ["reference"] + ["search"] * 3
-    (run,) = tracked_runs(tracked, "tags.`autoprec.number` = '4'")
-    assert run.data.metrics["step_ms"] == 6.0
-    assert run.data.metrics["divergence_pct"] == 0.04
+    (run,) = tracked_runs(tracked, "tags.`autoprec.number` = '3'")
+    assert run.data.metrics["step_ms"] == 7.0
+    assert run.data.metrics["divergence_pct"] == 0.03
 
 
-def test_a_policy_that_was_measured_again_has_the_mean_of_its_seeds_and_the_answer_is_marked(
+def test_a_policy_that_was_measured_again_has_the_figures_of_all_its_runs_and_the_answer_is_marked(
     tracked: dict[str, Any],
 ) -> None:
     (row,) = tracked_runs(tracked, "tags.`autoprec.row` = 'policy' and tags.`autoprec.name` = 'search 5'")
     assert row.info.run_name == "★ search 5"
-    assert row.data.metrics["divergence_pct"] == 0.08, "the mean of 0.06 % and 0.10 %, not its own 0.05 %"
-    assert row.data.metrics["seeds"] == 2
+    assert row.data.metrics["divergence_pct"] == 0.07, "the mean of its own 0.05 %, 0.06 % and 0.10 %"
+    assert row.data.metrics["seeds"] == 3
     assert row.data.metrics["divergence"] == 5e-4, "what the trial itself showed stays"
+    (other,) = tracked_runs(tracked, "tags.`autoprec.row` = 'policy' and tags.`autoprec.name` = 'search 4'")
+    told = {name: other.data.metrics[name] for name in ("divergence_pct", "seeds", "gain", "step_ms")}
+    assert told == {"divergence_pct": 0.07, "seeds": 2, "gain": 2.08, "step_ms": 4.8}, "its speed is not one run's"
 
 
 def test_a_resumed_study_shows_one_answer_and_the_trials_it_was_given(
@@ -104,7 +107,7 @@ def test_tags_that_change_later_update_the_same_run(tracked: dict[str, Any]) -> 
     assert run.data.tags["pareto"] == "true"
 
 
-@pytest.mark.parametrize(("tag", "count"), [("preset", 2), ("finalist", 3), ("pareto", 2), ("pruned", 0)])
+@pytest.mark.parametrize(("tag", "count"), [("preset", 2), ("finalist", 4), ("pareto", 2), ("pruned", 0)])
 def test_trials_can_be_filtered_by_tag(tracked: dict[str, Any], tag: str, count: int) -> None:
     assert len(tracked_runs(tracked, f"tags.`{tag}` = 'true'")) == count
 
