@@ -29,6 +29,7 @@ sys.path.insert(0, str(ROOT))
 
 from autoprec.cost import CostModel  # noqa: E402
 from autoprec.cost.calibrate.calibration import load_calibration  # noqa: E402
+from autoprec.cost.calibrate.linears import Linears  # noqa: E402
 from autoprec.graph.report import GraphReport  # noqa: E402
 from autoprec.policy import Policy, policy_from_dict, resolve  # noqa: E402
 from autoprec.precision.recipes import BUILTIN_RECIPES  # noqa: E402
@@ -152,6 +153,7 @@ def time_table(
     target, _ = resolve_target("auto", device)
     measured_rates = load_calibration(calibration) if calibration and calibration.exists() else None
     cost = CostModel(graph, target, compiled=compiled, calibration=measured_rates)
+    run_by = Linears.of(measured_rates).record({name: BUILTIN_RECIPES[name] for name in recipes}, compiled=compiled)
     names = [layer.name for layer in graph.tunable]
     policies: dict[str, dict[str, Any]] = {"as written": {"schema": "autoprec.policy/1"}}
     for recipe in ("bf16", *recipes):
@@ -159,7 +161,8 @@ def time_table(
         policies[f"every second {recipe}"] = document(dict.fromkeys(names[::2], recipe))
     seen, said, rows = [], [], []
     for name, policy in policies.items():
-        done = subject.run(steps=12, warmup=4, policy=policy)
+        # by the backends that the calibration found fastest, as the model charges them
+        done = subject.run(steps=12, warmup=4, policy=policy | {"evidence": {"backends": run_by}})
         if not done.ok:
             continue
         plans = resolve(policy_from_dict(policy), names, strict=False)
@@ -170,6 +173,7 @@ def time_table(
     off = np.abs(np.asarray(said) / np.asarray(seen) - 1)
     return [
         f"Cost model: {cost.label}.",
+        *(f"- {row['reason']}" for row in run_by.values()),
         f"Median error {np.median(off):.1%}, rank correlation {rank_correlation(seen, said):.3f}.",
         "",
         "| policy | measured ms | modelled ms | error |",

@@ -176,6 +176,8 @@ def run_part(name: str, command: list[str], out: Path, left: float, *, on_gpu: b
     log = out / f"{name}.log"
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(p for p in paths if p)}
+    # what calibrate keeps for searches on this device goes along to the machine that goes on from here
+    environment["XDG_CACHE_HOME"] = str(out.resolve() / "cache")
     with log.open("w") as stream:
         code = ended(command, environment, stream, min(left, PART_LIMIT))
     value = {"name": name, "code": code, "seconds": time.monotonic() - began, "warning": warning}

@@ -180,3 +180,9 @@ def test_what_cannot_be_started_is_told(tmp_path: Path) -> None:
     with (tmp_path / "log").open("w") as log:
         assert gpu_run.ended([str(tmp_path / "nothing")], dict(os.environ), log, 5.0) == 127
     assert "could not be started" in (tmp_path / "log").read_text()
+
+
+def test_what_calibrate_keeps_is_packed_with_the_parts(tmp_path: Path) -> None:
+    tell = "import os; print(os.environ['XDG_CACHE_HOME'])"
+    done = gpu_run.run_part("doctor", [sys.executable, "-S", "-c", tell], tmp_path, 60.0, on_gpu=False)
+    assert done["output"].strip() == str(tmp_path / "cache")
