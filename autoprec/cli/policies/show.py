@@ -154,11 +154,13 @@ def _print(policy: Policy, report: GraphReport | None, label: str) -> None:
     _print_facts(console, "around the layers", _settings(policy))
     for phase in policy.phases:
         _print_facts(console, f"from {phase.label}", _changes(phase))
-    reasons = {name: policy.evidence.get(name) for name in ("why", "mattered")}
-    _print_facts(console, "evidence", {k: v for k, v in policy.evidence.items() if k not in reasons})
-    for name, title in (("why", "why"), ("mattered", "decisions that mattered most")):
-        told = reasons[name]
-        _print_facts(console, title, dict(told) if isinstance(told, dict) else {})
+    sections = {"backends": "who runs the GEMMs, where it is installed", "why": "why"}
+    sections["mattered"] = "decisions that mattered most"
+    _print_facts(console, "evidence", {k: v for k, v in policy.evidence.items() if k not in sections})
+    for name, title in sections.items():
+        told = policy.evidence.get(name)
+        rows = dict(told) if isinstance(told, dict) else {}
+        _print_facts(console, title, {k: v.get("reason", v) if isinstance(v, dict) else v for k, v in rows.items()})
     if policy.guard is not None:
         _print_facts(console, "guard: watch in the long run", dict(policy.guard.thresholds))
         _print_facts(console, "fall back to, in order", {str(i + 1): v for i, v in enumerate(policy.guard.fallback)})

@@ -61,6 +61,14 @@ def test_why_and_what_mattered_have_sections_of_their_own(policy_file: Path) -> 
     assert "why" not in squeezed(shown.split("evidence")[1].split("why blocks")[0])
 
 
+def test_who_ran_the_gemms_is_said_with_its_reason(policy_file: Path) -> None:
+    reason = "torchao: 1.12x native at fp8_rowwise, measured"
+    run_by = f"evidence: {{backends: {{fp8_rowwise: {{backend: torchao, reason: '{reason}'}}}}, "
+    policy_file.write_text(policy_file.read_text().replace("evidence: {", run_by))
+    found = squeezed(autoprec("show", policy_file).out)
+    assert f"who runs the GEMMs, where it is installed fp8_rowwise {reason}" in found
+
+
 def test_a_graph_turns_rules_into_layers(policy_file: Path, graph_file: Path) -> None:
     found = autoprec("show", policy_file, "--graph", graph_file)
     assert found.code == 0
