@@ -82,10 +82,12 @@ def _block(blocks: int) -> Any:
 def compiled(recipe: str, backend: str) -> dict[str, Any]:
     """Compile one block (norm, two linears, GELU, residual) under a recipe; count a step that is not the first.
 
-    ``compile_cpu_s`` are CPU seconds here of the first compilation of a process, ``again_cpu_s`` of one more block, and
-    ``each_cpu_s`` of every block more in a graph of several; the last for what the planned search compiles.
+    ``compile_cpu_s`` are CPU seconds here of the first compilation of a process (Inductor imported), ``again_cpu_s`` of
+    one more block, and ``each_cpu_s`` of every block more in a graph of several; the last for what the planned search
+    compiles.
     """
     import torch
+    import torch._inductor.compile_fx  # as a trial's process has before it is there
 
     first = _compiled(recipe, backend)
     torch._dynamo.reset()
@@ -239,13 +241,13 @@ def ragged() -> dict[str, Any]:
     return out
 
 
-def planned(compiled_s: dict[str, tuple[float, float, float]], start_s: float) -> list[str]:
+def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, start_s: float) -> list[str]:
     """Return table rows: seconds of a 30-trial search of gpt2-124M on one H100, by the schedule of a search.
 
     Args:
         compiled_s: CPU seconds here, by recipe: the first compilation of one block of this file (half a block of the
             model), one more, and every one more in the same graph.
-        start_s: CPU seconds here from the start of its script to the first step.
+        setup_s, start_s: seconds here until its script is at its first step, started anew, and as a trial.
     """
     from autoprec.cost import CostModel
     from autoprec.cost.transformer import PRESETS, decoder_report
@@ -255,37 +257,45 @@ def planned(compiled_s: dict[str, tuple[float, float, float]], start_s: float) -
 
     report = decoder_report(PRESETS["gpt2"], batch=TOKENS // 1024, seq=1024)
     step_s = CostModel(report, TARGETS["h100"], compiled=True).estimate({}, activations="bf16").time_ms / 1e3
-    # what a process compiles first takes longer, whatever it is: that belongs to its start
+    # what a process compiles first takes longer, whatever it is: that belongs to its start, less what a trial's process
+    # has imported before it is there
     paces = [
         Pace(start_s + first - again, step_s, 24 * each, blocks=12)
         for first, again, each in (compiled_s[recipe] for recipe in PLANNED)
     ]
     rows = []
     for usual, what in ((True, "as searches usually end"), (False, "upper bound: nothing converges")):
-        found = schedule(SearchOptions(command=("train.py",)), *paces, setup_s=start_s, usual=usual)
+        asked = SearchOptions(command=("train.py",))
+        found = schedule(asked, *paces, setup_s=setup_s, host_s=start_s, usual=usual)
         counted = (
             f"{found.total_s:.0f} s: {found.trials} trials {found.trials_s:.0f}, {found.runs} further runs "
             f"{found.finalists_s:.0f}, {found.whole} of the whole model {found.whole_s:.0f}, "
             f"reference {found.reference_s:.0f}, gradient errors {found.scan_s:.0f}"
         )
         rows.append(f"| planned search, --trials 30, compiled gpt2-124M | h100 | {what} | {counted} |")
+    started = f"started anew {setup_s:.1f} s, a trial {start_s:.1f} s"
+    rows.append(f"| gpt2-124M's script at its first step | - | without a GPU's own start | {started} |")
     return rows
 
 
-def _start_seconds() -> float:
-    """Return the CPU seconds of one step of the tiny model's script: nearly all of it is the start."""
-    words = [
-        sys.executable,
-        str(ROOT / "benchmarks" / "gpu" / "train_transformer.py"),
-        "--model",
-        "tiny",
-        "--steps",
-        "1",
-    ]
-    before = os.times()
-    subprocess.run(words, capture_output=True, check=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+def _start_seconds() -> tuple[float, float]:
+    """Return the seconds until gpt2-124M's script is at its first step: started anew, and as trials start on a GPU.
+
+    Those are forks of a copy that has its imports done (:mod:`autoprec.trial.inside.zygote`), the least of three.
+    """
+    import tempfile
+
+    from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.driver.runner import TrialRunner
+
+    script = ROOT / "benchmarks" / "gpu" / "train_transformer.py"
+    command = ScriptCommand.parse([str(script), "--model", "gpt2-124m", "--device", "cpu"])
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for seed in range(4):  # the first leaves the copy behind
+            runner = TrialRunner(command, run_dir=Path(folder), seed_offset=seed, launch="zygote")
+            seconds.append(stack.enter_context(runner).start().setup_s)
+    return seconds[0], min(seconds[1:])
 
 
 def _child(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any]:
@@ -347,7 +357,7 @@ def main() -> int:
             lines.append(f"| {what} | {capability} | {backend}, {recipe} | {_text(found)} |")
             print(lines[-1], file=sys.stderr, flush=True)
     if {*PLANNED} <= {*compiled_s}:
-        lines += planned(compiled_s, _start_seconds())
+        lines += planned(compiled_s, *_start_seconds())
     lines += [
         "",
         "eager: one linear of 768 to 3072 with 16,384 tokens, operators that start a kernel, forward and backward.",

@@ -423,6 +423,7 @@ def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> str:
             pace,
             pace.of_trials(measured=setup.measured),
             setup_s=setup.host.setup_s,
+            host_s=None if setup.host.launch == "fork" else start_s,
             workers=runner.workers,
             final_workers=runner.final_workers,
             usual=usual,

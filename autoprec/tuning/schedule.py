@@ -113,6 +113,7 @@ def schedule(
     trial: Pace,
     *,
     setup_s: float,
+    host_s: float | None = None,
     passes: int = USUAL_PASSES,
     workers: int = 1,
     final_workers: int = 1,
@@ -123,7 +124,8 @@ def schedule(
     Args:
         options: what was asked.
         reference, trial: what one run takes as written, and under a policy.
-        setup_s: until the script of a paired seed is at its first step, when it is started anew.
+        setup_s: until the script is at its first step, when it is started anew.
+        host_s: the same for each further paired seed, where its script is started from a copy; None: ``setup_s``.
         passes: forward and backward passes for gradient errors.
         workers, final_workers: trials, and runs under further paired seeds, at once.
         usual: count what searches by our sampler usually run before nothing left is worth a run.
@@ -145,7 +147,7 @@ def schedule(
         reference_s=setup_s + first + (REFERENCE_RUNS - 1) * again,
         scan_s=reference.start_s + passes * trial.step_s,
         trials_s=trials * trial.trial_s(steps) / workers,
-        finalists_s=(seeds - 1) * setup_s + further / final_workers,
+        finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
     )
 

@@ -32,6 +32,9 @@ def test_a_search_by_our_sampler_usually_ends_sooner() -> None:
     assert usual.whole == usual.whole_s == 0  # all runs compile the whole model
     other = dataclasses.replace(OPTIONS, sampler="tpe")
     assert schedule(other, pace, pace, setup_s=10.0, usual=True) == schedule(OPTIONS, pace, pace, setup_s=10.0)
+    copied = schedule(OPTIONS, pace, pace, setup_s=10.0, host_s=2.0, usual=True)
+    assert usual.finalists_s - copied.finalists_s == pytest.approx(8.0)
+    assert usual.reference_s == copied.reference_s
     one = dataclasses.replace(OPTIONS, trials=2, seeds=1)
     assert schedule(one, pace, pace, setup_s=10.0, usual=True).runs == 0
     assert schedule(one, pace, pace, setup_s=10.0, usual=True).finalists_s == 0

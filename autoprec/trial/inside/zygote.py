@@ -28,7 +28,7 @@ from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.messages import connect, send_message
 from autoprec.trial.processes import die_with_parent, end_group
 
-__all__ = ["leave_zygote", "leave_zygote_at_first_seed", "preload"]
+__all__ = ["leave_zygote", "leave_zygote_at_first_seed", "preload", "preload_compiler"]
 
 #: A copy that nobody has replaced or asked anything of for this long imports ahead for its forks.
 _IDLE_S = 1.5
@@ -45,6 +45,17 @@ def preload() -> None:
     """Import what every trial needs, ``torch._dynamo`` included: any first optimizer step imports that."""
     for name in _NEEDED:
         importlib.import_module(name)
+
+
+def preload_compiler() -> None:
+    """Import Inductor where there is a GPU: most trials compile there, and the import takes as long as twenty steps.
+
+    It starts no worker. Should a version of torch initialise CUDA by it, this copy is of no more use, and ends.
+    """
+    if torch.cuda.is_available():  # by NVML (``PYTORCH_NVML_BASED_CUDA_CHECK``), which initialises nothing
+        importlib.import_module("torch._inductor.compile_fx")
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            os._exit(0)
 
 
 def _may_be_copied() -> bool:
@@ -100,6 +111,7 @@ def _serve(control: socket.socket) -> dict[str, Any]:
         if not ready and not children and not warm:
             warm = True
             preload()
+            preload_compiler()
         for pid in list(children):
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -24,6 +26,24 @@ def test_not_with_open_data_files_threads_or_cuda(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(zygote.threading, "enumerate", lambda: [threading.main_thread()])
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     assert not zygote._may_be_copied()
+
+
+@pytest.mark.parametrize(("gpu", "initialised"), [(False, False), (True, False), (True, True)])
+def test_the_compiler_is_imported_ahead_where_there_is_a_gpu(
+    gpu: bool, initialised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: initialised)
+    monkeypatch.setattr(zygote.importlib, "import_module", done.append)
+    monkeypatch.setattr(zygote.os, "_exit", lambda code: done.append(f"ended with {code}"))
+    zygote.preload_compiler()
+    assert done == ["torch._inductor.compile_fx"] * gpu + ["ended with 0"] * initialised
+
+
+def test_importing_the_compiler_starts_no_thread_that_a_fork_would_lack() -> None:
+    code = "import torch, threading, torch._inductor.compile_fx; assert threading.active_count() == 1"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def test_the_zygote_is_left_once_before_the_first_seed(monkeypatch: pytest.MonkeyPatch) -> None:
