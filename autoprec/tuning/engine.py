@@ -46,7 +46,7 @@ from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
-from autoprec.tuning.schedule import Pace, Schedule, describe, repeated_blocks, schedule
+from autoprec.tuning.schedule import Pace, Schedule, describe, longer_runs, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import runs_in_sixteen_bit, sixteen_bit_space
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
@@ -242,7 +242,8 @@ class Search:
             measure_reference(setup, runner, ledger)
             runner.doubt_load()
             if not self.options.resume:
-                self.listener.note(_expected(setup, runner, ledger))
+                for line in _expected(setup, runner, ledger):
+                    self.listener.note(line)
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger, self._runners_at(self.options.ages[1:], setup, ledger))
             answer = with_unknown(settled(run_study(setup, runner, ledger, table), ledger), setup, ledger)
@@ -407,8 +408,8 @@ def _changes_nothing(path: Path) -> bool:
         return False
 
 
-def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> str:
-    """Tell how long the search will take, from what the reference took."""
+def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
+    """Tell how long the search will take, from what the reference took, and where longer runs would be cheap."""
     options, timings = setup.options, ledger.timings
     starts, steps = max(timings.get("starts", 1.0), 1.0), options.steps + options.warmup
     training_s = timings.get("training_s", 0.0) / starts
@@ -429,7 +430,10 @@ def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> str:
             usual=usual,
         )
 
-    return describe(counted(usual=True), counted(usual=False), options.budget_s)
+    usual = counted(usual=True)
+    timed = setup.measured and not setup.target.is_cpu
+    longer = longer_runs(options, step_s, usual) if timed and options.budget_s is None else ""
+    return [describe(usual, counted(usual=False), options.budget_s), *([longer] if longer else [])]
 
 
 def _late(age: int, launch: str, seconds: float) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from autoprec.tuning.options import SearchOptions
 
-__all__ = ["Pace", "Schedule", "describe", "repeated_blocks", "schedule"]
+__all__ = ["Pace", "Schedule", "describe", "longer_runs", "repeated_blocks", "schedule"]
 
 #: Passes of a scan of gradient errors that has no time budget (``phases.sensitivity``).
 USUAL_PASSES = 60
@@ -31,6 +31,8 @@ QUANTISED_COMPILE = 6.5
 #: CPU time to compile what torch's cache on disk holds already, over that of the first time: an estimate. Dynamo traces
 #: it again, and the rest is read.
 CACHED_COMPILE = 0.5
+#: Seconds of training that a run may have where they are cheap: at most this share of the search's time more.
+TRAINED_S, CHEAP = 10.0, 0.25
 #: A step of a rehearsal under emulated recipes, over a step as written (2026-11-22_numerics_trial.md).
 EMULATED_STEP = 2.0
 
@@ -149,6 +151,29 @@ def schedule(
         trials_s=trials * trial.trial_s(steps) / workers,
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
+    )
+
+
+def longer_runs(options: SearchOptions, step_s: float, usual: Schedule) -> str:
+    """Return one line for a person: more steps, where they are cheap beside a run's start; empty where they are not.
+
+    They are told, not taken: a script may have no more steps than were asked for, and gaps grow with them, too.
+
+    Args:
+        options: what was asked.
+        step_s: one step, seconds.
+        usual: what the search usually takes.
+    """
+    runs = usual.trials + usual.runs + usual.whole + REFERENCE_RUNS
+    trained = (options.steps + options.warmup) * step_s
+    more_s = min(TRAINED_S - trained, CHEAP * usual.total_s / runs)
+    steps = options.steps + int(more_s / step_s) if step_s > 0 else 0
+    steps -= steps % 10
+    if steps < 2 * options.steps:
+        return ""
+    return (
+        f"a run trains for {trained:.1f} s: --steps {steps} would train for {(steps + options.warmup) * step_s:.1f} s, "
+        f"with less noise in times, for about {_time((steps - options.steps) * step_s * runs)} more in all"
     )
 
 

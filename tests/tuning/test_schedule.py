@@ -7,7 +7,15 @@ import dataclasses
 import pytest
 
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.schedule import CACHED_COMPILE, QUANTISED_COMPILE, Pace, describe, repeated_blocks, schedule
+from autoprec.tuning.schedule import (
+    CACHED_COMPILE,
+    QUANTISED_COMPILE,
+    Pace,
+    describe,
+    longer_runs,
+    repeated_blocks,
+    schedule,
+)
 
 OPTIONS = SearchOptions(command=("train.py",), trials=30, steps=20, warmup=3, seeds=4)
 
@@ -85,3 +93,16 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     assert describe(usual, most, 60.0) == told + "; --budget ends it after 60 s in all"
     assert describe(usual, most, 86_400.0) == told
     assert ", at most" not in describe(usual, usual)
+
+
+def test_longer_runs_are_offered_where_a_step_is_cheap_beside_the_start_of_a_run() -> None:
+    def told(step_s: float) -> str:
+        pace = Pace(5.0, step_s, 20.0)
+        return longer_runs(OPTIONS, step_s, schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True))
+
+    assert told(0.01) == (
+        "a run trains for 0.2 s: --steps 580 would train for 5.8 s, with less noise in times, for about 56 s more in all"
+    )
+    assert "--steps 80 would train for 8.3 s" in told(0.1)
+    assert told(0.5) == ""  # a quarter more time is not twice the steps
+    assert told(0.0) == ""
