@@ -101,7 +101,8 @@ def test_longer_runs_are_offered_where_a_step_is_cheap_beside_the_start_of_a_run
         return longer_runs(OPTIONS, step_s, schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True))
 
     assert told(0.01) == (
-        "a run trains for 0.2 s: --steps 580 would train for 5.8 s, with less noise in times, for about 56 s more in all"
+        "a run trains for 0.2 s: --steps 580 would train for 5.8 s, with less noise in times, for about 56 s more "
+        "in all"
     )
     assert "--steps 80 would train for 8.3 s" in told(0.1)
     assert told(0.5) == ""  # a quarter more time is not twice the steps
