@@ -422,7 +422,7 @@ def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
         return schedule(
             options,
             pace,
-            pace.of_trials(measured=setup.measured),
+            pace if setup.measured and setup.target.is_cpu else pace.of_trials(measured=setup.measured),
             setup_s=setup.host.setup_s,
             host_s=None if setup.host.launch == "fork" else start_s,
             workers=runner.workers,

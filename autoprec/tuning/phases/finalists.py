@@ -62,11 +62,12 @@ def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> f
     return min(MOST_NOISE, max(LEAST_NOISE, student95(free) * error))
 
 
-def whole_seconds(ledger: Ledger) -> float:
-    """Return what a run takes that compiles a whole quantised model; 0 where runs compile as the script does."""
+def whole_seconds(setup: Setup, ledger: Ledger) -> float:
+    """Return what a run takes that compiles the whole model; 0 where runs compile as the script does."""
     if not ledger.whole:
         return 0.0
-    return ledger.seconds_per_run() + QUANTISED_COMPILE * ledger.timings.get("compile_s", 0.0)
+    factor = 1.0 if setup.target.is_cpu else QUANTISED_COMPILE  # a CPU has no choice below 16 bits
+    return ledger.seconds_per_run() + factor * ledger.timings.get("compile_s", 0.0)
 
 
 class Race:
@@ -357,7 +358,7 @@ class Race:
         if wanted and self._measure_error(adopted):
             return True  # of those that are tied the safest is adopted: that may be another one now
         budget = self._setup.options.budget_s
-        if wanted and budget is not None and self._ledger.elapsed() + whole_seconds(self._ledger) > budget:
+        if wanted and budget is not None and self._ledger.elapsed() + whole_seconds(self._setup, self._ledger) > budget:
             self._ledger.cut(
                 "the time budget left no time to run what is adopted as the script compiles it: its time and its "
                 "losses are those of compiled blocks"

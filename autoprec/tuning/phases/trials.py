@@ -72,7 +72,7 @@ def reserve(setup: Setup, runner: PairedRunner, ledger: Ledger, began_s: float) 
     """
     fit = [r for r in ledger.acceptable_ones() if not setup.problem.is_script(r.params)]
     runs = 2 * (setup.options.seeds - 1) if fit else 0  # each with the reference of its seed
-    needed = runs * ledger.seconds_per_run() / runner.final_workers + (whole_seconds(ledger) if fit else 0.0)
+    needed = runs * ledger.seconds_per_run() / runner.final_workers + (whole_seconds(setup, ledger) if fit else 0.0)
     budget = setup.options.budget_s
     return needed if budget is None else min(needed, FINALISTS_SHARE * max(0.0, budget - began_s))
 
