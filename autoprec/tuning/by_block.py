@@ -24,8 +24,9 @@ __all__ = ["ByBlock", "is_whole"]
 
 #: Fewer blocks, or fewer seconds to compile the script as written, are not worth a further run of the reference.
 _FEWEST_BLOCKS, _LEAST_COMPILE_S = 4, 10.0
-#: The same where times are modelled, so that none has to be taken from blocks.
-_LEAST_MODELLED_S = 1.0
+#: The same where policies quantise: they compile several times as long, and an earlier search may have left what the
+#: script compiles in torch's cache, but not what they do.
+_LEAST_QUANTISED_S = 2.0
 _Run = Callable[[TrialSpec, int], TrialResult]
 
 
@@ -81,7 +82,7 @@ class ByBlock:
         """
         compile_s = max(0.0, whole.training_s - len(whole.step_ms) * step_time(whole.step_ms, whole.warmup) / 1e3)
         self._ledger.timings["compile_s"] = compile_s
-        least = _LEAST_COMPILE_S if self._setup.measured else _LEAST_MODELLED_S
+        least = _LEAST_COMPILE_S if self._setup.target.is_cpu else _LEAST_QUANTISED_S
         if repeated_blocks(self._setup.host.layers) < _FEWEST_BLOCKS or compile_s < least:
             return None
         result = self._run(replace(spec, by_block=True), 0)

@@ -41,8 +41,16 @@ class Script:
         )
 
 
-def made(script: Script, *, layers: tuple[str, ...] = LAYERS, compiled: bool = True, measured: bool = True) -> ByBlock:
-    setup: Any = SimpleNamespace(host=SimpleNamespace(compiled=compiled, layers=layers), measured=measured)
+def made(
+    script: Script,
+    *,
+    layers: tuple[str, ...] = LAYERS,
+    compiled: bool = True,
+    measured: bool = True,
+    is_cpu: bool = False,
+) -> ByBlock:
+    host, target = SimpleNamespace(compiled=compiled, layers=layers), SimpleNamespace(is_cpu=is_cpu)
+    setup: Any = SimpleNamespace(host=host, target=target, measured=measured)
     ledger: Any = SimpleNamespace(timings={}, notes=[])
     ledger.note = ledger.notes.append
     return ByBlock(setup, ledger, script)
@@ -78,11 +86,11 @@ def test_times_and_memory_are_those_of_the_whole_model() -> None:
     ("changes", "script"),
     [
         ({"layers": ("h.0.mlp", "h.1.mlp")}, Script()),
-        ({}, Script(compile_s=3.0)),
-        ({"measured": False}, Script(compile_s=0.5)),
+        ({"is_cpu": True}, Script(compile_s=9.0)),
+        ({}, Script(compile_s=1.5)),
         ({}, Script(blocks=1)),
     ],
-    ids=["two blocks", "compiled in seconds", "modelled, compiled at once", "a function that the script compiles"],
+    ids=["two blocks", "a CPU, compiled in seconds", "compiled at once", "a function that the script compiles"],
 )
 def test_where_it_does_not_pay_or_cannot_be_runs_compile_as_the_script_does(
     changes: dict[str, Any], script: Script
@@ -93,11 +101,12 @@ def test_where_it_does_not_pay_or_cannot_be_runs_compile_as_the_script_does(
     assert not runs._ledger.notes
 
 
-def test_where_times_are_modelled_blocks_pay_sooner_and_no_times_are_told() -> None:
+@pytest.mark.parametrize("measured", [True, False])
+def test_where_policies_quantise_blocks_pay_sooner_and_modelled_times_are_not_told(measured: bool) -> None:
     script = Script(compile_s=3.0)
-    runs = begun(made(script, measured=False), script)
+    runs = begun(made(script, measured=measured), script)
     assert runs.active
-    assert "times" not in runs._ledger.notes[0]
+    assert ("times" in runs._ledger.notes[0]) is measured
 
 
 def test_a_policy_that_compiles_an_eager_script_compiles_blocks_and_needs_no_such_reference() -> None:
