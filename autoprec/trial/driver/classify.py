@@ -25,9 +25,12 @@ def last_lines(text: str, limit: int = TAIL_LINES) -> str:
 def is_own_fault(tail: str) -> bool:
     """Say whether a traceback ends in AutoPrec's own code rather than in the script or a library it called.
 
-    Frames of Python's standard library are passed over: who called them is to blame.
+    Frames of Python's standard library are passed over: who called them is to blame. So are those in which a trial's
+    own ``open`` or ``mkdir`` passes on what the system's says.
     """
-    frames: list[str] = re.findall(r'^  File "([^"]+)", line \d+', tail, flags=re.MULTILINE)
+    found = re.findall(r'^  File "([^"]+)", line \d+.*\n(    .*)?', tail + "\n", flags=re.MULTILINE)
+    passes_on = re.compile(r"\boriginal\(|^\s*raise (File|Is|Not|Permission|OS)\w*Error|^\s*raise OSError")
+    frames: list[str] = [file for file, line in found if not ("/inside/isolate/" in file and passes_on.search(line))]
     library = sysconfig.get_paths()["stdlib"] + os.sep
     ours = str(Path(__file__).resolve().parents[2]) + os.sep
     for frame in reversed(frames):

@@ -108,10 +108,15 @@ class Agent:
         atexit.register(self._at_exit)
         first = os.environ.get(MARK_VARIABLE) == self.config["launcher_mark"]  # and not something the script started
         address = str(self.config.get("zygote", "")) if first else ""
-        if address and not leave_zygote(address, self._configure):
-            leave_zygote_at_first_seed(address, self._configure)
+        if address and not leave_zygote(address, self._configure, self._part):
+            leave_zygote_at_first_seed(address, self._configure, self._part)
         if not self._forked:
             self._prepare()
+
+    def _part(self) -> None:
+        """After a zygote was left: what this process writes goes to a layer that the zygote does not see."""
+        layer = f"overlay-{os.getpid()}-{len(self._overlay.layers)}"
+        add_layer(self._overlay, Path(self.config["private"]) / layer)
 
     def _configure(self, config: dict[str, Any]) -> None:
         """In a fork of the zygote: from here on this process follows its own configuration."""

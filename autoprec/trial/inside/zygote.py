@@ -72,12 +72,13 @@ def _may_be_copied() -> bool:
     return True
 
 
-def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None]) -> bool:
+def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None], part: Callable[[], None]) -> bool:
     """Fork a zygote off this process, which serves forks of itself; returns in this process, and in every fork.
 
     Args:
         address: the driver's socket.
         configure: called in a fork with its own configuration.
+        part: called in this process once the zygote is made: what it writes from now on, no fork of that must see.
 
     Returns True in a fork.
     """
@@ -87,6 +88,7 @@ def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None]) -> b
         with contextlib.suppress(Exception):
             stream.flush()
     if fork():
+        part()
         return False
     os.setsid()
     try:
@@ -149,7 +151,9 @@ def _serve(control: socket.socket) -> dict[str, Any]:
         return dict(request["config"])
 
 
-def leave_zygote_at_first_seed(address: str, configure: Callable[[dict[str, Any]], None]) -> None:
+def leave_zygote_at_first_seed(
+    address: str, configure: Callable[[dict[str, Any]], None], part: Callable[[], None]
+) -> None:
     """Leave a zygote (see :func:`leave_zygote`) when the script first seeds Python, numpy or torch, before it does."""
     numpy = sys.modules.get("numpy")
     places: list[tuple[Any, str]] = [(random, "seed"), (torch, "manual_seed"), (torch.random, "manual_seed")]
@@ -161,7 +165,7 @@ def leave_zygote_at_first_seed(address: str, configure: Callable[[dict[str, Any]
         def seed(*args: Any, **kwargs: Any) -> Any:
             for holder, attribute, original in originals:
                 setattr(holder, attribute, original)
-            leave_zygote(address, configure)
+            leave_zygote(address, configure, part)
             return getattr(owner, name)(*args, **kwargs)  # a fork may have shifted it
 
         return seed

@@ -60,3 +60,15 @@ def test_a_traceback_that_ends_in_our_code_is_our_fault() -> None:
     assert not is_own_fault(traceback("train.py", str(agent.__file__), "model.py"))
     assert not is_own_fault(traceback("train.py", str(agent.__file__), f"{library}/site-packages/torch/optim/adamw.py"))
     assert not is_own_fault("killed")
+
+
+def test_what_a_trials_own_mkdir_passes_on_is_not_our_fault() -> None:
+    import autoprec.trial.inside.isolate.overlay_calls as calls
+    from autoprec.trial.driver.classify import is_own_fault
+
+    frame = (
+        f'  File "train.py", line 3, in <module>\n    os.mkdir("out")\n  File "{calls.__file__}", line 294, in make\n'
+    )
+    error = "FileExistsError: [Errno 17] File exists: 'out'\n"
+    assert not is_own_fault(f"{frame}    original(place, *args, **kwargs)\n{error}")
+    assert is_own_fault(f"{frame}    place = self.nowhere[path]\n{error}")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import shutil
+import sqlite3
 import sys
 import threading
 import time
@@ -147,6 +149,46 @@ def test_losses_equal_the_scripts_own_log_and_a_plain_run(host: Any, tmp_path: P
     assert other.ok
     assert other.losses != forked.losses
     assert forked.start_s < 1.0
+
+
+FRESH = """
+import os, sqlite3, torch
+
+torch.manual_seed(0)
+os.makedirs("out/run")  # fails where it is already
+database = sqlite3.connect("runs.db")
+database.execute("create table if not exists losses (value)")
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(10):
+    loss = model(torch.randn(4, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    database.execute("insert into losses values (?)", (loss.item(),))
+    database.commit()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("there_before", [False, True])
+def test_no_seed_sees_what_another_wrote_and_a_database_can_be_written(
+    host: Any, tmp_path: Path, there_before: bool
+) -> None:
+    user = tmp_path / "user"
+    user.mkdir()
+    (user / "fresh_train.py").write_text(FRESH)
+    if there_before:
+        with contextlib.closing(sqlite3.connect(user / "runs.db")) as database:
+            database.execute("create table losses (value)")
+    before = {path.name: path.read_bytes() for path in user.iterdir()}
+    with (
+        host("-m", "fresh_train", real=True) as first,
+        host("-m", "fresh_train", real=True, seed_offset=1) as second,
+    ):
+        results = [runner.run(TrialSpec(steps=3, warmup=0)) for runner in (first, second)]
+    assert [result.status for result in results] == ["ok", "ok"], [result.reason for result in results]
+    assert {path.name: path.read_bytes() for path in user.iterdir()} == before
 
 
 @pytest.mark.slow

@@ -53,8 +53,8 @@ def test_the_zygote_is_left_once_before_the_first_seed(monkeypatch: pytest.Monke
 
     before = (random.seed, torch.manual_seed, torch.random.manual_seed, numpy.random.seed)
     left: list[str] = []
-    monkeypatch.setattr(zygote, "leave_zygote", lambda address, configure: left.append(address))
-    zygote.leave_zygote_at_first_seed("here", lambda config: None)
+    monkeypatch.setattr(zygote, "leave_zygote", lambda address, configure, part: left.append(address))
+    zygote.leave_zygote_at_first_seed("here", lambda config: None, lambda: None)
     assert torch.manual_seed is not before[1]
     assert left == []
     torch.manual_seed(5)
