@@ -63,6 +63,8 @@ def _held_back(tail: str) -> str:
     """Say where AutoPrec itself may be the cause of what the output shows."""
     if "Permission denied" in tail or "Read-only file system" in tail:
         return "\nA trial may not change your files: another program, or a library in C, tried to (AutoPrec's doing)."
+    if "EOFError: EOF when reading a line" in tail:
+        return "\nA trial has no terminal to read from (AutoPrec's doing): give the answer as an argument."
     return ""
 
 

@@ -106,7 +106,8 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
     raise ScriptError(
         f"the script failed while training as written: {result.status}: {result.reason}\n{result.tail}".rstrip(),
         where=where,
-        fix="this run was not changed by AutoPrec; make the script train as it is first",
+        fix="this run had no policy, and worked on a copy of its files; does the script train by itself? "
+        "If it does, please report this with the output above",
     )
 
 

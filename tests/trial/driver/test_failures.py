@@ -25,6 +25,7 @@ def test_a_failing_script_is_shown_and_not_blamed() -> None:
 def test_what_we_held_back_is_said() -> None:
     assert "AutoPrec's doing" in script_failed(COMMAND, 1, "mkdir: Permission denied").what
     assert "AutoPrec's doing" in first_step_failed(COMMAND, TrialResult("crashed", "x", "Permission denied")).what
+    assert "has no terminal to read from" in script_failed(COMMAND, 1, "EOFError: EOF when reading a line").what
 
 
 def test_our_own_fault_is_ours() -> None:

@@ -37,8 +37,9 @@ def searching(result: dict[str, object]) -> Search:
 def test_a_reference_that_cannot_be_run_ends_the_search_with_the_cause(
     result: dict[str, object], error: type[Exception], says: str
 ) -> None:
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=says) as caught:
         searching(result).run()
+    assert "was not changed by AutoPrec" not in str(caught.value)  # its files were another's
 
 
 def test_the_noise_floor_is_what_one_rounding_of_the_weights_does(here: Path) -> None:  # noqa: F811
