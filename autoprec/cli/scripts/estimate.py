@@ -41,6 +41,13 @@ def _graph(
     return report, host.device
 
 
+def _device_here() -> str:
+    """Return the device that ``--target auto`` means where there is no script to say on which it trains."""
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+
+
 def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
@@ -302,6 +309,7 @@ def estimate(
         if counts:
             check_layout(asked, counts, tensor_parallel)
     report, device = _graph(script, graph, config, batch, seq, timeout)
+    device = _device_here() if target == "auto" and not script else device
     tunable(report)
     found, here = resolve_target(target, device)
     if measured:

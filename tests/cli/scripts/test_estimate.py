@@ -43,6 +43,17 @@ def test_a_tiny_model_stays(graph: str) -> None:
     assert "payback   " in found.output
 
 
+def test_without_a_script_auto_is_the_gpu_of_this_machine_where_there_is_one(
+    graph: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert json.loads(run("--graph", graph, "--json").stdout)["target"] == "cpu"
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr("autoprec.cost.calibrate.calibration.kept_calibration", lambda _device: None)
+    assert json.loads(run("--graph", graph, "--json").stdout)["target"] == "h100"
+    assert json.loads(run("--graph", graph, "--json", "--target", "cpu").stdout)["target"] == "cpu"
+
+
 def test_the_same_model_scaled_up_is_searched(graph: str) -> None:
     found = run("--target", "h100", "--graph", graph, "--cost-scale", "width=16,depth=4,tokens=32", "--json")
     document = json.loads(found.output)
