@@ -1,10 +1,11 @@
 """One training step that can be played again, under another policy, without the script's help.
 
 While the script takes a step, every call of the model is noted with its inputs, random state and autocast, and every
-torch function applied to the model's outputs on the way to ``backward`` is put on a tape. Played again, the model is
-called with the same inputs, the tape runs on its new outputs, and ``backward`` gives the gradients that this batch
-would have had; losses computed outside the model are recomputed too. What does not lead to the loss (a metric that is
-summed up, a value that is printed) is left out: it would change what the script holds.
+torch function applied to the model's outputs or parameters on the way to ``backward`` is put on a tape. Played again,
+the model is called with the same inputs, the tape runs on its new outputs, and ``backward`` gives the gradients that
+this batch would have had; losses computed outside the model are recomputed too. What does not lead to the loss (a
+metric that is summed up, a value that is printed) is left out: it would change what the script holds. Inputs and
+targets are copied: a script may load its next batch into the same memory before its step is played.
 """
 
 from __future__ import annotations
@@ -33,8 +34,15 @@ class _Call:
     kwargs: dict[str, Any]
     outputs: Any
     autocast: tuple[bool, torch.dtype]
+    differentiable: bool
     random: Any = None
     sync: bool | None = None
+
+    @property
+    def writes(self) -> bool:
+        """Whether it changes its first argument in place."""
+        name = getattr(self.run, "__name__", "")
+        return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
 @dataclass(slots=True)
@@ -75,10 +83,13 @@ class _Tape(TorchFunctionMode):
             out = func(*args, **named)
             owner.after_backward()
             return out
+        if not owner.follows((args, named)):
+            return func(*args, **named)
+        replaced = getattr(func, "__name__", "") == "__setitem__"  # what else its first argument held are constants
+        # copied before it writes into them
+        kept_args, kept_named = owner.copied((tuple(args), named), constant=args[0] if replaced else None)
         out = func(*args, **named)
-        flat = tree_flatten((args, named))[0]
-        if any(isinstance(x, Tensor) and id(x) in owner.tracked for x in flat):
-            owner.note(func, tuple(args), named, out)
+        owner.note(func, kept_args, kept_named, args[0] if out is None and args else out)
         return out
 
 
@@ -99,6 +110,7 @@ class RecordedStep:
         self._mode: _Tape | None = None
         self._original: Any = None
         self._kept: list[Any] = []  # ids must stay unique for as long as they are compared
+        self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # with its copy
         self.tracked: dict[int, Any] = {}
         self.busy = False
 
@@ -125,9 +137,7 @@ class RecordedStep:
             nn.Module.__call__ = self._original  # type: ignore[method-assign]
 
     def _record_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kept = tree_map(
-            lambda x: x.detach().clone().requires_grad_(x.requires_grad) if _is_leaf(x) else x, (args, kwargs)
-        )
+        kept = self.copied((args, kwargs))
         random = random_state(self._device)
         with self._paused():
             outputs = self._original(module, *args, **kwargs)
@@ -148,6 +158,33 @@ class RecordedStep:
                 mode.__enter__()  # type: ignore[no-untyped-call]
             self._mode, self.busy = mode, False
 
+    def follows(self, values: Any) -> bool:
+        """Say whether anything of these depends on the model's outputs, or on its parameters."""
+        known = [id(value) for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
+        if any(name in self.tracked for name in known):
+            return True
+        return torch.is_grad_enabled() and any(name in self._owned for name in known)
+
+    def copied(self, values: Any, constant: Any = None) -> Any:
+        """Return values with copies of the tensors that come from elsewhere: the script may overwrite them.
+
+        They lead to no parameter of the model, or backward could not go through them again; ``constant`` is one of
+        which that is known.
+        """
+
+        def copy(value: Any) -> Any:
+            if not isinstance(value, Tensor) or id(value) in self.tracked or id(value) in self._owned:
+                return value
+            if isinstance(value, nn.Parameter):  # of another model, whose gradients are its own affair
+                return value.detach()
+            if value.requires_grad and value.is_leaf:  # torch.autograd.grad may ask for its gradient later
+                made = (value, value.detach().clone().requires_grad_())
+                return self._leaves.setdefault(id(value), made)[1]
+            reaches = value is not constant and _leaves_of(value) & self._owned
+            return value if reaches else value.detach().clone()
+
+        return tree_map(copy, values)
+
     def note(
         self,
         run: Any,
@@ -160,7 +197,8 @@ class RecordedStep:
         """Put a call on the tape and follow its outputs."""
         kind = self._device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
-        self._micros[-1].calls.append(_Call(run, args, kwargs, outputs, autocast, random, sync))
+        differentiable = torch.is_grad_enabled()
+        self._micros[-1].calls.append(_Call(run, args, kwargs, outputs, autocast, differentiable, random, sync))
         self._kept.append((args, kwargs, outputs))
         for tensor in tree_flatten(outputs)[0]:
             if isinstance(tensor, Tensor):
@@ -210,8 +248,13 @@ class RecordedStep:
             if call.sync is not None:
                 call.run.require_backward_grad_sync = call.sync  # type: ignore[attr-defined]
             args, kwargs = tree_map(fresh, (call.args, call.kwargs))
-            with torch.autocast(self._device.type, dtype=call.autocast[1], enabled=call.autocast[0]):
+            if call.writes and args[0] is call.args[0]:
+                args = (args[0].clone(), *args[1:])
+            enabled, dtype = call.autocast
+            autocast = torch.autocast(self._device.type, dtype=dtype, enabled=enabled)
+            with autocast, torch.set_grad_enabled(call.differentiable):
                 outputs = call.run(*args, **kwargs)
+            outputs = args[0] if outputs is None and args else outputs
             old, new = tree_flatten(call.outputs)[0], tree_flatten(outputs)[0]
             for before, after in zip(old, new, strict=True):
                 if isinstance(before, Tensor):
@@ -224,6 +267,7 @@ class RecordedStep:
     def forget(self) -> None:
         """Let go of everything that was recorded."""
         self._kept.clear()
+        self._leaves.clear()
         self._micros.clear()
         self.tracked.clear()
 
@@ -232,5 +276,14 @@ def _ids(tree: Any) -> set[int]:
     return {id(value) for value in tree_flatten(tree)[0] if isinstance(value, Tensor)}
 
 
-def _is_leaf(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad_fn is None
+def _leaves_of(value: Tensor) -> set[int]:
+    """Return the ids of the leaves that a tensor's gradient would go to."""
+    waiting, seen, found = [value.grad_fn], set(), set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        found.add(id(getattr(node, "variable", None)))
+        waiting += [previous for previous, _ in node.next_functions]
+    return found

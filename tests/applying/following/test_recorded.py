@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from autoprec.applying.following.recorded import RecordedStep
 
@@ -36,3 +40,107 @@ def test_two_micro_batches_are_played_again_and_a_sum_of_losses_is_not() -> None
     assert torch.equal(other.weight.grad, others)
     step.forget()
     assert not step.complete
+
+
+Losses = Callable[[nn.Module, Tensor, Tensor], Tensor]
+
+
+def _regularised(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x), y) + 0.01 * torch.stack([p.square().sum() for p in model.parameters()]).sum()
+
+
+def _accumulated(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out, total = model(x), torch.zeros(())
+    total += out.square().mean()
+    total += F.cross_entropy(out, y)
+    total /= 2
+    return total
+
+
+def _written_into_elements(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out, losses = model(x), torch.ones(3)
+    losses[0] = out.square().mean()
+    losses[1] += F.cross_entropy(out, y)
+    return losses.sum()
+
+
+def _copied_into_a_buffer(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    buffer = torch.zeros(5, 3)
+    buffer.copy_(model(x))
+    return F.cross_entropy(buffer, y)
+
+
+def _towards_its_own_output(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    out = model(x)
+    with torch.no_grad():
+        target = out.softmax(-1) * F.one_hot(y, 3)
+    return F.cross_entropy(out, target)
+
+
+def _after_another_model(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    encoder = nn.Linear(4, 4)
+    return F.cross_entropy(model(encoder(x).tanh()), y)
+
+
+def _gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
+    return F.cross_entropy(out, y) + gradient.norm(2)
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda model, x, y: F.cross_entropy(model(x), y),
+        _regularised,
+        _accumulated,
+        _written_into_elements,
+        _copied_into_a_buffer,
+        _towards_its_own_output,
+        _after_another_model,
+        _gradient_penalty,
+    ],
+)
+def test_losses_as_scripts_write_them_are_played_with_the_same_gradients(loss_of: Losses) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    x, y = torch.empty(5, 4), torch.empty(5, dtype=torch.long)
+    step.start()
+    for _ in range(2):  # the second batch is loaded into the memory of the first
+        loss_of(model, x.normal_(), y.random_(0, 3)).backward()
+    step.stop()
+    y.zero_()
+    assert step.complete
+    first = [p.grad.clone() for p in model.parameters()]
+    for _ in range(2):
+        model.zero_grad()
+        step.play()
+        for parameter, gradient in zip(model.parameters(), first, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_a_model_behind_this_one_keeps_its_gradients_and_its_running_statistics() -> None:
+    """A generator that is played again must not train the discriminator."""
+    torch.manual_seed(0)
+    model, judge = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step.start()
+    judge(model(torch.randn(5, 4))).mean().backward()
+    step.stop()
+    kept = [p.grad.clone() for p in judge.parameters()] + [b.clone() for b in judge.buffers()]
+    step.play()
+    now = [p.grad for p in judge.parameters()] + list(judge.buffers())
+    assert all(torch.equal(a, b) for a, b in zip(kept, now, strict=True))
+
+
+def test_a_loss_whose_way_was_not_seen_is_refused() -> None:
+    model = nn.Linear(4, 3)
+    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    hidden = model.weight.square().sum()  # before the recording began
+    step.start()
+    (model(torch.randn(5, 4)).mean() + hidden).backward()
+    step.stop()
+    with pytest.raises(RuntimeError, match="second time"):
+        step.play()
