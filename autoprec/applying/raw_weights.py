@@ -1,10 +1,10 @@
 """GEMMs that no layer module runs: weights multiplied by a function inside some module's forward.
 
 A torch-function mode, active only inside the forward of the module that holds such weights, recognises them when
-``F.linear``, ``matmul``, ``@``, ``mm``, ``bmm``, ``addmm``, ``baddbmm`` or ``einsum`` multiplies by them, also through
-a view (``weight[expert]``, ``weight.t()``) or a cast copy (``weight.to(x.dtype)``), and runs the product through the
-weight's execution. An einsum that is not a matrix product (an index summed or repeated in one operand alone) is left
-alone; the audit then says that the weight was never seen.
+``F.linear``, ``matmul``, ``@``, ``mm``, ``bmm``, ``addmm``, ``baddbmm``, ``einsum`` or ``grouped_mm`` multiplies by
+them, also through a view (``weight[expert]``, ``weight.t()``) or a cast copy (``weight.to(x.dtype)``), and runs the
+product through the weight's execution. An einsum that is not a matrix product (an index summed or repeated in one
+operand alone) is left alone; the audit then says that the weight was never seen.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ __all__ = ["RawWeightExecutions", "WeightExecutions", "WeightMode", "unit_execut
 
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
 _ADDMM = (torch.addmm, torch.baddbmm)
+#: What a grouped product may be given by name.
+_GROUPED = {"offs", "bias", "out_dtype"}
 #: What returns a weight in another dtype or layout of memory, its values otherwise the same.
 _COPIES = frozenset(
     {Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.contiguous}
@@ -107,6 +109,10 @@ class WeightMode(TorchFunctionMode):
             out = self._einsum(*args)
             if out is not None:
                 return out
+        elif func is torch._grouped_mm and len(args) >= 2 and not kwargs.keys() - _GROUPED:
+            out = self._grouped(*args, **kwargs)
+            if out is not None:
+                return out
         return func(*args, **kwargs)
 
     def _copied(self, weight: Any, copy: Any) -> Any:
@@ -145,6 +151,20 @@ class WeightMode(TorchFunctionMode):
             stacked = torch.stack(parts)
             return stacked if bias is None else stacked + bias
         return None
+
+    def _grouped(self, x: Any, weight: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Tensor | None:
+        """Rows of ``x`` times the weight of their expert, ``[experts, in, out]``; None when it is not one of ours."""
+        execution = self._execution(weight)
+        if execution is None or bias is not None or weight.ndim != 3:
+            return None
+        out: Tensor | None
+        if x.ndim == 2 and offs is not None:
+            out = execution.grouped(x, weight, offs, training=self.training)
+        elif x.ndim == 3 and offs is None:
+            out = self._matmul(x, weight, None)
+        else:
+            return None
+        return out if out is None or out_dtype is None else out.to(out_dtype)
 
 
 def _renamed(kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ import struct
 import threading
 import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +44,7 @@ from autoprec.numerics.quantize import quantize
 from autoprec.precision.formats import FORMATS
 from autoprec.support.optional import require
 
-__all__ = ["FusedCasts", "fused_casts", "launch"]
+__all__ = ["FusedCasts", "agreed", "constants_of", "fused_casts", "has_kernels", "launch"]
 
 _GROUP = 128
 _CHUNK = 1 << 20
@@ -73,9 +73,12 @@ def launch(name: str, grid: tuple[int, int], arguments: tuple[Any, ...], constan
 
 def fused_casts(state: QuantizerState) -> FusedCasts | None:
     """Return what casts the operands of a layer on NVIDIA GPUs, or None where Triton is missing."""
-    if importlib.util.find_spec("triton") is None or torch.version.hip is not None:
-        return None
-    return FusedCasts(state)
+    return FusedCasts(state) if has_kernels() else None
+
+
+def has_kernels() -> bool:
+    """Say whether there is a Triton for NVIDIA GPUs."""
+    return importlib.util.find_spec("triton") is not None and torch.version.hip is None
 
 
 def _on_gpu(x: Tensor) -> bool:
@@ -180,7 +183,11 @@ def _agrees(device: torch.device, dtype: torch.dtype, first: Spec | None, second
 
     What does not compile, or gives other codes, is told once and not used.
     """
-    key = (device, dtype, first, second)
+    return agreed((device, dtype, first, second), device, functools.partial(_same_codes, device, dtype, first, second))
+
+
+def agreed(key: Any, device: torch.device, same: Callable[[], bool]) -> bool:
+    """Say whether ``same`` holds on a device, asked once for each ``key``; what it raises is told and means no."""
     found = _agreed.get(key)
     if found is None:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
@@ -188,7 +195,7 @@ def _agrees(device: torch.device, dtype: torch.dtype, first: Spec | None, second
         why = ""
         try:
             with torch.inference_mode(False), torch.no_grad():
-                found = _same_codes(device, dtype, first, second)
+                found = same()
         except Exception as error:  # whatever a compiler or a driver raises
             found, why = False, f": {type(error).__name__}: {error}"
         if not found:
@@ -278,15 +285,15 @@ class _Zeros(threading.local):
 _zeros = _Zeros()
 
 
-def _constants(spec: Spec, first: Spec | None, second: Spec | None, tile: tuple[int, int]) -> dict[str, Any]:
+def constants_of(spec: Spec, tile: tuple[int, int]) -> dict[str, Any]:
+    """Return what every kernel that casts with scales of its own takes: the format, the rule of scales, the tile."""
     limits = {"e4m3": (121, 3, 0x43E00000), "e5m2": (113, 2, 0x47600000)}
     exponent, mantissa, limit = limits[spec.format]
     epsilon = spec.scaling.amax_epsilon if spec.scaling else 0.0
     return {
-        "BY_ROW": first is not None, "BY_COLUMN": second is not None,
         "EXPONENT": exponent, "MANTISSA": mantissa, "LIMIT": limit, "FORMAT_MAX": FORMATS[spec.format].max,
         "POWER_OF_2": bool(spec.scaling and spec.scaling.power_of_2), "BLOCK_R": tile[0], "BLOCK_C": tile[1],
-        "EPSILON": epsilon, "EPSILON_BITS": struct.unpack("<i", struct.pack("<f", epsilon))[0],
+        "EPSILON": epsilon,
     }  # fmt: skip
 
 
@@ -320,7 +327,9 @@ def _cast(
         nothing if by_row is None else by_row, nothing if by_column is None else by_column, wide, high, *inverses,
         *cells, scale, nothing if seen is None else seen.view(torch.int32),
     )  # fmt: skip
-    constants = _constants(spec, uses[0], uses[1], tile) | {"SCHEME": scheme, "NOTE": seen is not None}
+    constants = constants_of(spec, tile) | {"SCHEME": scheme, "NOTE": seen is not None}
+    constants |= {"BY_ROW": uses[0] is not None, "BY_COLUMN": uses[1] is not None}
+    constants["EPSILON_BITS"] = struct.unpack("<i", struct.pack("<f", constants["EPSILON"]))[0]
     launch("cast_kernel", _grid(x, tile), arguments, constants | {"num_warps": 8 if group > 1 else 4})
     return by_row, by_column
 

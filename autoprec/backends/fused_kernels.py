@@ -1,4 +1,4 @@
-"""The two Triton kernels of :mod:`autoprec.backends.fused`; imported where Triton is, and nowhere else.
+"""The Triton kernels of ``backends.fused`` and ``backends.experts``; imported where Triton is, and nowhere else.
 
 Rounding to 8 bits is done on the bits of float32 values, ties to even, so that every architecture and Triton's
 interpreter (``TRITON_INTERPRET=1``) give the codes of ``numerics.rounding.encode``, and no multiplication can be
@@ -11,7 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["cast_kernel", "largest_kernel"]
+__all__ = ["cast_kernel", "groups_kernel", "largest_kernel"]
 
 #: Passed to ``tl.reduce``: the interpreter knows it, and a maximum of integers needs no care for NaN.
 _maximum = tl.standard._elementwise_max
@@ -166,4 +166,49 @@ def cast_kernel(
         tl.store(
             column_codes + c[:, None] * column_width + r[None, :], tl.trans(by_column),
             mask=(c[:, None] < last) & (r[None, :] < column_width),
+        )  # fmt: skip
+
+
+@triton.jit
+def groups_kernel(
+    x, columns, stride_r, stride_c, ends, padded, codes, width, inverse, largest,
+    GIVEN: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constexpr,
+    FORMAT_MAX: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Cast groups of rows for GEMMs that sum over each group by itself: transposed, every group padded with zeros.
+
+    Args (pointers):
+        ends, padded: int32; the row at which each group ends, and the column of ``codes`` at which it ends there.
+        codes: ``[columns, width]``, uint8; columns beyond the last group are not written.
+        inverse: float32 ``[groups, columns]``.
+        largest: where ``GIVEN``, the bits of the largest magnitude of each group, which one scale is for.
+    """
+    c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
+    group = tl.program_id(1)
+    inside = c < columns
+    start = tl.load(ends + group - 1, mask=group > 0, other=0).to(tl.int64)
+    rows = tl.load(ends + group).to(tl.int64) - start
+    begin = tl.load(padded + group - 1, mask=group > 0, other=0).to(tl.int64)
+    room = tl.load(padded + group).to(tl.int64) - begin
+    source = x + start * stride_r + c[None, :] * stride_c
+    if GIVEN:
+        magnitude = tl.zeros([BLOCK_C], tl.int32) + tl.load(largest + group)
+    else:
+        magnitude = tl.zeros([BLOCK_C], tl.int32)
+        for first in range(0, rows, BLOCK_R):
+            r = first + tl.arange(0, BLOCK_R).to(tl.int64)
+            mask = (r[:, None] < rows) & inside[None, :]
+            values = tl.load(source + r[:, None] * stride_r, mask=mask, other=0.0)
+            magnitude = tl.maximum(magnitude, tl.reduce(_magnitudes(values), 0, _maximum))
+    scale = _scale(magnitude, EPSILON, FORMAT_MAX, POWER_OF_2)
+    tl.store(inverse + group.to(tl.int64) * columns + c, _inverse(scale, magnitude), mask=inside)
+    for first in range(0, room, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R).to(tl.int64)
+        mask = (r[:, None] < rows) & inside[None, :]
+        values = tl.load(source + r[:, None] * stride_r, mask=mask, other=0.0).to(tl.float32)
+        code = _code(values * scale[None, :], EXPONENT, MANTISSA, LIMIT)
+        tl.store(
+            codes + c[:, None] * width + begin + r[None, :], tl.trans(code),
+            mask=inside[:, None] & (r[None, :] < room),
         )  # fmt: skip

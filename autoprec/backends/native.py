@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec.backends.base import Backend, Capability, feature_sizes
+from autoprec.backends.experts import GroupedProducts
 from autoprec.backends.fused import fused_casts
 from autoprec.backends.scaled_mm import blocked_multiply, scaled_multiply
 from autoprec.numerics.linear import LinearExecution
@@ -128,4 +129,5 @@ class NativeBackend(Backend):
             if kind:
                 multiply[gemm] = scaled_multiply if kind in ("tensor", "row") else blocked_multiply
         state = QuantizerState(seed)
-        return LinearExecution(plan, multiply, state, fused_casts(state) if multiply else None, backend=self.name)
+        casts = fused_casts(state) if multiply else None
+        return LinearExecution(plan, multiply, state, casts, GroupedProducts(casts), backend=self.name)

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from autoprec.policy import LayerPlan
 
@@ -68,6 +70,28 @@ class Execution(ABC):
 
         ``training`` lets delayed scaling learn from this call.
         """
+
+    @_disable_dynamo
+    def grouped(self, input: Tensor, weight: Tensor, ends: Tensor, *, training: bool = True) -> Tensor:
+        """Return ``input[group] @ weight[group]`` for all groups of rows: each expert is a layer of its own.
+
+        Args:
+            input: ``[M, K]``, sorted by expert.
+            weight: ``[E, K, N]``.
+            ends: integers ``[E]``: the row at which each expert's rows end. The host waits for them.
+            training: let delayed scaling learn from this call.
+
+        Returns:
+            ``[M, N]`` in the input's dtype, autocast or not, as ``torch._grouped_mm``; zeros for rows of no expert.
+        """
+        with torch.autocast(input.device.type, enabled=False):
+            parts, start = [F.linear(input[:0], weight[0].t().to(input.dtype))], 0  # no rows, but a gradient for both
+            for end, one in zip(ends.tolist(), weight.unbind(0), strict=True):
+                if end > start:
+                    parts.append(self(input[start:end], one.t(), None, training=training))
+                    start = end
+        rest = parts[0].new_zeros((input.shape[0] - start, weight.shape[2]))
+        return torch.cat([*parts, rest])
 
     def state(self, device: torch.device) -> dict[str, Tensor]:  # noqa: ARG002
         """Return what this layer remembers between steps, by name: tensors whose shapes the plan alone decides."""

@@ -24,9 +24,10 @@ from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, n
 from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.numerics.scaling import amax_of
+from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm
 
-__all__ = ["CALIBRATING", "LinearExecution", "in_backward"]
+__all__ = ["CALIBRATING", "LinearExecution", "in_backward", "only_once"]
 
 #: What an audit says of GEMMs that ran as the script wrote them while amaxes were gathered.
 CALIBRATING = "calibrating"
@@ -54,6 +55,18 @@ class Casts(Protocol):
         """Do so with a weight, which several micro-batches may share."""
 
 
+class Experts(Protocol):
+    """Runs a 3-D weight by grouped GEMMs, all experts in one call."""
+
+    def refusal(self, plan: LayerPlan, weight: Tensor) -> str:
+        """Return why it cannot run a plan on a weight ``[E, K, N]``, or nothing."""
+
+    def run(
+        self, layer: LinearExecution, input: Tensor, weight: Tensor, ends: Tensor, steps: Steps, out_dtype: torch.dtype
+    ) -> Tensor:
+        """Return ``[M, N]`` in ``out_dtype``."""
+
+
 @dataclass(slots=True)
 class LinearExecution(Execution):
     """Runs one linear layer under its plan.
@@ -64,6 +77,7 @@ class LinearExecution(Execution):
             where bfloat16 GEMMs take 3 to 40 times as long; for trials whose time is modelled.
         quantizers: delayed scales and the private random stream.
         fused: casts an operand for both of its GEMMs at once where no compiler fuses casts; None: torch's operators do.
+        experts: runs grouped GEMMs; None, or what it refuses: one expert after another.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
         calibration: training forwards that only note amaxes before anything is quantised.
         native: dtype of a plan autograd runs by itself, by device type.
@@ -73,6 +87,7 @@ class LinearExecution(Execution):
     multiply: Mapping[Gemm, Multiply] = field(default_factory=dict)
     quantizers: QuantizerState = field(default_factory=QuantizerState)
     fused: Casts | None = None
+    experts: Experts | None = None
     emulates_casts: bool = False
     traced: dict[str, str] | None = None
     calibration: int = field(init=False, default=0)
@@ -173,6 +188,28 @@ class LinearExecution(Execution):
         with torch.autocast(device, enabled=False):
             return _run(input, weight, bias, self, steps, out_dtype, training, grad)
 
+    def grouped(self, input: Tensor, weight: Tensor, ends: Tensor, *, training: bool = True) -> Tensor:
+        """Return ``input[group] @ weight[group]`` for all groups of rows, in one grouped GEMM where there is one."""
+        if input.device.type == "meta":
+            return input.new_empty((input.shape[0], weight.shape[2]))
+        why = "" if self.experts is None else self.experts.refusal(self.plan, weight)
+        if self.experts is None or why or input.shape[0] == 0:
+            if weight.device.type != "cpu" and input.shape[0]:
+                why = why or f"backend '{self.backend}' has no grouped GEMM"
+                self.uncompiled = f"one expert after another, and the host waits for their sizes: {why}"
+            return Execution.grouped(self, input, weight, ends, training=training)
+        _refuse_transforms(self.name)
+        self.called = True
+        steps = self._steps(input.device.type, input.dtype)
+        if torch.compiler.is_compiling():
+            self.traced = steps.labels
+        return self.experts.run(self, input, weight, ends, steps, input.dtype)
+
+    def mark(self, gemm: Gemm, label: str) -> None:
+        """Write down what ran a GEMM; inside a compiled graph nothing is written."""
+        if not torch.compiler.is_compiling():
+            self.ran[gemm] = label
+
     def _calibrates(self) -> bool:
         """Say whether this forward only notes amaxes: a recomputed one does what the one that it repeats did."""
         if not in_backward():
@@ -234,11 +271,6 @@ class LinearExecution(Execution):
         return out
 
 
-def _note(layer: LinearExecution, gemm: Gemm, label: str) -> None:
-    if not torch.compiler.is_compiling():
-        layer.ran[gemm] = label
-
-
 def _run(*args: Any) -> Tensor:
     if torch.compiler.is_compiling():
         input, layer, steps = args[0], args[3], args[4]
@@ -246,14 +278,20 @@ def _run(*args: Any) -> Tensor:
             # scales that lie elsewhere are outside the graph: the layer runs as in eager mode
             opaque: Tensor = _run_eagerly(*args)
             return opaque
-    elif torch._C._functorch.peek_interpreter_stack() is not None:  # grad, vmap, jvp of torch.func
-        raise UnsupportedError(
-            "the transforms of torch.func (grad, vmap, jvp, ...) do not go through a layer in scaled formats",
-            where=f"layer '{args[3].name}'",
-            fix="keep this layer as the script wrote it or in bf16, or take gradients with backward()",
-        )
+    else:
+        _refuse_transforms(args[3].name)
     out: Tensor = _PlannedLinear.apply(*args)  # type: ignore[no-untyped-call]
     return out
+
+
+def _refuse_transforms(name: str) -> None:
+    """Raise inside grad, vmap or jvp of ``torch.func``."""
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            "the transforms of torch.func (grad, vmap, jvp, ...) do not go through a layer in scaled formats",
+            where=f"layer '{name}'",
+            fix="keep this layer as the script wrote it or in bf16, or take gradients with backward()",
+        )
 
 
 @_disable_dynamo
@@ -299,7 +337,7 @@ class _PlannedLinear(torch.autograd.Function):
         if b is None:
             b = quantize(weight, steps.fprop.second, operand="weight", **options)
         out = steps.fprop.multiply(a, b, steps.fprop, out_dtype)
-        _note(layer, "fprop", steps.fprop.label)
+        layer.mark("fprop", steps.fprop.label)
         if bias is not None:
             out += bias
         if grad:
@@ -321,7 +359,7 @@ class _PlannedLinear(torch.autograd.Function):
             grads = _PlannedLinear.gradients(ctx, grad_output)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return grads
-        return _only_once(grads, ctx.layer.name)
+        return only_once(grads, ctx.layer.name)
 
     @staticmethod
     def gradients(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
@@ -343,7 +381,7 @@ class _PlannedLinear(torch.autograd.Function):
             if isinstance(w, Tensor):
                 w = quantize(w, step.second, operand="weight", state=layer.quantizers, update=False, values=step.values)
             grad_input = step.multiply(d, w, step, x_dtype).reshape(shape)
-            _note(layer, "dgrad", step.label)
+            layer.mark("dgrad", step.label)
         if x is not None:
             step = steps.wgrad
             if e is None and d is not None and d.spec == step.first and not step.first.stochastic:
@@ -353,7 +391,7 @@ class _PlannedLinear(torch.autograd.Function):
             if isinstance(x, Tensor):
                 x = quantize(x, step.second, operand="input", state=layer.quantizers, update=False, values=step.values)
             grad_weight = step.multiply(e, x, step, w_dtype)
-            _note(layer, "wgrad", step.label)
+            layer.mark("wgrad", step.label)
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             grad_bias = g.sum(0, dtype=torch.float32).to(bias_dtype)
         return grad_input, grad_weight, grad_bias, None, None, None, None, None
@@ -417,7 +455,7 @@ def _restore(ctx: Any) -> list[QuantizedOperand | Tensor | None]:
     return found
 
 
-def _only_once(grads: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+def only_once(grads: tuple[Any, ...], name: str) -> tuple[Any, ...]:
     """Let the gradients of ``create_graph=True`` be used but not differentiated: rounding has no second derivative.
 
     ``once_differentiable`` would let them pass as constants where the gradient that arrived is one.

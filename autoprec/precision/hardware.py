@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from autoprec.errors import FileError, UnknownNameError, UsageError
-from autoprec.precision.recipes import Recipe
+from autoprec.precision.recipes import OPERANDS, Recipe
 from autoprec.support.files import read_document
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "alignment",
     "by_device_name",
     "cpu_bf16_units",
+    "grouped_refusal",
     "load_targets",
     "named",
     "recipe_family",
@@ -66,6 +67,26 @@ def recipe_family(recipe: Recipe) -> str:
 def alignment(family: str) -> int:
     """Return what M, K and N must be a multiple of for a GEMM of this family on a GPU."""
     return _ALIGNMENT.get(family, 1)
+
+
+def grouped_refusal(recipe: Recipe, capability: tuple[int, int]) -> str:
+    """Return why torch has no grouped GEMM (3-D weights of experts) for a recipe on an NVIDIA GPU, or nothing.
+
+    Torch's own tests of ``_scaled_grouped_mm`` (2.11 and 2.13) run on compute capability 9.0 alone; its kernel takes
+    E4M3 and a scale for each row, which one scale per expert can be written as.
+    """
+    if not recipe.scaled:
+        return ""
+    what = recipe.describe()
+    if recipe.format != "fp8" or recipe.scaling is None or recipe.scaling.granularity == "block":
+        return f"no grouped GEMM runs {what}: torch groups FP8 with scales per row or per expert"
+    if recipe.scaling.scale == "delayed":
+        return f"no grouped GEMM runs {what}: experts have scales of the moment, not of past steps"
+    if {recipe.operand_format(operand) for operand in OPERANDS} != {"e4m3"}:
+        return f"torch's grouped GEMM multiplies E4M3 by E4M3 only: {what} has E5M2"
+    if capability != (9, 0):
+        return f"torch's grouped FP8 GEMM runs on compute capability 9.0 only, this is {capability[0]}.{capability[1]}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

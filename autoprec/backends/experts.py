@@ -1,0 +1,373 @@
+"""Grouped GEMMs in FP8: the tokens of all experts, sorted by expert, times one weight each, through one torch call.
+
+``torch._scaled_grouped_mm`` (compute capability 9.0, E4M3, bfloat16 results) multiplies rows ``ends[e - 1]`` to
+``ends[e]`` by the weight of expert ``e``, with a scale for each row of either operand. Every expert is quantised as a
+layer of its own, as the loop of :meth:`~autoprec.numerics.execution.Execution.grouped` does it, bit for bit:
+
+======  =============================  ============================  ==============================================
+GEMM    first operand, scales          second operand, scales        which rows share a scale
+======  =============================  ============================  ==============================================
+fprop   tokens ``[M, K]``, ``[M]``     ``[E, N, K]``, ``[E, N]``     each its own; or one per expert (tensor scales)
+dgrad   gradients ``[M, N]``, ``[M]``  ``[E, K, N]``, ``[E, K]``     the same
+wgrad   ``[N, T]``, ``[E N]``          ``[K, T]``, ``[E K]``         each column of an expert its own, or one per expert
+======  =============================  ============================  ==============================================
+
+Only wgrad sums over tokens: its operands are transposed, and each expert's part is padded with zeros to a multiple of
+16, at least 16, because the kernel takes no empty sum. ``T`` is an upper bound, ``M`` rounded up plus 16 for each
+expert, so that the host never waits for the sizes; what lies beyond the last expert is not read. Rows of tokens beyond
+``ends[-1]`` belong to no expert: as in ``torch._grouped_mm``, what is returned for them is not defined.
+
+Written after torch's ``GroupedBlas.cpp``, ``GroupMMCommon.cuh`` and meta registration (2.11, 2.13) and torchao 0.18's
+``prototype/moe_training``; not run on a GPU yet.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autoprec.backends.fused import FusedCasts, agreed, constants_of, has_kernels, launch
+from autoprec.numerics.linear import LinearExecution, only_once
+from autoprec.numerics.operand import ScaleRule, Spec
+from autoprec.numerics.plan import GemmStep, Steps
+from autoprec.numerics.quantize import quantize
+from autoprec.numerics.rounding import STORAGE, encode
+from autoprec.numerics.scaling import inverse_of, scale_of
+from autoprec.policy import LayerPlan
+from autoprec.precision.formats import FORMATS
+from autoprec.precision.hardware import grouped_refusal
+from autoprec.precision.recipes import GEMMS
+
+__all__ = ["GroupedProducts", "Groups"]
+
+#: What the sum over an expert's tokens is padded to, and the least it may be.
+_MULTIPLE = 16
+_TILE = (128, 64)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.device.type == "cuda"
+
+
+def _magnitudes(x: Tensor) -> Tensor:
+    """Return the bits of the magnitudes: as integers NaN is the largest, so that a maximum carries it."""
+    return x.detach().float().view(torch.int32) & 0x7FFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Where each expert's rows end, as they come and padded for a sum over them.
+
+    Attributes:
+        ends: int32 ``[E]``, not falling.
+        padded: int32 ``[E]``: the ends where every group has a multiple of 16 rows, at least 16.
+        width: an upper bound of ``padded[-1]`` that needs no look at it, a multiple of 16.
+    """
+
+    ends: Tensor
+    padded: Tensor
+    width: int
+
+    @classmethod
+    def of(cls, ends: Tensor, rows: int) -> Groups:
+        """Return the groups of ``rows`` rows."""
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+        wide = ((sizes + (_MULTIPLE - 1)) // _MULTIPLE).clamp(min=1) * _MULTIPLE
+        width = (rows + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE + _MULTIPLE * ends.shape[0]
+        return cls(ends, wide.cumsum(0, dtype=torch.int32), width)
+
+    @classmethod
+    def even(cls, count: int, rows: int, device: torch.device) -> Groups:
+        """Return ``count`` groups of ``rows`` rows each, a multiple of 16: nothing is padded."""
+        ends = torch.arange(1, count + 1, dtype=torch.int32, device=device) * rows
+        return cls(ends, ends, count * rows)
+
+    def group_of(self, rows: int) -> Tensor:
+        """Return the group of each row, int64; ``E`` for rows of no group."""
+        at = torch.arange(rows, dtype=torch.int32, device=self.ends.device)
+        return torch.searchsorted(self.ends, at, right=True)
+
+    def largest(self, x: Tensor) -> Tensor:
+        """Return the bits of each group's largest magnitude, int32 ``[E]``; 0 for empty groups."""
+        rows = _magnitudes(x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0]))
+        cells = rows.new_zeros(self.ends.shape[0] + 1)
+        return cells.scatter_reduce(0, self.group_of(x.shape[0]), rows, "amax")[:-1]
+
+
+def _scales(magnitudes: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+    """Return scales and their inverses, from the bits of largest magnitudes."""
+    amax, rule = magnitudes.view(torch.float32), spec.rule
+    scale = scale_of(amax, FORMATS[spec.format].max, power_of_2=rule.power_of_2, epsilon=rule.amax_epsilon)
+    return scale, inverse_of(scale, amax)
+
+
+def _columns_by_torch(x: Tensor, groups: Groups, spec: Spec, largest: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Do what :func:`_columns` does with torch's operators."""
+    count, rows = groups.ends.shape[0], x.shape[0]
+    if largest is None:
+        cells = torch.zeros(count + 1, x.shape[1], dtype=torch.int32, device=x.device)
+        index = groups.group_of(rows).unsqueeze(1).expand(rows, x.shape[1])
+        found = cells.scatter_reduce(0, index, _magnitudes(x), "amax")[:-1]
+    else:
+        found = largest.unsqueeze(1).expand(count, x.shape[1])
+    scale, inverse = _scales(found.contiguous(), spec)
+    at = torch.arange(groups.width, dtype=torch.int32, device=x.device)
+    group = torch.searchsorted(groups.padded, at, right=True).clamp(max=count - 1)
+    begins, starts = (F.pad(ends, (1, 0))[:-1][group] for ends in (groups.padded, groups.ends))
+    source = at - begins + starts
+    held = source < groups.ends[group]
+    values = x.float()[torch.where(held, source, 0)] * scale[group]
+    codes = encode(torch.where(held.unsqueeze(1), values, 0.0), spec.format, bounded=True)
+    return codes.t().contiguous(), inverse
+
+
+def _columns_by_kernel(x: Tensor, groups: Groups, spec: Spec, largest: Tensor | None) -> tuple[Tensor, Tensor]:
+    columns, count = x.shape[1], groups.ends.shape[0]
+    codes = x.new_empty((columns, groups.width), dtype=torch.uint8)
+    inverse = x.new_empty((count, columns), dtype=torch.float32)
+    given = groups.ends if largest is None else largest
+    arguments = (x, columns, *x.stride(), groups.ends, groups.padded, codes, groups.width, inverse, given)
+    constants = constants_of(spec, _TILE) | {"GIVEN": largest is not None, "num_warps": 8}
+    launch("groups_kernel", (-(-columns // _TILE[1]), count), arguments, constants)
+    return codes.view(spec.dtype), inverse
+
+
+def _same_codes(device: torch.device, dtype: torch.dtype, spec: Spec) -> bool:
+    x = torch.linspace(-3.0, 5.0, 100 * 80, device=device).pow(3).reshape(100, 80).to(dtype)
+    groups = Groups.of(torch.tensor([0, 37, 37, 93], dtype=torch.int32, device=device), 100)
+    for largest in (None, groups.largest(x)):
+        ours, theirs = _columns_by_kernel(x, groups, spec, largest), _columns_by_torch(x, groups, spec, largest)
+        end = int(groups.padded[-1])
+        same = torch.equal(ours[0][:, :end].view(torch.uint8), theirs[0][:, :end].view(torch.uint8))
+        if not same or not torch.equal(ours[1], theirs[1]):
+            return False
+    return True
+
+
+def _columns(x: Tensor, groups: Groups, spec: Spec, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise groups of rows for GEMMs that sum over each of them.
+
+    Args:
+        x: ``[rows, columns]``, any strides.
+        groups: of its rows.
+        spec: the format and the rule of scales.
+        largest: bits of the magnitude that one scale for a whole group is for; None for one scale per column.
+
+    Returns:
+        Codes ``[columns, width]`` and inverse scales float32 ``[E, columns]``.
+    """
+    fast = _on_gpu(x) and has_kernels() and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    if fast:
+        key = ("groups", x.device, x.dtype, spec)
+        fast = agreed(key, x.device, lambda: _same_codes(x.device, x.dtype, spec))
+    return (_columns_by_kernel if fast else _columns_by_torch)(x, groups, spec, largest)
+
+
+@torch.library.custom_op("autoprec::cast_groups", mutates_args=())
+def _cast_groups(
+    x: Tensor,
+    ends: Tensor,
+    padded: Tensor,
+    width: int,
+    largest: Tensor | None,
+    format_name: str,
+    power_of_2: bool,
+    epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    """:func:`_columns` in a compiled graph."""
+    rule = ScaleRule("row", power_of_2=power_of_2, amax_epsilon=epsilon)
+    return _columns(x, Groups(ends, padded, width), Spec("row", format_name, 0, rule), largest)
+
+
+@_cast_groups.register_fake
+def _cast_groups_shape(
+    x: Tensor,
+    ends: Tensor,
+    _padded: Tensor,
+    width: int,
+    _largest: Tensor | None,
+    format_name: str,
+    _power_of_2: bool,
+    _epsilon: float,
+) -> tuple[Tensor, Tensor]:
+    codes = x.new_empty((x.shape[1], width), dtype=STORAGE[format_name])
+    return codes, x.new_empty((ends.shape[0], x.shape[1]), dtype=torch.float32)
+
+
+def _scaled(spec: Spec) -> bool:
+    return spec.scheme != "cast"
+
+
+class GroupedProducts:
+    """Runs a layer whose 3-D weight a grouped GEMM multiplies by, on an NVIDIA GPU.
+
+    Args:
+        casts: what casts operands along their rows where no compiler fuses casts; None: torch's operators do.
+    """
+
+    def __init__(self, casts: FusedCasts | None) -> None:
+        self.casts = casts
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GroupedProducts:
+        """A copied layer casts by what its own casts are."""
+        return GroupedProducts(copy.deepcopy(self.casts, memo))
+
+    def refusal(self, plan: LayerPlan, weight: Tensor) -> str:
+        """Return why torch has no grouped GEMM for a plan and a weight ``[E, K, N]`` where it lies, or nothing."""
+        if not _on_gpu(weight):
+            return f"no grouped kernels on {weight.device.type}"
+        recipes = [recipe for gemm in GEMMS if (recipe := plan.recipe(gemm)) is not None]
+        for recipe in recipes:
+            why = grouped_refusal(recipe, torch.cuda.get_device_capability(weight.device))
+            if why:
+                return why
+        sizes = weight.shape[1:]
+        if any(recipe.scaled for recipe in recipes) and any(size % _MULTIPLE for size in sizes):
+            return f"a weight of {sizes[0]} x {sizes[1]} is not a multiple of {_MULTIPLE} on both sides"
+        return ""
+
+    def run(
+        self, layer: LinearExecution, input: Tensor, weight: Tensor, ends: Tensor, steps: Steps, out_dtype: torch.dtype
+    ) -> Tensor:
+        """Return ``input[M, K] @ weight[E, K, N]``, group by group, as ``[M, N]`` in ``out_dtype``."""
+        grad = torch.is_grad_enabled()
+        ends = ends.to(torch.int32)
+        out: Tensor = _Experts.apply(input, weight, ends, self, layer, steps, out_dtype, grad)  # type: ignore[no-untyped-call]
+        return out
+
+    def _rows(self, x: Tensor, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
+        """Quantise a 2-D tensor along its rows: codes of its shape, inverse scales ``[rows]``."""
+        spec = replace(spec, axis=1)
+        made = None
+        if self.casts is not None and not torch.compiler.is_compiling():
+            made = self.casts.pair(x, spec, None, operand)[0]
+        if made is None:
+            made = quantize(x, spec, operand=operand)
+        if made.scale is None:
+            raise ValueError("rows have scales")
+        return made.codes.contiguous(), made.scale.reshape(-1)
+
+    def tokens(self, x: Tensor, groups: Groups, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
+        """Quantise ``[M, columns]`` for a GEMM that sums along its rows: codes, and inverse scales ``[M]``."""
+        if spec.scheme == "row":
+            return self._rows(x, spec, operand)
+        scale, inverse = (F.pad(s, (0, 1), value=1.0) for s in _scales(groups.largest(x), spec))
+        group = groups.group_of(x.shape[0])
+        codes = encode(x.float() * scale[group].unsqueeze(1), spec.format)  # rows of no group may exceed the format
+        return codes.contiguous(), inverse[group]
+
+    def columns(self, x: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
+        """Quantise ``[M, columns]`` for sums over each group: codes ``[columns, T]``, inverses ``[E, columns]``."""
+        largest = groups.largest(x) if spec.scheme == "tensor" else None
+        if not torch.compiler.is_compiling():
+            return _columns(x, groups, spec, largest)
+        rule = spec.rule
+        found: tuple[Tensor, Tensor] = torch.ops.autoprec.cast_groups(
+            x, groups.ends, groups.padded, groups.width, largest, spec.format, rule.power_of_2, rule.amax_epsilon
+        )
+        return found
+
+    def matrices(self, weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
+        """Quantise ``[E, outer, sum]``: codes of that shape, contiguous along the sum, inverses ``[E, outer]``."""
+        count, outer, summed = weight.shape
+        if spec.scheme == "tensor":
+            scale, inverse = _scales(_magnitudes(weight.abs().amax((1, 2))), spec)
+            codes = encode((weight.float() * scale.reshape(-1, 1, 1)), spec.format, bounded=True)
+            return codes.contiguous(), inverse.unsqueeze(1).expand(count, outer).contiguous()
+        if weight.stride(2) != 1 and weight.transpose(1, 2).is_contiguous() and not torch.compiler.is_compiling():
+            # stored the other way round: each matrix is a group of rows
+            flat = weight.transpose(1, 2).reshape(count * summed, outer)
+            codes, inverse = self.columns(flat, Groups.even(count, summed, weight.device), spec)
+            return codes.view(outer, count, summed).transpose(0, 1), inverse
+        codes, inverse = self._rows(weight.reshape(count * outer, summed), spec, "weight")
+        return codes.view(count, outer, summed), inverse.view(count, outer)
+
+
+def _product(
+    a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], ends: Tensor, step: GemmStep, dtype: torch.dtype
+) -> Tensor:
+    """Multiply codes and inverse scales; the second operand comes as ``[..., outer, sum]``."""
+    out: Tensor = torch._scaled_grouped_mm(
+        a[0], b[0].transpose(-2, -1), a[1], b[1], offs=ends, out_dtype=torch.bfloat16, use_fast_accum=step.fast
+    )
+    return out.to(dtype)
+
+
+class _Experts(torch.autograd.Function):
+    """fprop, dgrad and wgrad of all experts; see the module."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        ends: Tensor,
+        products: GroupedProducts,
+        layer: LinearExecution,
+        steps: Steps,
+        out_dtype: torch.dtype,
+        grad: bool,
+    ) -> Tensor:
+        groups, step = Groups.of(ends, input.shape[0]), steps.fprop
+        if _scaled(step.first):
+            a = products.tokens(input, groups, step.first, "input")
+            out = _product(a, products.matrices(weight.transpose(1, 2), step.second), ends, step, out_dtype)
+        else:
+            out = torch._grouped_mm(input.to(step.first.dtype), weight.to(step.second.dtype), offs=ends).to(out_dtype)
+        layer.mark("fprop", step.label)
+        if grad:
+            kept: tuple[Tensor | None, Tensor | None] = (None, None)
+            if ctx.needs_input_grad[1]:
+                spec = steps.wgrad.second
+                kept = products.columns(input, groups, spec) if _scaled(spec) else (input.to(spec.dtype), None)
+            ctx.save_for_backward(*kept, weight if ctx.needs_input_grad[0] else None, ends, groups.padded)
+            ctx.how, ctx.width = (products, layer, steps), groups.width
+            ctx.kinds = input.dtype, weight.dtype, weight.stride(2) == 1
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        products, layer, steps = ctx.how
+        with torch.no_grad():
+            grads = _gradients(ctx, grad_output, products, layer, steps)
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            grads = only_once(grads, layer.name)
+        return *grads, None, None, None, None, None, None
+
+
+def _gradients(
+    ctx: Any, g: Tensor, products: GroupedProducts, layer: LinearExecution, steps: Steps
+) -> tuple[Tensor | None, Tensor | None]:
+    x, x_inverse, weight, ends, padded = ctx.saved_tensors
+    x_dtype, w_dtype, turned = ctx.kinds
+    groups = Groups(ends, padded, ctx.width)
+    grad_input = grad_weight = None
+    if weight is not None:
+        step = steps.dgrad
+        if _scaled(step.first):
+            a = products.tokens(g, groups, step.first, "grad_output")
+            grad_input = _product(a, products.matrices(weight, step.second), ends, step, x_dtype)
+        else:
+            first, second = g.to(step.first.dtype).contiguous(), weight.to(step.second.dtype).transpose(1, 2)
+            grad_input = torch._grouped_mm(first, second, offs=ends).to(x_dtype)
+        layer.mark("dgrad", step.label)
+    if x is not None:
+        step = steps.wgrad
+        if _scaled(step.first):
+            # the gradient is laid out as the weight is stored
+            mine, other = products.columns(g, groups, step.first), (x, x_inverse)
+            pair = (other, mine) if turned else (mine, other)
+            a, b = ((codes, inverse.reshape(-1)) for codes, inverse in pair)
+            found = _product(a, b, padded, step, w_dtype)
+        else:
+            g = g.to(step.first.dtype).contiguous()
+            first, second = (x, g) if turned else (g, x)
+            found = torch._grouped_mm(first.t(), second, offs=ends).to(w_dtype)
+        grad_weight = found if turned else found.transpose(1, 2)
+        layer.mark("wgrad", step.label)
+    return grad_input, grad_weight
