@@ -29,21 +29,22 @@ BLACKWELL = ("mxfp8", "nvfp4")
 #: What the planned search compiles: the script as written, and one recipe for every trial.
 PLANNED = ("bf16", "fp8_rowwise")
 TOKENS, WIDTH, HIDDEN = 16384, 768, 3072
+EXPERTS, EXPERT_HIDDEN = 8, 1536
 
 
-def uniform(recipe: str) -> dict[str, Any]:
-    """Return the policy document that gives every layer one built-in recipe, under bf16 autocast."""
+def uniform(recipe: str, match: str = "*") -> dict[str, Any]:
+    """Return the policy document that gives the layers of a glob one built-in recipe, under bf16 autocast."""
     from autoprec.precision.recipes import BUILTIN_RECIPES
 
     recipes = {recipe: BUILTIN_RECIPES[recipe].model_dump(exclude_none=True)}
-    document = {"schema": "autoprec.policy/1", "recipes": recipes, "layers": [{"match": "*", "recipe": recipe}]}
+    document = {"schema": "autoprec.policy/1", "recipes": recipes, "layers": [{"match": match, "recipe": recipe}]}
     return document | {"activations": "bf16"}
 
 
-def _policy(recipe: str) -> Any:
+def _policy(recipe: str, match: str = "*") -> Any:
     from autoprec.policy import policy_from_dict
 
-    return policy_from_dict(uniform(recipe))
+    return policy_from_dict(uniform(recipe, match))
 
 
 def _block(blocks: int) -> Any:
@@ -79,6 +80,52 @@ def _block(blocks: int) -> Any:
     return Model()
 
 
+def _mixture() -> Any:
+    """Return a block with experts in 3-D weights: norm, router, tokens sorted by expert, grouped products, residual."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(EXPERTS, EXPERT_HIDDEN, WIDTH))
+            self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, EXPERT_HIDDEN))
+
+        def forward(self, x: Any, ends: Any) -> Any:
+            up, down = (weight.bfloat16().transpose(1, 2) for weight in (self.up, self.down))
+            return torch._grouped_mm(F.silu(torch._grouped_mm(x, up, offs=ends)), down, offs=ends)
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.router, self.experts = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS, bias=False), Experts()
+
+        def forward(self, x: Any) -> Any:
+            tokens = self.norm(x).reshape(-1, WIDTH)
+            weight, chosen = self.router(tokens).float().softmax(-1).topk(2, -1)
+            order = chosen.flatten().argsort(stable=True)
+            ends = (chosen.reshape(-1, 1) == torch.arange(EXPERTS, device=x.device)).sum(0).cumsum(0, dtype=torch.int32)
+            out = self.experts(tokens[order // 2].bfloat16(), ends) * weight.flatten()[order].unsqueeze(1)
+            return x + torch.zeros_like(tokens, dtype=out.dtype).index_add(0, order // 2, out).reshape(x.shape)
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, x: Any) -> Any:
+            return self.block(x)
+
+    return Model()
+
+
+def experts(recipe: str, backend: str) -> dict[str, Any]:
+    """Compile one block of experts (:func:`_mixture`), those in a recipe, the rest under bf16 autocast."""
+    found = _compiled(recipe, backend, experts=True)
+    return {key: found[key] for key in ("kernels", "MB", "graphs", "breaks", "by_kind")}
+
+
 def compiled(recipe: str, backend: str) -> dict[str, Any]:
     """Compile one block (norm, two linears, GELU, residual) under a recipe; count a step that is not the first.
 
@@ -99,7 +146,7 @@ def compiled(recipe: str, backend: str) -> dict[str, Any]:
     return found
 
 
-def _compiled(recipe: str, backend: str, blocks: int = 1) -> dict[str, Any]:
+def _compiled(recipe: str, backend: str, blocks: int = 1, *, experts: bool = False) -> dict[str, Any]:
     import torch
     from torch._dynamo.utils import counters
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -110,13 +157,20 @@ def _compiled(recipe: str, backend: str, blocks: int = 1) -> dict[str, Any]:
     generated = Generated()
     generated.install()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
-        model = _block(blocks)
-        if backend == "torchao":
+        model = _mixture() if experts else _block(blocks)
+        if backend == "torchao" and experts:
+            from torchao.prototype.moe_training.config import Float8TrainingOpConfig
+            from torchao.quantization import quantize_
+
+            plain = Float8TrainingOpConfig(pad_token_groups_for_grouped_mm=False)
+            quantize_(model.block.experts, plain, filter_fn=lambda *_: True)
+        elif backend == "torchao":
             from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
             convert_to_float8_training(model, config=Float8LinearConfig.from_recipe_name(recipe))
         elif recipe != "bf16":
-            apply_policy(_policy(recipe), model, backend=backend)
+            policy = _policy(recipe, "block.experts.*") if experts else _policy(recipe)
+            apply_policy(policy, model, backend=backend)
         model.block.compile()
         x = torch.randn(16, TOKENS // 16, WIDTH, requires_grad=True)
     with FakeTensorMode(allow_non_fake_inputs=True):  # Dynamo traces a default device with every operator, for seconds
@@ -316,7 +370,7 @@ def _one(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any
     from benchmarks.fake_cuda import pretend
 
     pretend((int(capability.split(".")[0]), int(capability.split(".")[1])))
-    return compiled(recipe, backend) if what == "compiled" else eager(recipe, backend)
+    return {"compiled": compiled, "eager": eager, "experts": experts}[what](recipe, backend)
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -344,6 +398,8 @@ def main() -> int:
     asked = [("scan", "-", "-", "-"), ("ragged", "-", "-", "-")]
     asked += [("eager", r, "native", "9.0") for r in ("bf16", *HOPPER)]
     asked += [("compiled", r, "native", "9.0") for r in ("bf16", *HOPPER)]
+    asked += [("experts", r, "native", "9.0") for r in ("bf16", "fp8_rowwise", "fp8_tensorwise_e4m3")]
+    asked += [("experts", "rowwise", "torchao", "9.0")]
     asked += [("compiled", r, "torchao", "9.0") for r in ("tensorwise", "rowwise")]
     asked += [("compiled", r, "native", "10.0") for r in BLACKWELL]
     if arguments.only:

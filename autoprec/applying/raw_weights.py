@@ -9,7 +9,8 @@ operand alone) is left alone; the audit then says that the weight was never seen
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +35,16 @@ _COPIES = frozenset(
     {Tensor.to, Tensor.type_as, Tensor.type, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.contiguous}
 )
 
+_VIEW_NAMES = (
+    *("t", "transpose", "swapaxes", "permute", "reshape", "select", "narrow", "unbind", "chunk", "split", "squeeze"),
+    *("unsqueeze", "adjoint", "movedim"),
+)
+#: What returns a view of a weight, or several.
+_VIEWS = frozenset(
+    {getattr(home, name) for home in (torch, Tensor) for name in _VIEW_NAMES if hasattr(home, name)}
+    | {Tensor.view, Tensor.__getitem__, Tensor.T.__get__, Tensor.mT.__get__}  # type: ignore[attr-defined]
+)
+
 
 class WeightExecutions:
     """Installed in a module that holds several weights: their executions, by parameter name."""
@@ -54,14 +65,31 @@ def unit_execution(unit: Unit) -> Any:
     return found
 
 
+def _let_dynamo_dispatch() -> None:
+    """Make ``torch.compile`` hand grouped products to torch-function modes, as Python does.
+
+    Dynamo asks a table that leaves out every function whose name begins with an underscore, and runs those past the
+    mode without a word (torch 2.11 and 2.13).
+    """
+    table = torch.overrides.get_overridable_functions().get(torch)
+    if table is not None and torch._grouped_mm not in table:
+        table.append(torch._grouped_mm)
+    dynamo = sys.modules.get("torch._dynamo.variables.torch")
+    if dynamo is not None:  # its copy of the table may have been made already
+        dynamo.get_overridable_functions().add(torch._grouped_mm)
+
+
 class RawWeightExecutions(WeightExecutions):
     """The executions of weights that functions multiply by."""
 
+    def __init__(self, module: nn.Module, executions: dict[str, Execution]) -> None:
+        super().__init__(module, executions)
+        if any(parameter.ndim == 3 for parameter in module.parameters(recurse=False)):
+            _let_dynamo_dispatch()
+
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a forward with the mode active."""
-        weights = {}
-        for name, execution in self.executions.items():
-            weights[id(getattr(self.module, name))] = execution
+        weights = [(getattr(self.module, name), execution) for name, execution in self.executions.items()]
         with WeightMode(weights, self.module.training):
             return forward(*args, **kwargs)
 
@@ -71,27 +99,36 @@ def _linear_arguments(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> 
 
 
 class WeightMode(TorchFunctionMode):
-    """Runs products with known weights through their executions."""
+    """Runs products with known weights through their executions.
 
-    def __init__(self, weights: dict[int, Any], training: bool) -> None:
+    ``known`` holds the weights and what was made of them. In a traced graph no tensor can be asked for its base or its
+    id, so views are followed as they are made.
+    """
+
+    def __init__(self, weights: Sequence[tuple[Tensor, Any]], training: bool) -> None:
         super().__init__()
-        self.weights, self.training = dict(weights), training
-        self.copies: list[Tensor] = []  # kept alive, so that no other tensor gets the id of one
+        self.known, self.training = list(weights), training
+        self.ids = {} if torch.compiler.is_compiling() else {id(weight): execution for weight, execution in weights}
 
     def _execution(self, weight: Any) -> Any:
         if not isinstance(weight, Tensor):
             return None
-        found = self.weights.get(id(weight))
+        if torch.compiler.is_compiling():
+            for held, execution in self.known:
+                if held is weight:
+                    return execution
+            return None
+        found = self.ids.get(id(weight))
         if found is None and weight._is_view() and weight._base is not None:
-            found = self.weights.get(id(weight._base))
+            found = self.ids.get(id(weight._base))
         return found
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _COPIES:
-            return self._copied(args[0], func(*args, **kwargs))
+        if func in _COPIES or (torch.compiler.is_compiling() and func in _VIEWS):
+            return self._made_of(args[0], func(*args, **kwargs))
         if func is F.linear:
             x, weight, bias = _linear_arguments(*args, **_renamed(kwargs))
             execution = self._execution(weight)
@@ -115,13 +152,16 @@ class WeightMode(TorchFunctionMode):
                 return out
         return func(*args, **kwargs)
 
-    def _copied(self, weight: Any, copy: Any) -> Any:
-        """Know a copy of a weight for that weight, as scripts make one that cast their weights themselves."""
+    def _made_of(self, weight: Any, made: Any) -> Any:
+        """Know a copy or a view of a weight for that weight, as scripts make one that cast their weights themselves."""
         execution = self._execution(weight)
-        if execution is not None and isinstance(copy, Tensor) and copy is not weight and copy.is_floating_point():
-            self.weights[id(copy)] = execution
-            self.copies.append(copy)
-        return copy
+        if execution is not None:
+            for one in made if isinstance(made, (tuple, list)) else (made,):
+                if isinstance(one, Tensor) and one is not weight and one.is_floating_point():
+                    self.known.append((one, execution))  # held, so that no other tensor gets its id
+                    if not torch.compiler.is_compiling():
+                        self.ids[id(one)] = execution
+        return made
 
     def _einsum(self, equation: str, first: Any, second: Any) -> Tensor | None:
         """A product written as an equation; None when neither operand is one of ours, or it is not a matrix product."""
