@@ -4,13 +4,13 @@
 ``ends[e]`` by the weight of expert ``e``, with a scale for each row of either operand. Every expert is quantised as a
 layer of its own, as the loop of :meth:`~autoprec.numerics.execution.Execution.grouped` does it, bit for bit:
 
-======  =============================  ============================  ==============================================
-GEMM    first operand, scales          second operand, scales        which rows share a scale
-======  =============================  ============================  ==============================================
-fprop   tokens ``[M, K]``, ``[M]``     ``[E, N, K]``, ``[E, N]``     each its own; or one per expert (tensor scales)
-dgrad   gradients ``[M, N]``, ``[M]``  ``[E, K, N]``, ``[E, K]``     the same
-wgrad   ``[N, T]``, ``[E N]``          ``[K, T]``, ``[E K]``         each column of an expert its own, or one per expert
-======  =============================  ============================  ==============================================
+======  =============================  ============================  ==========================
+GEMM    first operand, scales          second operand, scales        result
+======  =============================  ============================  ==========================
+fprop   tokens ``[M, K]``, ``[M]``     ``[E, N, K]``, ``[E, N]``     ``[M, N]``
+dgrad   gradients ``[M, N]``, ``[M]``  ``[E, K, N]``, ``[E, K]``     ``[M, K]``
+wgrad   ``[N, T]``, ``[E N]``          ``[K, T]``, ``[E K]``         ``[E, N, K]``
+======  =============================  ============================  ==========================
 
 Only wgrad sums over tokens: its operands are transposed, and each expert's part is padded with zeros to a multiple of
 16, at least 16, because the kernel takes no empty sum. ``T`` is an upper bound, ``M`` rounded up plus 16 for each
@@ -54,11 +54,6 @@ def _on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
 
-def _magnitudes(x: Tensor) -> Tensor:
-    """Return the bits of the magnitudes: as integers NaN is the largest, so that a maximum carries it."""
-    return x.detach().float().view(torch.int32) & 0x7FFFFFFF
-
-
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Where each expert's rows end, as they come and padded for a sum over them.
@@ -87,35 +82,17 @@ class Groups:
         ends = torch.arange(1, count + 1, dtype=torch.int32, device=device) * rows
         return cls(ends, ends, count * rows)
 
-    def group_of(self, rows: int) -> Tensor:
-        """Return the group of each row, int64; ``E`` for rows of no group."""
-        at = torch.arange(rows, dtype=torch.int32, device=self.ends.device)
-        return torch.searchsorted(self.ends, at, right=True)
 
-    def largest(self, x: Tensor) -> Tensor:
-        """Return the bits of each group's largest magnitude, int32 ``[E]``; 0 for empty groups."""
-        rows = _magnitudes(x.abs().amax(1) if x.shape[1] else x.new_zeros(x.shape[0]))
-        cells = rows.new_zeros(self.ends.shape[0] + 1)
-        return cells.scatter_reduce(0, self.group_of(x.shape[0]), rows, "amax")[:-1]
-
-
-def _scales(magnitudes: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-    """Return scales and their inverses, from the bits of largest magnitudes."""
-    amax, rule = magnitudes.view(torch.float32), spec.rule
-    scale = scale_of(amax, FORMATS[spec.format].max, power_of_2=rule.power_of_2, epsilon=rule.amax_epsilon)
-    return scale, inverse_of(scale, amax)
-
-
-def _columns_by_torch(x: Tensor, groups: Groups, spec: Spec, largest: Tensor | None) -> tuple[Tensor, Tensor]:
+def _columns_by_torch(x: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
     """Do what :func:`_columns` does with torch's operators."""
     count, rows = groups.ends.shape[0], x.shape[0]
-    if largest is None:
-        cells = torch.zeros(count + 1, x.shape[1], dtype=torch.int32, device=x.device)
-        index = groups.group_of(rows).unsqueeze(1).expand(rows, x.shape[1])
-        found = cells.scatter_reduce(0, index, _magnitudes(x), "amax")[:-1]
-    else:
-        found = largest.unsqueeze(1).expand(count, x.shape[1])
-    scale, inverse = _scales(found.contiguous(), spec)
+    at = torch.arange(rows, dtype=torch.int32, device=x.device)
+    index = torch.searchsorted(groups.ends, at, right=True).unsqueeze(1).expand(rows, x.shape[1])
+    # bits of magnitudes: as integers NaN is the largest, so that a maximum carries it; a last cell is for no group
+    cells = torch.zeros(count + 1, x.shape[1], dtype=torch.int32, device=x.device)
+    found = cells.scatter_reduce(0, index, x.float().view(torch.int32) & 0x7FFFFFFF, "amax")
+    amax, rule = found[:-1].view(torch.float32), spec.rule
+    scale = scale_of(amax, FORMATS[spec.format].max, power_of_2=rule.power_of_2, epsilon=rule.amax_epsilon)
     at = torch.arange(groups.width, dtype=torch.int32, device=x.device)
     group = torch.searchsorted(groups.padded, at, right=True).clamp(max=count - 1)
     begins, starts = (F.pad(ends, (1, 0))[:-1][group] for ends in (groups.padded, groups.ends))
@@ -123,16 +100,15 @@ def _columns_by_torch(x: Tensor, groups: Groups, spec: Spec, largest: Tensor | N
     held = source < groups.ends[group]
     values = x.float()[torch.where(held, source, 0)] * scale[group]
     codes = encode(torch.where(held.unsqueeze(1), values, 0.0), spec.format, bounded=True)
-    return codes.t().contiguous(), inverse
+    return codes.t().contiguous(), inverse_of(scale, amax)
 
 
-def _columns_by_kernel(x: Tensor, groups: Groups, spec: Spec, largest: Tensor | None) -> tuple[Tensor, Tensor]:
+def _columns_by_kernel(x: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
     columns, count = x.shape[1], groups.ends.shape[0]
     codes = x.new_empty((columns, groups.width), dtype=torch.uint8)
     inverse = x.new_empty((count, columns), dtype=torch.float32)
-    given = groups.ends if largest is None else largest
-    arguments = (x, columns, *x.stride(), groups.ends, groups.padded, codes, groups.width, inverse, given)
-    constants = constants_of(spec, _TILE) | {"GIVEN": largest is not None, "num_warps": 8}
+    arguments = (x, columns, *x.stride(), groups.ends, groups.padded, codes, groups.width, inverse)
+    constants = constants_of(spec, _TILE) | {"num_warps": 8}
     launch("groups_kernel", (-(-columns // _TILE[1]), count), arguments, constants)
     return codes.view(spec.dtype), inverse
 
@@ -140,23 +116,19 @@ def _columns_by_kernel(x: Tensor, groups: Groups, spec: Spec, largest: Tensor | 
 def _same_codes(device: torch.device, dtype: torch.dtype, spec: Spec) -> bool:
     x = torch.linspace(-3.0, 5.0, 100 * 80, device=device).pow(3).reshape(100, 80).to(dtype)
     groups = Groups.of(torch.tensor([0, 37, 37, 93], dtype=torch.int32, device=device), 100)
-    for largest in (None, groups.largest(x)):
-        ours, theirs = _columns_by_kernel(x, groups, spec, largest), _columns_by_torch(x, groups, spec, largest)
-        end = int(groups.padded[-1])
-        same = torch.equal(ours[0][:, :end].view(torch.uint8), theirs[0][:, :end].view(torch.uint8))
-        if not same or not torch.equal(ours[1], theirs[1]):
-            return False
-    return True
+    ours, theirs = _columns_by_kernel(x, groups, spec), _columns_by_torch(x, groups, spec)
+    end = int(groups.padded[-1])
+    same = torch.equal(ours[0][:, :end].view(torch.uint8), theirs[0][:, :end].view(torch.uint8))
+    return same and torch.equal(ours[1], theirs[1])
 
 
-def _columns(x: Tensor, groups: Groups, spec: Spec, largest: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _columns(x: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
     """Quantise groups of rows for GEMMs that sum over each of them.
 
     Args:
         x: ``[rows, columns]``, any strides.
         groups: of its rows.
         spec: the format and the rule of scales.
-        largest: bits of the magnitude that one scale for a whole group is for; None for one scale per column.
 
     Returns:
         Codes ``[columns, width]`` and inverse scales float32 ``[E, columns]``.
@@ -165,7 +137,7 @@ def _columns(x: Tensor, groups: Groups, spec: Spec, largest: Tensor | None = Non
     if fast:
         key = ("groups", x.device, x.dtype, spec)
         fast = agreed(key, x.device, lambda: _same_codes(x.device, x.dtype, spec))
-    return (_columns_by_kernel if fast else _columns_by_torch)(x, groups, spec, largest)
+    return (_columns_by_kernel if fast else _columns_by_torch)(x, groups, spec)
 
 
 @torch.library.custom_op("autoprec::cast_groups", mutates_args=())
@@ -174,14 +146,13 @@ def _cast_groups(
     ends: Tensor,
     padded: Tensor,
     width: int,
-    largest: Tensor | None,
     format_name: str,
     power_of_2: bool,
     epsilon: float,
 ) -> tuple[Tensor, Tensor]:
     """:func:`_columns` in a compiled graph."""
     rule = ScaleRule("row", power_of_2=power_of_2, amax_epsilon=epsilon)
-    return _columns(x, Groups(ends, padded, width), Spec("row", format_name, 0, rule), largest)
+    return _columns(x, Groups(ends, padded, width), Spec("row", format_name, 0, rule))
 
 
 @_cast_groups.register_fake
@@ -190,7 +161,6 @@ def _cast_groups_shape(
     ends: Tensor,
     _padded: Tensor,
     width: int,
-    _largest: Tensor | None,
     format_name: str,
     _power_of_2: bool,
     _epsilon: float,
@@ -240,7 +210,7 @@ class GroupedProducts:
         out: Tensor = _Experts.apply(input, weight, ends, self, layer, steps, out_dtype, grad)  # type: ignore[no-untyped-call]
         return out
 
-    def _rows(self, x: Tensor, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
+    def rows(self, x: Tensor, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
         """Quantise a 2-D tensor along its rows: codes of its shape, inverse scales ``[rows]``."""
         spec = replace(spec, axis=1)
         made = None
@@ -252,39 +222,25 @@ class GroupedProducts:
             raise ValueError("rows have scales")
         return made.codes.contiguous(), made.scale.reshape(-1)
 
-    def tokens(self, x: Tensor, groups: Groups, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
-        """Quantise ``[M, columns]`` for a GEMM that sums along its rows: codes, and inverse scales ``[M]``."""
-        if spec.scheme == "row":
-            return self._rows(x, spec, operand)
-        scale, inverse = (F.pad(s, (0, 1), value=1.0) for s in _scales(groups.largest(x), spec))
-        group = groups.group_of(x.shape[0])
-        codes = encode(x.float() * scale[group].unsqueeze(1), spec.format)  # rows of no group may exceed the format
-        return codes.contiguous(), inverse[group]
-
     def columns(self, x: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
         """Quantise ``[M, columns]`` for sums over each group: codes ``[columns, T]``, inverses ``[E, columns]``."""
-        largest = groups.largest(x) if spec.scheme == "tensor" else None
         if not torch.compiler.is_compiling():
-            return _columns(x, groups, spec, largest)
+            return _columns(x, groups, spec)
         rule = spec.rule
         found: tuple[Tensor, Tensor] = torch.ops.autoprec.cast_groups(
-            x, groups.ends, groups.padded, groups.width, largest, spec.format, rule.power_of_2, rule.amax_epsilon
+            x, groups.ends, groups.padded, groups.width, spec.format, rule.power_of_2, rule.amax_epsilon
         )
         return found
 
     def matrices(self, weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
         """Quantise ``[E, outer, sum]``: codes of that shape, contiguous along the sum, inverses ``[E, outer]``."""
         count, outer, summed = weight.shape
-        if spec.scheme == "tensor":
-            scale, inverse = _scales(_magnitudes(weight.abs().amax((1, 2))), spec)
-            codes = encode((weight.float() * scale.reshape(-1, 1, 1)), spec.format, bounded=True)
-            return codes.contiguous(), inverse.unsqueeze(1).expand(count, outer).contiguous()
         if weight.stride(2) != 1 and weight.transpose(1, 2).is_contiguous() and not torch.compiler.is_compiling():
             # stored the other way round: each matrix is a group of rows
             flat = weight.transpose(1, 2).reshape(count * summed, outer)
             codes, inverse = self.columns(flat, Groups.even(count, summed, weight.device), spec)
             return codes.view(outer, count, summed).transpose(0, 1), inverse
-        codes, inverse = self._rows(weight.reshape(count * outer, summed), spec, "weight")
+        codes, inverse = self.rows(weight.reshape(count * outer, summed), spec, "weight")
         return codes.view(count, outer, summed), inverse.view(count, outer)
 
 
@@ -315,7 +271,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         groups, step = Groups.of(ends, input.shape[0]), steps.fprop
         if _scaled(step.first):
-            a = products.tokens(input, groups, step.first, "input")
+            a = products.rows(input, step.first, "input")
             out = _product(a, products.matrices(weight.transpose(1, 2), step.second), ends, step, out_dtype)
         else:
             out = torch._grouped_mm(input.to(step.first.dtype), weight.to(step.second.dtype), offs=ends).to(out_dtype)
@@ -350,7 +306,7 @@ def _gradients(
     if weight is not None:
         step = steps.dgrad
         if _scaled(step.first):
-            a = products.tokens(g, groups, step.first, "grad_output")
+            a = products.rows(g, step.first, "grad_output")
             grad_input = _product(a, products.matrices(weight, step.second), ends, step, x_dtype)
         else:
             first, second = g.to(step.first.dtype).contiguous(), weight.to(step.second.dtype).transpose(1, 2)

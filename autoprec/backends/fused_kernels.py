@@ -171,8 +171,8 @@ def cast_kernel(
 
 @triton.jit
 def groups_kernel(
-    x, columns, stride_r, stride_c, ends, padded, codes, width, inverse, largest,
-    GIVEN: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constexpr,
+    x, columns, stride_r, stride_c, ends, padded, codes, width, inverse,
+    EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constexpr,
     FORMAT_MAX: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
@@ -182,7 +182,6 @@ def groups_kernel(
         ends, padded: int32; the row at which each group ends, and the column of ``codes`` at which it ends there.
         codes: ``[columns, width]``, uint8; columns beyond the last group are not written.
         inverse: float32 ``[groups, columns]``.
-        largest: where ``GIVEN``, the bits of the largest magnitude of each group, which one scale is for.
     """
     c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
     group = tl.program_id(1)
@@ -192,15 +191,12 @@ def groups_kernel(
     begin = tl.load(padded + group - 1, mask=group > 0, other=0).to(tl.int64)
     room = tl.load(padded + group).to(tl.int64) - begin
     source = x + start * stride_r + c[None, :] * stride_c
-    if GIVEN:
-        magnitude = tl.zeros([BLOCK_C], tl.int32) + tl.load(largest + group)
-    else:
-        magnitude = tl.zeros([BLOCK_C], tl.int32)
-        for first in range(0, rows, BLOCK_R):
-            r = first + tl.arange(0, BLOCK_R).to(tl.int64)
-            mask = (r[:, None] < rows) & inside[None, :]
-            values = tl.load(source + r[:, None] * stride_r, mask=mask, other=0.0)
-            magnitude = tl.maximum(magnitude, tl.reduce(_magnitudes(values), 0, _maximum))
+    magnitude = tl.zeros([BLOCK_C], tl.int32)
+    for first in range(0, rows, BLOCK_R):
+        r = first + tl.arange(0, BLOCK_R).to(tl.int64)
+        mask = (r[:, None] < rows) & inside[None, :]
+        values = tl.load(source + r[:, None] * stride_r, mask=mask, other=0.0)
+        magnitude = tl.maximum(magnitude, tl.reduce(_magnitudes(values), 0, _maximum))
     scale = _scale(magnitude, EPSILON, FORMAT_MAX, POWER_OF_2)
     tl.store(inverse + group.to(tl.int64) * columns + c, _inverse(scale, magnitude), mask=inside)
     for first in range(0, room, BLOCK_R):

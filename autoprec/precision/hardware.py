@@ -72,16 +72,14 @@ def alignment(family: str) -> int:
 def grouped_refusal(recipe: Recipe, capability: tuple[int, int]) -> str:
     """Return why torch has no grouped GEMM (3-D weights of experts) for a recipe on an NVIDIA GPU, or nothing.
 
-    Torch's own tests of ``_scaled_grouped_mm`` (2.11 and 2.13) run on compute capability 9.0 alone; its kernel takes
-    E4M3 and a scale for each row, which one scale per expert can be written as.
+    ``_scaled_grouped_mm`` takes E4M3 and a scale for each row; torch's own tests of it (2.11 and 2.13) run on compute
+    capability 9.0 alone.
     """
     if not recipe.scaled:
         return ""
     what = recipe.describe()
-    if recipe.format != "fp8" or recipe.scaling is None or recipe.scaling.granularity == "block":
-        return f"no grouped GEMM runs {what}: torch groups FP8 with scales per row or per expert"
-    if recipe.scaling.scale == "delayed":
-        return f"no grouped GEMM runs {what}: experts have scales of the moment, not of past steps"
+    if recipe.format != "fp8" or recipe.scaling is None or recipe.scaling.granularity != "row":
+        return f"no grouped GEMM runs {what}: torch's takes FP8 with a scale for each row only"
     if {recipe.operand_format(operand) for operand in OPERANDS} != {"e4m3"}:
         return f"torch's grouped GEMM multiplies E4M3 by E4M3 only: {what} has E5M2"
     if capability != (9, 0):
