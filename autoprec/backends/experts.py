@@ -24,7 +24,7 @@ Written after torch's ``GroupedBlas.cpp``, ``GroupMMCommon.cuh`` and meta regist
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -43,7 +43,7 @@ from autoprec.precision.formats import FORMATS
 from autoprec.precision.hardware import grouped_refusal
 from autoprec.precision.recipes import GEMMS
 
-__all__ = ["GroupedProducts", "Groups"]
+__all__ = ["GroupedProducts"]
 
 #: What the sum over an expert's tokens is padded to, and the least it may be.
 _MULTIPLE = 16
@@ -54,119 +54,89 @@ def _on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda"
 
 
-@dataclass(frozen=True, slots=True)
-class Groups:
-    """Where each expert's rows end, as they come and padded for a sum over them.
-
-    Attributes:
-        ends: int32 ``[E]``, not falling.
-        padded: int32 ``[E]``: the ends where every group has a multiple of 16 rows, at least 16.
-        width: an upper bound of ``padded[-1]`` that needs no look at it, a multiple of 16.
-    """
-
-    ends: Tensor
-    padded: Tensor
-    width: int
-
-    @classmethod
-    def of(cls, ends: Tensor, rows: int) -> Groups:
-        """Return the groups of ``rows`` rows."""
-        sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-        wide = ((sizes + (_MULTIPLE - 1)) // _MULTIPLE).clamp(min=1) * _MULTIPLE
-        width = (rows + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE + _MULTIPLE * ends.shape[0]
-        return cls(ends, wide.cumsum(0, dtype=torch.int32), width)
-
-    @classmethod
-    def even(cls, count: int, rows: int, device: torch.device) -> Groups:
-        """Return ``count`` groups of ``rows`` rows each, a multiple of 16: nothing is padded."""
-        ends = torch.arange(1, count + 1, dtype=torch.int32, device=device) * rows
-        return cls(ends, ends, count * rows)
+def _padded_ends(ends: Tensor) -> Tensor:
+    """Return where groups end once each has a multiple of 16 rows, at least 16."""
+    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
+    return (((sizes + (_MULTIPLE - 1)) // _MULTIPLE).clamp(min=1) * _MULTIPLE).cumsum(0, dtype=torch.int32)
 
 
-def _columns_by_torch(x: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
+def _width(rows: int, count: int) -> int:
+    """Return an upper bound of the last padded end, a multiple of 16, that needs no look at the groups."""
+    return (rows + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE + _MULTIPLE * count
+
+
+Columns = tuple[Tensor, Tensor, Tensor]
+
+
+def _columns_by_torch(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
     """Do what :func:`_columns` does with torch's operators."""
-    count, rows = groups.ends.shape[0], x.shape[0]
+    count, rows = ends.shape[0], x.shape[0]
+    padded, width = _padded_ends(ends), _width(rows, count)
     at = torch.arange(rows, dtype=torch.int32, device=x.device)
-    index = torch.searchsorted(groups.ends, at, right=True).unsqueeze(1).expand(rows, x.shape[1])
+    index = torch.searchsorted(ends, at, right=True).unsqueeze(1).expand(rows, x.shape[1])
     # bits of magnitudes: as integers NaN is the largest, so that a maximum carries it; a last cell is for no group
     cells = torch.zeros(count + 1, x.shape[1], dtype=torch.int32, device=x.device)
     found = cells.scatter_reduce(0, index, x.float().view(torch.int32) & 0x7FFFFFFF, "amax")
     amax, rule = found[:-1].view(torch.float32), spec.rule
     scale = scale_of(amax, FORMATS[spec.format].max, power_of_2=rule.power_of_2, epsilon=rule.amax_epsilon)
-    at = torch.arange(groups.width, dtype=torch.int32, device=x.device)
-    group = torch.searchsorted(groups.padded, at, right=True).clamp(max=count - 1)
-    begins, starts = (F.pad(ends, (1, 0))[:-1][group] for ends in (groups.padded, groups.ends))
+    at = torch.arange(width, dtype=torch.int32, device=x.device)
+    group = torch.searchsorted(padded, at, right=True).clamp(max=count - 1)
+    begins, starts = (F.pad(stops, (1, 0))[:-1][group] for stops in (padded, ends))
     source = at - begins + starts
-    held = source < groups.ends[group]
+    held = source < ends[group]
     values = x.float()[torch.where(held, source, 0)] * scale[group]
     codes = encode(torch.where(held.unsqueeze(1), values, 0.0), spec.format, bounded=True)
-    return codes.t().contiguous(), inverse_of(scale, amax)
+    return codes.t().contiguous(), inverse_of(scale, amax), padded
 
 
-def _columns_by_kernel(x: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
-    columns, count = x.shape[1], groups.ends.shape[0]
-    codes = x.new_empty((columns, groups.width), dtype=torch.uint8)
+def _columns_by_kernel(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
+    columns, count, width = x.shape[1], ends.shape[0], _width(x.shape[0], ends.shape[0])
+    codes = x.new_empty((columns, width), dtype=torch.uint8)
     inverse = x.new_empty((count, columns), dtype=torch.float32)
-    arguments = (x, columns, *x.stride(), groups.ends, groups.padded, codes, groups.width, inverse)
-    constants = constants_of(spec, _TILE) | {"num_warps": 8}
+    padded = torch.empty_like(ends)
+    arguments = (x, columns, *x.stride(), ends, padded, codes, width, inverse)
+    constants = constants_of(spec, _TILE) | {"COUNT": 1 << (count - 1).bit_length(), "num_warps": 8}
     launch("groups_kernel", (-(-columns // _TILE[1]), count), arguments, constants)
-    return codes.view(spec.dtype), inverse
+    return codes.view(spec.dtype), inverse, padded
 
 
 def _same_codes(device: torch.device, dtype: torch.dtype, spec: Spec) -> bool:
     x = torch.linspace(-3.0, 5.0, 100 * 80, device=device).pow(3).reshape(100, 80).to(dtype)
-    groups = Groups.of(torch.tensor([0, 37, 37, 93], dtype=torch.int32, device=device), 100)
-    ours, theirs = _columns_by_kernel(x, groups, spec), _columns_by_torch(x, groups, spec)
-    end = int(groups.padded[-1])
-    same = torch.equal(ours[0][:, :end].view(torch.uint8), theirs[0][:, :end].view(torch.uint8))
-    return same and torch.equal(ours[1], theirs[1])
+    ends = torch.tensor([0, 37, 37, 93], dtype=torch.int32, device=device)
+    ours, theirs = _columns_by_kernel(x, ends, spec), _columns_by_torch(x, ends, spec)
+    last = int(theirs[2][-1])
+    same = torch.equal(ours[0][:, :last].view(torch.uint8), theirs[0][:, :last].view(torch.uint8))
+    return same and torch.equal(ours[1], theirs[1]) and torch.equal(ours[2], theirs[2])
 
 
-def _columns(x: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
+def _columns(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
     """Quantise groups of rows for GEMMs that sum over each of them.
 
     Args:
         x: ``[rows, columns]``, any strides.
-        groups: of its rows.
+        ends: int32 ``[E]``, not falling: where the groups end.
         spec: the format and the rule of scales.
 
     Returns:
-        Codes ``[columns, width]`` and inverse scales float32 ``[E, columns]``.
+        Codes ``[columns, T]``, inverse scales float32 ``[E, columns]``, and where the groups end in ``T``, int32.
     """
     fast = _on_gpu(x) and has_kernels() and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     if fast:
-        key = ("groups", x.device, x.dtype, spec)
-        fast = agreed(key, x.device, lambda: _same_codes(x.device, x.dtype, spec))
-    return (_columns_by_kernel if fast else _columns_by_torch)(x, groups, spec)
+        fast = agreed(("groups", x.device, x.dtype, spec), x.device, lambda: _same_codes(x.device, x.dtype, spec))
+    return (_columns_by_kernel if fast else _columns_by_torch)(x, ends, spec)
 
 
 @torch.library.custom_op("autoprec::cast_groups", mutates_args=())
-def _cast_groups(
-    x: Tensor,
-    ends: Tensor,
-    padded: Tensor,
-    width: int,
-    format_name: str,
-    power_of_2: bool,
-    epsilon: float,
-) -> tuple[Tensor, Tensor]:
+def _cast_groups(x: Tensor, ends: Tensor, format_name: str, power_of_2: bool, epsilon: float) -> Columns:
     """:func:`_columns` in a compiled graph."""
     rule = ScaleRule("row", power_of_2=power_of_2, amax_epsilon=epsilon)
-    return _columns(x, Groups(ends, padded, width), Spec("row", format_name, 0, rule))
+    return _columns(x, ends, Spec("row", format_name, 0, rule))
 
 
 @_cast_groups.register_fake
-def _cast_groups_shape(
-    x: Tensor,
-    ends: Tensor,
-    _padded: Tensor,
-    width: int,
-    format_name: str,
-    _power_of_2: bool,
-    _epsilon: float,
-) -> tuple[Tensor, Tensor]:
-    codes = x.new_empty((x.shape[1], width), dtype=STORAGE[format_name])
-    return codes, x.new_empty((ends.shape[0], x.shape[1]), dtype=torch.float32)
+def _cast_groups_shape(x: Tensor, ends: Tensor, format_name: str, _power_of_2: bool, _epsilon: float) -> Columns:
+    codes = x.new_empty((x.shape[1], _width(x.shape[0], ends.shape[0])), dtype=STORAGE[format_name])
+    return codes, x.new_empty((ends.shape[0], x.shape[1]), dtype=torch.float32), torch.empty_like(ends)
 
 
 def _scaled(spec: Spec) -> bool:
@@ -222,24 +192,22 @@ class GroupedProducts:
             raise ValueError("rows have scales")
         return made.codes.contiguous(), made.scale.reshape(-1)
 
-    def columns(self, x: Tensor, groups: Groups, spec: Spec) -> tuple[Tensor, Tensor]:
-        """Quantise ``[M, columns]`` for sums over each group: codes ``[columns, T]``, inverses ``[E, columns]``."""
+    def columns(self, x: Tensor, ends: Tensor, spec: Spec) -> Columns:
+        """Quantise ``[M, columns]`` for sums over each group: codes, inverse scales and padded ends."""
         if not torch.compiler.is_compiling():
-            return _columns(x, groups, spec)
+            return _columns(x, ends, spec)
         rule = spec.rule
-        found: tuple[Tensor, Tensor] = torch.ops.autoprec.cast_groups(
-            x, groups.ends, groups.padded, groups.width, spec.format, rule.power_of_2, rule.amax_epsilon
-        )
+        found: Columns = torch.ops.autoprec.cast_groups(x, ends, spec.format, rule.power_of_2, rule.amax_epsilon)
         return found
 
     def matrices(self, weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
         """Quantise ``[E, outer, sum]``: codes of that shape, contiguous along the sum, inverses ``[E, outer]``."""
         count, outer, summed = weight.shape
-        if weight.stride(2) != 1 and weight.transpose(1, 2).is_contiguous() and not torch.compiler.is_compiling():
-            # stored the other way round: each matrix is a group of rows
-            flat = weight.transpose(1, 2).reshape(count * summed, outer)
-            codes, inverse = self.columns(flat, Groups.even(count, summed, weight.device), spec)
-            return codes.view(outer, count, summed).transpose(0, 1), inverse
+        turned = weight.transpose(1, 2)
+        if turned.is_contiguous() and not torch.compiler.is_compiling():  # as groups of rows, of a multiple of 16
+            ends = torch.arange(summed, count * summed + 1, summed, dtype=torch.int32, device=weight.device)
+            codes, inverse, _ = _columns(turned.reshape(count * summed, outer), ends, spec)
+            return codes[:, : count * summed].view(outer, count, summed).transpose(0, 1), inverse
         codes, inverse = self.rows(weight.reshape(count * outer, summed), spec, "weight")
         return codes.view(count, outer, summed), inverse.view(count, outer)
 
@@ -269,7 +237,7 @@ class _Experts(torch.autograd.Function):
         out_dtype: torch.dtype,
         grad: bool,
     ) -> Tensor:
-        groups, step = Groups.of(ends, input.shape[0]), steps.fprop
+        step = steps.fprop
         if _scaled(step.first):
             a = products.rows(input, step.first, "input")
             out = _product(a, products.matrices(weight.transpose(1, 2), step.second), ends, step, out_dtype)
@@ -277,12 +245,12 @@ class _Experts(torch.autograd.Function):
             out = torch._grouped_mm(input.to(step.first.dtype), weight.to(step.second.dtype), offs=ends).to(out_dtype)
         layer.mark("fprop", step.label)
         if grad:
-            kept: tuple[Tensor | None, Tensor | None] = (None, None)
+            kept: tuple[Tensor | None, ...] = (None, None, None)
             if ctx.needs_input_grad[1]:
                 spec = steps.wgrad.second
-                kept = products.columns(input, groups, spec) if _scaled(spec) else (input.to(spec.dtype), None)
-            ctx.save_for_backward(*kept, weight if ctx.needs_input_grad[0] else None, ends, groups.padded)
-            ctx.how, ctx.width = (products, layer, steps), groups.width
+                kept = products.columns(input, ends, spec) if _scaled(spec) else (input.to(spec.dtype), None, None)
+            ctx.save_for_backward(*kept, weight if ctx.needs_input_grad[0] else None, ends)
+            ctx.how = products, layer, steps
             ctx.kinds = input.dtype, weight.dtype, weight.stride(2) == 1
         return out
 
@@ -299,9 +267,8 @@ class _Experts(torch.autograd.Function):
 def _gradients(
     ctx: Any, g: Tensor, products: GroupedProducts, layer: LinearExecution, steps: Steps
 ) -> tuple[Tensor | None, Tensor | None]:
-    x, x_inverse, weight, ends, padded = ctx.saved_tensors
+    x, x_inverse, padded, weight, ends = ctx.saved_tensors
     x_dtype, w_dtype, turned = ctx.kinds
-    groups = Groups(ends, padded, ctx.width)
     grad_input = grad_weight = None
     if weight is not None:
         step = steps.dgrad
@@ -316,7 +283,7 @@ def _gradients(
         step = steps.wgrad
         if _scaled(step.first):
             # the gradient is laid out as the weight is stored
-            mine, other = products.columns(g, groups, step.first), (x, x_inverse)
+            mine, other = products.columns(g, ends, step.first)[:2], (x, x_inverse)
             pair = (other, mine) if turned else (mine, other)
             a, b = ((codes, inverse.reshape(-1)) for codes, inverse in pair)
             found = _product(a, b, padded, step, w_dtype)

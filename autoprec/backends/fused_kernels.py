@@ -172,24 +172,28 @@ def cast_kernel(
 @triton.jit
 def groups_kernel(
     x, columns, stride_r, stride_c, ends, padded, codes, width, inverse,
-    EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constexpr,
+    COUNT: tl.constexpr, EXPONENT: tl.constexpr, MANTISSA: tl.constexpr, LIMIT: tl.constexpr,
     FORMAT_MAX: tl.constexpr, POWER_OF_2: tl.constexpr, EPSILON: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Cast groups of rows for GEMMs that sum over each group by itself: transposed, every group padded with zeros.
 
     Args (pointers):
-        ends, padded: int32; the row at which each group ends, and the column of ``codes`` at which it ends there.
+        ends: int32, the row at which each group ends; ``COUNT`` is the next power of two of their number.
+        padded: int32, written: the column of ``codes`` at which it ends, a multiple of 16 after the one before, at
+            least 16.
         codes: ``[columns, width]``, uint8; columns beyond the last group are not written.
         inverse: float32 ``[groups, columns]``.
     """
     c = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)
-    group = tl.program_id(1)
-    inside = c < columns
-    start = tl.load(ends + group - 1, mask=group > 0, other=0).to(tl.int64)
-    rows = tl.load(ends + group).to(tl.int64) - start
-    begin = tl.load(padded + group - 1, mask=group > 0, other=0).to(tl.int64)
-    room = tl.load(padded + group).to(tl.int64) - begin
+    group, inside = tl.program_id(1), c < columns
+    every = tl.arange(0, COUNT)
+    starts = tl.load(ends + every - 1, mask=(every > 0) & (every <= group), other=0).to(tl.int64)
+    sizes = tl.load(ends + every, mask=every <= group, other=0).to(tl.int64) - starts
+    wide = tl.where(every <= group, tl.maximum((sizes + 15) // 16, 1) * 16, 0)
+    start, rows = tl.sum(tl.where(every == group, starts, 0)), tl.sum(tl.where(every == group, sizes, 0))
+    stop, room = tl.sum(wide), tl.sum(tl.where(every == group, wide, 0))
+    tl.store(padded + group, stop.to(tl.int32), mask=tl.program_id(0) == 0)
     source = x + start * stride_r + c[None, :] * stride_c
     magnitude = tl.zeros([BLOCK_C], tl.int32)
     for first in range(0, rows, BLOCK_R):
@@ -205,6 +209,6 @@ def groups_kernel(
         values = tl.load(source + r[:, None] * stride_r, mask=mask, other=0.0).to(tl.float32)
         code = _code(values * scale[None, :], EXPONENT, MANTISSA, LIMIT)
         tl.store(
-            codes + c[:, None] * width + begin + r[None, :], tl.trans(code),
+            codes + c[:, None] * width + (stop - room) + r[None, :], tl.trans(code),
             mask=inside[:, None] & (r[None, :] < room),
         )  # fmt: skip
