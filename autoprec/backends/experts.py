@@ -41,7 +41,7 @@ from autoprec.numerics.scaling import inverse_of, scale_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.hardware import grouped_refusal
-from autoprec.precision.recipes import GEMMS
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS
 
 __all__ = ["GroupedProducts"]
 
@@ -143,33 +143,41 @@ def _scaled(spec: Spec) -> bool:
     return spec.scheme != "cast"
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _refused_here() -> str:
+    """Return why the GPU in use has no grouped FP8 kernel; Dynamo takes the answer, the question it cannot trace."""
+    return grouped_refusal(BUILTIN_RECIPES["fp8_rowwise"], torch.cuda.get_device_capability())
+
+
 class GroupedProducts:
     """Runs a layer whose 3-D weight a grouped GEMM multiplies by, on an NVIDIA GPU.
 
     Args:
+        plan: the layer's.
         casts: what casts operands along their rows where no compiler fuses casts; None: torch's operators do.
     """
 
-    def __init__(self, casts: FusedCasts | None) -> None:
-        self.casts = casts
+    def __init__(self, plan: LayerPlan, casts: FusedCasts | None) -> None:
+        self.plan, self.casts = plan, casts
+        # asked here, because Dynamo of torch 2.11 cannot look into recipes
+        recipes = [recipe for gemm in GEMMS if (recipe := plan.recipe(gemm)) is not None]
+        self.refused = next(filter(None, (grouped_refusal(recipe, (9, 0)) for recipe in recipes)), "")
+        self.scaled = any(recipe.scaled for recipe in recipes)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedProducts:
         """A copied layer casts by what its own casts are."""
-        return GroupedProducts(copy.deepcopy(self.casts, memo))
+        return GroupedProducts(self.plan, copy.deepcopy(self.casts, memo))
 
-    def refusal(self, plan: LayerPlan, weight: Tensor) -> str:
-        """Return why torch has no grouped GEMM for a plan and a weight ``[E, K, N]`` where it lies, or nothing."""
+    def refusal(self, weight: Tensor) -> str:
+        """Return why torch has no grouped GEMM for a weight ``[E, K, N]`` where it lies, or nothing."""
         if not _on_gpu(weight):
             return f"no grouped kernels on {weight.device.type}"
-        recipes = [recipe for gemm in GEMMS if (recipe := plan.recipe(gemm)) is not None]
-        for recipe in recipes:
-            why = grouped_refusal(recipe, torch.cuda.get_device_capability(weight.device))
-            if why:
-                return why
-        sizes = weight.shape[1:]
-        if any(recipe.scaled for recipe in recipes) and any(size % _MULTIPLE for size in sizes):
-            return f"a weight of {sizes[0]} x {sizes[1]} is not a multiple of {_MULTIPLE} on both sides"
-        return ""
+        if self.refused or not self.scaled:
+            return self.refused
+        if weight.shape[1] % _MULTIPLE or weight.shape[2] % _MULTIPLE:
+            return f"a weight of {weight.shape[1]} x {weight.shape[2]} is not a multiple of {_MULTIPLE} on both sides"
+        why: str = _refused_here()
+        return why
 
     def run(
         self, layer: LinearExecution, input: Tensor, weight: Tensor, ends: Tensor, steps: Steps, out_dtype: torch.dtype

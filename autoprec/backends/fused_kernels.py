@@ -13,8 +13,9 @@ import triton.language as tl
 
 __all__ = ["cast_kernel", "groups_kernel", "largest_kernel"]
 
-#: Passed to ``tl.reduce``: the interpreter knows it, and a maximum of integers needs no care for NaN.
+#: Passed to ``tl.reduce``: the interpreter knows them, and a maximum of integers needs no care for NaN.
 _maximum = tl.standard._elementwise_max
+_sum = tl.standard._sum_combine
 
 _INFINITY = tl.constexpr(0x7F800000)
 _LARGEST = tl.constexpr(3.4028234663852886e38)
@@ -191,11 +192,13 @@ def groups_kernel(
     starts = tl.load(ends + every - 1, mask=(every > 0) & (every <= group), other=0).to(tl.int64)
     sizes = tl.load(ends + every, mask=every <= group, other=0).to(tl.int64) - starts
     wide = tl.where(every <= group, tl.maximum((sizes + 15) // 16, 1) * 16, 0)
-    start, rows = tl.sum(tl.where(every == group, starts, 0)), tl.sum(tl.where(every == group, sizes, 0))
-    stop, room = tl.sum(wide), tl.sum(tl.where(every == group, wide, 0))
+    start = tl.reduce(tl.where(every == group, starts, 0), 0, _sum)
+    rows = tl.reduce(tl.where(every == group, sizes, 0), 0, _sum)
+    stop = tl.reduce(wide, 0, _sum)
+    room = tl.reduce(tl.where(every == group, wide, 0), 0, _sum)
     tl.store(padded + group, stop.to(tl.int32), mask=tl.program_id(0) == 0)
     source = x + start * stride_r + c[None, :] * stride_c
-    magnitude = tl.zeros([BLOCK_C], tl.int32)
+    magnitude = tl.full([BLOCK_C], 0, tl.int32)
     for first in range(0, rows, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R).to(tl.int64)
         mask = (r[:, None] < rows) & inside[None, :]

@@ -130,4 +130,4 @@ class NativeBackend(Backend):
                 multiply[gemm] = scaled_multiply if kind in ("tensor", "row") else blocked_multiply
         state = QuantizerState(seed)
         casts = fused_casts(state) if multiply else None
-        return LinearExecution(plan, multiply, state, casts, GroupedProducts(casts), backend=self.name)
+        return LinearExecution(plan, multiply, state, casts, GroupedProducts(plan, casts), backend=self.name)

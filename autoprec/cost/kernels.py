@@ -20,6 +20,7 @@ __all__ = [
     "cast_traffic",
     "eager_traffic",
     "gemm_seconds",
+    "grouped_traffic",
     "kept_family",
     "layer_cost",
     "operand_bytes",
@@ -119,6 +120,19 @@ def cast_traffic(
 _EAGER_OPERATORS = {"int8": 28, "mxfp8": 34}
 
 
+def grouped_traffic(uses: tuple[int, ...], source: float, *, weight: bool, eager: bool) -> tuple[float, int]:
+    """Return bytes moved per value and kernels launched that cast one operand of a grouped GEMM (``backends.experts``).
+
+    Along its rows as any operand with row scales. For the sum over an expert's rows by one kernel that reads them twice
+    and pads them; in a compiled graph weights, whose groups are known, are left to the compiler.
+    """
+    along_row, along_column = int(0 in uses), int(1 in uses)
+    compiled = cast_traffic("fp8_row", uses, source, layouts=2, weight=weight)
+    if eager:
+        return (along_row + along_column) * (2 * source + 1.0), 2 * along_row + along_column
+    return compiled if weight else (compiled[0], along_row + along_column)
+
+
 def eager_traffic(family: str, uses: tuple[int, ...], source: float) -> tuple[float, int]:
     """Return bytes moved per value and kernels launched where no compiler fuses the casts of one operand.
 
@@ -172,6 +186,7 @@ def operand_cast_seconds(
     fused: bool = False,
     weight: bool = False,
     eager: bool = False,
+    grouped: bool = False,
 ) -> float:
     """Return the time to cast one operand to a recipe's format.
 
@@ -186,6 +201,7 @@ def operand_cast_seconds(
             of the source and one kernel are spared.
         weight: the operand is a weight, see :func:`cast_traffic`.
         eager: nobody fuses the cast, see :func:`eager_traffic`.
+        grouped: the operand is one of a grouped GEMM, see :func:`grouped_traffic`.
     """
     family = recipe_family(recipe)
     if recipe.scaled:
@@ -193,8 +209,11 @@ def operand_cast_seconds(
             family, uses, source, layouts=target.layouts, weight=weight, library=rates.library
         )
         fixed = rates.quantise_us.get(family, 5.0) * 1e-6
-        if eager:
+        if grouped:
+            moved, kernels = grouped_traffic(uses, source, weight=weight, eager=eager)
+        elif eager:
             moved, kernels = eager_traffic(family, uses, source)
+        if eager:
             fixed = max(fixed, kernels * rates.launch_us * 1e-6)
         if fused:
             moved, fixed = moved - source, fixed * (1.0 - 1.0 / kernels)
@@ -268,14 +287,21 @@ def layer_cost(
                 fused=fused and operand == "input" and 0 in uses,
                 weight=operand == "weight",
                 eager=eager,
+                grouped=work.grouped,
             )
             cast += spent * share
             if spent:
                 family = recipe_family(chosen)
-                if eager and chosen.scaled:
+                if work.grouped and chosen.scaled:
+                    weight = operand == "weight"
+                    kernels += share * grouped_traffic(uses, source, weight=weight, eager=eager)[1]
+                elif eager and chosen.scaled:
                     kernels += share * eager_traffic(family, uses, source)[1]
                 else:
                     kernels += share * max(1, cast_traffic(family, uses, source, layouts=target.layouts)[1])
+    if work.grouped:  # each product is prepared by a small kernel of its own
+        gemm_time += len(work.roles) * rates.launch_us * 1e-6
+        kernels += len(work.roles)
     return LayerCost(
         gemm=gemm_time * work.copies,
         cast=cast * work.copies,

@@ -20,7 +20,7 @@ from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_paramet
 from autoprec.cost.verdict import Verdict, judge
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
-from autoprec.precision.hardware import Target, alignment, recipe_family
+from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
 from autoprec.precision.recipes import Recipe
 
 __all__ = ["CostModel", "StepEstimate"]
@@ -397,6 +397,10 @@ class CostModel:
             return False, f"its library's kernels run in fp32, bf16 or fp16 and return that: not {recipe.describe()}"
         if self.target.is_cpu:
             return True, device.reason
+        if "grouped" in layer.flags:
+            why = grouped_refusal(recipe, self.target.compute_capability)
+            if why:
+                return False, f"its weights are multiplied by a grouped GEMM: {why}"
         multiple = alignment(family)
         for work in self._works.get(layer.name, ()):
             # tokens are padded with zeros inside the GEMMs (numerics unchanged), features would change the layer

@@ -76,7 +76,8 @@ class GemmWork:
 
     ``copies`` counts how often this work runs in one step: calls, batch entries apart, times repeated depth.
     ``batch`` counts entries of a batched or grouped GEMM. ``gathered`` is the operand that every rank of a
-    tensor-parallel group holds whole, ``casters`` the ranks that quantise a share of it each.
+    tensor-parallel group holds whole, ``casters`` the ranks that quantise a share of it each. ``grouped`` are the
+    entries of one grouped GEMM: experts, each with a share of the tokens.
     """
 
     tokens: int
@@ -87,6 +88,7 @@ class GemmWork:
     roles: tuple[str, ...]
     gathered: str = ""
     casters: int = 1
+    grouped: bool = False
 
     def dims(self, role: str) -> tuple[int, int, int]:
         """Return M, K, N of one role."""
@@ -154,7 +156,11 @@ def layer_works(layer: Layer, scale: CostScale) -> tuple[GemmWork, ...]:
     block = in_block(layer.name)
     head, first = "head" in layer.flags, "first" in layer.flags and not block
     works = []
+    grouped = "grouped" in layer.flags
     for tokens, inp, out, batch, calls in source:
+        if grouped:  # recorded with the tokens of all experts; each meets a weight of its own
+            batch = max(1, layer.parameters // (inp * out))
+            tokens = -(-tokens // batch)
         works.append(
             GemmWork(
                 tokens=_up(tokens, scale.tokens),
@@ -163,6 +169,7 @@ def layer_works(layer: Layer, scale: CostScale) -> tuple[GemmWork, ...]:
                 batch=batch,
                 copies=calls * (scale.depth if block else 1.0),
                 roles=roles,
+                grouped=grouped,
             )
         )
     return tuple(works)

@@ -24,7 +24,6 @@ from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, n
 from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.numerics.scaling import amax_of
-from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm
 
 __all__ = ["CALIBRATING", "LinearExecution", "in_backward", "only_once"]
@@ -58,8 +57,8 @@ class Casts(Protocol):
 class Experts(Protocol):
     """Runs a 3-D weight by grouped GEMMs, all experts in one call."""
 
-    def refusal(self, plan: LayerPlan, weight: Tensor) -> str:
-        """Return why it cannot run a plan on a weight ``[E, K, N]``, or nothing."""
+    def refusal(self, weight: Tensor) -> str:
+        """Return why it cannot run a weight ``[E, K, N]``, or nothing."""
 
     def run(
         self, layer: LinearExecution, input: Tensor, weight: Tensor, ends: Tensor, steps: Steps, out_dtype: torch.dtype
@@ -192,7 +191,7 @@ class LinearExecution(Execution):
         """Return ``input[group] @ weight[group]`` for all groups of rows, in one grouped GEMM where there is one."""
         if input.device.type == "meta":
             return input.new_empty((input.shape[0], weight.shape[2]))
-        why = "" if self.experts is None else self.experts.refusal(self.plan, weight)
+        why = "" if self.experts is None else self.experts.refusal(weight)
         if self.experts is None or why or input.shape[0] == 0:
             if weight.device.type != "cpu" and input.shape[0]:
                 why = why or f"backend '{self.backend}' has no grouped GEMM"

@@ -75,15 +75,18 @@ def grouped_refusal(recipe: Recipe, capability: tuple[int, int]) -> str:
     ``_scaled_grouped_mm`` takes E4M3 and a scale for each row; torch's own tests of it (2.11 and 2.13) run on compute
     capability 9.0 alone.
     """
-    if not recipe.scaled:
-        return ""
     what = recipe.describe()
+    if recipe.output == "fp32":
+        return f"no grouped GEMM runs {what}: what it returns is rounded to 16 bits"
+    if not recipe.scaled:
+        return "" if recipe.format == "bf16" else f"no grouped GEMM runs {what}: torch groups bf16 and FP8"
     if recipe.format != "fp8" or recipe.scaling is None or recipe.scaling.granularity != "row":
         return f"no grouped GEMM runs {what}: torch's takes FP8 with a scale for each row only"
     if {recipe.operand_format(operand) for operand in OPERANDS} != {"e4m3"}:
         return f"torch's grouped GEMM multiplies E4M3 by E4M3 only: {what} has E5M2"
     if capability != (9, 0):
-        return f"torch's grouped FP8 GEMM runs on compute capability 9.0 only, this is {capability[0]}.{capability[1]}"
+        here = f"this is {capability[0]}.{capability[1]}" if capability > (0, 0) else "this device has none"
+        return f"torch's grouped FP8 GEMM runs on compute capability 9.0 only, {here}"
     return ""
 
 
@@ -136,6 +139,12 @@ class Target:
     def is_cpu(self) -> bool:
         """True for the machine at hand used as a training device."""
         return self.vendor == "cpu"
+
+    @property
+    def compute_capability(self) -> tuple[int, int]:
+        """Major and minor number of an NVIDIA GPU; (0, 0) of what has none."""
+        major, _, minor = self.capability.partition(".")
+        return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
 
     def peak(self, family: str) -> float:
         """Return the dense peak of a family in FLOP/s; 0.0 when the device does not multiply it."""

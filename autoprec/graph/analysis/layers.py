@@ -93,6 +93,8 @@ def collect(trace: Trace, names: ModelNames, links: Links) -> dict[str, LayerRec
             is_b = links.parameter_of[product.gemm.b] == product.weight
             record.inputs.append(product.gemm.a if is_b else product.gemm.b)
             record.outputs.extend(product.call.outs[:1])
+            if product.call.name == "_grouped_mm" and len(trace.values[product.gemm.a].shape) == 2:
+                record.flags.add("grouped")
     _recurrent(trace, links, records)
     for name, module in names.modules.items():
         if name not in records and _is_weighted(module):
@@ -223,7 +225,7 @@ def _gemm_calls(products: list[Product]) -> tuple[GemmCall, ...]:
     return tuple(sorted(rows, key=lambda row: _ORDER.get(row.role, 9)))
 
 
-_SEEN_BY_FUNCTIONS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul")
+_SEEN_BY_FUNCTIONS = ("mm", "addmm", "bmm", "baddbmm", "linear", "matmul", "_grouped_mm")
 
 
 def _outside(record: LayerRecord, names: ModelNames) -> str:
@@ -274,7 +276,7 @@ def _hidden(record: LayerRecord, trace: Trace, links: Links) -> str:
     return ""
 
 
-_BUILTIN_NODE = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Linear|Matmul|Checkpoint\w*)Backward\d*$")
+_BUILTIN_NODE = re.compile(r"(Mm|Addmm|Bmm|Baddbmm|Linear|Matmul|GroupedMm|Checkpoint\w*)Backward\d*$")
 
 
 def _used_by(record: LayerRecord) -> str:
