@@ -14,7 +14,7 @@ from autoprec.applying.swap import root_of
 from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import CALIBRATING, LinearExecution
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
-from autoprec.precision.recipes import GEMMS, KEEP, by_recipe
+from autoprec.precision.recipes import GEMMS, KEEP, Gemm, by_recipe
 from autoprec.support.tables import Shown, Table
 
 __all__ = ["AuditReport", "LayerAudit", "audit_model", "emulated_note"]
@@ -181,7 +181,7 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool = Fal
             why = "no F.linear, matmul or einsum by this weight was seen"
         return LayerAudit(name, requested, ran, False, why, found.backend)
     reasons = [found.note] if found.note else []
-    ok, silent = True, []
+    ok, silent = True, list[Gemm]()
     for gemm in GEMMS:
         if gemm in ran:
             if ran[gemm] == CALIBRATING:
@@ -196,12 +196,16 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool = Fal
             reasons.append("no wgrad: its weight is frozen")
         elif gemm == "dgrad" and not unit.weight.requires_grad:
             reasons.append("no dgrad seen")
+        elif found.idle:
+            silent.append(gemm)
         elif gemm == "fprop":
             ok = False
             reasons.append("fprop has not run")
         else:
             silent.append(gemm)
-    if silent:
+    if found.idle and "fprop" in silent:
+        reasons.append("called without a token (an expert that nothing was routed to?)")
+    elif silent:
         reasons.append(f"{' and '.join(silent)} did not run in these steps: no gradient reached this layer")
     if found.note and unit.weight.is_cuda:
         ok = False  # emulated where hardware was expected

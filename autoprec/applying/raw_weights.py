@@ -90,12 +90,20 @@ class RawWeightExecutions(WeightExecutions):
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a forward with the mode active."""
         weights = [(getattr(self.module, name), execution) for name, execution in self.executions.items()]
+        before = len(_TRACED)
         with WeightMode(weights, self.module.training):
-            return forward(*args, **kwargs)
+            out = forward(*args, **kwargs)
+        while len(_TRACED) > before:
+            _TRACED.pop()
+        return out
 
 
 def _linear_arguments(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
     return x, weight, bias
+
+
+#: What graphs being traced made of weights. Not in the mode, which Dynamo cannot write to once it has left a graph.
+_TRACED: list[tuple[Tensor, Any]] = []
 
 
 class WeightMode(TorchFunctionMode):
@@ -108,16 +116,23 @@ class WeightMode(TorchFunctionMode):
     def __init__(self, weights: Sequence[tuple[Tensor, Any]], training: bool) -> None:
         super().__init__()
         self.known, self.training = list(weights), training
-        self.ids = {} if torch.compiler.is_compiling() else {id(weight): execution for weight, execution in weights}
+        self.ids: dict[int, Any] = {}
 
     def _execution(self, weight: Any) -> Any:
         if not isinstance(weight, Tensor):
             return None
         if torch.compiler.is_compiling():
-            for held, execution in self.known:
-                if held is weight:
-                    return execution
-            return None
+            unlike = True
+            for known in (self.known, _TRACED):
+                for held, execution in known:
+                    if held is weight:
+                        return execution
+                    unlike = unlike and sorted(held.shape[-2:]) != sorted(weight.shape[-2:])
+            if unlike:
+                return None
+            weight._is_view()  # ends the graph: this may be a weight, as Dynamo hands w.T, w.mT and w.H to no mode
+        if len(self.ids) != len(self.known):  # not where it begins, which may be in a graph
+            self.ids = {id(held): execution for held, execution in self.known}
         found = self.ids.get(id(weight))
         if found is None and weight._is_view() and weight._base is not None:
             found = self.ids.get(id(weight._base))
@@ -158,9 +173,10 @@ class WeightMode(TorchFunctionMode):
         if execution is not None:
             for one in made if isinstance(made, (tuple, list)) else (made,):
                 if isinstance(one, Tensor) and one is not weight and one.is_floating_point():
-                    self.known.append((one, execution))  # held, so that no other tensor gets its id
-                    if not torch.compiler.is_compiling():
-                        self.ids[id(one)] = execution
+                    if torch.compiler.is_compiling():
+                        _TRACED.append((one, execution))
+                    else:
+                        self.known.append((one, execution))  # held, so that no other tensor gets its id
         return made
 
     def _einsum(self, equation: str, first: Any, second: Any) -> Tensor | None:

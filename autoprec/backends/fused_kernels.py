@@ -192,10 +192,10 @@ def groups_kernel(
     starts = tl.load(ends + every - 1, mask=(every > 0) & (every <= group), other=0).to(tl.int64)
     sizes = tl.load(ends + every, mask=every <= group, other=0).to(tl.int64) - starts
     wide = tl.where(every <= group, tl.maximum((sizes + 15) // 16, 1) * 16, 0)
-    start = tl.reduce(tl.where(every == group, starts, 0), 0, _sum)
-    rows = tl.reduce(tl.where(every == group, sizes, 0), 0, _sum)
     stop = tl.reduce(wide, 0, _sum)
-    room = tl.reduce(tl.where(every == group, wide, 0), 0, _sum)
+    start = tl.load(ends + group - 1, mask=group > 0, other=0).to(tl.int64)
+    rows = tl.load(ends + group).to(tl.int64) - start
+    room = tl.maximum((rows + 15) // 16, 1) * 16
     tl.store(padded + group, stop.to(tl.int32), mask=tl.program_id(0) == 0)
     source = x + start * stride_r + c[None, :] * stride_c
     magnitude = tl.full([BLOCK_C], 0, tl.int32)

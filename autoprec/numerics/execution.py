@@ -38,6 +38,7 @@ class Execution(ABC):
         note: why something else than the plan runs, if so.
         uncompiled: why it runs outside compiled graphs, if it does.
         called: a forward has run.
+        idle: the last forward had no rows to multiply.
         ran: what the last forward and backward really ran, by GEMM; empty until then.
         compute: dtype in which operands are handed over; None for what the script computes in.
         casts_weight: the weight is cast to the dtype of the GEMM; otherwise a library quantises it as it is stored.
@@ -50,6 +51,7 @@ class Execution(ABC):
     note: str = field(default="", kw_only=True)
     uncompiled: str = field(default="", kw_only=True)
     called: bool = field(default=False, kw_only=True)
+    idle: bool = field(default=False, kw_only=True)
     ran: dict[str, str] = field(default_factory=dict, kw_only=True)
     compute: torch.dtype | None = field(default=None, kw_only=True)
     casts_weight: bool = field(default=True, kw_only=True)

@@ -173,6 +173,8 @@ class LinearExecution(Execution):
         steps = self._steps(device, keep)
         wide = steps.fprop.wide or (steps.wide_output and autocast is not None)
         out_dtype = torch.promote_types(keep, torch.float32) if wide else keep
+        if not torch.compiler.is_compiling():
+            self.idle = input.numel() == 0
         if input.numel() == 0:
             return _cast_linear(input, weight, bias, out_dtype)  # nothing to quantise, nothing to learn from
         grad = torch.is_grad_enabled()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoprec.applying import raw_weights
 from autoprec.applying.policy import Policy, remove_policy, tunable_layers
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
@@ -179,3 +182,174 @@ def test_a_weight_that_the_script_casts_is_still_that_weight(how, name: str) -> 
     assert 0 <= (out - expected).float().norm() <= limit * expected.float().norm()
     remove_policy(model)
     assert torch.equal(model(x), expected)
+
+
+class Grouped(nn.Module):
+    """Experts in 3-D weights, one stored as [experts, out, in] and one as [experts, in, out], and grouped products."""
+
+    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 32, 16) * 0.2), nn.Parameter(torch.randn(4, 32, 16) * 0.2)
+        self.dtype = dtype
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        up = self.up.to(self.dtype).transpose(-2, -1)
+        hidden = F.relu(torch._grouped_mm(x.to(self.dtype), up, offs=ends))
+        return F.grouped_mm(hidden, self.down.to(self.dtype), offs=ends)
+
+
+class Listed(nn.Module):
+    """The same as a loop over linear layers."""
+
+    def __init__(self, like: Grouped) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(16, 32, bias=False) for _ in range(4))
+        self.down = nn.ModuleList(nn.Linear(32, 16, bias=False) for _ in range(4))
+        with torch.no_grad():
+            for i in range(4):
+                self.up[i].weight.copy_(like.up[i])  # type: ignore[union-attr, operator]
+                self.down[i].weight.copy_(like.down[i].t())  # type: ignore[union-attr, operator]
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        stops = [0, *ends.tolist()]
+        parts = [x[a:b] for a, b in itertools.pairwise(stops)]
+        return torch.cat([d(F.relu(u(p))) for p, u, d in zip(parts, self.up, self.down, strict=True)])
+
+
+ENDS = torch.tensor([7, 7, 20, 33], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("name", ["fp8_rowwise", "fp8_tensorwise", "mxfp8", "fp8_block"])
+def test_grouped_experts_are_each_a_layer_of_its_own(name: str) -> None:
+    torch.manual_seed(0)
+    grouped = Grouped(torch.float32)
+    listed, x = Listed(grouped), torch.randn(33, 16)
+    policy = Policy.model_validate({"recipes": {name: BUILTIN_RECIPES[name]}, "default": name})
+    gradients = []
+    for model in (grouped, listed):
+        policy.apply(model)
+        (model(x, ENDS) ** 2).sum().backward()
+        report = policy.audit(model)
+        assert report.ok, report.to_json()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert set(gradients[0]) == {"up", "down"}
+    for i in range(4):
+        for part, turn in (("up", False), ("down", True)):
+            theirs = gradients[1].get(f"{part}.{i}.weight", torch.zeros(()))  # no tokens, no gradient
+            mine = gradients[0][part][i]
+            assert torch.equal(mine.t() if turn else mine, theirs.expand_as(mine.t() if turn else mine))
+
+
+def test_rows_of_no_expert_are_zero_and_learn_nothing() -> None:
+    model, x = Grouped(torch.float32), torch.randn(40, 16)
+    x[33:] = torch.nan
+    policy = Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES["fp8_tensorwise"]}, "default": "r"})
+    policy.apply(model)
+    out = model(x.requires_grad_(), ENDS)
+    out.sum().backward()
+    assert out[33:].count_nonzero() == 0
+    assert model.up.grad is not None
+    assert model.up.grad.isfinite().all()
+    assert x.grad is not None
+    assert x.grad[33:].count_nonzero() == 0
+
+
+def test_a_grouped_product_is_not_cast_by_autocast() -> None:
+    model = Grouped(torch.float32)
+    Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES["fp8_rowwise"]}, "default": "r"}).apply(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.randn(33, 16), ENDS).dtype is torch.float32
+
+
+class Unbound(Experts):
+    """Raw weights by views of every kind."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate = torch.stack([F.linear(x[i], w) for i, w in enumerate(self.gate_up.bfloat16().unbind(0))])
+        half, _ = torch.bmm(gate, self.gate_up.bfloat16()), self.lookup
+        return half.float() @ self.mix.transpose(0, 1) @ self.mix.permute(1, 0) @ self.mix.view(16, 16)
+
+
+@pytest.mark.filterwarnings("ignore")  # the own deprecations of Dynamo
+@pytest.mark.parametrize("kind", [Experts, Unbound])
+def test_views_and_copies_of_weights_are_followed_in_one_compiled_graph(kind: type[nn.Module]) -> None:
+    torch.manual_seed(0)
+    model, x = kind(), torch.randn(4, 8, 16).to(torch.bfloat16 if kind is Unbound else torch.float32)
+    names = ["gate_up", "down", "mix"] if kind is Experts else ["gate_up", "mix"]
+    rules = [{"match": name, "recipe": "r"} for name in names]
+    policy = Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES["fp8_rowwise"]}, "layers": rules})
+    policy.apply(model)
+    eager = [g.clone() for g in _gradients(model, model, x)]
+    policy.apply(model)
+    torch._dynamo.reset()
+    compiled = _gradients(model, torch.compile(model, backend="aot_eager", fullgraph=True), x)
+    for ours, theirs in zip(compiled, eager, strict=True):
+        assert (ours - theirs).norm() <= 0.02 * theirs.norm()
+    report = policy.audit(model)
+    assert report.ok, report.to_json()
+    assert all(set(row.executed) == {"fprop", "dgrad", "wgrad"} for row in report.layers if row.name in names)
+    torch._dynamo.reset()
+
+
+def _broken(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    copy = weight.bfloat16()
+    torch._dynamo.graph_break()
+    return (x.bfloat16() @ copy.t()).float()
+
+
+@pytest.mark.filterwarnings("ignore")  # the own deprecations of Dynamo
+@pytest.mark.parametrize(
+    "multiply",
+    [
+        lambda x, w: x @ w.T,
+        lambda x, w: x @ w.mT,
+        lambda x, w: (x.bfloat16() @ w.bfloat16().T).float(),
+        lambda x, w: x @ w.flatten().view(16, 16),
+        lambda x, w: torch.mm(x, torch.t(w)),
+        lambda x, w: x @ w.chunk(1)[0],
+        _broken,
+    ],
+    ids=["T", "mT", "a copy's T", "flat", "torch.t", "chunk", "a break"],
+)
+def test_no_view_of_a_weight_passes_a_compiled_graph_by(multiply: object) -> None:
+    class Raw(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mix = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return multiply(x, self.mix)  # type: ignore[operator, no-any-return]
+
+    model, x = Raw(), torch.randn(8, 16, requires_grad=True)
+    rules = [{"match": "mix", "recipe": "r"}]
+    policy = Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES["fp8_rowwise"]}, "layers": rules})
+    policy.apply(model)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="eager")
+    for _ in range(2):
+        run(x).sum().backward()
+    (row,) = policy.audit(model).layers
+    assert row.ok, row
+    assert row.executed.keys() == {"fprop", "dgrad", "wgrad"}
+    assert not raw_weights._TRACED
+    torch._dynamo.reset()
+
+
+def _gradients(model: nn.Module, run: object, x: torch.Tensor) -> list[torch.Tensor]:
+    model.zero_grad()
+    (run(x).float() ** 2).sum().backward()  # type: ignore[operator]
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.filterwarnings("ignore")  # the own deprecations of Dynamo
+def test_a_compiled_script_does_not_pass_grouped_products_by() -> None:
+    torch.manual_seed(0)
+    model, x = Grouped(), torch.randn(33, 16)
+    policy = Policy.model_validate({"recipes": {"r": BUILTIN_RECIPES["fp8_rowwise"]}, "default": "r"})
+    policy.apply(model)
+    torch._dynamo.reset()
+    torch.compile(model, backend="eager")(x.requires_grad_(), ENDS).float().square().sum().backward()
+    report = policy.audit(model)
+    assert [row.name for row in report.layers] == ["up", "down"]
+    assert all(set(row.executed) == {"fprop", "dgrad", "wgrad"} for row in report.layers)
+    torch._dynamo.reset()

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-POINTERS = {"x": "*bf16", "row_codes": "*u8", "column_codes": "*u8", "given": "*fp32"}
-INTEGERS = ("row_largest", "column_largest", "seen", "whole", "by_row", "by_column")
+POINTERS = {"x": "*bf16", "given": "*fp32", "inverse": "*fp32"}
+POINTERS |= dict.fromkeys(("row_codes", "column_codes", "codes"), "*u8")
+INTEGERS = ("ends", "padded", "row_largest", "column_largest", "seen", "whole", "by_row", "by_column")
 CONSTANTS: dict[str, Any] = {
     "BY_ROW": True, "BY_COLUMN": True, "EXPONENT": 121, "MANTISSA": 3, "LIMIT": 0x43E00000, "FORMAT_MAX": 448.0,
     "POWER_OF_2": True, "EPSILON": 0.0, "EPSILON_BITS": 0, "NOTE": True, "WHOLE": True, "BLOCK_R": 64, "BLOCK_C": 128,
-    "stride_c": 1,
+    "stride_c": 1, "COUNT": 8,
 }  # fmt: skip
 
 
@@ -49,3 +50,4 @@ def test_kernels_compile_for_hopper(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     assert "fma.rn" not in cast  # a product contracted with an addition would round once instead of twice
     assert "st.global.v4" in cast  # both layouts are written 16 bytes at a time
     assert "atom" in compiled_for_hopper(fused_kernels.largest_kernel)
+    assert "fma.rn" not in compiled_for_hopper(fused_kernels.groups_kernel)

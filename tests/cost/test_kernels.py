@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from autoprec.cost.kernels import (
     cast_traffic,
     gemm_seconds,
+    grouped_traffic,
     kept_family,
     layer_cost,
     operand_bytes,
@@ -212,3 +213,13 @@ def test_an_fp32_output_writes_four_bytes_per_value() -> None:
     assert added == pytest.approx(2.0 * 4096 * 50304 / (H100.bandwidth * RATES.bandwidth), rel=1e-6)
     back = linear(4096, 64, 50304, ("dgrad", "wgrad"))
     assert seconds(back, "bf16_fp32_output") == seconds(back, "bf16")
+
+
+def test_casts_of_grouped_products_cost_what_they_launch() -> None:
+    # as `benchmarks/gpu_ready.py` counts them: 3 kernels for an operand with two uses, 1 for the sum over tokens alone
+    assert grouped_traffic((0, 1), 2.0, weight=False, eager=True) == (10.0, 3)
+    assert grouped_traffic((1,), 2.0, weight=True, eager=True) == (5.0, 1)
+    assert grouped_traffic((0, 1), 2.0, weight=False, eager=False)[1] == 2
+    assert grouped_traffic((0, 1), 2.0, weight=True, eager=False) == cast_traffic(
+        "fp8_row", (0, 1), 2.0, layouts=2, weight=True
+    )

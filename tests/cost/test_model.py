@@ -274,3 +274,43 @@ def test_timed_linears_say_nothing_of_convolutions_and_recurrent_layers(tiny: Gr
     plain = CostModel(report, H100).layer_time_ms(name, plan)
     assert CostModel(report, H100, calibration=timed_rows).layer_time_ms(name, plan) == plain
     assert CostModel(tiny, H100, calibration=timed_rows).layer_time_ms(name, plan) > plain
+
+
+def _with_experts(report: GraphReport, experts: int) -> tuple[GraphReport, str]:
+    """Return the report with one layer's weight as those of experts of a grouped product."""
+    layer = report.tunable[1]
+    shape = next(gemm for gemm in layer.gemms if gemm.role == "fprop")
+    changed = replace(layer, flags=("grouped",), parameters=experts * shape.k * shape.n)
+    layers = tuple(changed if one is layer else one for one in report.layers)
+    return replace(report, layers=layers), layer.name
+
+
+def test_grouped_products_run_what_torch_groups(large: GraphReport) -> None:
+    report, name = _with_experts(large, 8)
+    hopper, blackwell = CostModel(report, TARGETS["h100"]), CostModel(report, TARGETS["b200"])
+    assert hopper.can_run(name, R["fp8_rowwise"])[0]
+    for model, recipe, why in (
+        (hopper, "fp8_tensorwise", "a scale for each row only"),
+        (hopper, "fp8_delayed", "a scale for each row only"),
+        (hopper, "bf16_fp32_output", "rounded to 16 bits"),
+        (blackwell, "fp8_rowwise", "compute capability 9.0 only"),
+    ):
+        able, reason = model.can_run(name, R[recipe])
+        assert not able
+        assert reason.startswith("its weights are multiplied by a grouped GEMM")
+        assert why in reason
+    assert hopper.can_run(name, R["bf16"])[0]
+
+
+def test_grouped_products_read_the_weights_of_all_experts(large: GraphReport) -> None:
+    report, name = _with_experts(large, 8)
+    few, many = (CostModel(r, TARGETS["h100"]) for r in (large, report))
+    (work,) = many.works(name)
+    assert (work.batch, work.grouped) == (8, True)
+    assert work.flops == few.works(name)[0].flops
+    assert work.elements("weight") == 8 * few.works(name)[0].elements("weight")
+    for recipe in ("bf16", "fp8_rowwise"):
+        plan = LayerPlan.uniform(R[recipe])
+        assert many.layer_cost(name, plan).seconds > few.layer_cost(name, plan).seconds
+    ragged, _ = _with_experts(large, 1024)  # eight tokens for an expert
+    assert CostModel(ragged, TARGETS["h100"]).works(name)[0].tokens == 8

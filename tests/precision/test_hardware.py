@@ -12,6 +12,7 @@ from autoprec.precision.hardware import (
     alignment,
     by_device_name,
     cpu_bf16_units,
+    grouped_refusal,
     load_targets,
     recipe_family,
     target,
@@ -263,3 +264,27 @@ def test_bf16_instructions_are_read_off_the_flags(tmp_path: Path, text: str, uni
 def test_a_no_is_false() -> None:
     assert not TARGETS["a100"].can_run(BUILTIN_RECIPES["fp8_rowwise"])
     assert TARGETS["h100"].can_run(BUILTIN_RECIPES["fp8_rowwise"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "capability", "reason"),
+    [
+        ("bf16", (8, 0), ""),
+        ("fp8_rowwise", (9, 0), ""),
+        ("fp8_rowwise", (10, 0), "compute capability 9.0 only, this is 10.0"),
+        ("fp8_rowwise", (0, 0), "this device has none"),
+        ("fp8_tensorwise", (9, 0), "a scale for each row only"),
+        ("mxfp8", (10, 0), "a scale for each row only"),
+        ("fp16", (9, 0), "torch groups bf16 and FP8"),
+        ("bf16_fp32_output", (9, 0), "rounded to 16 bits"),
+    ],
+)
+def test_grouped_gemms_say_what_they_run(recipe: str, capability: tuple[int, int], reason: str) -> None:
+    found = grouped_refusal(BUILTIN_RECIPES[recipe], capability)
+    assert reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_compute_capabilities_are_numbers() -> None:
+    assert TARGETS["h100"].compute_capability == (9, 0)
+    assert TARGETS["mi300x"].compute_capability == (0, 0)

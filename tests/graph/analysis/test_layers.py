@@ -283,3 +283,29 @@ def test_a_layer_that_ran_is_not_called_never_called():
     layer = record(model, torch.randn(2, 8)).layer("0")
     assert (layer.flags, layer.tunable) == ((), False)
     assert "not followed" in layer.reason
+
+
+def test_experts_of_a_grouped_product_are_tunable_and_flagged():
+    class Experts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = nn.Parameter(torch.randn(4, 32, WIDTH))
+
+        def forward(self, x, ends):
+            return torch._grouped_mm(x.bfloat16(), self.up.bfloat16().transpose(-2, -1), offs=ends)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.experts = nn.Linear(WIDTH, WIDTH), Experts()
+
+        def forward(self, x, ends):
+            return self.experts(self.inner(x), ends).float()
+
+    ends = torch.tensor([8, 8, 40, 64], dtype=torch.int32)
+    layer = record(Model(), torch.randn(64, WIDTH), ends).layer("experts.up")
+    assert layer.tunable, layer.reason
+    assert "grouped" in layer.flags
+    assert {(g.role, g.m, g.k, g.n) for g in layer.gemms} == {
+        ("fprop", 64, WIDTH, 32), ("dgrad", 64, 32, WIDTH), ("wgrad", 32, 64, WIDTH)
+    }  # fmt: skip
