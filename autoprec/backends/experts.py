@@ -139,6 +139,11 @@ def _cast_groups_shape(x: Tensor, ends: Tensor, format_name: str, _power_of_2: b
     return codes, x.new_empty((ends.shape[0], x.shape[1]), dtype=torch.float32), torch.empty_like(ends)
 
 
+def _as(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast where that changes something: Dynamo of torch 2.11 loses the gradient of an output cast to what it is."""
+    return x if x.dtype is dtype else x.to(dtype)
+
+
 def _scaled(spec: Spec) -> bool:
     return spec.scheme != "cast"
 
@@ -227,7 +232,7 @@ def _product(
     out: Tensor = torch._scaled_grouped_mm(
         a[0], b[0].transpose(-2, -1), a[1], b[1], offs=ends, out_dtype=torch.bfloat16, use_fast_accum=step.fast
     )
-    return out.to(dtype)
+    return _as(out, dtype)
 
 
 class _Experts(torch.autograd.Function):
@@ -250,13 +255,14 @@ class _Experts(torch.autograd.Function):
             a = products.rows(input, step.first, "input")
             out = _product(a, products.matrices(weight.transpose(1, 2), step.second), ends, step, out_dtype)
         else:
-            out = torch._grouped_mm(input.to(step.first.dtype), weight.to(step.second.dtype), offs=ends).to(out_dtype)
+            first, second = _as(input, step.first.dtype), _as(weight, step.second.dtype)
+            out = _as(torch._grouped_mm(first, second, offs=ends), out_dtype)
         layer.mark("fprop", step.label)
         if grad:
             kept: tuple[Tensor | None, ...] = (None, None, None)
             if ctx.needs_input_grad[1]:
                 spec = steps.wgrad.second
-                kept = products.columns(input, ends, spec) if _scaled(spec) else (input.to(spec.dtype), None, None)
+                kept = products.columns(input, ends, spec) if _scaled(spec) else (_as(input, spec.dtype), None, None)
             ctx.save_for_backward(*kept, weight if ctx.needs_input_grad[0] else None, ends)
             ctx.how = products, layer, steps
             ctx.kinds = input.dtype, weight.dtype, weight.stride(2) == 1
@@ -284,8 +290,8 @@ def _gradients(
             a = products.rows(g, step.first, "grad_output")
             grad_input = _product(a, products.matrices(weight, step.second), ends, step, x_dtype)
         else:
-            first, second = g.to(step.first.dtype).contiguous(), weight.to(step.second.dtype).transpose(1, 2)
-            grad_input = torch._grouped_mm(first, second, offs=ends).to(x_dtype)
+            first, second = _as(g, step.first.dtype).contiguous(), _as(weight, step.second.dtype).transpose(1, 2)
+            grad_input = _as(torch._grouped_mm(first, second, offs=ends), x_dtype)
         layer.mark("dgrad", step.label)
     if x is not None:
         step = steps.wgrad
@@ -296,9 +302,9 @@ def _gradients(
             a, b = ((codes, inverse.reshape(-1)) for codes, inverse in pair)
             found = _product(a, b, padded, step, w_dtype)
         else:
-            g = g.to(step.first.dtype).contiguous()
+            g = _as(g, step.first.dtype).contiguous()
             first, second = (x, g) if turned else (g, x)
-            found = torch._grouped_mm(first.t(), second, offs=ends).to(w_dtype)
+            found = _as(torch._grouped_mm(first.t(), second, offs=ends), w_dtype)
         grad_weight = found if turned else found.transpose(1, 2)
         layer.mark("wgrad", step.label)
     return grad_input, grad_weight
