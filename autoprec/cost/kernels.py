@@ -224,6 +224,18 @@ def operand_cast_seconds(
     return elements * (source + size) / (target.bandwidth * rates.bandwidth) + rates.launch_us * 1e-6
 
 
+def _cast_kernels(
+    target: Target, recipe: Recipe, uses: tuple[int, ...], work: GemmWork, *, weight: bool, eager: bool
+) -> int:
+    """Return how many kernels cast one operand."""
+    if work.grouped and recipe.scaled:
+        return grouped_traffic(uses, 2.0, weight=weight, eager=eager)[1]
+    family = recipe_family(recipe)
+    if eager and recipe.scaled:
+        return eager_traffic(family, uses, 2.0)[1]
+    return max(1, cast_traffic(family, uses, 2.0, layouts=target.layouts)[1])
+
+
 def layer_cost(
     target: Target,
     rates: Rates,
@@ -291,14 +303,7 @@ def layer_cost(
             )
             cast += spent * share
             if spent:
-                family = recipe_family(chosen)
-                if work.grouped and chosen.scaled:
-                    weight = operand == "weight"
-                    kernels += share * grouped_traffic(uses, source, weight=weight, eager=eager)[1]
-                elif eager and chosen.scaled:
-                    kernels += share * eager_traffic(family, uses, source)[1]
-                else:
-                    kernels += share * max(1, cast_traffic(family, uses, source, layouts=target.layouts)[1])
+                kernels += share * _cast_kernels(target, chosen, uses, work, weight=operand == "weight", eager=eager)
     if work.grouped:  # each product is prepared by a small kernel of its own
         gemm_time += len(work.roles) * rates.launch_us * 1e-6
         kernels += len(work.roles)

@@ -94,6 +94,46 @@ def test_a_compiled_step_is_one_graph_and_agrees_with_the_emulation(name: str) -
         assert (native - emulated).norm() < limit * emulated.norm()
 
 
+class Experts(nn.Module):
+    """3-D weights and a grouped product; sizes that no kernel likes, one expert without tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(5, 512, 256, device="cuda", dtype=torch.bfloat16) * 0.05)
+
+    def forward(self, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        return torch._grouped_mm(x, self.up.transpose(-2, -1), offs=ends)
+
+
+@pytest.mark.filterwarnings("ignore")  # the own deprecations of Dynamo and Inductor
+@pytest.mark.parametrize("compiled", [False, True])
+def test_grouped_experts_agree_with_the_emulation(compiled: bool) -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("torch's grouped FP8 GEMM runs on compute capability 9.0 only")
+    torch.manual_seed(0)
+    model, x = Experts(), torch.randn(301, 256, device="cuda", dtype=torch.bfloat16)
+    gradient = torch.randn(301, 512, device="cuda", dtype=torch.bfloat16) * 1e-3
+    ends = torch.tensor([37, 37, 100, 290, 301], device="cuda", dtype=torch.int32)
+    found = {}
+    for backend in ("emulated", "native"):
+        policy = uniform("fp8_rowwise")
+        policy.apply(model, backend=backend)
+        torch._dynamo.reset()
+        model.zero_grad()
+        run = torch.compile(model, fullgraph=True) if compiled and backend == "native" else model
+        tokens = x.clone().requires_grad_()
+        out = run(tokens, ends)
+        out.backward(gradient)
+        assert model.up.grad is not None
+        found[backend] = [out.detach(), tokens.grad, model.up.grad.clone()]
+        (row,) = policy.audit(model).layers
+        assert row.ok, row
+        assert ("one expert after another" in row.reason) == (backend == "emulated")
+        policy.remove(model)
+    for native, emulated in zip(found["native"], found["emulated"], strict=True):
+        assert (native - emulated).norm() < 0.01 * emulated.norm()
+
+
 def test_doctor_lists_the_gpu() -> None:
     devices = command("doctor", "--json").json()["devices"]
     assert any(row["name"] == torch.cuda.get_device_name(0) for row in devices)
