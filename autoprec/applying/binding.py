@@ -94,7 +94,8 @@ class Binder:
                 runner = self.backend if self.backend.name == "emulated" else choose("auto", self.device)
                 return runner.bind(plan, unit.module, name=name, seed=seed)
             faster = {self.faster.get(recipe_family(recipe)) for recipe in plan.scaled}
-            other = faster.pop() if len(faster) == 1 else None
+            # weights of experts stay: what was timed are linears, and only torch's own path groups experts
+            other = faster.pop() if len(faster) == 1 and unit.weight.ndim == 2 else None
             if not refusal and other is not None and not self._refusal(other, unit, plan):
                 with contextlib.suppress(UnsupportedError):  # a mixture of recipes that the library does not know
                     return other.bind(plan, unit.module, name=name, seed=seed)

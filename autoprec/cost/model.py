@@ -215,9 +215,8 @@ class CostModel:
             parts = self._gpu_layer_cost(name, plan, activations)
         gemm = sum(part.gemm for part in parts)
         weighted = sum(part.gemm * part.error for part in parts)
-        factor = self._measured_over_modelled(
-            plan, kept_family(activations, script), linear=self._layers[name].kind not in ("conv", "rnn")
-        )
+        linear = self._layers[name].kind not in ("conv", "rnn") and "grouped" not in self._layers[name].flags
+        factor = self._measured_over_modelled(plan, kept_family(activations, script), linear=linear)
         return LayerCost(
             gemm=gemm * factor,
             cast=sum(part.cast for part in parts) * factor,

@@ -265,9 +265,10 @@ def plans() -> dict[str, LayerPlan]:
     return found | {"mixed": LayerPlan(fprop=R["fp8_rowwise"], dgrad=R["fp8_rowwise"], wgrad=R["bf16"])}
 
 
-@pytest.mark.parametrize("kind", ["conv", "rnn"])
+@pytest.mark.parametrize("kind", ["conv", "rnn", "grouped"])
 def test_timed_linears_say_nothing_of_convolutions_and_recurrent_layers(tiny: GraphReport, kind: str) -> None:
-    layers = tuple(replace(layer, kind=kind) for layer in tiny.layers)
+    change: dict[str, Any] = {"flags": ("grouped",)} if kind == "grouped" else {"kind": kind}
+    layers = tuple(replace(layer, **change) for layer in tiny.layers)
     report = replace(tiny, layers=layers)
     name, plan = layers[0].name, LayerPlan.uniform(R["bf16"])
     timed_rows = {"linears": [timed("bf16", "native", "compiled", 50e-3)]}
