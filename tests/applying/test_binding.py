@@ -13,7 +13,9 @@ from torch import nn
 from autoprec.applying import binding
 from autoprec.applying import policy as applying
 from autoprec.applying.policy import Policy
+from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.swap import execution_of, root_of
+from autoprec.applying.units import tunable_units
 from autoprec.backends import Backend, Capability
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.linear import LinearExecution
@@ -167,3 +169,19 @@ def test_on_a_cpu_evidence_of_a_gpu_chooses_nothing() -> None:
     made = model()
     policy({"*": "fp8_rowwise"}, {"fp8_rowwise": by("torchao")}).apply(made)
     assert ran(made) == ["emulated", "emulated"]
+
+
+class Stack(nn.Module):
+    """Weights of experts, which only torch's own path multiplies together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.mix = nn.Parameter(torch.randn(4, 16, 16)), nn.Parameter(torch.randn(16, 16))
+
+
+def test_weights_of_experts_stay_with_native(gpu: dict[str, Fake]) -> None:  # noqa: ARG001
+    made = Stack()
+    policy({"up": "fp8_rowwise", "mix": "fp8_rowwise"}, {"fp8_rowwise": by("torchao")}).apply(made)
+    units = tunable_units(made)
+    assert unit_execution(units["up"]).backend == "native"
+    assert unit_execution(units["mix"]).backend == "torchao"
