@@ -179,7 +179,7 @@ class Stack(nn.Module):
         self.up, self.mix = nn.Parameter(torch.randn(4, 16, 16)), nn.Parameter(torch.randn(16, 16))
 
 
-def test_weights_of_experts_stay_with_native(gpu: dict[str, Fake]) -> None:  # noqa: ARG001
+def test_weights_of_experts_stay_with_native(gpu: dict[str, Fake]) -> None:
     made = Stack()
     policy({"up": "fp8_rowwise", "mix": "fp8_rowwise"}, {"fp8_rowwise": by("torchao")}).apply(made)
     units = tunable_units(made)
