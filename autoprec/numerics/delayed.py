@@ -121,12 +121,10 @@ class DelayedReduction:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
         for (state, operand, spec), amax in zip(self.slots, largest.unbind(), strict=True):
             state.learn(operand, spec, amax)
-            state.history(operand, spec).given = True
+            state.history(operand, spec).give()
 
 
 def _learn(scales: list[DelayedScale]) -> None:
     """Learn what compiled layers have noted; from the second step on their graphs take the scale as given."""
     if scales:
         learn_together(scales)
-    for scale in scales:
-        scale.given = True

@@ -83,7 +83,7 @@ class DelayedScale:
         scale: float32, 0-d, of the next call; 0 while there is no history.
         seen: the largest amax noted and not learned yet (0: none), or None; float32, 0-d.
         started: there is a history.
-        given: a graph traced from now on takes the scale as given, not from the amax it sees.
+        given: a graph traced from now on takes the scale as given, not from the amax it sees; it is not 0 any more.
     """
 
     __slots__ = ("algorithm", "given", "history", "length", "limit", "margin", "power_of_2", "scale", "seen", "started")
@@ -119,7 +119,7 @@ class DelayedScale:
         """
         if self.scale is None or self.seen is None:
             raise RuntimeError("DelayedScale.traced needs tensors made before the trace: call prepare first")
-        scale = torch.where(self.scale > 0, self.scale, 1.0 if self.given else self._of(amax, 1.0))
+        scale = self.scale if self.given else torch.where(self.scale > 0, self.scale, self._of(amax, 1.0))
         if update:
             self.seen.copy_(torch.maximum(self.seen, amax.detach()))
         return scale
@@ -151,7 +151,13 @@ class DelayedScale:
         held = state["history"].to(device)[: self.length]
         self.history = torch.cat([held, held.new_zeros(self.length - held.numel())])
         self.scale, self.started = state["scale"].to(device, copy=True), False
+        self.given = False  # it may be one of before the first amax
         self.seen = state["seen"].to(device, copy=True)
+
+    def give(self) -> None:
+        """Let graphs take the scale as given from now on; where nothing has been seen yet it is 1."""
+        if not self.given and self.scale is not None:
+            self.scale, self.given = torch.where(self.scale > 0, self.scale, 1.0), True
 
     def learn(self, amax: Tensor) -> None:
         """Take an amax into the history and compute the next scale; zero and non-finite ones teach nothing."""
@@ -177,6 +183,10 @@ def learn_together(scales: Sequence[DelayedScale]) -> None:
         rolled = torch.cat([amax.unsqueeze(1), history[:, :-1]], 1)
         history = torch.where(_usable(amax).unsqueeze(1), rolled, history)
         latest = history[:, 0] if alike[0].algorithm == "most_recent" else history.amax(1)
-        torch._foreach_copy_(before, list(alike[0]._of(latest, torch.stack(before)).unbind()))
+        kept = torch.stack(before)
+        found = alike[0]._of(latest, torch.where(kept > 0, kept, 1.0))
+        # new tensors: the graphs of earlier forwards keep those that they used until their backward pass
+        for one, scale in zip(alike, torch._foreach_mul(list(found.unbind()), 1.0), strict=True):
+            one.scale, one.given = scale, True
         torch._foreach_copy_(histories, list(history.unbind()))
         torch._foreach_zero_(seen)

@@ -139,3 +139,47 @@ def test_a_layer_moved_after_its_policy_was_applied_runs_outside_the_graph() -> 
     x = torch.randn(4, 32)
     torch.testing.assert_close(compiled(x), run(x, layer.weight, layer.bias))
     assert run.quantizers.prepared == x.device  # from now on a graph can be traced
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
+def test_compiled_layers_may_run_twice_before_the_backward_pass() -> None:
+    """As contrastive losses do: the second forward learns new scales while the first one's are still needed."""
+
+    def gradients(*, compiled: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layers = [nn.Linear(32, 32), nn.Linear(32, 16)]
+        runs = [LinearExecution(LayerPlan.uniform(DELAYED)) for _ in layers]
+        for layer, run in zip(layers, runs, strict=True):
+            layer.forward = lambda x, run=run, layer=layer: run(x, layer.weight, layer.bias)  # type: ignore[method-assign]
+            if compiled:
+                layer.compile(backend="aot_eager", fullgraph=True)
+        model = nn.Sequential(*layers)
+        reduction = DelayedReduction(model, runs)
+        for _ in range(4):
+            model.zero_grad()
+            total = torch.zeros(())
+            for size in (1.0, 3.0):
+                reduction()
+                total = total + model(size * torch.randn(8, 32)).square().mean()
+            total.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    torch._dynamo.reset()
+    for ours, theirs in zip(gradients(compiled=True), gradients(compiled=False), strict=True):
+        assert (ours - theirs).norm() < 0.1 * theirs.norm()  # an eager layer learns within a step: it rounds otherwise
+
+
+def test_an_operand_that_nobody_has_seen_is_not_scaled_once_others_are() -> None:
+    """A loaded scale of before the first amax is 0, and a graph that took it as given would return NaN."""
+    model, run = nn.Linear(32, 32), LinearExecution(LayerPlan.uniform(DELAYED))
+    reduction = DelayedReduction(model, [run])
+    run.quantizers.traced = True
+    reduction.settle()  # no amax of anything yet
+    scales = [float(scale.scale) for scale in reduction.scales if scale.scale is not None]
+    assert scales == [1.0] * 3
+    assert all(scale.given for scale in reduction.scales)
+    held = reduction.scales[0].state(torch.device("cpu"))
+    reduction.scales[0].load_state(held | {"scale": torch.zeros(())}, torch.device("cpu"))
+    assert not reduction.scales[0].given
+    reduction.scales[0].give()
+    assert float(reduction.scales[0].scale or 0) == 1.0
