@@ -52,7 +52,8 @@ def command(name: str) -> click.Command:
 
 
 def options(name: str) -> list[click.Option]:
-    return [param for param in command(name).params if isinstance(param, click.Option)]
+    """Return what ``--help`` shows; a hidden option is for command lines that AutoPrec itself prints."""
+    return [param for param in command(name).params if isinstance(param, click.Option) and not param.hidden]
 
 
 def test_the_commands_are_exactly_these() -> None:
