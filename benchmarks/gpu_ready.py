@@ -419,7 +419,8 @@ def main() -> int:
         "eager: one linear of 768 to 3072 with 16,384 tokens, operators that start a kernel, forward and backward.",
     ]
     lines += [
-        "compiled: norm, two linears, GELU, residual, as one compiled block. scan: beside the script's own tensors."
+        "compiled: norm, two linears, GELU, residual, as one compiled block. scan: beside the script's own tensors.",
+        "experts: norm, router, 8 experts in 3-D weights behind grouped products, residual, as one compiled block.",
     ]
     lines += ["ragged: share of tunable FLOPs that may run in FP8: experts of 37, 5, 59 and 27 tokens; 65 tokens."]
     text = "\n".join(lines) + "\n"
