@@ -6,6 +6,7 @@ of its recurrent weights with itself, a router flips, and depth accumulates.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -192,6 +193,62 @@ class Mixer(Replicas):
         return self.loss(linear(p, layer_norm(h, p["norm"]), "head", kinds, calls), y)
 
 
+class Dit(Replicas):
+    """A diffusion transformer: the noise in an image is predicted, every norm is modulated by the step of diffusion.
+
+    The loss is a squared error; the modulation's layers have a row per image and not per token, and multiply what the
+    others add to.
+    """
+
+    patch = (2, 2)
+    pixels = 4
+
+    def layers(self) -> dict[str, LayerShape]:
+        """Return the layer of the diffusion step, five layers per block, and the output (32 wide, 4 are read)."""
+        d, b, t = self.width, self.batch, self.tokens
+        out = {"time": LayerShape(b, d, d)}
+        for k in range(self.blocks):
+            out[f"h.{k}.modulation"] = LayerShape(b, 6 * d, d)
+            out[f"h.{k}.attn.qkv"] = LayerShape(b * t, 3 * d, d)
+            out[f"h.{k}.attn.proj"] = LayerShape(b * t, d, d)
+            out[f"h.{k}.mlp.up"] = LayerShape(b * t, self.ratio * d, d)
+            out[f"h.{k}.mlp.down"] = LayerShape(b * t, d, self.ratio * d)
+        return {**out, "output": LayerShape(b * t, 32, d, flags=("last",))}
+
+    def losses(
+        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
+    ) -> Tensor:
+        """Return the mean squared error ``[R]`` of the noise in ``x [R, b, t, 5]``, the last of which is the step."""
+        r, d, b, t = len(x), self.width, self.batch, self.tokens
+        h = self.embedded(p, x[..., : self.pixels]) + p["position"][:, None]
+        angles = x[:, :, 0, -1:] * torch.logspace(0, 2, d // 2)
+        step = F.silu(linear(p, torch.cat([angles.sin(), angles.cos()], -1), "time", kinds, calls))
+        for k in range(self.blocks):
+            told = linear(p, step, f"h.{k}.modulation", kinds, calls).view(r, b, 1, 6, d)
+            shift1, scale1, gate1, shift2, scale2, gate2 = (0.5 * told).unbind(3)
+
+            def normed(z: Tensor, name: str, scale: Tensor, shift: Tensor) -> Tensor:
+                flat = layer_norm(z.reshape(r, b * t, d), p[name]).view(r, b, t, d)
+                return (flat * (1 + scale) + shift).reshape(r, b * t, d)
+
+            z = normed(h, f"h.{k}.norm1", scale1, shift1)
+            h = h + (1 + gate1) * self.attention(p, z, f"h.{k}.attn", kinds, calls).view(r, b, t, d)
+            z = normed(h, f"h.{k}.norm2", scale2, shift2)
+            up = F.gelu(linear(p, z, f"h.{k}.mlp.up", kinds, calls))
+            h = h + (1 + gate2) * linear(p, up, f"h.{k}.mlp.down", kinds, calls).view(r, b, t, d)
+        found = linear(p, layer_norm(h.reshape(r, b * t, d), p["norm"]), "output", kinds, calls)
+        return (found[..., : self.pixels] - y.reshape(r, b * t, -1)).square().mean((1, 2))
+
+    def _batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1_000_003 * (seed + 1) + step)
+        images = self.data[0]
+        clean = images[torch.randint(len(images), (self.batch,), generator=generator)]
+        noise = torch.randn(clean.shape, generator=generator)
+        time = torch.rand(self.batch, 1, 1, generator=generator)
+        noisy = torch.cos(time * math.pi / 2) * clean + torch.sin(time * math.pi / 2) * noise
+        return torch.cat([noisy, time.expand(*clean.shape[:2], 1)], -1), noise
+
+
 MODELS: dict[str, type[Replicas]] = {
     "transformer": Replicas,
     "conv": Conv,
@@ -199,6 +256,7 @@ MODELS: dict[str, type[Replicas]] = {
     "moe": Moe,
     "mlp": ResidualMlp,
     "mixer": Mixer,
+    "dit": Dit,
 }
 
 
