@@ -238,7 +238,7 @@ class Case:
     def _train(self, pairs: Sequence[tuple[bytes, int]]) -> None:
         began = time.process_time()
         seeds = tuple(sorted({seed for _, seed in pairs}))
-        model = self._model(seeds)
+        model = self.model(seeds)
         choices = ["keep", *self.problem.choice_names]
         unknown = [seed for seed in seeds if seed not in self._losses]
         if unknown:
@@ -254,7 +254,7 @@ class Case:
         self.trained += len(pairs)
         self.cpu_s += time.process_time() - began
 
-    def _model(self, seeds: tuple[int, ...]) -> Replicas:
+    def model(self, seeds: tuple[int, ...]) -> Replicas:
         import torch
 
         torch.set_num_threads(1)
@@ -268,7 +268,7 @@ class Case:
         The checks are random assignments: half of them draw every group's choice evenly, the others with shares of
         their own (from a flat Dirichlet), so that the whole range between the uniform assignments is covered.
         """
-        model, problem, steps = self._model((seed,)), self.problem, self.spec.steps
+        model, problem, steps = self.model((seed,)), self.problem, self.spec.steps
         choices = ["keep", *problem.choice_names]
         count = len(problem.groups)
         reference, one = np.zeros((1, count + len(problem.parameters)), dtype=np.int64), np.zeros(1, dtype=np.int64)
@@ -281,17 +281,17 @@ class Case:
             at.append((weights, step))
         while probes := scan.next_round():
             rows = np.array([_probed(problem, probe.id, choices) for probe in probes])
-            for_each = [np.sqrt(_squared_errors(model, weights, step, rows, choices)) for weights, step in at]
+            for_each = [np.sqrt(squared_errors(model, weights, step, rows, choices)) for weights, step in at]
             scan.add(*(_payload([probe.id for probe in probes], errors) for errors in for_each))
         table = scan.table()
-        rows = self._checks(np.random.default_rng(seed), checks)
-        errors = np.sqrt(np.mean([_squared_errors(model, *here, rows, choices) for here in at], axis=0))
+        rows = self.checks(np.random.default_rng(seed), checks)
+        errors = np.sqrt(np.mean([squared_errors(model, *here, rows, choices) for here in at], axis=0))
         predicted = np.sqrt([table.error2[np.arange(count), row - 1].sum() for row in rows])
         one_pass = np.mean([model.one_pass_scores(*here, choices) for here in at], axis=0)[:, 1:]
         one_pass = np.where(problem.allowed, one_pass, np.inf)
         return Scan(table, np.array([predicted, errors]).T, gap(benign[0], whole[0]), one_pass)
 
-    def _checks(self, rng: np.random.Generator, checks: int) -> np.ndarray[Any, Any]:
+    def checks(self, rng: np.random.Generator, checks: int) -> np.ndarray[Any, Any]:
         """Return random assignments ``[checks, G]``, their columns counted from 1."""
         allowed = self.problem.allowed
         rows = np.zeros((checks, len(allowed)), dtype=np.int64)
@@ -323,7 +323,7 @@ def _probed(problem: Problem, probe: str, choices: Sequence[str]) -> np.ndarray[
     return row
 
 
-def _squared_errors(
+def squared_errors(
     model: Replicas, weights: Any, step: int, rows: np.ndarray[Any, Any], choices: Sequence[str]
 ) -> np.ndarray[Any, Any]:
     """Return the squared relative gradient errors of assignments ``[N, G]``, the first column of choices as truth."""

@@ -48,10 +48,10 @@ DECIDED = ("search",)
 def score(case: Case, log: Sequence[bytes], worth: Worth, front: Sequence[Point]) -> tuple[float, float]:
     """Return (hypervolume ratio, regret of the fastest within the budget) of what was asked, by judge seeds."""
     mine = judged(case, picked(case, log, worth))
-    return volume(case, mine) / volume(case, front), _fastest(case, mine) / _fastest(case, front) - 1
+    return volume(case, mine) / volume(case, front), fastest(case, mine) / fastest(case, front) - 1
 
 
-def _fastest(case: Case, points: Sequence[Point]) -> float:
+def fastest(case: Case, points: Sequence[Point]) -> float:
     return min((t for t, d in points if d <= MAX_DIVERGENCE), default=corner(case)[0])
 
 
@@ -106,7 +106,7 @@ def decisions(case: Case, strategy: str, seeds: Sequence[int]) -> list[Ending]:
 
 def endings(case: Case, found: Sequence[Ending], front: Sequence[Point]) -> dict[str, Any]:
     """Compare what was decided with fresh seeds, with the best there is, and with the best acceptable preset."""
-    best, preset = _fastest(case, front), best_preset(case)
+    best, preset = fastest(case, front), best_preset(case)
     adopted = [e for e in found if e.row]
     regrets = [case.time(e.row) / best - 1 for e in adopted]
     return {

@@ -12,8 +12,8 @@ and whose runs differ from seed to seed, as far as real ones were seen to (bench
 says where mixing recipes can pay at these shapes, and whether the search finds it, not what it does to a real loss.
 
 Because it is a formula, the truth is known: the best preset is the fastest one whose mean divergence can be shown to be
-within the budget with 12 paired seeds (the most that the search gives one policy), and whose gradient error and memory
-are within their limits. ``possible`` is what the fastest such assignment of recipes to layers gains over it (an exact
+within the budget with 12 paired seeds (1.645 standard errors), and whose gradient error and memory are within their
+limits. ``possible`` is what the fastest such assignment of recipes to layers gains over it (an exact
 knapsack; choices beside the layers' are not in it), ``within`` says whether the adopted policy's true mean is within
 the budget. ``over an oracle's`` is the gain over the fastest preset whose true mean is, though no 12 seeds may show it.
 """

@@ -29,13 +29,15 @@ __all__ = ["PRICE", "Expectation", "Goals", "Measured", "Outlook", "Points"]
 Vector = npt.NDArray[np.float64]
 
 #: What one run has to gain. It is some 40 steps of the training that is to be sped up, so this has paid for it after
-#: 400,000 of them. A policy that is faster by less than the tie has nobody pay for a run.
-PRICE, TIE = 0.0001, 0.01
-#: What is expected to be gained, chances included, has to be more than this: half a percent is lost in timing noise.
-LEAST_GAIN = 0.005
+#: 800,000 of them.
+PRICE = 0.00005
+#: A policy that is faster by less than the first is tied, and nobody pays for a run; what is expected to be gained
+#: beyond it, chances included, has to be more than the second. A preset is what people would run anyway: one that is
+#: as good has to be known, or the answer may be slower than it.
+TIE, LEAST_GAIN, PRESET_TIE = 0.005, 0.002, 0.0005
 #: Standard deviations from the mean to its 95 % bound. For one look 1.645 would do; a search looks after every run and
-#: takes the first policy that passes, so that 7 % of them were beyond the budget then, and 1 % with two.
-_Z95 = 2.0
+#: takes the first policy that passes, so that 7 % of them were beyond the budget then, 3 % with two, and 1 % so.
+_Z95 = 2.3
 #: A policy that was measured under one seed only is accepted under none; and under so many it is measured at most.
 FEWEST_SEEDS, MOST_SEEDS = 2, 24
 #: Predicted gradient errors are right within a few percent: a policy at the very limit would be refused half the time.
@@ -110,6 +112,7 @@ class Outlook:
         chance: probability that the mean divergence is within the budget, and the limits are kept.
         gain: what its further runs are expected to gain over the best policy that is surely acceptable, a fraction.
         runs: how many further runs these are, references of new paired seeds among them.
+        worth: the gain less their price; it is not worth a run where that is not positive.
     """
 
     cost: Vector
@@ -117,11 +120,7 @@ class Outlook:
     chance: Vector
     gain: Vector
     runs: Vector
-
-    @property
-    def worth(self) -> Vector:
-        """What is expected to be gained beyond the price of the runs; nothing is worth a run where it is negative."""
-        return np.where(self.gain > LEAST_GAIN, self.gain - PRICE * self.runs, np.minimum(self.gain - LEAST_GAIN, 0.0))
+    worth: Vector
 
 
 class Expectation:
@@ -130,9 +129,12 @@ class Expectation:
     Args:
         problem, prior: of the search.
         goals: what is wanted.
+        presets: (name, params) of policies that people run today.
     """
 
-    def __init__(self, problem: Problem, prior: Prior, goals: Goals) -> None:
+    def __init__(
+        self, problem: Problem, prior: Prior, goals: Goals, presets: Sequence[tuple[str, Mapping[str, Any]]] = ()
+    ) -> None:
         self.problem, self.prior, self.goals = problem, prior, goals
         self._features = features_of(problem)
         self._sizes = np.array([prior.parameter_memory.get(f, 0.0) for f in self._features], dtype=np.float64)
@@ -140,6 +142,7 @@ class Expectation:
         if goals.max_gradient is not None:
             self.max_gradient2 = (goals.max_gradient / _GRADIENT_MARGIN) ** 2
         self.best_cost: float | None = None
+        self._presets = set(_keys(self.points([params for _, params in presets])))
         self.fit([])
 
     # --- points -----------------------------------------------------------------------------------------------------
@@ -149,7 +152,8 @@ class Expectation:
         vectors = [self.vector(params) for params in many]
         base2 = np.array([self.prior.parameter_error2(params) for params in many], dtype=np.float64)
         shape = (len(many), len(self._features))
-        return Points(np.array(index, dtype=np.int64), np.array(vectors, dtype=np.float64).reshape(shape), base2)
+        found = np.array(index, dtype=np.int64).reshape(len(many), len(self.problem.groups))
+        return Points(found, np.array(vectors, dtype=np.float64).reshape(shape), base2)
 
     def vector(self, params: Mapping[str, Any]) -> Vector:
         """Return the parameter features ``[K]`` of params."""
@@ -242,12 +246,15 @@ class Expectation:
         possible = self.within_limits(points) * _AFTER_FAILURE ** (self._used(points) * self._failed).max(axis=1)
         upper = np.exp(np.minimum(log_gap + _Z95 * sd, 60.0))
         within = np.ones(len(points)) if self.goals.blind else _normal((math.log(self.limit) - log_gap) / sd)
-        ahead = self._to_beat() - cost - TIE
+        preset = np.array([key in self._presets for key in _keys(points)], dtype=bool)
+        ahead = self._to_beat() - cost - np.where(preset, PRESET_TIE, TIE)
         sure = np.maximum(cost_sd, 1e-9)
         z = ahead / sure
         gain = possible * np.maximum(sure * (z * _normal(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)), 0.0)
         accepted, runs = self._plan(points, log_gap, sd, gain)
-        return Outlook(cost, upper, possible * within, gain * accepted, runs)
+        expected, least = gain * accepted, np.where(preset, PRESET_TIE, LEAST_GAIN)
+        worth = np.where(expected > least, expected - PRICE * runs, np.minimum(expected - least, 0.0))
+        return Outlook(cost, upper, possible * within, expected, runs, worth)
 
     def _plan(self, points: Points, log_gap: Vector, sd: Vector, gain: Vector) -> tuple[Vector, Vector]:
         """Return, for the number of further seeds that is worth most, the chance to be accepted then, and its runs.

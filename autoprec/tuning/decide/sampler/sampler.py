@@ -78,7 +78,7 @@ class PrecisionSampler(optuna.samplers.BaseSampler):  # type: ignore[misc]
     def __init__(
         self, problem: Problem, prior: Prior, goals: Goals, presets: Sequence[tuple[str, dict[str, Any]]] = ()
     ) -> None:
-        self.problem, self.expectation = problem, Expectation(problem, prior, goals)
+        self.problem, self.expectation = problem, Expectation(problem, prior, goals, presets)
         self._presets, self._features = list(presets), features_of(problem)
         self._runs: list[Measured] | None = None
         self._known: tuple[Any, Proposal | None] = (None, None)
