@@ -71,7 +71,7 @@ class ByBlock:
             return result
         if result.status in ("oom", "crashed") and spec.policy is not None and seed == 0:
             return self._run(replace(spec, by_block=False), seed)
-        return self._scaled(result)
+        return self._scaled(result) if result.payload.get(BY_BLOCK) else result
 
     def begin(self, spec: TrialSpec, whole: TrialResult) -> TrialResult | None:
         """Run the reference by block where that pays; None where all runs compile as the script does.

@@ -128,6 +128,13 @@ def test_what_fails_by_block_under_the_scripts_own_seed_is_run_as_the_script_com
     assert runs.run(TRIAL, 1).status == "oom"
 
 
+def test_times_of_a_run_that_compiled_no_blocks_are_its_own() -> None:
+    script = Script()
+    runs = begun(made(script), script)
+    script.blocks = 1  # its policy compiles nothing
+    assert runs.run(TRIAL, 0).step_ms == pytest.approx((7.5,) * 6)
+
+
 def test_a_record_says_how_it_was_compiled() -> None:
     record: Any = SimpleNamespace(tags=("preset",))
     assert is_whole(record)

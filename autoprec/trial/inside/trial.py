@@ -129,7 +129,10 @@ class Trial:
             self._policy = apply_document(spec.policy, self.found, spec.backend, run_steps=spec.warmup + spec.steps)
         except AutoPrecError as error:
             self.finish(status_of(error), str(error))
-        compiles = self._policy is not None and self._policy.execution == "compile"
+        execution = "keep" if self._policy is None else self._policy.execution
+        if execution == "eager":  # nothing is compiled, by block or otherwise
+            self._payload.pop("by_block", None)
+        compiles = execution == "compile"
         if compiles and spec.by_block and (blocks := compiled_blocks(self.found.root)):
             self._payload["by_block"] = blocks
         if compiles:

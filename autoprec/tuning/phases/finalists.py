@@ -333,14 +333,18 @@ class Race:
         return decision, [script, *final], rejected | decision.rejected
 
     def _is_known(self, record: TrialRecord) -> bool:
-        """Whether a policy was run as the script, or the policy itself, compiles the model."""
-        return any(is_whole(run) for run in self._rows[record.number])
+        """Whether a policy was run as the script, or the policy itself, compiles the model.
+
+        A run that failed by block may not have come as far as to say that it compiled blocks.
+        """
+        return any(is_whole(run) and (run.ok or run.seed == record.seed) for run in self._rows[record.number])
 
     def _comparable(self, candidate: Candidate) -> list[float]:
         """Return the speed-ups of a policy over its seeds that were compiled in one way: their spread is noise."""
-        runs = [run for run in self._rows[candidate.tag.number] if run.ok]
-        blocks = [run for run in runs if not is_whole(run)]
-        return [run.metrics["speedup"] for run in blocks or runs]
+        first, rows = candidate.tag, self._rows[candidate.tag.number]
+        # a run of the whole model stands for the first one, which is still the one to compare further seeds with
+        blocks = [run for run in (first, *(row for row in rows if row is not first)) if run.ok and not is_whole(run)]
+        return [run.metrics["speedup"] for run in blocks or rows if run.ok]
 
     def measured_whole(self) -> bool:
         """Run what would be adopted, and the 16-bit run that it is told against, as the script compiles them.
@@ -370,6 +374,11 @@ class Race:
             self.update()
         return bool(wanted)
 
+    def _measure_all_whole(self) -> None:
+        """Go on until what would be adopted is known as the script compiles it: each run may change who that is."""
+        while self.measured_whole():
+            pass
+
     def answer(self) -> Answer:
         """Return the answer over everything measured."""
         setup, ledger = self._setup, self._ledger
@@ -378,13 +387,13 @@ class Race:
             return Answer("stay", _why_nothing(setup, ledger) + self._so_far(), None, seeds=0)
         adopted = decision.index if decision.verdict == "adopt" else None
         if adopted is not None and self._measure_error(candidates[adopted].tag):
-            self.measured_whole()
+            self._measure_all_whole()
             return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
         unsure = decision.unsure
         if unsure is not None and len(candidates[unsure].divergences) < setup.options.seeds and not self._out_of_time():
             self._one_more(candidates[unsure].tag)
             self.update()
-            self.measured_whole()
+            self._measure_all_whole()
             return self.answer()
         for name, why in rejected.items():
             ledger.note(f"{name} was rejected: {why}")
