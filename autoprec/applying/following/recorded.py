@@ -11,6 +11,7 @@ targets are copied: a script may load its next batch into the same memory before
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -111,6 +112,7 @@ class RecordedStep:
         self._original: Any = None
         self._kept: list[Any] = []  # ids must stay unique for as long as they are compared
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # with its copy
+        self._copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # of constants, in this micro-batch
         self.tracked: dict[int, Any] = {}
         self.busy = False
 
@@ -181,9 +183,20 @@ class RecordedStep:
                 made = (value, value.detach().clone().requires_grad_())
                 return self._leaves.setdefault(id(value), made)[1]
             reaches = value is not constant and _leaves_of(value) & self._owned
-            return value if reaches else value.detach().clone()
+            return value if reaches else self._copy_of(value)
 
         return tree_map(copy, values)
+
+    def _copy_of(self, value: Tensor) -> Tensor:
+        """Return a copy of a constant: one for all calls that see the same, as blocks of a model see one mask."""
+        if type(value) is not Tensor or value.layout is not torch.strided or value.is_meta:
+            return value.detach().clone()
+        held, made = self._copies.get(id(value), (None, value))
+        # by its values: not every write counts as one (numpy's into shared memory, those by .data)
+        if held is None or held() is not value or not torch.equal(value, made):
+            made = value.detach().clone()
+            self._copies[id(value)] = weakref.ref(value), made
+        return made
 
     def note(
         self,
@@ -221,6 +234,7 @@ class RecordedStep:
     def after_backward(self) -> None:
         """End one micro-batch; the next may begin."""
         self._micros.append(_Micro())
+        self._copies.clear()
         self.busy = False
 
     # ---------------------------------------------------------------- playing
@@ -248,7 +262,7 @@ class RecordedStep:
             if call.sync is not None:
                 call.run.require_backward_grad_sync = call.sync  # type: ignore[attr-defined]
             args, kwargs = tree_map(fresh, (call.args, call.kwargs))
-            if call.writes and args[0] is call.args[0]:
+            if call.writes and args and args[0] is call.args[0]:
                 args = (args[0].clone(), *args[1:])
             enabled, dtype = call.autocast
             autocast = torch.autocast(self._device.type, dtype=dtype, enabled=enabled)
@@ -268,6 +282,7 @@ class RecordedStep:
         """Let go of everything that was recorded."""
         self._kept.clear()
         self._leaves.clear()
+        self._copies.clear()
         self._micros.clear()
         self.tracked.clear()
 

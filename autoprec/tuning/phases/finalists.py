@@ -343,8 +343,9 @@ class Race:
         """Return the speed-ups of a policy over its seeds that were compiled in one way: their spread is noise."""
         first, rows = candidate.tag, self._rows[candidate.tag.number]
         # a run of the whole model stands for the first one, which is still the one to compare further seeds with
-        blocks = [run for run in (first, *(row for row in rows if row is not first)) if run.ok and not is_whole(run)]
-        return [run.metrics["speedup"] for run in blocks or rows if run.ok]
+        runs = [run for run in (first, *(row for row in rows if row is not first)) if run.ok]
+        blocks, whole = ([run.metrics["speedup"] for run in runs if is_whole(run) is how] for how in (False, True))
+        return whole if len(whole) > len(blocks) else blocks
 
     def measured_whole(self) -> bool:
         """Run what would be adopted, and the 16-bit run that it is told against, as the script compiles them.

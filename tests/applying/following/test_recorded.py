@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -119,6 +120,42 @@ def test_losses_as_scripts_write_them_are_played_with_the_same_gradients(loss_of
         step.play()
         for parameter, gradient in zip(model.parameters(), first, strict=True):
             torch.testing.assert_close(parameter.grad, gradient)
+
+
+class _Masked(nn.Linear):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x) + mask
+
+
+def test_a_mask_that_all_blocks_see_is_copied_once_and_again_where_its_memory_was_written() -> None:
+    blocks = nn.ModuleList(_Masked(4, 4) for _ in range(4))
+    memory = np.ones((3, 4), dtype=np.float32)
+    mask, x = torch.from_numpy(memory), torch.randn(3, 4)
+    step = RecordedStep(blocks.parameters(), torch.device("cpu"), sees_backward=True)
+    step.start()
+    for index, block in enumerate(blocks):
+        memory[:] += index == 2  # torch does not see that
+        x = block(x, mask)
+    x.square().mean().backward()
+    step.stop()
+    calls = [call for call in step._micros[0].calls if call.random is not None]
+    assert len({call.args[1].data_ptr() for call in calls}) == 2
+    first = [p.grad.clone() for p in blocks.parameters()]
+    blocks.zero_grad()
+    step.play()
+    assert all(torch.equal(p.grad, g) for p, g in zip(blocks.parameters(), first, strict=True))
+
+
+def test_a_function_that_writes_what_it_is_given_by_name_is_played() -> None:
+    model = nn.Linear(4, 4)
+    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step.start()
+    torch.relu_(input=model(torch.randn(3, 4))).sum().backward()
+    step.stop()
+    first = model.weight.grad.clone()
+    model.zero_grad()
+    step.play()
+    assert torch.equal(model.weight.grad, first)
 
 
 def test_a_model_behind_this_one_keeps_its_gradients_and_its_running_statistics() -> None:

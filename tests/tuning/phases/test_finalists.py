@@ -165,6 +165,9 @@ def test_the_noise_of_times_is_known_after_the_run_of_the_whole_model_as_before(
         assert race._comparable(candidate) == [1.40, 1.41]
     race._rows = {first.number: [whole, row(1, 1.31, by_block=False)]}
     assert race._comparable(replace(candidate, tag=whole)) == [1.30, 1.31]
+    further = [row(1, 1.31, by_block=False), row(2, 1.32, by_block=False)]  # a study of an earlier version
+    race._rows = {first.number: [first, *further]}
+    assert race._comparable(candidate) == [1.31, 1.32]
 
 
 def test_a_run_by_block_that_died_early_does_not_pass_for_one_of_the_whole_model() -> None:
