@@ -221,9 +221,16 @@ class Store:
 
         rows = {run.data.tags["autoprec.name"]: run for run in trials if run.data.tags.get("autoprec.row") == "policy"}
         told: dict[str, dict[str, float]] = {}
+        plain = _plain_speedup(result)
         for name, record in pooled(map(_recorded, trials)).items():
+            over = {"speedup_over_16bit": record.metrics.get("speedup", math.nan) / plain} if plain else {}
+            shown = shown_metrics(record.metrics | over)
             if "seeds" in record.metrics:
-                told[name] = shown_metrics(record.metrics) | {"seeds": record.metrics["seeds"]}
+                told[name] = shown | {"seeds": record.metrics["seeds"]}
+            elif name in rows and shown.get("gain") != rows[name].data.metrics.get("gain"):
+                told[name] = {
+                    key: shown[key] for key in ("gain",) if key in shown
+                }  # the 16-bit run was not measured yet, or not as well
         told[str(result.best.get("name"))] = shown_metrics(result.best) | {
             "seeds": float(result.best.get("seeds") or 1)
         }
@@ -293,6 +300,13 @@ class Store:
             path = Path(folder) / name
             path.write_text(text, encoding="utf-8")
             self.client.log_artifact(run_id, os.fspath(path))
+
+
+def _plain_speedup(result: SearchResult) -> float | None:
+    """Return the speed-up of the 16-bit run over the script that a result is told by; None where there is none."""
+    rows = (result.best, result.reference, *result.presets)
+    known = [row for row in rows if row.get("speedup") and row.get("speedup_over_16bit")]
+    return known[0]["speedup"] / known[0]["speedup_over_16bit"] if known else None
 
 
 def _recorded(run: Any) -> TrialRecord:

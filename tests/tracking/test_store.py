@@ -6,6 +6,7 @@ import re
 import warnings
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from hypothesis import strategies as st
 from autoprec.tracking import Tracker
 from autoprec.tracking.replay import sync
 from autoprec.tracking.spool import Spool
-from autoprec.tracking.store import _without_stray_folder, safe_key
+from autoprec.tracking.store import Store, _without_stray_folder, safe_key
+from autoprec.tuning.study.records import SearchResult
 from tests.tracking.conftest import make_records, make_result, tracked_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -69,6 +71,34 @@ def test_a_policy_that_was_measured_again_has_the_figures_of_all_its_runs_and_th
     (other,) = tracked_runs(tracked, "tags.`autoprec.row` = 'policy' and tags.`autoprec.name` = 'search 4'")
     told = {name: other.data.metrics[name] for name in ("divergence_pct", "seeds", "gain", "step_ms")}
     assert told == {"divergence_pct": 0.07, "seeds": 2, "gain": 2.08, "step_ms": 4.8}, "its speed is not one run's"
+
+
+def test_the_gain_of_every_row_is_over_one_16_bit_run(result: SearchResult) -> None:
+    """Each trial was told over the 16-bit run as it was known then: 2.0 at first, 1.6 over all its runs."""
+
+    def run(name: str, kind: str, seed: int, speedup: float, **known: float) -> Any:
+        tags = {"name": name, "kind": kind, "seed": str(seed), "status": "ok"}
+        tags["row"] = "run" if kind == "finalist" else "policy"
+        metrics = {"speedup": speedup, "divergence": 1e-4, "step_time_ms": 10 / speedup, **known}
+        data = SimpleNamespace(tags={f"autoprec.{key}": value for key, value in tags.items()}, metrics=metrics)
+        return SimpleNamespace(data=data, info=SimpleNamespace(run_id=name))
+
+    store: Any = object.__new__(Store)
+    logged: dict[str, dict[str, float]] = {}
+    store._log = lambda run_id, metrics: logged.update({run_id: {metric.key: metric.value for metric in metrics}})
+    trials = [
+        run("all bf16", "preset", 0, 2.0, speedup_over_16bit=1.0, gain=1.0),
+        run("all bf16", "finalist", 0, 1.2, speedup_over_16bit=1.0),
+        run("search 4", "search", 0, 2.4, speedup_over_16bit=1.2, gain=1.2),
+        run("search 5", "search", 0, 3.2, speedup_over_16bit=1.6, gain=1.6),
+        run("search 5", "finalist", 1, 3.2, speedup_over_16bit=1.6),
+        run("search 6", "search", 0, 1.6, speedup_over_16bit=1.0, gain=1.0),
+    ]
+    reference = {"name": "script as written", "speedup": 1.0, "speedup_over_16bit": 1 / 1.6}
+    presets = ({"name": "all bf16", "speedup": 1.6, "speedup_over_16bit": 1.0},)
+    store._fold(trials, replace(result, best=reference, reference=reference, presets=presets), 1)
+    gains = {name: figures["gain"] for name, figures in logged.items()}
+    assert gains == {"all bf16": 1.0, "search 4": 1.5, "search 5": 2.0}
 
 
 def test_a_resumed_study_shows_one_answer_and_the_trials_it_was_given(

@@ -183,8 +183,9 @@ def _without_native(
     if not others:
         return None
     shared = set.intersection(*(set(found) for found in others.values()))
-    least = min(found[shape].error for found in others.values() for shape in found)
-    sound = {n: f for n, f in others.items() if all(row.error <= WRONG * least + 1e-3 for row in f.values())}
+    least = {row.shape: row.error for row in sorted(rows, key=lambda row: -row.error) if row.seconds}
+    sound = {n: f for n, f in others.items() if all(r.error <= WRONG * least[r.shape] + 1e-3 for r in f.values())}
+    sound = sound or dict(others)  # none is the closest to bf16 in every shape
     best = min(sound, key=lambda name: _mean(sound[name][shape].seconds for shape in shared or sound[name]))
     refusal = next((row.failed for row in rows if row.backend == NATIVE and row.failed), "it was not timed")
     return BackendChoice(best, f"{best}: native does not run {recipe} here ({refusal})")

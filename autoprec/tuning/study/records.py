@@ -17,7 +17,7 @@ __all__ = ["BY_BLOCK", "SearchResult", "TrialRecord", "headline", "pooled"]
 
 #: The tag of records whose trial compiled repeated blocks instead of the whole model.
 BY_BLOCK = "by_block"
-_RATES = ("throughput", "samples_per_s", "effective_speedup")
+_RATES = ("throughput", "samples_per_s", "effective_speedup", "speedup_over_16bit")
 
 
 def headline(metrics: Mapping[str, Any]) -> str:

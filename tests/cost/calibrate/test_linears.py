@@ -35,6 +35,16 @@ def test_the_faster_backend_runs_a_recipe_and_the_reason_says_by_how_much() -> N
     assert choice(found) == ("transformer_engine", "transformer_engine: 1.25x native at fp8_rowwise, measured")
 
 
+def test_what_native_does_not_run_is_compared_shape_by_shape() -> None:
+    large, small = rows("fp8_block", transformer_engine=(4.0, 0.4))
+    found = [large, replace(small, error=0.06)]  # alone, and further from bf16 in one shape
+    assert choice(found, family="fp8_block")[0] == "transformer_engine"
+    other = [replace(row, backend="torchao", seconds=row.seconds / 2, error=0.2) for row in found]
+    assert choice([*found, *other], family="fp8_block")[0] == "transformer_engine", "it computes something else"
+    crossed = [replace(other[0], error=0.01), replace(other[1], error=0.2)]
+    assert choice([*found, *crossed], family="fp8_block")[0] == "torchao"
+
+
 def test_a_tie_within_the_noise_is_native_and_both_say_so() -> None:
     found = rows("fp8_rowwise", native=(5.0, 0.5), torchao=(4.85, 0.485), transformer_engine=(7.0, 0.7))
     backend, reason = choice(found)
