@@ -63,7 +63,7 @@ class Ledger:
         self.listener.note(text)
 
     def cut(self, text: str) -> None:
-        """Tell, and remember, that something was left out for want of time."""
+        """Tell, and remember, that something was left out."""
         if text not in self.cut_short:
             self.cut_short.append(text)
             self.note(text)

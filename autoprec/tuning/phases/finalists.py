@@ -40,6 +40,8 @@ from autoprec.tuning.study.records import TrialRecord, pooled
 
 __all__ = ["Race", "timing_noise", "whole_seconds"]
 
+#: Paired seeds under which the script as written may fail before no further one is tried.
+UNUSABLE_SEEDS = 2
 #: Bounds of the relative timing noise of a median over the seeds.
 LEAST_NOISE, MOST_NOISE = 0.01, 0.10
 #: Chance of being acceptable from which on a preset that was not run counts as what people would run instead.
@@ -86,6 +88,7 @@ class Race:
         self._rows: dict[int, list[TrialRecord]] = {}
         self._tried: list[TrialRecord] = []
         self._benign: dict[int, tuple[float, float]] = {}
+        self._unusable: dict[int, str] = {}
         self._correction: list[tuple[bool, float]] = []  # (quantised, longer by so much)
         self.now: Standings = self.update()
 
@@ -93,6 +96,11 @@ class Race:
     def fewest(self) -> int:
         """Paired seeds under which a policy must have been measured to be accepted."""
         return fewest_seeds(self._setup.options.seeds, blind=self.expectation.goals.blind)
+
+    @property
+    def seedless(self) -> bool:
+        """Whether the script as written fails under further paired seeds, so that nothing can be accepted."""
+        return len(self._unusable) >= UNUSABLE_SEEDS
 
     def runs(self) -> list[Measured]:
         """Return every run of the pool."""
@@ -160,7 +168,14 @@ class Race:
         self._ledger.add_seconds("finalists_s", time.monotonic() - began)
 
     def _out_of_time(self) -> bool:
-        """Say whether the time is used up; one policy is measured under a second seed whatever the budget says."""
+        """Say whether the time is used up; one policy is measured under a second seed whatever the budget says.
+
+        Nor is anything more tried where the reference fails under one paired seed after the other.
+        """
+        if self.seedless:
+            failed = next(iter(self._unusable.values()))
+            self._ledger.cut(f"the script as written failed under {len(self._unusable)} further paired seeds: {failed}")
+            return True
         budget = self._setup.options.budget_s
         if budget is None or self._ledger.elapsed() + self._ledger.seconds_per_run() <= budget:
             return False
@@ -173,6 +188,8 @@ class Race:
     def _one_more(self, record: TrialRecord) -> None:
         """Run a policy under its next paired seed, beside that seed's reference where it was not run yet."""
         seed = self._rows[record.number][-1].seed + 1
+        while seed in self._unusable:
+            seed += 1
         self._measure(record, seed, by_block=self._runner.by_block.wanted and not is_whole(record))
 
     def _measure(self, record: TrialRecord, seed: int, *, by_block: bool) -> None:
@@ -186,8 +203,8 @@ class Race:
                 reference = self._reference(seed, whole=runner.by_block.active and not by_block)
             except AutoPrecError as failed:
                 ledger.note(f"paired seed {seed} could not be used: {failed.what}")
+                self._unusable[seed] = failed.what  # nothing that is held against the policy
                 running.result()
-                ledger.store.add(replace(plan, number=ledger.store.next_number(), status="crashed", reason=failed.what))
                 return
             result = running.result()
         done = scored(self._setup, ledger, plan, result, reference, self._error(record), began)
