@@ -20,6 +20,7 @@ import math
 import platform
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -30,6 +31,8 @@ from ground_truth import RESULTS, TRIAL_SEEDS, Case
 from search_cases import CASES, MAX_DIVERGENCE, REPORTED
 from search_finals import best_preset, searched
 from search_quality import fastest, judged_front
+
+from autoprec.tuning.decide.sampler.expectation import MODELLED
 
 SAMPLER = "autoprec.tuning.decide.sampler"
 EXPECTATION, POSTERIOR, PROPOSING = f"{SAMPLER}.expectation", f"{SAMPLER}.posterior", f"{SAMPLER}.sampler"
@@ -61,7 +64,7 @@ PARTS: dict[str, list[tuple[str, str, Any]]] = {
     "weight of the head": [(PRIOR, "HEAD_WEIGHT", 1.0)],
     "seed used before tells less": [(EXPECTATION, "_REUSED", 1.0)],
     "several numbers of seeds": [(EXPECTATION, "_MORE_SEEDS", (4,))],
-    "smaller tie of presets": [(EXPECTATION, "PRESET_TIE", 0.005)],
+    "smaller tie of presets": [(EXPECTATION, "MODELLED", replace(MODELLED, preset_tie=0.005))],
     "presets first": [(PROPOSING, "_AS_GOOD", 2.0)],
     "multiples of the budget": [(PROPOSING, "_FACTORS", (1.0,))],
     "corners of the front": [(PROPOSING, "corners", lambda *_: ())],

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from autoprec.policy.schema import LayerPlan
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.metrics import Reference, score
 from autoprec.tuning.decide.noise import blindness
@@ -21,17 +22,25 @@ from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 __all__ = ["goals_of", "make_prior", "scored"]
 
 
-def make_prior(setup: Setup, table: SensitivityTable) -> Prior:
-    """Return what the cost model and the sensitivity table say before the first trial."""
+def make_prior(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Prior:
+    """Return what the cost model and the sensitivity table say before the first trial.
+
+    Where steps are timed, modelled times are told in units of the reference's measured one: gains are ratios, and under
+    a model that overstates every time no policy would look faster than the script.
+    """
+    level = ledger.reference.step_ms / setup.steps.of_reference().time_ms if setup.measured else 1.0
 
     def step_cost(params: Mapping[str, Any]) -> tuple[float, float]:
         estimate = setup.steps.of(params)
-        return estimate.time_ms, float(estimate.memory_bytes)
+        return estimate.time_ms * level, float(estimate.memory_bytes)
+
+    def layer_time(name: str, plan: LayerPlan, activations: str) -> float:
+        return setup.cost.layer_time_ms(name, plan, activations) * level
 
     return build_prior(
         setup.problem,
         table,
-        setup.cost.layer_time_ms,
+        layer_time,
         step_cost,
         measured=setup.measured,
         with_memory=setup.limits.memory is not None or setup.options.objective != "throughput",
@@ -50,6 +59,7 @@ def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
         blind=bool(blindness(setup.limits.divergence, reference.baseline)),
         seeds=setup.options.seeds,
         reference=(reference.step_ms, float(max(reference.memory_bytes, 1))),
+        timed=setup.measured,
     )
 
 

@@ -255,7 +255,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     Raises:
         NothingAcceptableError: five trials in a row failed.
     """
-    began, prior, goals = ledger.elapsed(), make_prior(setup, table), goals_of(setup, ledger, table)
+    began, prior, goals = ledger.elapsed(), make_prior(setup, ledger, table), goals_of(setup, ledger, table)
     sampler, first = _sampler(setup, prior, goals)
     store, problem = ledger.store, setup.problem
     own = isinstance(sampler, PrecisionSampler)

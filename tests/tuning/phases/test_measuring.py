@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
+import pytest
+
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.phases.measuring import goals_of, make_prior, scored
 from autoprec.tuning.study.records import BY_BLOCK
@@ -20,9 +23,24 @@ def test_goals_and_prior_are_those_of_the_search(here: Path) -> None:  # noqa: F
     assert goals.max_gradient == limit / ledger.table.misfit.ratio
     assert goals.reference == (ledger.reference.step_ms, float(ledger.reference.memory_bytes))
     assert not goals.blind
-    prior = make_prior(setup, ledger.table)
+    prior = make_prior(setup, ledger, ledger.table)
     assert prior.memory is None  # neither limited nor an objective
     assert prior.time_ms.shape == ledger.table.error2.shape
+
+
+@pytest.mark.parametrize("step_ms", [0.01, 100.0, 10_000.0])
+def test_a_cost_model_that_is_wrong_about_every_time_ends_no_search(here: Path, step_ms: float) -> None:  # noqa: F811
+    made, result = search(script(step_ms=step_ms), options(trials=6))
+    assert made.setup is not None
+    assert made.ledger is not None
+    assert made.ledger.table is not None
+    prior = make_prior(made.setup, made.ledger, made.ledger.table)
+    bf16 = made.setup.problem.params_of("bf16")
+    expected = prior.base_time_ms + prior.time_ms[np.arange(len(prior.time_ms)), made.setup.problem.indices(bf16)].sum()
+    modelled = made.setup.steps.of_reference().time_ms / made.setup.steps.of(bf16).time_ms
+    assert step_ms / expected == pytest.approx(modelled)
+    assert result.verdict == "adopt"
+    assert result.best["speedup"] > 3.0
 
 
 def test_a_record_says_that_its_trial_compiled_blocks(here: Path) -> None:  # noqa: F811

@@ -24,17 +24,34 @@ from autoprec.tuning.decide.problem import FloatTable, Problem
 from autoprec.tuning.decide.sampler.posterior import LinearModel, Observation
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, feature_vector, features_of
 
-__all__ = ["PRICE", "Expectation", "Goals", "Measured", "Outlook", "Points"]
+__all__ = ["MODELLED", "TIMED", "Bar", "Expectation", "Goals", "Measured", "Outlook", "Points"]
 
 Vector = npt.NDArray[np.float64]
 
-#: What one run has to gain. It is some 40 steps of the training that is to be sped up, so this has paid for it after
-#: 800,000 of them.
-PRICE = 0.00005
-#: A policy that is faster by less than the first is tied, and nobody pays for a run; what is expected to be gained
-#: beyond it, chances included, has to be more than the second. A preset is what people would run anyway: one that is
-#: as good has to be known, or the answer may be slower than it.
-TIE, LEAST_GAIN, PRESET_TIE = 0.005, 0.002, 0.0005
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a policy has to gain to be worth runs, all fractions of the step time.
+
+    Attributes:
+        price: of one run. It is some 40 steps of the training that is to be sped up, so 0.0001 has paid for it after
+            400,000 of them.
+        tie: a policy that is faster by less is tied, and nobody pays for a run.
+        least: what is expected to be gained beyond the tie, chances included, has to be more than this.
+        preset_tie: both of these for presets. They are what people would run anyway: one that is as good has to be
+            known, or the answer may be slower than it.
+    """
+
+    price: float
+    tie: float
+    least: float
+    preset_tie: float
+
+
+#: Where times are modelled, and so are exact.
+MODELLED = Bar(0.00005, 0.005, 0.002, 0.0005)
+#: Where they are measured: a percent is lost in their noise, and a smaller bar has a search run all its trials for it.
+TIMED = Bar(0.0001, 0.01, 0.005, 0.01)
 #: Standard deviations from the mean to its 95 % bound. For one look 1.645 would do; a search looks after every run and
 #: takes the first policy that passes, so that 7 % of them were beyond the budget then, 3 % with two, and 1 % so.
 _Z95 = 2.3
@@ -67,6 +84,7 @@ class Goals:
         blind: the loss cannot judge, so only the limits do.
         seeds: paired seeds that a policy is then measured under.
         reference: (milliseconds, bytes) of the script as written, which the first gain is told against.
+        timed: step times are measured.
     """
 
     max_divergence: float = 0.0025
@@ -77,6 +95,12 @@ class Goals:
     blind: bool = False
     seeds: int = 4
     reference: tuple[float, float] | None = None
+    timed: bool = False
+
+    @property
+    def bar(self) -> Bar:
+        """What a policy has to gain to be worth runs."""
+        return TIMED if self.timed else MODELLED
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,13 +271,14 @@ class Expectation:
         upper = np.exp(np.minimum(log_gap + _Z95 * sd, 60.0))
         within = np.ones(len(points)) if self.goals.blind else _normal((math.log(self.limit) - log_gap) / sd)
         preset = np.array([key in self._presets for key in _keys(points)], dtype=bool)
-        ahead = self._to_beat() - cost - np.where(preset, PRESET_TIE, TIE)
+        bar = self.goals.bar
+        ahead = self._to_beat() - cost - np.where(preset, bar.preset_tie, bar.tie)
         sure = np.maximum(cost_sd, 1e-9)
         z = ahead / sure
         gain = possible * np.maximum(sure * (z * _normal(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)), 0.0)
         accepted, runs = self._plan(points, log_gap, sd, gain)
-        expected, least = gain * accepted, np.where(preset, PRESET_TIE, LEAST_GAIN)
-        worth = np.where(expected > least, expected - PRICE * runs, np.minimum(expected - least, 0.0))
+        expected, least = gain * accepted, np.where(preset, bar.preset_tie, bar.least)
+        worth = np.where(expected > least, expected - bar.price * runs, np.minimum(expected - least, 0.0))
         return Outlook(cost, upper, possible * within, expected, runs, worth)
 
     def _plan(self, points: Points, log_gap: Vector, sd: Vector, gain: Vector) -> tuple[Vector, Vector]:
@@ -272,7 +297,7 @@ class Expectation:
             left = 1.0 / np.sqrt(1.0 / sd**2 + told / self.divergence.spread**2)
             moved = np.sqrt(np.maximum(sd**2 - left**2, 1e-12))
             chance = _normal((math.log(self.limit) - _Z95 * left - log_gap) / moved)
-            net = gain * chance - PRICE * (more + fresh)
+            net = gain * chance - self.goals.bar.price * (more + fresh)
             better = (net > best) & (had + more >= FEWEST_SEEDS) & (more <= most)
             chances, runs, best = (
                 np.where(better, *pair) for pair in ((chance, chances), (more + fresh, runs), (net, best))

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoprec.tuning.decide.sampler.expectation import PRICE, Expectation, Goals, Measured
+from autoprec.tuning.decide.sampler.expectation import MODELLED, Expectation, Goals, Measured
 from tests.tuning.synthetic import synthetic
 
 FOUND = synthetic(blocks=2)
@@ -42,7 +42,7 @@ def test_a_gain_is_told_against_the_best_that_is_sure_and_costs_more_runs_near_t
     assert made.outlook(made.points([FAST])).gain[0] < 0.01  # its own uncertainty
     near = expect([0.0024, 0.0025])
     assert near.outlook(near.points([FAST])).runs[0] > alone.runs[0]
-    assert alone.worth[0] == pytest.approx(alone.gain[0] - PRICE * alone.runs[0])
+    assert alone.worth[0] == pytest.approx(alone.gain[0] - MODELLED.price * alone.runs[0])
 
 
 def test_a_preset_that_is_faster_by_less_than_the_tie_is_worth_a_run() -> None:
