@@ -40,18 +40,21 @@ def timed_backends(policy: Policy, device: str, held: Mapping[str, Backend]) -> 
     out: dict[str, Backend] = {}
     for name, recipe in policy.recipes.items():
         row = found.get(name)
-        asked = str(row.get("backend")) if isinstance(row, Mapping) else ""
-        if asked not in BACKENDS or asked in ("native", "emulated"):
+        asked = str(row.get("backend") or "") if isinstance(row, Mapping) else ""
+        if asked in ("", "native", "emulated"):
             continue
-        backend = made[asked] = made.get(asked) or get(asked)
-        if available := backend.available(device):
-            out[recipe_family(recipe)] = backend
-        else:
-            warnings.warn(
-                f"{name} was found with backend '{asked}', which cannot run here: {available.reason}; native runs it, "
-                "and its speed may differ",
-                stacklevel=4,
-            )
+        why = "this version does not know it"
+        if asked in BACKENDS:
+            backend = made[asked] = made.get(asked) or get(asked)
+            if available := backend.available(device):
+                out[recipe_family(recipe)] = backend
+                continue
+            why = available.reason
+        warnings.warn(
+            f"{name} was found with backend '{asked}', which cannot run here: {why}; native runs it, and its speed may "
+            "differ",
+            stacklevel=4,
+        )
     return out
 
 

@@ -116,7 +116,9 @@ def test_what_the_evidence_does_not_name_is_natives(gpu: dict[str, Fake]) -> Non
     assert ran(made) == ["torchao", "native"]
 
 
-@pytest.mark.parametrize("backends", [None, [], "torchao", {"fp8_rowwise": "torchao"}, {"fp8_rowwise": by("deep")}])
+@pytest.mark.parametrize(
+    "backends", [None, [], "torchao", {"fp8_rowwise": "torchao"}, {"fp8_rowwise": {"reason": "?"}}]
+)
 def test_evidence_of_another_form_chooses_nothing(gpu: dict[str, Fake], backends: Any) -> None:
     made = model()
     policy({"*": "fp8_rowwise"}, backends).apply(made)
@@ -162,6 +164,13 @@ def test_a_backend_that_is_not_installed_here_is_said_and_native_runs_it(gpu: di
         UserWarning, match="fp8_rowwise was found with backend 'torchao', which cannot run here: .*not inst"
     ):
         policy({"*": "fp8_rowwise"}, {"fp8_rowwise": by("torchao")}).apply(made)
+    assert ran(made) == ["native", "native"]
+
+
+def test_a_backend_of_another_version_is_said_and_native_runs_it(gpu: dict[str, Fake]) -> None:
+    made = model()
+    with pytest.warns(UserWarning, match="'cutlass', which cannot run here: this version does not know it"):
+        policy({"*": "fp8_rowwise"}, {"fp8_rowwise": by("cutlass")}).apply(made)
     assert ran(made) == ["native", "native"]
 
 
