@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
 from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.schedule import repeated_blocks
+from autoprec.tuning.schedule import QUANTISED_COMPILE, repeated_blocks
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
-__all__ = ["ByBlock", "is_whole"]
+__all__ = ["ByBlock", "is_whole", "whole_seconds"]
 
 #: Fewer blocks, or fewer seconds to compile the script as written, are not worth a further run of the reference.
 _FEWEST_BLOCKS, _LEAST_COMPILE_S = 4, 10.0
@@ -33,6 +33,14 @@ _Run = Callable[[TrialSpec, int], TrialResult]
 def is_whole(record: TrialRecord) -> bool:
     """Say whether a run compiled what the script, or its policy, compiles: the whole model, if anything."""
     return BY_BLOCK not in record.tags
+
+
+def whole_seconds(setup: Setup, ledger: Ledger) -> float:
+    """Return what a run takes that compiles the whole model; 0 where runs compile as the script does."""
+    if not ledger.whole:
+        return 0.0
+    factor = 1.0 if setup.target.is_cpu else QUANTISED_COMPILE  # a CPU has no choice below 16 bits
+    return ledger.seconds_per_run() + factor * ledger.timings.get("compile_s", 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.support.units import memory_text
-from autoprec.tuning.by_block import is_whole
+from autoprec.tuning.by_block import is_whole, whole_seconds
 from autoprec.tuning.decide.decision import Candidate, Decision, Judgement, choose, judge
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, blindness, student95
@@ -33,12 +33,12 @@ from autoprec.tuning.phases.answer import Answer, OverPreset
 from autoprec.tuning.phases.measuring import scored
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
-from autoprec.tuning.schedule import CONTENDERS, QUANTISED_COMPILE
+from autoprec.tuning.schedule import CONTENDERS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import fastest_plain, plain_speedup, sixteen_bit_speedup
 from autoprec.tuning.study.records import TrialRecord, pooled
 
-__all__ = ["Race", "timing_noise", "whole_seconds"]
+__all__ = ["Race", "timing_noise"]
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
 UNUSABLE_SEEDS = 2
@@ -62,14 +62,6 @@ def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> f
     spread = math.sqrt(sum((len(s) - 1) * (statistics.stdev(s) / statistics.fmean(s)) ** 2 for s in several) / free)
     error = spread * math.sqrt(2 / statistics.fmean(len(s) for s in several))
     return min(MOST_NOISE, max(LEAST_NOISE, student95(free) * error))
-
-
-def whole_seconds(setup: Setup, ledger: Ledger) -> float:
-    """Return what a run takes that compiles the whole model; 0 where runs compile as the script does."""
-    if not ledger.whole:
-        return 0.0
-    factor = 1.0 if setup.target.is_cpu else QUANTISED_COMPILE  # a CPU has no choice below 16 bits
-    return ledger.seconds_per_run() + factor * ledger.timings.get("compile_s", 0.0)
 
 
 class Race:

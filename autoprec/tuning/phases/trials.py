@@ -18,6 +18,7 @@ import optuna
 from autoprec.errors import NothingAcceptableError
 from autoprec.policy import Policy, save_policy
 from autoprec.trial.protocol import FAILURES
+from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.race import stop_gap
 from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
@@ -28,7 +29,7 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer
-from autoprec.tuning.phases.finalists import Race, whole_seconds
+from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.phases.measuring import goals_of, make_prior, scored
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import NAMES, first_presets, runs_in_sixteen_bit
