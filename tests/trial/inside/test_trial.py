@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 from autoprec.errors import PolicyError, PolicyMismatchError, UnsupportedError
+from autoprec.trial.inside import trial
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.trial import _is_running, is_out_of_memory, round_weights, status_of, write_result
-from autoprec.trial.protocol import TrialResult
+from autoprec.trial.protocol import TrialResult, TrialSpec
 from tests.trial.conftest import uniform
 
 
@@ -28,6 +32,22 @@ from tests.trial.conftest import uniform
 )
 def test_out_of_memory(error: BaseException, oom: bool) -> None:
     assert is_out_of_memory(error) is oom
+
+
+@pytest.mark.parametrize(("execution", "told"), [("keep", {"by_block": 4}), ("eager", {})])
+def test_a_policy_that_compiles_nothing_is_not_said_to_have_compiled_blocks(
+    monkeypatch: pytest.MonkeyPatch, execution: str, told: dict[str, int]
+) -> None:
+    made: Any = object.__new__(trial.Trial)
+    made.spec, made.found, made._payload = TrialSpec(by_block=True), SimpleNamespace(root=nn.Linear(2, 2)), {}
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # put back afterwards
+    monkeypatch.setattr(trial, "compile_by_block", lambda: None)
+    monkeypatch.setattr(trial, "compile_whole_by_block", lambda _root: 4)
+    monkeypatch.setattr(trial, "apply_document", lambda *_, **__: SimpleNamespace(execution=execution))
+    monkeypatch.setattr(trial, "is_compiled", lambda _root: 1 / 0)  # far enough
+    with pytest.raises(ZeroDivisionError):
+        made.begin(made.found.root, (), {})
+    assert made._payload == told
 
 
 def test_statuses() -> None:
