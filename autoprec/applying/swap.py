@@ -171,7 +171,7 @@ def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
         state = {key: value for key, value in state.items() if key not in (ATTRIBUTE, ROOT, _COMPILED)}
         if isinstance(instance := state.get("forward"), _InstanceForward):
             state["forward"] = instance.original
-    return (copyreg._reconstructor, (base, object, None), state)  # type: ignore[attr-defined]
+    return (copyreg.__newobj__, (base,), state)  # type: ignore[attr-defined]
 
 
 def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:
