@@ -41,7 +41,8 @@ ROOT = "_autoprec_root"
 _COMPILED = "_compiled_call_impl"
 _NOT_PICKLED = (
     "a model under a precision policy is pickled without its policy; "
-    "call policy.apply(model) again where it is loaded, or save model.state_dict()"
+    "call policy.apply(model) again where it is loaded, or save model.state_dict(), which "
+    "torch.load(weights_only=True) reads"
 )
 #: (id of a class, kind) -> the class made from it. Not held: it lives while a module has it, and holds its base.
 _CLASSES: weakref.WeakValueDictionary[tuple[int, str], type[nn.Module]] = weakref.WeakValueDictionary()
@@ -171,7 +172,7 @@ def _reduce(self: Any, _protocol: int) -> tuple[Any, ...]:
         state = {key: value for key, value in state.items() if key not in (ATTRIBUTE, ROOT, _COMPILED)}
         if isinstance(instance := state.get("forward"), _InstanceForward):
             state["forward"] = instance.original
-    return (copyreg.__newobj__, (base,), state)  # type: ignore[attr-defined]
+    return (copyreg._reconstructor, (base, object, None), state)  # type: ignore[attr-defined]
 
 
 def _class_for(base: type[nn.Module], kind: str) -> type[nn.Module]:

@@ -161,4 +161,6 @@ def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         return change(value) if value.is_floating_point() else value
     if isinstance(value, dict):
         return {key: _each(item, change) for key, item in value.items()}
+    if isinstance(value, list):  # states kept in a list: a loop that detaches them writes it so
+        return [_each(item, change) for item in value]
     return tuple(_each(item, change) for item in value) if isinstance(value, tuple) else value

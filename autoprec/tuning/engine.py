@@ -66,6 +66,10 @@ ONLY_SIXTEEN_BIT = (
     "no choice beyond 16 bit can gain at these shapes and the script is not in 16 bit yet: only 16-bit policies are "
     "tried (--force searches the whole space)"
 )
+ONE_THREAD = (
+    "trials run on one thread each (OMP_NUM_THREADS=1), so speed-ups are those of one; with more a step, and what it "
+    "gains, may be others"
+)
 STANDS_IN = "if the model stands in for a larger one, judge it at that size: --cost-scale width=16,depth=4,tokens=32"
 
 
@@ -231,6 +235,8 @@ class Search:
         self.listener.phase("verdict", _told(verdict, measured=setup.measured))
         if only_sixteen_bit:
             ledger.note(ONLY_SIXTEEN_BIT)
+        if setup.measured and setup.target.is_cpu:
+            ledger.note(ONE_THREAD)
         if not beyond and not setup.measured and not self.options.cost_scale:
             ledger.note(STANDS_IN)
         ledger.timings["verdict_s"] = ledger.elapsed()
@@ -380,7 +386,7 @@ class Search:
         best = ledger.best() if ledger is not None else None
         if setup is not None and ledger is not None and best is not None:
             ends = self.options.phase_names or (("last-bf16",) if self.options.run_steps else ())
-            answer = Answer("adopt", "interrupted before the finalists", best, seeds=1, phases=ends)
+            answer = Answer("undecided", "interrupted before the finalists", best, seeds=1, phases=ends)
             policy = emitted_policy(setup, ledger, answer)
             kept = f"the best policy so far ({headline(best.metrics)}) is in {self.options.output}"
             try:

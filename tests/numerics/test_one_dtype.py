@@ -171,6 +171,8 @@ def test_states_and_packed_sequences_keep_their_kind() -> None:
     assert isinstance(out, PackedSequence)
     assert {out.data.dtype, h.dtype, c.dtype} == {torch.float32}
     assert torch.equal(out.batch_sizes, packed.batch_sizes)
+    states = [torch.zeros(1, 2, 6), torch.zeros(1, 2, 6)]  # as a loop that detaches them writes it
+    assert torch.equal(model[0](packed, states)[0].data, out.data)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)])

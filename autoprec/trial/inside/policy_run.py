@@ -8,6 +8,7 @@ on with something else. So a step costs what it did without AutoPrec.
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import sys
@@ -35,6 +36,8 @@ __all__ = ["APPLIED", "REFUSED", "PolicyRun"]
 APPLIED, REFUSED = "applied", "refused"
 #: After this many training forwards a new optimizer that none of them needed is forgotten.
 _PATIENCE = 2000
+#: Steps of a first model that the policy is not for, after which no other is waited for.
+_THROWN_AWAY = 10
 
 
 class PolicyRun:
@@ -70,15 +73,28 @@ class PolicyRun:
         """
         self._models += [weakref.ref(root) for root in found.roots]
         try:
-            if self._is_another_kind(found.root):
+            if self._is_another_kind(found.root) and not self._is_named(found.root, unknown=False):
                 self._say(
                     f"note: {type(found.root).__name__} is trained without the policy, which is for another model"
                 )
             else:
                 self._apply(found)
         except AutoPrecError as error:
-            self._refuse(str(error))
+            if self._kind is not None or not found.optimizers or self._is_named(found.root, unknown=True):
+                self._refuse(str(error))
+            self._wait_for_another(found, error)
         self._hooks.rest(self._on_optimizer)
+
+    def _wait_for_another(self, found: Found, error: AutoPrecError) -> None:
+        """Let a few steps of a model pass that the policy neither names nor fits: a fit before the real one."""
+        name, steps = type(found.root).__name__, itertools.count(1)
+        self._say(f"note: {name} is trained without the policy, which is for another model")
+
+        def count(*_: Any) -> None:
+            if next(steps) >= _THROWN_AWAY and self._kind is None:
+                self._refuse(str(error))
+
+        found.optimizers[0].register_step_post_hook(count)
 
     def _apply(self, found: Found) -> None:
         self._policy = apply_document(
@@ -101,6 +117,14 @@ class PolicyRun:
         cls, names = _kind_of(root)
         built_in = cls.__module__.startswith("torch.nn.")  # any two models may be an nn.Sequential
         return cls is not self._kind[0] or (built_in and names != self._kind[1])
+
+    def _is_named(self, root: nn.Module, *, unknown: bool) -> bool:
+        """Say whether a model is the one that the policy was found for; ``unknown`` where the policy does not say."""
+        named = self._document.get("model") or {}
+        if not {"class", "parameters"} <= named.keys():
+            return unknown
+        size = sum(parameter.numel() for parameter in root.parameters())
+        return (swapped_base(root).__name__, size) == (named["class"], named["parameters"])
 
     # ---------------------------------------------------------------- the next model
     def another(self, found: Found) -> None:

@@ -104,6 +104,7 @@ def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityT
         ledger.note(f"the time budget leaves about {affordable} forward and backward passes for gradient errors")
         passes, room = min(passes, affordable), affordable
     scan = SensitivityScan(setup.problem, passes, room, max(1, min(scan_batches(setup.graph), later)))
+    answers: list[Mapping[str, Any]] = []
     while probes := scan.next_round():
         payloads: list[dict[str, Any]] = []
         for later in range(scan.batches):
@@ -113,18 +114,28 @@ def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityT
                 break
             payloads.append(_probe(setup, runner, ledger, probes, later, within_s=left_s))
         scan.add(*payloads)
+        answers += [row for payload in payloads for row in payload["probes"]]
     if scan.unanswered:
         ledger.cut(
             f"the time budget of {options.budget_s:.0f} s ended the gradient errors: {scan.unanswered} were not "
             "measured but told from others of the same layers and recipes"
         )
     table = scan.table()
-    _refuse_without_gradient(setup, table)
+    _refuse_without_gradient(setup, table, answers)
     return table
 
 
-def _refuse_without_gradient(setup: Setup, table: SensitivityTable) -> None:
-    """Refuse a script whose gradient has vanished: every relative error is then infinite, and no policy is wrong."""
+def _refuse_without_gradient(setup: Setup, table: SensitivityTable, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse a script whose gradient has vanished: every relative error is then infinite, and no policy is wrong.
+
+    So does one under which every change fails, for the reason that the first of them gives.
+    """
+    failed = [row["failed"] for row in rows if row.get("failed")]
+    if rows and len(failed) == len(rows):
+        raise NothingAcceptableError(
+            f"no change of precision could be run in the script's step: {failed[0]}",
+            fix="`autoprec check` with a policy of one bf16 layer shows where it fails",
+        )
     for group, row in zip(setup.problem.groups, table.error2, strict=True):
         if not np.isfinite(row).any():
             raise NothingAcceptableError(

@@ -110,6 +110,49 @@ def test_another_kind_of_model_is_named_and_left_as_it_is(run: PolicyRun, capfd:
     assert "Other is trained without the policy" in capfd.readouterr().err
 
 
+@pytest.fixture
+def named(hooks: Hooks, tmp_path: Path) -> PolicyRun:
+    """A policy found for :class:`Net`, with a rule that only its layers match."""
+    document = uniform("bf16") | {
+        "layers": [{"match": "b", "recipe": "bf16"}],
+        "model": {"class": "Net", "parameters": sum(p.numel() for p in Net().parameters())},
+    }
+    return PolicyRun({"policy": document, "audit": str(tmp_path / "audit.json")}, hooks, tmp_path)
+
+
+def test_a_throw_away_fit_before_the_real_model_is_let_pass(
+    named: PolicyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    line, model = nn.Linear(8, 8), Net()
+    begin(named, line)
+    assert "Linear is trained without the policy" in capfd.readouterr().err
+    assert not (tmp_path / APPLIED).exists()
+    optimizer = optimizer_of(model)
+    step(model, optimizer)
+    assert execution_of(model.b) is not None
+    assert (tmp_path / APPLIED).exists()
+
+
+def test_a_model_that_the_policy_is_not_for_is_not_trained_for_long(named: PolicyRun) -> None:
+    line = nn.Linear(8, 8)
+    optimizer = begin(named, line)
+    for _ in range(8):
+        step(line, optimizer)
+    with pytest.raises(SystemExit):
+        step(line, optimizer)
+
+
+def test_the_model_that_the_policy_names_comes_under_it_after_another_that_it_fits(
+    hooks: Hooks, tmp_path: Path
+) -> None:
+    document = uniform("bf16") | {"model": {"class": "Net", "parameters": sum(p.numel() for p in Net().parameters())}}
+    run = PolicyRun({"policy": document}, hooks, tmp_path)
+    begin(run, nn.Linear(8, 8))
+    model = Net()
+    step(model, optimizer_of(model))
+    assert under_policy(model)
+
+
 def test_a_second_optimizer_of_one_model_stores_its_state_as_the_policy_says(hooks: Hooks, tmp_path: Path) -> None:
     run = PolicyRun({"policy": {**uniform("bf16"), "optimizer": {"exp_avg": "bf16"}}}, hooks, tmp_path)
     model = Net()

@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from autoprec.errors import NothingAcceptableError
+from autoprec.trial.command import ScriptCommand
+from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.decide.table import SensitivityTable
+from autoprec.tuning.engine import Search
+from autoprec.tuning.events import Listeners
 from autoprec.tuning.phases.sensitivity import _warmup, worst_of
+from tests.simulated import SimulatedRunner
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 
@@ -59,3 +66,18 @@ def test_of_several_ages_the_worst_counts_in_units_of_noise() -> None:
     assert table.parameters == {"attention=bf16": 0.01}
     assert table.hardly_moved == ("b",)
     assert (table.noise, table.passes, worse) == (1.0, 12, 0.5)
+
+
+def test_where_every_change_fails_the_reason_is_that_of_the_first(here: Path) -> None:  # noqa: F811
+    class Fails(SimulatedRunner):
+        def run(self, spec: TrialSpec) -> TrialResult:
+            result = super().run(spec)
+            if spec.kind != "sensitivity":
+                return result
+            rows = [{**row, "gradient_error": None, "failed": "no such kernel"} for row in result.payload["probes"]]
+            return replace(result, payload={**result.payload, "probes": rows})
+
+    simulated, asked = script(), options()
+    made = Search(asked, ScriptCommand.parse(asked.command), Listeners(), lambda seed, _folder: Fails(simulated, seed))
+    with pytest.raises(NothingAcceptableError, match=r"no change of precision could be run.*no such kernel"):
+        made.run()
