@@ -107,6 +107,11 @@ class Operator:
     out_saved: tuple[int, ...] = ()
     sources: tuple[int, ...] = ()
 
+    @property
+    def attends(self) -> bool:
+        """Whether it is attention, fused or written by hand; other products without a weight are of that class, too."""
+        return self.cls == "attention" and ("attention" in self.op or self.pattern in ("scores", "values"))
+
     def to_json(self) -> dict[str, Any]:
         """Return the row that ``autoprec inspect --json`` prints."""
         out = asdict(self)

@@ -69,7 +69,7 @@ def remainders(report: GraphReport) -> tuple[Remainder, ...]:
 def _products_of_activations(report: GraphReport) -> dict[str, tuple[int, list[str]]]:
     """Return FLOPs and modules of the products without a weight, by what they are; not every one is attention."""
     rows = [o for o in report.operators if o.cls == "attention" and o.flops]
-    attends = {o.module for o in rows if "attention" in o.op or o.pattern in ("scores", "values")}
+    attends = {o.module for o in rows if o.attends}
     out: dict[str, tuple[int, list[str]]] = {}
     for o in rows:
         if o.module == OTHER_MODEL:

@@ -115,7 +115,7 @@ class Problem:
             groups.append(group)
             refused += no
         values = _relevant_parameters(space, groups)
-        if report.operators and not any(operator.cls == "attention" for operator in report.operators):
+        if report.operators and not any(operator.attends for operator in report.operators):
             values["attention"] = values["attention"][:1]
         if not sharded:
             values["communication.weights"] = values["communication.weights"][:1]
@@ -283,7 +283,7 @@ class Problem:
     @cached_property
     def _attention_dtypes(self) -> set[str]:
         """Return the floating dtypes that reach attention in the script as written."""
-        rows = [op for op in self.report.operators if op.cls == "attention" and op.phase == "forward"]
+        rows = [op for op in self.report.operators if op.attends and op.phase == "forward"]
         return {dtype for op in rows for dtype in op.dtypes if dtype in ("fp32", "bf16", "fp16")}
 
     @cached_property

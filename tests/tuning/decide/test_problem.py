@@ -19,7 +19,9 @@ from tests.tuning.models import even_space, gpt, linear, report
 
 HOPPER = Problem.build(gpt(), even_space("hopper-fp8"))
 CPU = Problem.build(gpt(), load_space("cpu-bf16"))
-ATTENTION = Operator("x_0", "h", "aten::x", "forward", "attention", "follow", "", (), (), 0, 0)
+ATTENTION = Operator(
+    "x_0", "h", "aten::_scaled_dot_product_flash_attention", "forward", "attention", "follow", "", (), (), 0, 0
+)
 
 
 def test_tables_follow_groups_and_choices() -> None:
@@ -191,6 +193,11 @@ def test_the_default_space_of_a_hopper_gpu_searches_what_a_recipe_is_made_of() -
 def test_attention_is_not_searched_where_there_is_none() -> None:
     space = load_space("hopper-fp8")
     assert "attention" in Problem.build(replace(gpt(), operators=(ATTENTION,)), space).parameters
-    problem = Problem.build(replace(gpt(), operators=(replace(ATTENTION, cls="norm"),)), space)
-    assert problem.fixed["attention"] == "keep"
+    product = replace(ATTENTION, op="aten::mm")  # x @ w where w is data, not a parameter
+    for other in (replace(ATTENTION, cls="norm"), product):
+        problem = Problem.build(replace(gpt(), operators=(other,)), space)
+        assert problem.fixed["attention"] == "keep"
+    assert (
+        "attention" in Problem.build(replace(gpt(), operators=(replace(product, pattern="scores"),)), space).parameters
+    )
     assert not [probe.id for probe in parameter_probes(problem) if "attention" in probe.id]
