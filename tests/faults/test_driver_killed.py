@@ -74,9 +74,11 @@ def test_killed_at_random_moments_it_ends_with_the_same_policy(
 @pytest.mark.slow
 def test_sigterm_and_sigint_keep_the_best_so_far(tmp_path: Path) -> None:
     process = start(tmp_path, "one", "50", "0.1")
-    seen = ""
-    while seen.count("trial preset") < 3:
-        seen += process.readline()
+    for line in iter(process.readline, ""):
+        if line.startswith("trial search"):
+            break
+    else:
+        pytest.fail("it ended before its first trial")
     process.send_signal(signal.SIGINT)
     process.communicate(30)
     assert process.returncode != 0
