@@ -9,6 +9,7 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
+from autoprec.support.units import memory_text
 from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.table import SensitivityTable
@@ -100,6 +101,13 @@ class Ledger:
     def exceeded(self, record: TrialRecord) -> tuple[str, ...]:
         """Name the limits that a measured trial breaks."""
         return self.limits.exceeded(record.metrics, self.gradient_limit())
+
+    def told_limit(self, name: str) -> str:
+        """Return a limit of :meth:`exceeded` in words, with its value."""
+        if name == "gradient error":  # where the loss is blind it is not the one that was asked for
+            return f"the limit of the gradient error, {self.gradient_limit() or 0.0:.1%} of the gradient"
+        value = f"{self.limits.divergence:.3%}" if name == "divergence" else memory_text(self.limits.memory or 0)
+        return f"the limit of {name}, {value}"
 
     def acceptable(self, record: TrialRecord) -> bool:
         """Say whether a trial was measured, and is within every limit."""

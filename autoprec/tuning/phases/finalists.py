@@ -495,4 +495,4 @@ def _why_nothing(setup: Setup, ledger: Ledger) -> str:
         return f"none of {len(tried)} measured policies is better than the script as written: the best is {figures}"
     broken = Counter(name for record in tried for name in ledger.exceeded(record))
     worst, count = broken.most_common(1)[0] if broken else ("divergence", 0)
-    return f"none of {len(tried)} measured policies is within the limits; {count} exceed the {worst} limit"
+    return f"none of {len(tried)} measured policies is within the limits; {count} beyond {ledger.told_limit(worst)}"
