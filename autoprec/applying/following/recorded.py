@@ -110,10 +110,9 @@ class RecordedStep:
         self._micros = [_Micro()]
         self._mode: _Tape | None = None
         self._original: Any = None
-        self._kept: list[Any] = []  # ids must stay unique for as long as they are compared
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # with its copy
         self._copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # of constants, in this micro-batch
-        self.tracked: dict[int, Any] = {}
+        self.tracked: dict[int, Any] = {}  # holds them: ids must stay unique for as long as they are compared
         self.busy = False
 
     # ---------------------------------------------------------------- recording
@@ -212,7 +211,6 @@ class RecordedStep:
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         differentiable = torch.is_grad_enabled()
         self._micros[-1].calls.append(_Call(run, args, kwargs, outputs, autocast, differentiable, random, sync))
-        self._kept.append((args, kwargs, outputs))
         for tensor in tree_flatten(outputs)[0]:
             if isinstance(tensor, Tensor):
                 self.tracked[id(tensor)] = tensor
@@ -280,7 +278,6 @@ class RecordedStep:
 
     def forget(self) -> None:
         """Let go of everything that was recorded."""
-        self._kept.clear()
         self._leaves.clear()
         self._copies.clear()
         self._micros.clear()

@@ -74,9 +74,7 @@ class PolicyRun:
         self._models += [weakref.ref(root) for root in found.roots]
         try:
             if self._is_another_kind(found.root) and not self._is_named(found.root, unknown=False):
-                self._say(
-                    f"note: {type(found.root).__name__} is trained without the policy, which is for another model"
-                )
+                self._leave(found.root)
             else:
                 self._apply(found)
         except AutoPrecError as error:
@@ -87,14 +85,19 @@ class PolicyRun:
 
     def _wait_for_another(self, found: Found, error: AutoPrecError) -> None:
         """Let a few steps of a model pass that the policy neither names nor fits: a fit before the real one."""
-        name, steps = type(found.root).__name__, itertools.count(1)
-        self._say(f"note: {name} is trained without the policy, which is for another model")
+        steps = itertools.count(1)
+        self._leave(found.root)
 
         def count(*_: Any) -> None:
-            if next(steps) >= _THROWN_AWAY and self._kind is None:
+            if self._kind is not None:
+                counted.remove()
+            elif next(steps) >= _THROWN_AWAY:
                 self._refuse(str(error))
 
-        found.optimizers[0].register_step_post_hook(count)
+        counted = found.optimizers[0].register_step_post_hook(count)
+
+    def _leave(self, root: nn.Module) -> None:
+        self._say(f"note: {type(root).__name__} is trained without the policy, which is for another model")
 
     def _apply(self, found: Found) -> None:
         self._policy = apply_document(

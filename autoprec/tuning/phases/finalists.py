@@ -152,17 +152,17 @@ class Race:
             self._confirm()
             if self.now.next is None and not self.now.accepted and self._perturb_all():
                 self.update()
-            if self.now.next is None or elsewhere() > self.now.gain or self._out_of_time():
+            if self.now.next is None or elsewhere() > self.now.gain or self._must_end():
                 break
             record = self._ok[self.now.next]
             self._one_more(record)
             self.update()
         self._ledger.add_seconds("finalists_s", time.monotonic() - began)
 
-    def _out_of_time(self) -> bool:
-        """Say whether the time is used up; one policy is measured under a second seed whatever the budget says.
+    def _must_end(self) -> bool:
+        """Say whether no further run is made: the time is used up, or the script fails under one seed after the other.
 
-        Nor is anything more tried where the reference fails under one paired seed after the other.
+        One policy is measured under a second seed whatever the budget says.
         """
         if self.seedless:
             failed = next(iter(self._unusable.values()))
@@ -231,7 +231,7 @@ class Race:
         """
         budget = self._setup.limits.divergence
         runs = [run for rows in self._rows.values() for run in rows if run.ok]
-        if self._benign or self._out_of_time() or all(run.metrics["divergence"] <= budget for run in runs):
+        if self._benign or self._must_end() or all(run.metrics["divergence"] <= budget for run in runs):
             return False
         for seed in [seed for seed in self._ledger.references if seed]:
             self._perturb(seed)
@@ -400,7 +400,7 @@ class Race:
             self._measure_all_whole()
             return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
         unsure = decision.unsure
-        if unsure is not None and len(candidates[unsure].divergences) < setup.options.seeds and not self._out_of_time():
+        if unsure is not None and len(candidates[unsure].divergences) < setup.options.seeds and not self._must_end():
             self._one_more(candidates[unsure].tag)
             self.update()
             self._measure_all_whole()
