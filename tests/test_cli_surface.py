@@ -25,7 +25,10 @@ SURFACE = {
     "sensitivity": "--json --passes --space --target --warmup",
     "run": "--audit --backend --follow --policy --run-steps",
     "check": "--backend --json --output --policy --sensitivity --steps --timeout --verbose",
-    "verify": "--anneal --backend --json --max-divergence --no-anneal --policy --quiet --seeds --steps --warmup",
+    "verify": (
+        "--anneal --backend --json --max-divergence --max-gradient-error --no-anneal --policy --quiet --seeds --steps "
+        "--warmup"
+    ),
     "transfer": (
         "--batch --force --from --gpus --graph --json --layers --max-gradient-error --no-fill --output --role --scan "
         "--seq --spot --study --target --tensor-parallel --timeout --to"

@@ -14,7 +14,7 @@ from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS, LIGHT
 from autoprec.report.summary import Summary, important, metrics_row, summarise
-from autoprec.report.text import duration, headings, percent, ratio, row_cells, time_text
+from autoprec.report.text import duration, gradient_limit, headings, percent, ratio, row_cells, time_text
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
 from autoprec.support.units import memory_text
@@ -150,6 +150,7 @@ def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: Gra
     layers = layer_rows(result, records, graph) if graph is not None else ()
     facts = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
     facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
+    facts += [gradient_limit(summary)]
     facts += [f"times and memory {summary.source}"] if summary.source else []
     notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
     failed = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in summary.failures[:50])

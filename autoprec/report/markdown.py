@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoprec.report.summary import Summary, important, metrics_row, summarise
-from autoprec.report.text import duration, headings, percent, row_cells
+from autoprec.report.text import duration, gradient_limit, headings, percent, row_cells
 from autoprec.support.files import write_atomic
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult, TrialRecord
@@ -52,6 +52,7 @@ def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
     facts = [f"target {result.target or 'this machine'}", "script " + markdown_text(f"`{Path(result.script).name}`")]
     facts += [f"noise floor {percent(summary.noise_floor)}"] if summary.noise_floor is not None else []
     facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
+    facts += list(filter(None, [gradient_limit(summary)]))
     facts += [f"times {summary.source}"] if summary.source else []
     lines += ["; ".join(facts).capitalize() + ".", ""]
     over = summary.baseline is not None

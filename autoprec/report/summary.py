@@ -97,7 +97,8 @@ class Summary:
     """Everything a report shows.
 
     ``baseline`` is the best 16-bit run (None on a CPU, and where none was measured); ``gradient_limit`` the largest
-    acceptable gradient error as a fraction of the gradient, like every gradient error here.
+    acceptable gradient error as a fraction of the gradient, like every gradient error here, and like the noise of its
+    mini-batches, ``gradient_noise``.
     """
 
     title: str
@@ -111,6 +112,7 @@ class Summary:
     limit: float | None
     baseline: Row | None
     gradient_limit: float | None
+    gradient_noise: float | None
     assignment: dict[str, str]
     sensitivity: tuple[dict[str, Any], ...]
     payback: Payback
@@ -290,6 +292,7 @@ def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
     floors = [number(source.get("noise_floor")) for source in (result.best, result.reference, result.budget)]
     limit = next((v for k in ("max_divergence", "divergence") if (v := number(result.budget.get(k))) is not None), None)
     share, noise = number(result.budget.get("max_gradient_error")), number(result.budget.get("gradient_noise"))
+    usual = share * noise if share is not None and noise is not None else None
     failed = [r for r in records if r.status not in ("ok", "pruned", "duplicate")]
     return Summary(
         title=result.study_name or "study",
@@ -302,7 +305,8 @@ def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
         noise_floor=next((floor for floor in floors if floor is not None), None),
         limit=limit,
         baseline=next((row for row in rows if baseline and row.role == "preset" and row.name == baseline), None),
-        gradient_limit=share * noise if share is not None and noise is not None else None,
+        gradient_limit=number(result.budget.get("gradient_limit")) or usual,
+        gradient_noise=noise,
         assignment=_assignment(result, records),
         sensitivity=result.sensitivity,
         payback=_payback(result, len(records)),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from autoprec.report.summary import Summary, summarise
-from autoprec.report.text import headings, percent, row_cells
+from autoprec.report.text import gradient_limit, headings, percent, row_cells
 from autoprec.support.tables import Table as Plain
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
@@ -29,6 +29,7 @@ def result_table(result: SearchResult) -> Plain:
 def _about(summary: Summary) -> str:
     notes = [f"noise floor {percent(summary.noise_floor)}"] if summary.noise_floor is not None else []
     notes += [f"budget {percent(summary.limit)}"] if summary.limit is not None else []
+    notes += list(filter(None, [gradient_limit(summary)]))
     notes += [f"times and memory {summary.source}"] if summary.source else []
     return "; ".join(notes)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from autoprec.report.summary import Row
+from autoprec.report.summary import Row, Summary
 from autoprec.support.units import memory_text
+from autoprec.tuning.decide.decision import told_error
 
-__all__ = ["duration", "headings", "percent", "ratio", "row_cells", "time_text"]
+__all__ = ["duration", "gradient_limit", "headings", "percent", "ratio", "row_cells", "time_text"]
 
 _MISSING = "–"
 
@@ -22,6 +23,12 @@ def percent(value: float | None, half_width: float | None = None) -> str:
     digits = 3 if abs(value) < 0.01 else 2 if abs(value) < 0.1 else 1
     text = f"{100 * value:.{digits}f} %"
     return text if half_width is None else f"{100 * value:.{digits}f} ± {100 * half_width:.{digits}f} %"
+
+
+def gradient_limit(summary: Summary) -> str:
+    """The limit of the gradient error in both of its units; empty where there is none."""
+    limit = summary.gradient_limit
+    return f"gradient error at most {told_error(limit, summary.gradient_noise)}" if limit is not None else ""
 
 
 def time_text(value: float | None) -> str:

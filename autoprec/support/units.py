@@ -1,8 +1,8 @@
-"""Memory as people read it: one unit, GiB, in every command, report and message."""
+"""Amounts as people read them: memory in one unit, GiB, in every command, report and message; counts of things."""
 
 from __future__ import annotations
 
-__all__ = ["memory_text"]
+__all__ = ["counted", "memory_text"]
 
 
 def memory_text(size: float | None) -> str:
@@ -19,3 +19,12 @@ def memory_text(size: float | None) -> str:
     if gib < 0.1:
         return f"{size / 2**20:.1f} MiB"
     return f"{gib:,.2f} GiB" if gib < 10 else f"{gib:,.1f} GiB"
+
+
+def counted(count: int, thing: str) -> str:
+    """Return a number of things, one of them in the singular.
+
+    >>> counted(1, "trial"), counted(3, "trial"), counted(0, "trial")
+    ('1 trial', '3 trials', '0 trials')
+    """
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"

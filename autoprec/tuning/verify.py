@@ -15,21 +15,27 @@ from typing import Any
 from autoprec.errors import AutoPrecError, NothingAcceptableError
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.support.units import counted
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
-from autoprec.tuning.decide.decision import Candidate, gradient_limit, judge
+from autoprec.tuning.decide.decision import Candidate, Judgement, beyond_gradient, gradient_limit, judge, told_error
 from autoprec.tuning.decide.metrics import divergence, signed_gap, step_time
-from autoprec.tuning.decide.noise import Baseline
+from autoprec.tuning.decide.noise import Baseline, blindness, error_over_limit
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import baseline_of, perturbed_runs
 from autoprec.tuning.phases.record import record_step
+from autoprec.tuning.phases.sensitivity import scan_warmup
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
 
-__all__ = ["Contender", "Verification", "contenders", "is_timed", "search_setup", "verify"]
+__all__ = ["Contender", "Verification", "contenders", "is_timed", "limits_of", "search_setup", "searched", "verify"]
 
 #: What is told apart from timing noise, as a factor of speed, and what counts as saving memory.
 FASTER, SMALLER = 1.05, 0.98
+#: Where the limits of a policy's search are not known.
+_USUAL = SearchOptions(command=("train.py",))
+#: A gradient error below this is none.
+TINY = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +43,9 @@ class Contender:
     """One policy over all paired seeds; ratios, divergences and errors are fractions, memory is in bytes.
 
     ``excess`` are the divergences with their sign (positive: a worse loss); ``rejection`` says why the policy is not
-    acceptable, ``caveat`` what judged it where the loss could not (:mod:`autoprec.tuning.decide.decision`).
+    acceptable, ``caveat`` what judged it where the loss could not (:mod:`autoprec.tuning.decide.decision`), ``unsure``
+    that its seeds cannot tell whether the rejection is right. ``gradient_error`` is relative to the gradient, the
+    geometric mean of ``gradient_errors``, one per seed in which it could be measured.
     """
 
     name: str
@@ -50,6 +58,8 @@ class Contender:
     gradient_error: float | None = None
     rejection: str = ""
     caveat: str = ""
+    gradient_errors: tuple[float, ...] = ()
+    unsure: bool = False
 
     @property
     def speedup(self) -> float:
@@ -71,10 +81,12 @@ class Contender:
 class Verification:
     """The outcome: the policy first, then what it was compared with.
 
-    ``timed`` is False where speed says nothing about the policy's target, see :func:`is_timed`.
+    ``verdict`` is ``holds`` (``ok``), ``fails``, or ``undecided`` where the seeds cannot tell. ``timed`` is False where
+    speed says nothing about the policy's target, see :func:`is_timed`. ``limits`` are ``divergence``,
+    ``gradient_error`` and ``gradient_noise``, the last two relative to the gradient, None where they are unknown.
     """
 
-    ok: bool
+    verdict: str
     reason: str
     rows: tuple[Contender, ...]
     seeds: int
@@ -82,10 +94,37 @@ class Verification:
     noise_floor: float
     timed: bool
     reference: dict[str, float] = field(default_factory=dict)
+    limits: dict[str, float | None] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether the policy holds."""
+        return self.verdict == "holds"
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form."""
-        return asdict(self) | {"rows": [row.to_json() for row in self.rows]}
+        return {"ok": self.ok} | asdict(self) | {"rows": [row.to_json() for row in self.rows]}
+
+
+def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: float | None) -> tuple[float, float]:
+    """Return the limits that hold for a policy: those asked for, else those of its search, else the usual ones."""
+
+    def one(name: str, asked: float | None) -> float:
+        found = policy.evidence.get(name)
+        return asked or (found if isinstance(found, float) and found > 0 else getattr(_USUAL, name))
+
+    return one("max_divergence", max_divergence), one("max_gradient_error", max_gradient_error)
+
+
+def searched(policy: Policy) -> str:
+    """Return what a policy's search found of its losses and gradients, in words; empty where it was not searched."""
+    found = policy.evidence
+    if not all(isinstance(found.get(name), (int, float)) for name in ("divergence", "seeds", "steps")):
+        return ""
+    text = f"divergence {found['divergence']:.3%}"
+    if isinstance(error := found.get("gradient_error"), float):
+        text += f", gradient error {told_error(error, found.get('gradient_noise'))}"
+    return f"{text}, over {counted(found['seeds'], 'paired seed')} of {found['steps']} steps"
 
 
 def search_setup(policy: Policy, pool: HostPool, label: str) -> Setup | None:
@@ -147,6 +186,7 @@ def verify(
     seeds: int,
     timed: bool,
     max_divergence: float,
+    max_gradient_error: float = _USUAL.max_gradient_error,
     tell: Callable[[str], None],
 ) -> Verification:
     """Run reference and policies side by side under every paired seed.
@@ -158,6 +198,7 @@ def verify(
         seeds: paired seeds.
         timed: whether step times mean anything for the policy's target.
         max_divergence: the acceptable mean divergence, as a fraction.
+        max_gradient_error: the acceptable gradient error, in units of the mini-batch gradient noise.
         tell: receives one line per finished seed.
 
     Raises:
@@ -179,12 +220,13 @@ def verify(
             if failed and short
             else "make the script train as it is first",
         )
-    errors, noise = runs.gradient_errors()
-    rows = [_contender(name, pairs, errors.get(name)) for name, pairs in runs.pairs.items()]
-    rows = _judged(rows, runs.baseline, max_divergence, noise)
-    ok, reason = _verdict(rows, max_divergence, timed, runs.reference_memory)
+    rows = [_contender(name, pairs, runs.errors[name]) for name, pairs in runs.pairs.items()]
+    noise = statistics.geometric_mean(runs.noises) if runs.noises else None
+    limit = gradient_limit(noise, max_gradient_error, blind=bool(blindness(max_divergence, runs.baseline)))
+    rows = _judged(rows, runs.baseline, max_divergence, limit, noise)
+    verdict, reason = _verdict(rows, max_divergence, timed, runs.reference_memory)
     return Verification(
-        ok=ok,
+        verdict=verdict,
         reason=reason,
         rows=tuple(rows),
         seeds=seeds,
@@ -192,6 +234,7 @@ def verify(
         noise_floor=runs.baseline.floor,
         timed=timed,
         reference={"step_time_ms": statistics.median(runs.reference_ms)},
+        limits={"divergence": max_divergence, "gradient_error": limit, "gradient_noise": noise},
     )
 
 
@@ -204,6 +247,8 @@ class _Runs:
         reference_memory: bytes of the first reference.
         baseline: what is known of the script itself.
         failed: the last reference that failed.
+        errors: by policy, its relative gradient error under every seed where it could be measured.
+        noises: the mini-batch gradient noise under every seed.
     """
 
     def __init__(self, pool: HostPool, policies: dict[str, dict[str, Any]], spec: TrialSpec, budget: float) -> None:
@@ -213,6 +258,8 @@ class _Runs:
         self.reference_memory = 0
         self.baseline = Baseline()
         self.failed: TrialResult | None = None
+        self.errors: dict[str, list[float]] = {name: [] for name in policies}
+        self.noises: list[float] = []
         self._known = False
 
     def measure(self, seed: int) -> str:
@@ -230,6 +277,7 @@ class _Runs:
         again = self._run(None, seed)
         self.reference_ms += [step_time(r.step_ms, r.warmup) for r in (reference, again) if r.ok]
         self._perturb(seed, reference, again if again.ok else reference)
+        self._gradient_errors(seed)
         return f"{', '.join(order)} measured"
 
     def _perturb(self, seed: int, reference: TrialResult, again: TrialResult) -> None:
@@ -256,25 +304,27 @@ class _Runs:
                 benign_excess=(*own.benign_excess, signed_gap(perturbed, reference.losses)),
             )
 
-    def gradient_errors(self) -> tuple[dict[str, float], float | None]:
-        """Return the relative gradient error by policy, and the mini-batch gradient noise; unknown ones are left out.
-
-        They are compared on one state and batch of the first seed, after the warm-up.
-        """
+    def _gradient_errors(self, seed: int) -> None:
+        """Compare the gradients of all policies on one state and batch, the one that a search would take."""
         probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in self._policies.items()]
-        scan = replace(self._spec, kind="sensitivity", steps=1, probes=tuple(probes), batches=2, anneal=False)
-        result = self._pool.run(scan, 0)
+        warmup = scan_warmup(self._spec.steps)
+        scan = replace(
+            self._spec, kind="sensitivity", warmup=warmup, steps=1, probes=tuple(probes), batches=2, anneal=False
+        )
+        result = self._pool.run(scan, seed)
         if not result.ok:
-            return {}, None
-        rows = [row for row in result.payload["probes"] if row.get("gradient_error") is not None]
-        errors = {str(row["id"]): float(row["gradient_error"]) for row in rows if not row.get("nonfinite")}
-        return errors, result.payload.get("gradient_noise")
+            return
+        for row in result.payload["probes"]:
+            if row.get("gradient_error") is not None and not row.get("nonfinite"):
+                self.errors[str(row["id"])].append(float(row["gradient_error"]))
+        if noise := result.payload.get("gradient_noise"):
+            self.noises.append(float(noise))
 
     def _run(self, policy: dict[str, Any] | None, seed: int, perturb: str = "") -> TrialResult:
         return self._pool.run(replace(self._spec, policy=policy, perturb=perturb), seed)
 
 
-def _contender(name: str, pairs: Sequence[tuple[TrialResult, TrialResult]], error: float | None) -> Contender:
+def _contender(name: str, pairs: Sequence[tuple[TrialResult, TrialResult]], errors: Sequence[float]) -> Contender:
     good = [(run, reference) for run, reference in pairs if run.ok]
     times = [step_time(run.step_ms, run.warmup) for run, _ in good]
     return Contender(
@@ -285,12 +335,13 @@ def _contender(name: str, pairs: Sequence[tuple[TrialResult, TrialResult]], erro
         step_time_ms=statistics.median(times) if times else 0.0,
         failures=tuple(f"{run.status}: {run.reason}" for run, _ in pairs if not run.ok),
         excess=tuple(signed_gap(run.losses, ref.losses) for run, ref in good),
-        gradient_error=error,
+        gradient_error=statistics.geometric_mean(max(error, TINY) for error in errors) if errors else None,
+        gradient_errors=tuple(errors),
     )
 
 
 def _judged(
-    rows: Sequence[Contender], baseline: Baseline, max_divergence: float, noise: float | None
+    rows: Sequence[Contender], baseline: Baseline, max_divergence: float, limit: float | None, noise: float | None
 ) -> list[Contender]:
     """Return the rows with what the rules of a search say about each."""
     candidates = [
@@ -307,27 +358,47 @@ def _judged(
         candidates,
         max_divergence=max_divergence,
         baseline=baseline,
-        max_gradient=gradient_limit(noise),
+        max_gradient=limit,
         gradient_noise=noise,
     )
-    return [replace(row, rejection=j.rejection, caveat=j.caveat) for row, j in zip(rows, judged, strict=True)]
+    chaotic = baseline.reach > max_divergence
+    out = []
+    for row, found in zip(rows, judged, strict=True):
+        shares = [max(error, TINY) / limit for error in row.gradient_errors] if limit else []
+        wrong = bool(shares) and error_over_limit(shares)[1] > 1.0
+        unsure, why = _is_unsure(row, found, max_divergence, chaotic=chaotic), found.rejection
+        if unsure and wrong and row.gradient_error is not None and limit is not None:  # of two reasons the sure one
+            unsure, why = False, beyond_gradient(row.gradient_error, limit, noise)
+        out.append(replace(row, rejection=why, caveat=found.caveat, unsure=unsure))
+    return out
 
 
-def _verdict(rows: Sequence[Contender], max_divergence: float, timed: bool, reference_memory: int) -> tuple[bool, str]:
-    """Return (ok, reason) for the first of the judged rows."""
+def _is_unsure(row: Contender, judged: Judgement, budget: float, *, chaotic: bool) -> bool:
+    """Whether further seeds may take a rejection back, unless the gradient error is beyond its limit for sure."""
+    if not judged.rejection or row.failures or (judged.final and not row.gradient_errors):
+        return False
+    if chaotic:  # what the loss says there is said for sure
+        return judged.final
+    # the bound lies as far below the mean as the upper one above it, in the logarithm
+    return judged.mean * judged.mean / judged.upper <= budget
+
+
+def _verdict(rows: Sequence[Contender], max_divergence: float, timed: bool, reference_memory: int) -> tuple[str, str]:
+    """Return (verdict, reason) for the first of the judged rows."""
     policy, others = rows[0], rows[1:]
     if policy.failures:
-        return False, f"the policy failed in {len(policy.failures)} runs, first: {policy.failures[0]}"
+        return "fails", f"the policy failed in {len(policy.failures)} runs, first: {policy.failures[0]}"
     if policy.rejection:
-        unsure = policy.divergence <= max_divergence and "95 % confidence" in policy.rejection
-        return False, policy.rejection + ("; more --seeds can tell" if unsure else "")
+        if not policy.unsure:
+            return "fails", policy.rejection
+        return "undecided", f"{policy.rejection}; so few seeds cannot tell that from chance: more --seeds can"
     held = f"divergence {policy.divergence:.3%}"
     within = f"; {policy.caveat}" if policy.caveat else f" within {max_divergence:.3%}"
     if not timed:
-        return True, f"{held}{within}; speed not judged: this is not the policy's target"
+        return "holds", f"{held}{within}; speed not judged: this is not the policy's target"
     smaller = 0 < policy.memory_bytes < SMALLER * reference_memory  # what some policies are for
     if policy.speedup < 1 / FASTER and max(policy.speedups) < 1.0 and not smaller:
-        return False, f"it is slower than the script as written: {policy.speedup:.2f}x, and saves no memory"
+        return "fails", f"it is slower than the script as written: {policy.speedup:.2f}x, and saves no memory"
     faster = [
         row
         for row in others
@@ -337,5 +408,5 @@ def _verdict(rows: Sequence[Contender], max_divergence: float, timed: bool, refe
         and min(row.speedups) > max(policy.speedups)  # a policy that is that preset must not lose to it by chance
     ]
     if faster:
-        return False, f"preset '{faster[0].name}' is faster ({faster[0].speedup:.2f}x against {policy.speedup:.2f}x)"
-    return True, f"{policy.speedup:.2f}x at {held}{within}"
+        return "fails", f"preset '{faster[0].name}' is faster ({faster[0].speedup:.2f}x against {policy.speedup:.2f}x)"
+    return "holds", f"{policy.speedup:.2f}x at {held}{within}"

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from autoprec.report.html import html_report
+from autoprec.report.markdown import markdown
 from autoprec.report.terminal import terminal_table
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 from tests.report.conftest import rehearsal
@@ -24,6 +26,15 @@ def test_the_terminal_table_has_policy_reference_presets_and_confidence(
     text = _terminal(result, records)
     for part in ("the policy", "2.50x", "0.060 ± 0.020 %", "preset 2", "noise floor 0.040 %", "measured"):
         assert part in text
+
+
+def test_the_limit_of_gradient_errors_is_told_in_both_units() -> None:
+    """The table has them in percent of the gradient, --max-gradient-error is in units of its noise."""
+    result, records = rehearsal()
+    told = "gradient error at most 6 % (0.12 of the noise)"
+    assert told in " ".join(_terminal(result, records, 200).split())
+    assert told in markdown(result, records)
+    assert told in html_report(result, records)
 
 
 def test_the_gain_over_the_16bit_run_has_its_column() -> None:

@@ -17,7 +17,9 @@ from autoprec.tuning.verify import (
     _verdict,
     contenders,
     is_timed,
+    limits_of,
     search_setup,
+    searched,
     verify,
 )
 from autoprec.tuning.workers.local import HostPool
@@ -83,7 +85,8 @@ def contender(name: str, *speedups: float, memory: int = 100) -> Contender:
 
 
 def verdict(*rows: Contender) -> tuple[bool, str]:
-    return _verdict(_judged(rows, Baseline(), 0.0025, None), 0.0025, True, 100)
+    found, reason = _verdict(_judged(rows, Baseline(), 0.0025, None, None), 0.0025, True, 100)
+    return found == "holds", reason
 
 
 def test_a_policy_that_is_slower_than_the_script_and_saves_nothing_does_not_hold() -> None:
@@ -120,7 +123,55 @@ def test_a_mean_within_the_budget_is_not_enough_and_more_seeds_are_named(tmp_pat
     shaky = Contender("policy", (1.5, 1.5), (0.0004, 0.0044), 100, 1.0)
     ok, reason = verdict(shaky)
     assert not ok
-    assert "at 95 % confidence, is beyond 0.250%; more --seeds can tell" in reason
+    assert "at 95 % confidence, is beyond 0.250%; so few seeds cannot tell that from chance: more --seeds can" in reason
+
+
+def judged(row: Contender, limit: float | None = None, noise: float | None = None) -> str:
+    return _verdict(_judged([row], Baseline(), 0.0025, limit, noise), 0.0025, True, 100)[0]
+
+
+def measured(*gaps: float, errors: tuple[float, ...] = ()) -> Contender:
+    error = errors[0] if errors else None
+    speedups = (1.5,) * len(gaps)
+    return Contender("policy", speedups, gaps, 100, 1.0, gradient_error=error, gradient_errors=errors)
+
+
+def test_what_chance_may_explain_is_undecided_and_only_what_is_sure_fails() -> None:
+    """A search adopts what is surely within a limit; other seeds may measure the same policy a little above it."""
+    assert judged(measured(0.0004, 0.0003, 0.0004)) == "holds"
+    assert judged(measured(0.002, 0.003, 0.0024, 0.0029)) == "undecided"
+    assert judged(measured(0.02, 0.03, 0.024, 0.029)) == "fails"
+    good = (0.0004, 0.0003, 0.0004)
+    assert judged(measured(*good, errors=(0.0584, 0.0584, 0.0584)), 0.06, 0.5) == "holds"
+    assert judged(measured(*good, errors=(0.0612, 0.0612, 0.0612)), 0.06, 0.5) == "undecided"
+    assert judged(measured(*good, errors=(0.1, 0.1, 0.1)), 0.06, 0.5) == "fails"
+
+
+def test_the_limits_are_those_of_the_search_unless_others_are_asked_for() -> None:
+    plain = uniform("fp8_rowwise")
+    known = plain.model_copy(update={"evidence": {"max_divergence": 0.001, "max_gradient_error": 0.3}})
+    assert limits_of(plain, None, None) == (0.0025, 0.12)
+    assert limits_of(known, None, None) == (0.001, 0.3)
+    assert limits_of(known, 0.004, 0.2) == (0.004, 0.2)
+
+
+def test_gradient_errors_are_measured_under_every_seed_and_told_in_both_units(tmp_path: Path) -> None:
+    result = check(uniform("fp8_rowwise"), tmp_path, script=SimulatedScript(error_scale=2.0))
+    assert len(result.rows[0].gradient_errors) == 3
+    assert result.limits == {"divergence": 0.0025, "gradient_error": pytest.approx(0.06), "gradient_noise": 0.5}
+    assert result.verdict == "fails"
+    error = result.rows[0].gradient_error
+    assert error is not None
+    share = f"({error / 0.5:.2g} is beyond 0.12 of its noise)"
+    assert f"gradient error {100 * error:.2g} % is beyond 6 % of the gradient {share}" in result.reason
+
+
+def test_what_the_search_found_is_told_beside_it() -> None:
+    evidence = {"divergence": 0.0003, "gradient_error": 0.05, "gradient_noise": 0.5, "seeds": 1, "steps": 20}
+    known = uniform("fp8_rowwise").model_copy(update={"evidence": evidence})
+    words = "divergence 0.030%, gradient error 5 % (0.1 of the noise), over 1 paired seed of 20 steps"
+    assert searched(known) == words
+    assert searched(uniform("fp8_rowwise")) == ""
 
 
 def test_a_preset_of_a_searchs_name_is_that_searchs_policy(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,7 +12,11 @@ from autoprec.cli import options
 from autoprec.cli.console import print_json, stdout_console
 from autoprec.cli.phases import Phases
 from autoprec.cli.script import script_command
-from autoprec.support.units import memory_text
+from autoprec.errors import NothingAcceptableError
+from autoprec.support.units import counted, memory_text
+
+if TYPE_CHECKING:
+    from autoprec.tuning.verify import Verification
 
 __all__ = ["verify"]
 
@@ -22,23 +26,30 @@ __all__ = ["verify"]
 @click.option("--steps", default=40, show_default=True, metavar="N", help="Measured steps per run.")
 @click.option("--warmup", default=3, show_default=True, metavar="N", help="Steps before measuring.")
 @click.option("--seeds", default=4, show_default=True, metavar="N", help="Paired seeds.")
-@options.max_divergence
+@click.option("--max-divergence", callback=options.parsed("parse_share"), metavar="SHARE",
+              help="Largest acceptable mean relative loss gap; default: the search's, else 0.25%.")  # fmt: skip
+@click.option("--max-gradient-error", type=float, metavar="X",
+              help="In units of the mini-batch gradient noise; default: the search's, else 0.12.")  # fmt: skip
 @click.option("--anneal/--no-anneal", default=True, show_default=True, help="Decay the learning rate over a run.")
 @options.backend
 @options.as_json("The result")
 @options.quiet
 def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool, **values: Any) -> int:
-    """Verify a policy on SCRIPT over several paired seeds; exit 1 when it does not hold."""
+    """Verify a policy on SCRIPT over several paired seeds.
+
+    Exit code 1 when it does not hold, 3 when so few seeds cannot tell.
+    """
     from autoprec.policy import Policy, load_policy
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
-    from autoprec.tuning.verify import contenders, is_timed, search_setup
+    from autoprec.tuning.verify import contenders, is_timed, limits_of, search_setup, searched
     from autoprec.tuning.verify import verify as run_verification
     from autoprec.tuning.workers.local import HostPool
 
     policy: Policy = load_policy(policy_path)
     command = ScriptCommand.parse(script)
+    max_divergence, max_gradient_error = limits_of(policy, values["max_divergence"], values["max_gradient_error"])
     with (
         Phases(quiet=quiet) as phases,
         tempfile.TemporaryDirectory(prefix="autoprec-verify-") as scratch,
@@ -68,28 +79,40 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
             spec,
             seeds=seeds,
             timed=is_timed(policy, host.device),
-            max_divergence=values["max_divergence"],
+            max_divergence=max_divergence,
+            max_gradient_error=max_gradient_error,
             tell=tell,
         )
     if as_json:
         print_json(result.to_json(), indent=1)
     else:
-        _print(result)
-    return 0 if result.ok else 1
+        _print(result, searched(policy))
+    return {"holds": 0, "fails": 1}.get(result.verdict, NothingAcceptableError.exit_code)
 
 
-def _print(result: Any) -> None:
+def _print(result: Verification, searched: str) -> None:
     from rich.table import Table
 
-    table = Table(title=f"{result.seeds} paired seeds, {result.steps} steps each")
-    for name in ("", "speed-up", "range", "divergence", "memory"):
+    from autoprec.tuning.decide.decision import told_error
+
+    limits = result.limits
+    noise, limit = limits.get("gradient_noise"), limits.get("gradient_error")
+    budget = [f"divergence {limits['divergence']:.3%}"] if limits.get("divergence") else []
+    budget += [f"gradient error {told_error(limit, noise)}"] if limit is not None else []
+    table = Table(title=f"{counted(result.seeds, 'paired seed')}, {counted(result.steps, 'step')} each",
+                  caption=f"limits: {', '.join(budget)}" if budget else None)  # fmt: skip
+    for name in ("", "speed-up", "range", "divergence", "gradient error", "memory"):
         table.add_column(name, justify="left" if not name else "right")
-    table.add_row("reference", "1.00x", "", f"floor {result.noise_floor:.3%}", "")
+    table.add_row("reference", "1.00x", "", f"floor {result.noise_floor:.3%}", "", "")
     for row in result.rows:
         spread = f"{min(row.speedups):.2f}-{max(row.speedups):.2f}x" if row.speedups else ""
         speed = f"{row.speedup:.2f}x" if result.timed else "not judged"
         gap = f"{row.divergence:.3%}" if row.divergences else "; ".join(row.failures)[:60]
-        table.add_row(row.name, speed, spread if result.timed else "", gap, memory_text(row.memory_bytes))
+        error = told_error(row.gradient_error, noise) if row.gradient_error is not None else "-"
+        table.add_row(row.name, speed, spread if result.timed else "", gap, error, memory_text(row.memory_bytes))
     console = stdout_console()
     console.print(table)
-    console.print(("holds: " if result.ok else "does not hold: ") + result.reason, markup=False, soft_wrap=True)
+    told = {"holds": "holds", "fails": "does not hold"}.get(result.verdict, result.verdict)
+    console.print(f"{told}: {result.reason}", markup=False, soft_wrap=True)
+    if searched:
+        console.print(f"its search found: {searched}", markup=False, soft_wrap=True)

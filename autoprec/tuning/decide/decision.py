@@ -33,7 +33,7 @@ from autoprec.tuning.decide.noise import (
     is_worse_than_benign,
 )
 
-__all__ = ["Candidate", "Decision", "Judgement", "choose", "gradient_limit", "judge"]
+__all__ = ["Candidate", "Decision", "Judgement", "beyond_gradient", "choose", "gradient_limit", "judge", "told_error"]
 
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
@@ -160,8 +160,7 @@ class _Rules:
             return f"{self.blind}, and its gradient error is unknown"
         limit = self.gradient_limit()
         if limit is not None and c.gradient_error is not None and c.gradient_error > limit:
-            unit, of = (self.gradient_noise, " of the gradient noise") if self.gradient_noise else (1.0, "")
-            return f"gradient error {_apart(c.gradient_error / unit, limit / unit)}{of}"
+            return beyond_gradient(c.gradient_error, limit, self.gradient_noise)
         if self.max_memory is not None and c.memory_bytes > self.max_memory:
             return f"memory {memory_text(c.memory_bytes)} is beyond {memory_text(self.max_memory)}"
         return ""
@@ -289,12 +288,24 @@ def choose(
     return Decision("adopt", chosen, reason, upper - mean, rejected, others, caveat)
 
 
-def _apart(value: float, limit: float) -> str:
+def told_error(error: float, noise: float | None) -> str:
+    """Return a gradient error in percent of the gradient and in units of its noise, where that is known."""
+    return f"{100 * error:.3g} %" + (f" ({error / noise:.2g} of the noise)" if noise else "")
+
+
+def beyond_gradient(error: float, limit: float, noise: float | None) -> str:
+    """Say that a gradient error is beyond its limit, in percent of the gradient and in units of its noise."""
+    text = f"gradient error {_apart(100 * error, 100 * limit, ' %')} of the gradient"
+    return f"{text} ({_apart(error / noise, limit / noise)} of its noise)" if noise else text
+
+
+def _apart(value: float, limit: float, unit: str = "") -> str:
     """Return ``value is beyond limit`` with as many digits as tell them apart."""
     for digits in range(2, 7):
         if f"{value:.{digits}g}" != f"{limit:.{digits}g}":
             break
-    return f"{value:.{digits}g} is beyond {limit:.{digits}g}"
+    told = (f"{float(f'{x:.{digits}g}'):g}{unit}" for x in (value, limit))  # 360, not 3.6e+02
+    return " is beyond ".join(told)
 
 
 def _no_gain(name: str, merit: float, timing_noise: float) -> str:

@@ -42,6 +42,7 @@ __all__ = [
     "compare_excess",
     "compare_gaps",
     "confidence_bounds",
+    "error_over_limit",
     "has_learnt",
     "is_wide",
     "is_worse_than_benign",
@@ -80,6 +81,9 @@ _PRIOR_SD, _PRIOR_DF = 0.5, 4
 #: The loss of the reference has learnt when its last third lies apart from its first third by this share of it, and by
 #: this many standard errors; fewer steps than this say nothing about it.
 _LEAST_FALL, _SURE, _FEWEST_STEPS = 0.01, 2.0, 6
+#: Standard deviation of ln(gradient error / gradient noise) over the seeds of one policy known beforehand, and the
+#: degrees of freedom it counts for.
+_ERROR_SD, _ERROR_DF = 0.2, 4
 #: Gaps below this are float32 rounding of the loss.
 _TINY = 1e-7
 
@@ -239,6 +243,18 @@ def compare_gaps(gaps: Sequence[float], benign: Sequence[float]) -> tuple[float,
 def is_worse_than_benign(gaps: Sequence[float], benign: Sequence[float]) -> bool:
     """Say whether a policy's gaps are surely larger than rounding in every step explains."""
     return compare_gaps(gaps, benign)[1] > _EVERY_STEP
+
+
+def error_over_limit(shares: Sequence[float]) -> tuple[float, float]:
+    """Return (mean, lower 95 % bound of the mean) of gradient errors, each as a share of the limit of its seed.
+
+    Args:
+        shares: above 0, one per paired seed; at least one.
+    """
+    logs = np.log(np.asarray(shares, dtype=np.float64))
+    freedom = _ERROR_DF + len(logs) - 1
+    error = math.sqrt((_ERROR_DF * _ERROR_SD**2 + _squares(logs)) / freedom / len(logs))
+    return math.exp(float(logs.mean())), math.exp(float(logs.mean()) - student95(freedom) * error)
 
 
 def compare_excess(excess: Sequence[float], benign: Sequence[float]) -> tuple[float, float]:

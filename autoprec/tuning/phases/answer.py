@@ -179,7 +179,11 @@ def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
         "reference": setup.options.reference,
         "seeds": answer.seeds,
         "steps": setup.options.steps,
+        "max_divergence": setup.limits.divergence,
+        "max_gradient_error": setup.limits.gradient_error,  # in units of the noise
     }
+    if ledger.gradient_noise:
+        out["gradient_noise"] = _plain(ledger.gradient_noise)
     for name in (
         "speedup",
         "speedup_over_16bit",
@@ -341,6 +345,7 @@ def search_result(
             "max_divergence": setup.limits.divergence,
             "max_gradient_error": setup.limits.gradient_error,
             "gradient_noise": ledger.gradient_noise,
+            "gradient_limit": ledger.gradient_limit(),
             "source": setup.source,
             "bound_speedup": bound_speedup,
         },

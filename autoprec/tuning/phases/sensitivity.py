@@ -25,14 +25,14 @@ from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.schedule import EMULATED_STEP, USUAL_PASSES
 from autoprec.tuning.setup import Setup
 
-__all__ = ["measure_errors", "measure_table", "worst_of"]
+__all__ = ["measure_errors", "measure_table", "scan_warmup", "worst_of"]
 
 #: A complete scan may take as many passes as this share of the trials has steps, and this many at most; where there is
 #: a time budget, this share of what is left of it. An incomplete one takes the usual number.
 SCAN_SHARE, MOST_PASSES = 0.2, 300
 
 
-def _warmup(steps: int) -> int:
+def scan_warmup(steps: int) -> int:
     """Return the steps before the scan: late enough to leave the initialisation, early enough to be cheap."""
     return min(10, max(2, steps // 2))
 
@@ -64,7 +64,7 @@ def measure_table(
             f"at step {age} of the script {worse:.0%} of the gradient errors are larger than before, over noise"
         )
     if table.hardly_moved:
-        step = max(options.ages) + _warmup(options.steps)
+        step = max(options.ages) + scan_warmup(options.steps)
         ledger.note(f"at step {step} {unmoved(table.hardly_moved)}; --at-step N, or --at 0,N, looks beyond the warm-up")
     ledger.table = table
     ledger.timings["sensitivity_s"] = time.monotonic() - began
@@ -97,7 +97,7 @@ def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityT
     """Measure the table of gradient errors at the step of the script at which a runner's trials start."""
     options, began = setup.options, time.monotonic()
     # batches that the script surely has after the scan's first
-    later = options.warmup + options.steps - _warmup(options.steps)
+    later = options.warmup + options.steps - scan_warmup(options.steps)
     room = min(MOST_PASSES, int(SCAN_SHARE * options.trials * (options.warmup + options.steps)))
     passes, within_s = USUAL_PASSES, _within(setup, ledger)
     if within_s is not None and (affordable := _affordable(setup, runner, ledger, within_s)) < room:
@@ -139,7 +139,7 @@ def _refuse_without_gradient(setup: Setup, table: SensitivityTable, rows: Sequen
     for group, row in zip(setup.problem.groups, table.error2, strict=True):
         if not np.isfinite(row).any():
             raise NothingAcceptableError(
-                f"after {_warmup(setup.options.steps)} steps the gradient of '{group.name}' is zero or not finite, "
+                f"after {scan_warmup(setup.options.steps)} steps the gradient of '{group.name}' is zero or not finite, "
                 "whatever it runs in, so there is nothing to compare a policy with",
                 fix="look at the loss: a model that has stopped learning (dead ReLUs, a loss of 0) cannot be tuned",
             )
@@ -192,7 +192,7 @@ def _probe(
         runner.spec(
             setup.reference_policy(),
             kind="sensitivity",
-            warmup=_warmup(setup.options.steps) + later,
+            warmup=scan_warmup(setup.options.steps) + later,
             steps=1,
             probes=tuple(probes),
             batches=2,

@@ -28,12 +28,12 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
         def info(self, seed: int) -> HostInfo:
             return HostInfo("fork", {}, (), (), "cpu")
 
-    def run(ok: bool, *words: str) -> Any:
+    def run(verdict: str, *words: str) -> Any:
         def done(_pool: Any, policies: dict[str, Any], spec: Any, **options: Any) -> Verification:
             options["tell"]("seed 0: measured")
             rows = tuple(Contender(name, (1.4, 1.6), (0.001, 0.002), 2**30, 5.0) for name in policies)
-            why = "faster and within the budget" if ok else "beyond the budget"
-            return Verification(ok, why, rows, options["seeds"], spec.steps, 0.0004, options["timed"])
+            why = "faster and within the budget" if verdict == "holds" else "beyond the budget"
+            return Verification(verdict, why, rows, options["seeds"], spec.steps, 0.0004, options["timed"])
 
         monkeypatch.setattr("autoprec.tuning.verify.verify", done)
         monkeypatch.setattr("autoprec.tuning.workers.local.HostPool", Pool)
@@ -46,7 +46,7 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
 
 
 def test_what_holds_is_exit_0_and_each_seed_is_told(verified: Any) -> None:
-    found = verified(True, "--seeds", "2")
+    found = verified("holds", "--seeds", "2")
     assert found.return_value == 0, found.exception
     assert "holds: faster and within the budget" in found.stdout
     assert "1.50x" in found.stdout
@@ -55,11 +55,17 @@ def test_what_holds_is_exit_0_and_each_seed_is_told(verified: Any) -> None:
 
 
 def test_what_does_not_hold_is_exit_1(verified: Any) -> None:
-    assert "does not hold: beyond the budget" in verified(False).stdout
-    quiet = verified(False, "--json", "--quiet")
+    assert "does not hold: beyond the budget" in verified("fails").stdout
+    quiet = verified("fails", "--json", "--quiet")
     assert quiet.return_value == 1
     assert quiet.stderr == ""
     assert json.loads(quiet.stdout)["ok"] is False
+
+
+def test_what_its_seeds_cannot_tell_is_exit_3(verified: Any) -> None:
+    found = verified("undecided")
+    assert found.return_value == 3
+    assert "undecided: beyond the budget" in found.stdout
 
 
 def test_a_policy_that_is_not_there_is_refused_before_the_script_starts(tmp_path: Path) -> None:
