@@ -8,6 +8,7 @@ The first step has no history: there each rank scales by its own amax.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -21,9 +22,22 @@ from autoprec.numerics.linear import LinearExecution, in_backward
 from autoprec.numerics.operand import QuantizerState, Spec
 from autoprec.numerics.scaling import DelayedScale, learn_together
 
-__all__ = ["DelayedReduction", "data_parallel_groups"]
+__all__ = ["DelayedReduction", "data_parallel_groups", "not_reduced"]
 
 Slot = tuple[QuantizerState, str, Spec]
+#: Whether forwards are those of this rank alone: see :func:`not_reduced`.
+_alone = False
+
+
+@contextlib.contextmanager
+def not_reduced() -> Iterator[None]:
+    """Let every rank learn alone meanwhile: one may fail in a pass that the others end."""
+    global _alone
+    before, _alone = _alone, True
+    try:
+        yield
+    finally:
+        _alone = before
 
 
 def _slots(executions: Iterable[Any]) -> Iterator[Slot]:
@@ -97,7 +111,7 @@ class DelayedReduction:
 
     @_disable_dynamo
     def _eagerly(self) -> None:
-        groups = [group for group in data_parallel_groups(self.root) if dist.get_world_size(group) > 1]
+        groups = [] if _alone else [g for g in data_parallel_groups(self.root) if dist.get_world_size(g) > 1]
         for state, _, _ in self.slots:
             state.shared = bool(groups)
         self.settle()

@@ -9,6 +9,7 @@ four steps (:mod:`.deciding`). A change is measured as a whole before it is kept
 (:mod:`.untouched`): a run in which no change is made computes the same bits as one that is not followed.
 
 A look costs at most eight passes, and no more than 1.6 % of the steps between two looks where these are 500 or more.
+Ranks of a distributed run look together, and end that together (:mod:`.ranks`).
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoprec.applying.following.deciding import Desk, segments_to_ask
 from autoprec.applying.following.gradients import Gradients, local_part, relative_error
+from autoprec.applying.following.ranks import EndedError, Ranks, RanksApartError, average, fill, playing_alone, replicas
 from autoprec.applying.following.recorded import RecordedStep
 from autoprec.applying.following.untouched import untouched
 from autoprec.applying.phases import Phases, Put, phases_of
@@ -122,6 +125,7 @@ class Following:
         self._recorded: RecordedStep | None = None
         self._gradients: Gradients | None = None
         self._seen, self._deviation, self._square = 0, 0.0, 0.0
+        self._ranks, self._failed, self._due = Ranks(), "", False
         self._passes = 0
         self._stop: Callable[[], None] = lambda: None
 
@@ -173,11 +177,24 @@ class Following:
         if not self._is_ours(optimizer):
             return
         self.step += 1
-        root = self._root()
         due = (self.step + 1) % self.every == 0 and not self._ending()
-        if due and root is not None and self._stage_index() is not None:
-            self._recorded = RecordedStep(root.parameters(), _device(root), sees_backward=True)
-            self._recorded.start()
+        self._due = due and self._stage_index() is not None
+        if self._due:
+            self._locally(self._record)
+
+    def _record(self) -> None:
+        root = self._root()
+        assert root is not None
+        self._recorded = RecordedStep(root.parameters(), _device(root), sees_backward=True)
+        self._recorded.start()
+
+    def _locally(self, work: Callable[[], None]) -> None:
+        """Do something that other ranks do not wait for; if it fails, all of them hear of it at the next look."""
+        try:
+            work()
+        except Exception as error:  # following must never be what ends a training
+            _LOG.debug("following failed", exc_info=True)
+            self._failed = self._failed or f"{type(error).__name__}: {error}"
 
     def _ending(self) -> bool:
         """Whether the run ends before another look would be due."""
@@ -188,19 +205,27 @@ class Following:
         if until >= _NOISE_STEPS or self._ending() or not self._is_ours(optimizer):
             return
         began = time.monotonic()
-        try:
-            self._note_gradients()
-            if until == 0 and self._recorded is not None:
+        self._locally(self._note_gradients)
+        if until == 0:
+            if self._recorded is not None:
                 self._recorded.stop()
+            if self._due:
+                self._look_or_end()
+            self._recorded = self._gradients = None
+        self.seconds += time.monotonic() - began
+
+    def _look_or_end(self) -> None:
+        try:
+            try:
                 self._look()
-        except Exception as error:  # following must never be what ends a training
-            _LOG.debug("following failed", exc_info=True)
-            warnings.warn(f"the run is not followed any more: {type(error).__name__}: {error}", stacklevel=2)
+            except (EndedError, RanksApartError):
+                raise
+            except Exception as error:  # the other ranks wait to hear of it
+                _LOG.debug("following failed", exc_info=True)
+                self._ranks.gather(partial(_fail, error))
+        except EndedError as error:
+            warnings.warn(f"the run is not followed any more: {error}", stacklevel=5)
             self.stop()
-        finally:
-            if until == 0:
-                self._recorded = self._gradients = None
-            self.seconds += time.monotonic() - began
 
     # ---------------------------------------------------------------- gradients
     def _parameters(self) -> list[nn.Parameter]:
@@ -222,17 +247,25 @@ class Following:
 
     def _noise(self) -> float:
         """Return the standard deviation of a mini-batch's gradient over the norm of one."""
-        if self._seen < 2:
-            return math.nan
-        return self._agreed(self._deviation / (self._seen - 1), self._square)
+        noise = self._ratio(lambda: (self._deviation / max(self._seen - 1, 1), self._square))
+        return noise if self._seen > 1 else math.nan
 
     def _error(self, policy: Policy) -> float:
         """Play the recorded step under a policy; return the relative gradient error."""
-        assert self._gradients is not None
+        gradients = self._gradients
+        assert gradients is not None
         self._play(policy)
-        return self._agreed(*self._gradients.compare(0, {}, self._grads()))
+        return self._ratio(lambda: gradients.compare(0, {}, self._grads()))
 
     def _play(self, policy: Policy) -> None:
+        assert self._recorded is not None
+        wrappers = replicas(self._recorded.modules)
+        with playing_alone(wrappers):
+            self._ranks.gather(partial(self._play_here, policy, wrappers))
+        average(wrappers)
+        self._passes += 1
+
+    def _play_here(self, policy: Policy, wrappers: list[nn.parallel.DistributedDataParallel]) -> None:
         model = self._model() or self._root()
         assert model is not None
         assert self._recorded is not None
@@ -243,24 +276,18 @@ class Following:
             run, (plan, state) = unit_execution(unit), self._states.get(name, (None, {}))
             if run is not None and state and run.plan == plan:
                 run.load_state({part: value.clone() for part, value in state.items()}, unit.weight.device)
-        self._recorded.play()
-        self._passes += 1
+        self._recorded.play(alone=True)
+        fill(wrappers)
 
-    def _agreed(self, error2: float, norm2: float) -> float:
+    def _ratio(self, squares: Callable[[], tuple[float, float]]) -> float:
         """Return the root of a ratio, over all shards, and the same on all ranks: they must decide alike."""
-        dist = torch.distributed
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return relative_error(error2, norm2)
-        parameters = self._parameters()
-        device = local_part(parameters[0]).device
-        if any(hasattr(p, "to_local") for p in parameters):
-            both = torch.tensor([error2, norm2], dtype=torch.float64, device=device)
-            dist.all_reduce(both)
-            error2, norm2 = both.tolist()
-        found = torch.tensor(relative_error(error2, norm2), dtype=torch.float64, device=device)
-        found.nan_to_num_(nan=math.inf)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return float(found)
+        found = self._ranks.gather(squares)
+        if len(found) == 1:
+            return relative_error(*found[0])
+        if any(hasattr(p, "to_local") for p in self._parameters()):
+            found = [(math.fsum(error2 for error2, _ in found), math.fsum(norm2 for _, norm2 in found))]
+        ratios = [relative_error(*one) for one in found]
+        return max(math.inf if math.isnan(ratio) else ratio for ratio in ratios)
 
     # ---------------------------------------------------------------- a look
     def _stage_index(self) -> int | None:
@@ -280,10 +307,10 @@ class Following:
 
     def _look(self) -> None:
         root, index, recorded = self._root(), self._stage_index(), self._recorded
-        if root is None or index is None or recorded is None:
+        if root is None or index is None:
             return
-        if not recorded.complete:
-            raise UsageError("no loss of the model was seen on its way to backward")
+        self._ranks.gather(self._check)
+        assert recorded is not None
         noise, stage = self._noise(), self.policy.stages[index]
         follow = self._desk.follow
         limit = min(follow.max_gradient_error * noise, follow.most_error or math.inf)
@@ -297,18 +324,23 @@ class Following:
             error, chosen, reason = self._decide(stage, self._stages[index], limit)
         change = "" if chosen is None else self._desk.told(chosen)
         look = Look(self.step + 1, error, limit, noise, change, reason, self._passes)
+        self._conclude(index, chosen)
         self.looks.append(look)
-        if chosen is not None:
-            self._change(index, chosen)
-        self._tell(look)
+        self._locally(partial(self._tell, look))
+
+    def _check(self) -> None:
+        """Raise what this rank alone knows to be in the way of a look."""
+        failed = self._failed or (self._recorded.failed if self._recorded is not None else "nothing was recorded")
+        if failed:
+            raise EndedError(failed)
+        if self._recorded is not None and not self._recorded.complete:
+            raise UsageError("no loss of the model was seen on its way to backward")
 
     def _decide(self, stage: Policy, base: Policy, limit: float) -> tuple[float, IntVector | None, str]:
         """Return the error of now, the assignment to change to (None: stay), and why."""
         desk = self._desk
         self._play(_reference(desk.follow.reference))
-        assert self._gradients is not None
-        self._gradients.store(0, {}, self._grads())
-        norm = self._agreed(self._gradients.square(0), 1.0)
+        norm = self._ratio(self._kept)
         if norm == 0 or not math.isfinite(norm):
             return math.nan, None, f"the gradient of this step is {'zero' if norm == 0 else 'not finite'} as written"
         error = self._error(stage)
@@ -331,6 +363,12 @@ class Following:
         if must and (desk.safest() != desk.now).any():
             return error, desk.safest(), f"{reason}, and nothing faster was found within it"
         return error, None, "over the limit once" if desk.over else "within the limit"
+
+    def _kept(self) -> tuple[float, float]:
+        """Keep the gradients of now as those of the reference; return the squared norm, over one."""
+        assert self._gradients is not None
+        self._gradients.store(0, {}, self._grads())
+        return self._gradients.square(0), 1.0
 
     def _ask(self, base: Policy, measured2: float, most: int) -> None:
         """Find out which groups the error comes from: halve the segment that is least explained, and so on."""
@@ -365,12 +403,27 @@ class Following:
             desk.learn([g], self._error(desk.policy(base, index)) ** 2, index)
 
     # ---------------------------------------------------------------- a change
+    def _conclude(self, index: int, chosen: IntVector | None) -> None:
+        """Make a change on all ranks, or on none; what failed on one since the last pass is heard here, too."""
+        before = self.policy
+        try:
+            self._ranks.gather(lambda: None if chosen is None else self._change(index, chosen))
+        except EndedError:
+            if self.policy is not before:
+                self.policy = before
+                self._install()
+            raise
+
     def _change(self, index: int, chosen: IntVector) -> None:
-        model, phases = self._model() or self._root(), self._phases()
-        assert model is not None
         stages = list(self.policy.stages)
         stages[index] = self._desk.policy(self._stages[index], chosen)
         self.policy = self.policy.with_stages(stages)
+        self._install()
+        self._desk.now, self._desk.over = chosen, 0
+
+    def _install(self) -> None:
+        model, phases = self._model() or self._root(), self._phases()
+        assert model is not None
         if phases is not None:
             phases.replace(self.policy)
         else:
@@ -378,7 +431,6 @@ class Following:
             optimizer = self._optimizer() if self._optimizer is not None else None
             if optimizer is not None and carries_state(optimizer):
                 carry_state(optimizer, model)
-        self._desk.now, self._desk.over = chosen, 0
 
     def _tell(self, look: Look) -> None:
         metrics = {"follow/gradient_error": look.error, "follow/limit": look.limit, "follow/share": self.share}
@@ -406,6 +458,10 @@ def _reference(name: str) -> Policy:
     if name == "script":
         return Policy()
     return Policy(recipes={name: BUILTIN_RECIPES[name]}, default=name, activations="bf16" if name == "bf16" else "keep")
+
+
+def _fail(error: Exception) -> None:
+    raise error
 
 
 def _groups_of(desk: Desk, index: IntVector) -> list[int]:

@@ -5,7 +5,8 @@ torch function applied to the model's outputs or parameters on the way to ``back
 the model is called with the same inputs, the tape runs on its new outputs, and ``backward`` gives the gradients that
 this batch would have had; losses computed outside the model are recomputed too. What does not lead to the loss (a
 metric that is summed up, a value that is printed) is left out: it would change what the script holds. Inputs and
-targets are copied: a script may load its next batch into the same memory before its step is played.
+targets are copied: a script may load its next batch into the same memory before its step is played. Nothing else is
+kept: what a call made is noted by number, so that logits live as long as they do in a step that is not recorded.
 """
 
 from __future__ import annotations
@@ -25,15 +26,25 @@ from autoprec.applying.following.gradients import local_part
 
 __all__ = ["RecordedStep", "random_state", "set_random_state"]
 
+#: Its functions about the stack of modes have no types.
+_modes: Any = torch.overrides
 
-@dataclass(slots=True)
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """Stands, among the arguments of a call, for what an earlier call of the same micro-batch made."""
+
+    number: int
+
+
+@dataclass(slots=True, eq=False)
 class _Call:
-    """One call of the model, or one torch function on the way to the loss."""
+    """One call of the model, or one torch function on the way to the loss; ``made``: the numbers of its outputs."""
 
     run: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    outputs: Any
+    made: tuple[int | None, ...]
     autocast: tuple[bool, torch.dtype]
     differentiable: bool
     random: Any = None
@@ -46,12 +57,12 @@ class _Call:
         return name == "__setitem__" or name.startswith("__i") or (name.endswith("_") and not name.endswith("__"))
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Micro:
     """One forward and backward: calls in order, then the tensors backward was called on."""
 
     calls: list[_Call] = field(default_factory=list)
-    losses: tuple[Tensor, ...] = ()
+    losses: tuple[Tensor | _Made, ...] = ()
 
 
 def random_state(device: torch.device) -> Any:
@@ -75,7 +86,7 @@ class _Tape(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         owner, named = self._owner, kwargs or {}
-        if owner.busy:
+        if owner.busy or owner.failed:
             return func(*args, **named)
         if getattr(func, "__name__", "") == "backward":
             if not owner.sees_backward:
@@ -88,9 +99,10 @@ class _Tape(TorchFunctionMode):
             return func(*args, **named)
         replaced = getattr(func, "__name__", "") == "__setitem__"  # what else its first argument held are constants
         # copied before it writes into them
-        kept_args, kept_named = owner.copied((tuple(args), named), constant=args[0] if replaced else None)
+        kept = owner.kept((tuple(args), named), constant=args[0] if replaced else None)
         out = func(*args, **named)
-        owner.note(func, kept_args, kept_named, args[0] if out is None and args else out)
+        if kept is not None:
+            owner.note(func, *kept, args[0] if out is None and args else out)
         return out
 
 
@@ -102,6 +114,9 @@ class RecordedStep:
         device: where they are.
         sees_backward: note every ``Tensor.backward``; otherwise the owner tells, with :meth:`before_backward` and
             :meth:`after_backward`.
+
+    Attributes:
+        failed: why the step could not be recorded (no memory for a copy of its inputs); the script's step goes on.
     """
 
     def __init__(self, parameters: Iterable[Tensor], device: torch.device, *, sees_backward: bool = False) -> None:
@@ -112,7 +127,10 @@ class RecordedStep:
         self._original: Any = None
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # with its copy
         self._copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # of constants, in this micro-batch
-        self.tracked: dict[int, Any] = {}  # holds them: ids must stay unique for as long as they are compared
+        self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # of what calls made, by id
+        self._count = 0
+        self._live: set[int] = set()  # those that no backward has gone through
+        self.failed = ""
         self.busy = False
 
     # ---------------------------------------------------------------- recording
@@ -121,8 +139,7 @@ class RecordedStep:
         original = self._original = nn.Module.__call__
 
         def __call__(called: nn.Module, *inner: Any, **named: Any) -> Any:  # noqa: N807
-            outer = not self.busy and not torch.compiler.is_compiling() and called.training and torch.is_grad_enabled()
-            if not outer or not any(id(p) in self._owned for p in called.parameters()):
+            if self.busy or self.failed or torch.compiler.is_compiling() or not self._is_call_of_model(called):
                 return original(called, *inner, **named)
             return self._record_call(called, inner, named)
 
@@ -130,41 +147,61 @@ class RecordedStep:
         self._mode = _Tape(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
 
+    def _is_call_of_model(self, called: nn.Module) -> bool:
+        return called.training and torch.is_grad_enabled() and any(id(p) in self._owned for p in called.parameters())
+
     def stop(self) -> None:
         """End the recording; a no-op after the first time."""
         if self._mode is not None:
-            self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            _take_off(self._mode)
             self._mode = None
             nn.Module.__call__ = self._original  # type: ignore[method-assign]
 
     def _record_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        kept = self.copied((args, kwargs))
+        kept = self.kept((args, kwargs))
         random = random_state(self._device)
         with self._paused():
             outputs = self._original(module, *args, **kwargs)
         sync = getattr(module, "require_backward_grad_sync", None)
-        self.note(module, kept[0], kept[1], outputs, random=random, sync=sync)
+        if kept is not None:
+            self.note(module, *kept, outputs, random=random, sync=sync)
         return outputs
 
     @contextlib.contextmanager
     def _paused(self) -> Iterator[None]:
         self.busy = True
         mode, self._mode = self._mode, None
-        if mode is not None:
-            mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        above = [] if mode is None else _take_off(mode)
         try:
             yield
         finally:
             if mode is not None:
-                mode.__enter__()  # type: ignore[no-untyped-call]
+                _put_on(mode, above)
             self._mode, self.busy = mode, False
 
     def follows(self, values: Any) -> bool:
         """Say whether anything of these depends on the model's outputs, or on its parameters."""
-        known = [id(value) for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
-        if any(name in self.tracked for name in known):
+        known = [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
+        if any(self._number(value) is not None for value in known):
             return True
-        return torch.is_grad_enabled() and any(name in self._owned for name in known)
+        return torch.is_grad_enabled() and any(id(value) in self._owned for value in known)
+
+    def _number(self, value: Tensor) -> int | None:
+        """Return the number of what a call of this step made, for as long as it lives; None for any other tensor."""
+        held, number = self._numbers.get(id(value), (None, 0))
+        return number if held is not None and held() is value else None
+
+    def kept(
+        self, values: tuple[tuple[Any, ...], dict[str, Any]], constant: Any = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Return what :meth:`copied` does; None where that fails, from where on nothing is recorded."""
+        try:
+            args, kwargs = self.copied(values, constant)
+        except Exception as error:  # following must never be what ends a training
+            self.forget()
+            self.failed = f"{type(error).__name__}: {error}"
+            return None
+        return args, kwargs
 
     def copied(self, values: Any, constant: Any = None) -> Any:
         """Return values with copies of the tensors that come from elsewhere: the script may overwrite them.
@@ -174,8 +211,11 @@ class RecordedStep:
         """
 
         def copy(value: Any) -> Any:
-            if not isinstance(value, Tensor) or id(value) in self.tracked or id(value) in self._owned:
+            if not isinstance(value, Tensor) or id(value) in self._owned:
                 return value
+            number = self._number(value)
+            if number is not None:  # what an earlier micro-batch made without a way back to it is a constant
+                return _Made(number) if number in self._live or value.requires_grad else value
             if isinstance(value, nn.Parameter):  # of another model, whose gradients are its own affair
                 return value.detach()
             if value.requires_grad and value.is_leaf:  # torch.autograd.grad may ask for its gradient later
@@ -210,28 +250,46 @@ class RecordedStep:
         kind = self._device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         differentiable = torch.is_grad_enabled()
-        self._micros[-1].calls.append(_Call(run, args, kwargs, outputs, autocast, differentiable, random, sync))
-        for tensor in tree_flatten(outputs)[0]:
-            if isinstance(tensor, Tensor):
-                self.tracked[id(tensor)] = tensor
+        found = tree_flatten(outputs)[0]
+        grows = any(isinstance(value, Tensor) and value.requires_grad for value in found)
+        if random is None and not grows and self._live.isdisjoint(_numbers_in((args, kwargs))):
+            return  # detached from an earlier micro-batch
+        made = tuple(self._numbered(value) for value in found)
+        self._micros[-1].calls.append(_Call(run, args, kwargs, made, autocast, differentiable, random, sync))
+
+    def _numbered(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        self._count += 1
+        self._numbers[id(value)] = weakref.ref(value), self._count
+        self._live.add(self._count)
+        return self._count
 
     def before_backward(self, tensors: tuple[Tensor, ...]) -> None:
         """End the forward of one micro-batch: backward begins on these tensors."""
-        micro = self._micros[-1]
-        micro.losses = tensors
-        needed, calls = {id(tensor) for tensor in tensors}, []
-        for call in reversed(micro.calls):
-            if needed & _ids(call.outputs):
-                calls.append(call)
-                needed |= _ids((call.args, call.kwargs))
-        micro.calls = calls[::-1]
+        if self.failed:
+            return
+        losses = tuple(self.copied(tensor) if self._number(tensor) else tensor for tensor in tensors)
+        done, last = self._micros[:-1], self._micros[-1]
+        needed, calls = _numbers_in(losses), list[_Call]()
+        for call in reversed(last.calls):
+            if not needed.isdisjoint(call.made):
+                calls.insert(0, call)
+                needed |= _numbers_in((call.args, call.kwargs))
+        missing = needed.difference(*(call.made for call in calls))
+        # backward goes once more through a forward whose graph was kept: both losses are played together
+        joined = [one for one in done if any(not missing.isdisjoint(call.made) for call in one.calls)]
+        calls = [*(call for one in joined for call in one.calls), *calls]
         if self.sees_backward and all(call.random is None for call in calls):
-            micro.losses = ()  # of another model, which is trained in turns with this one
+            losses = ()  # of another model, which is trained in turns with this one
+        micro = _Micro(calls, (*(loss for one in joined for loss in one.losses), *losses))
+        waiting = _Micro([call for call in last.calls if call not in calls])
+        self._micros = [*(one for one in done if one not in joined), micro, waiting]
+        self._live = {number for call in waiting.calls for number in call.made if number is not None}
         self.busy = True
 
     def after_backward(self) -> None:
         """End one micro-batch; the next may begin."""
-        self._micros.append(_Micro())
         self._copies.clear()
         self.busy = False
 
@@ -241,51 +299,79 @@ class RecordedStep:
         """Whether there is a loss, and the model was called on the way to it."""
         return any(call.random is not None for micro in self._micros if micro.losses for call in micro.calls)
 
-    def play(self) -> float:
+    @property
+    def modules(self) -> list[nn.Module]:
+        """What was called, wrappers as such."""
+        return [c.run for micro in self._micros if micro.losses for c in micro.calls if isinstance(c.run, nn.Module)]
+
+    def play(self, *, alone: bool = False) -> float:
         """Run every forward and backward again under what the model runs now; returns the summed loss.
 
         Gradients are added to those that the parameters have; the random state is left wherever the step leaves it.
+        With ``alone`` wrappers keep what they were told about exchanging gradients.
         """
-        return sum(self._play(micro) for micro in self._micros if micro.losses)
+        return sum(self._play(micro, alone) for micro in self._micros if micro.losses)
 
-    def _play(self, micro: _Micro) -> float:
+    def _play(self, micro: _Micro, alone: bool) -> float:
         made: dict[int, Any] = {}
 
         def fresh(value: Any) -> Any:
-            return made.get(id(value), value) if isinstance(value, Tensor) else value
+            return made[value.number] if isinstance(value, _Made) else value
 
         for call in micro.calls:
             if call.random is not None:
                 set_random_state(call.random, self._device)
-            if call.sync is not None:
+            if call.sync is not None and not alone:
                 call.run.require_backward_grad_sync = call.sync  # type: ignore[attr-defined]
             args, kwargs = tree_map(fresh, (call.args, call.kwargs))
-            if call.writes and args and args[0] is call.args[0]:
+            if call.writes and args and not isinstance(call.args[0], _Made):
                 args = (args[0].clone(), *args[1:])
             enabled, dtype = call.autocast
             autocast = torch.autocast(self._device.type, dtype=dtype, enabled=enabled)
             with autocast, torch.set_grad_enabled(call.differentiable):
                 outputs = call.run(*args, **kwargs)
             outputs = args[0] if outputs is None and args else outputs
-            old, new = tree_flatten(call.outputs)[0], tree_flatten(outputs)[0]
-            for before, after in zip(old, new, strict=True):
-                if isinstance(before, Tensor):
-                    made[id(before)] = after
+            for number, value in zip(call.made, tree_flatten(outputs)[0], strict=True):
+                if number is not None:
+                    made[number] = value
         losses = [fresh(loss) for loss in micro.losses]
-        value = sum(float(local_part(loss.detach())) for loss in losses if loss.numel() == 1)
+        made.clear()  # what backward needs, it holds
+        args = kwargs = outputs = value = None
+        total = sum(float(local_part(loss.detach())) for loss in losses if loss.numel() == 1)
         torch.autograd.backward(losses)
-        return value
+        return total
 
     def forget(self) -> None:
         """Let go of everything that was recorded."""
         self._leaves.clear()
         self._copies.clear()
-        self._micros.clear()
-        self.tracked.clear()
+        self._micros[:] = [_Micro()]
+        self._numbers.clear()
 
 
-def _ids(tree: Any) -> set[int]:
-    return {id(value) for value in tree_flatten(tree)[0] if isinstance(value, Tensor)}
+def _numbers_in(tree: Any) -> set[int]:
+    return {value.number for value in tree_flatten(tree)[0] if isinstance(value, _Made)}
+
+
+def _take_off(mode: TorchFunctionMode) -> list[Any]:
+    """Take a mode off the stack; returns those above it, which the script has put on since (``torch.device``)."""
+    above: list[Any] = []
+    if all(one is not mode for one in _modes._get_current_function_mode_stack()):
+        return above
+    while (top := _modes._pop_mode()) is not mode:
+        above.append(top)
+    for one in reversed(above):
+        _modes._push_mode(one)
+    return above
+
+
+def _put_on(mode: TorchFunctionMode, above: list[Any]) -> None:
+    """Put a mode where :func:`_take_off` took it from."""
+    for _ in above:
+        _modes._pop_mode()
+    _modes._push_mode(mode)
+    for one in reversed(above):
+        _modes._push_mode(one)
 
 
 def _leaves_of(value: Tensor) -> set[int]:

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.applying.following import Following, following_of
+from autoprec.applying.following.ranks import world_size
 from autoprec.applying.guard.fallback import FALLBACKS, fall_back
 from autoprec.applying.guard.jump import LossJump, sigma_of
 from autoprec.applying.guard.samples import OperandSampler
@@ -164,7 +165,7 @@ class Guard:
 
     def _glance(self) -> Breach | None:
         """Look for a jump of the loss between two looks, where that waits for no device and no other rank."""
-        if _world_size() > 1 or any(isinstance(x, Tensor) and x.device.type != "cpu" for x in self._pending[-1]):
+        if world_size() > 1 or any(isinstance(x, Tensor) and x.device.type != "cpu" for x in self._pending[-1]):
             return None
         self._take_in()
         if not self._settled() or self._jump <= self.thresholds.get("loss_gap", math.inf):
@@ -377,15 +378,10 @@ def _allowance(losses: Sequence[float], count: int) -> float:
     return 3 * 1.2533 * sigma_of(losses) * math.sqrt(2 / count)
 
 
-def _world_size() -> int:
-    dist = torch.distributed
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
 def _agreed(values: dict[str, float], model: nn.Module | None) -> dict[str, float]:
     """Take the largest value over all ranks, so that every rank falls back at the same step."""
     dist = torch.distributed
-    if _world_size() == 1:
+    if world_size() == 1:
         return values
     names = sorted({*GUARD_METRICS, _JUMP})
     device = next((p.device for p in model.parameters()), torch.device("cpu")) if model is not None else "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import numpy as np
@@ -181,3 +182,92 @@ def test_a_loss_whose_way_was_not_seen_is_refused() -> None:
     step.stop()
     with pytest.raises(RuntimeError, match="second time"):
         step.play()
+
+
+def _two_backwards(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    F.cross_entropy(out, y).backward(retain_graph=True)
+    out.square().mean().backward()
+
+
+def _two_forwards_first(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    one, two = F.cross_entropy(model(x), y), model(2 * x).square().mean()
+    one.backward()
+    two.backward()
+
+
+def _a_state_is_handed_on(model: nn.Module, x: Tensor, y: Tensor) -> None:
+    out = model(x)
+    F.cross_entropy(out, y).backward()
+    carried = out.detach().tanh()
+    F.cross_entropy(model(x + carried.mean()), y).backward()
+
+
+@pytest.mark.parametrize("train", [_two_backwards, _two_forwards_first, _a_state_is_handed_on])
+def test_several_backward_passes_are_played_with_the_same_gradients(train: Callable[..., None]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step.start()
+    for _ in range(2):
+        train(model, torch.randn(5, 4), torch.randint(0, 3, (5,)))
+    step.stop()
+    first = model.weight.grad.clone()
+    for _ in range(2):
+        model.zero_grad()
+        step.play()
+        torch.testing.assert_close(model.weight.grad, first)
+
+
+def test_what_a_micro_batch_made_is_let_go_when_its_backward_has_ended() -> None:
+    """Logits of a language model are larger than all that is kept of a step beside them."""
+    model = nn.Linear(4, 1000)
+    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    held: list[weakref.ref[Tensor]] = []
+    step.start()
+    for _ in range(3):
+        out = model(torch.randn(5, 4))
+        wide = out.float() * 2
+        held += [weakref.ref(out), weakref.ref(wide)]
+        F.cross_entropy(wide, torch.randint(0, 1000, (5,))).backward()
+        del out, wide
+        assert all(ref() is None for ref in held)
+    step.stop()
+    first = model.weight.grad.clone()
+    model.zero_grad()
+    step.play()
+    assert torch.equal(model.weight.grad, first)
+
+
+def test_no_memory_for_a_copy_ends_the_recording_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 3)
+    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step.start()
+
+    def full(_value: Tensor) -> Tensor:
+        raise torch.OutOfMemoryError("no room")
+
+    model(torch.randn(5, 4)).sum().backward()
+    monkeypatch.setattr(step, "_copy_of", full)
+    for _ in range(2):
+        F.cross_entropy(model(torch.randn(5, 4)), torch.randint(0, 3, (5,))).backward()
+    step.stop()
+    assert step.failed == "OutOfMemoryError: no room"
+    assert not step.complete
+
+
+def test_a_device_that_the_script_chose_stays_chosen_in_the_recorded_step() -> None:
+    class Positions(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen = torch.arange(3).device.type
+            return super().forward(x)
+
+    model = Positions(4, 3)
+    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step.start()
+    with torch.device("meta"):
+        out = model(torch.randn(5, 4, device="cpu"))
+        assert model.seen == torch.empty(1).device.type == "meta"
+        step.stop()
+        assert torch.empty(1).device.type == "meta"
+    assert torch.empty(1).device.type == out.device.type == "cpu"

@@ -1,0 +1,130 @@
+"""What the ranks of a run find out together while it is followed, and how they end that together.
+
+Every rank plays the same passes and decides from the same numbers. One that stopped by itself (no memory for a pass on
+its device) would leave the others in an exchange, which its next training step would then answer with gradients of
+another kind. So ranks exchange nothing during a look before they have told each other, over a gloo group of their own,
+that all of them got there; if one did not, all of them hear its reason and follow the run no more.
+
+Passes of DistributedDataParallel are played without its exchange, and gradients averaged afterwards. Where the model
+itself exchanges tensors in its passes (FSDP, tensor parallelism, SyncBatchNorm), a rank that fails inside of one leaves
+the others waiting for it: then nothing can be told, and the run ends with an error instead of wrong gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from autoprec.errors import AutoPrecError
+from autoprec.numerics.delayed import not_reduced
+
+__all__ = ["EndedError", "Ranks", "RanksApartError", "average", "fill", "playing_alone", "replicas", "world_size"]
+
+T = TypeVar("T")
+#: A pass that takes this much longer on one rank than on another has not slowed down: it waits for one that failed.
+TIMEOUT_S = 300.0
+
+
+class EndedError(Exception):
+    """The run is followed no more, on all ranks; ``str`` is why."""
+
+
+class RanksApartError(AutoPrecError):
+    """Ranks wait for each other in different places, so that their exchanges no longer fit."""
+
+
+class Ranks:
+    """The ranks of the default process group, or this process alone."""
+
+    def __init__(self) -> None:
+        self._group: Any = None
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Return what ``work`` found on each rank.
+
+        Raises:
+            EndedError: it failed on one of them; on all ranks alike.
+            RanksApartError: the others do not answer.
+        """
+        failed, found = "", None
+        try:
+            found = work()
+        except Exception as error:  # told to the other ranks, and then to the user
+            failed = str(error) if isinstance(error, EndedError) else f"{type(error).__name__}: {error}"
+        told: list[Any] = [(failed, found)]
+        if world_size() > 1:
+            told = self._exchanged(failed, found)
+        for rank, (reason, _) in enumerate(told):
+            if reason:
+                raise EndedError(f"rank {rank}: {reason}" if len(told) > 1 else reason)
+        return [value for _, value in told]
+
+    def _exchanged(self, failed: str, found: Any) -> list[Any]:
+        told: list[Any] = [None] * world_size()
+        try:
+            if self._group is None and dist.is_gloo_available():
+                self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+            dist.all_gather_object(told, (failed, found), group=self._group)
+        except Exception as error:
+            raise RanksApartError(
+                f"while the run was followed the other ranks did not answer for {TIMEOUT_S:.0f} s"
+                + (f", after this one had failed ({failed})" if failed else f" ({type(error).__name__}: {error})")
+                + ": they wait in the middle of a pass, and training on would mix its tensors with those of a step",
+                fix="continue from the last checkpoint without --follow (follow=None)",
+            ) from error
+        return told
+
+
+def world_size() -> int:
+    """Return the number of ranks, 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def replicas(modules: Iterable[nn.Module]) -> list[nn.parallel.DistributedDataParallel]:
+    """Return the DistributedDataParallel wrappers around and inside of modules."""
+    found = (one for module in modules for one in module.modules())
+    return list(dict.fromkeys(one for one in found if isinstance(one, nn.parallel.DistributedDataParallel)))
+
+
+@contextlib.contextmanager
+def playing_alone(wrappers: Iterable[nn.parallel.DistributedDataParallel]) -> Iterator[None]:
+    """Let forward and backward run on this rank alone: no gradients, buffers or delayed scales are exchanged."""
+    before = [(one, one.require_backward_grad_sync, one.require_forward_param_sync) for one in wrappers]
+    try:
+        for one, _, _ in before:
+            one.require_backward_grad_sync = one.require_forward_param_sync = False
+        with not_reduced():
+            yield
+    finally:
+        for one, backward, forward in before:
+            one.require_backward_grad_sync, one.require_forward_param_sync = backward, forward
+
+
+def average(wrappers: Iterable[nn.parallel.DistributedDataParallel]) -> None:
+    """Average the gradients that :func:`playing_alone` left on each rank, after :func:`fill`."""
+    for wrapper in wrappers:
+        size = dist.get_world_size(wrapper.process_group)
+        for parameter in _reduced(wrapper) if size > 1 else ():
+            dist.all_reduce(parameter.grad, group=wrapper.process_group)
+            parameter.grad.div_(size)  # type: ignore[union-attr]
+
+
+def fill(wrappers: Iterable[nn.parallel.DistributedDataParallel]) -> None:
+    """Give each parameter a dense gradient: one that a rank did not reach counts as zero."""
+    for wrapper in wrappers:
+        for parameter in _reduced(wrapper):
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            elif parameter.grad.layout is not torch.strided:
+                parameter.grad = parameter.grad.to_dense()
+
+
+def _reduced(wrapper: nn.parallel.DistributedDataParallel) -> list[nn.Parameter]:
+    ignored = wrapper.parameters_to_ignore
+    return [p for name, p in wrapper.module.named_parameters() if p.requires_grad and name not in ignored]
