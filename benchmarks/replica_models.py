@@ -249,6 +249,85 @@ class Dit(Replicas):
         return torch.cat([noisy, time.expand(*clean.shape[:2], 1)], -1), noise
 
 
+class EncoderDecoder(Replicas):
+    """A denoising encoder-decoder: text of which 30 % is masked is read, and written again whole.
+
+    The decoder looks at the encoder's last norm in every block (cross-attention), and one matrix is both embeddings
+    and the head. That the embeddings are looked up in it is not rounded, as in a library.
+    """
+
+    masked, mask = 0.3, 95
+
+    def layers(self) -> dict[str, LayerShape]:
+        """Return four layers per encoder block, seven per decoder block, and the head."""
+        d, rows, out = self.width, self.batch * self.tokens, {}
+
+        def added(block: str, *, cross: bool) -> None:
+            out[f"{block}.attn.qkv"] = LayerShape(rows, 3 * d, d)
+            out[f"{block}.attn.proj"] = LayerShape(rows, d, d)
+            if cross:
+                out[f"{block}.cross.q"] = LayerShape(rows, d, d)
+                out[f"{block}.cross.kv"] = LayerShape(rows, 2 * d, d)
+                out[f"{block}.cross.proj"] = LayerShape(rows, d, d)
+            out[f"{block}.mlp.up"] = LayerShape(rows, self.ratio * d, d)
+            out[f"{block}.mlp.down"] = LayerShape(rows, d, self.ratio * d)
+
+        for k in range(self.blocks):
+            added(f"encoder.{k}", cross=False)
+        for k in range(self.blocks):
+            added(f"decoder.{k}", cross=True)
+        return {**out, "head": LayerShape(rows, self.outputs, d, flags=("head",))}
+
+    def others(self) -> dict[str, tuple[int, ...]]:
+        """Return the positions of both sides and the norms."""
+        norms = [f"encoder.{k}.norm{j}" for k in range(self.blocks) for j in (1, 2)] + ["encoder.norm"]
+        norms += [f"decoder.{k}.norm{j}" for k in range(self.blocks) for j in (1, 2, 3)] + ["decoder.norm"]
+        place = (self.tokens, self.width)
+        return {"position": place, "written": place} | dict.fromkeys(norms, (self.width,))
+
+    def losses(
+        self, p: dict[str, Tensor], x: Tensor, y: Tensor, kinds: dict[str, Kinds], calls: list[Call] | None = None
+    ) -> Tensor:
+        """Return the loss ``[R]`` of ``x [R, 2, b, t]``: what the encoder reads, and what was written so far."""
+        r, d, b, t = len(x), self.width, self.batch, self.tokens
+        table = {"embed": p["head"] * (math.sqrt(d) / 2)}
+
+        def attended(q: Tensor, k: Tensor, v: Tensor, name: str, *, causal: bool = False) -> Tensor:
+            heads = (z.reshape(r * b, t, 2, d // 2).transpose(1, 2) for z in (q, k, v))
+            mixed = F.scaled_dot_product_attention(*heads, is_causal=causal)
+            return linear(p, mixed.transpose(1, 2).reshape(r, b * t, d), f"{name}.proj", kinds, calls)
+
+        def normed(h: Tensor, name: str) -> Tensor:
+            return layer_norm(h, p[name])
+
+        def itself(h: Tensor, block: str, *, causal: bool) -> Tensor:
+            qkv = linear(p, normed(h, f"{block}.norm1"), f"{block}.attn.qkv", kinds, calls).chunk(3, dim=-1)
+            return h + attended(*qkv, f"{block}.attn", causal=causal)
+
+        def mlp(h: Tensor, block: str, norm: str) -> Tensor:
+            up = F.gelu(linear(p, normed(h, f"{block}.{norm}"), f"{block}.mlp.up", kinds, calls))
+            return h + linear(p, up, f"{block}.mlp.down", kinds, calls)
+
+        h = (self.embedded(table, x[:, 0]) + p["position"][:, None]).reshape(r, b * t, d)
+        for k in range(self.blocks):
+            h = mlp(itself(h, f"encoder.{k}", causal=False), f"encoder.{k}", "norm2")
+        read = normed(h, "encoder.norm")
+        h = (self.embedded(table, x[:, 1]) + p["written"][:, None]).reshape(r, b * t, d)
+        for k in range(self.blocks):
+            block = f"decoder.{k}"
+            h = itself(h, block, causal=True)
+            q = linear(p, normed(h, f"{block}.norm2"), f"{block}.cross.q", kinds, calls)
+            h = h + attended(q, *linear(p, read, f"{block}.cross.kv", kinds, calls).chunk(2, dim=-1), f"{block}.cross")
+            h = mlp(h, block, "norm3")
+        return self.loss(linear(p, normed(h, "decoder.norm"), "head", kinds, calls), y)
+
+    def _batch(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        before, text = super()._batch(seed, step)
+        generator = torch.Generator().manual_seed(1_000_033 * (seed + 1) + step)
+        hidden = torch.rand(text.shape, generator=generator) < self.masked
+        return torch.stack([text.masked_fill(hidden, self.mask), before]), text
+
+
 MODELS: dict[str, type[Replicas]] = {
     "transformer": Replicas,
     "conv": Conv,
@@ -257,6 +336,7 @@ MODELS: dict[str, type[Replicas]] = {
     "mlp": ResidualMlp,
     "mixer": Mixer,
     "dit": Dit,
+    "encoder-decoder": EncoderDecoder,
 }
 
 

@@ -148,11 +148,14 @@ CASES = {
         {"*": ["bf16", "mxfp8", "nvfp4", "nvfp4/wgrad=bf16"]},
         {"data": "digits", "blocks": 3, "batch": 2, "tokens": 32, "ratio": 2},
     ),
-    "dit-h100": Spec("dit", "h100", {"*": _H100}, {"data": "digits", "blocks": 3, "batch": 8, "ratio": 2}, blind=True),
+    "dit-h100": Spec("dit", "h100", {"*": _H100}, {"data": "digits", "blocks": 3, "batch": 8, "ratio": 2}),
+    "seq2seq-b200": Spec(
+        "encoder-decoder", "b200", {"*": _B200}, _TWO, scale="width=256,tokens=512", seeds=_MANY, blind=True
+    ),
     "gpt-h100": Spec("transformer", "h100", {"*": _H100}, _GPT, seeds=_MANY),
     "vit-b200": Spec("transformer", "b200", {"*": _B200}, _VIT, seeds=_MANY),
 }
-REPORTED = tuple(CASES)[:11]
+REPORTED = tuple(CASES)[:12]
 #: The GPUs that gradients are reduced over in the case with communication: eight nodes of eight, half of it hidden
 #: behind the backward pass (assumed).
 NODES, HIDDEN = 8, 0.5
