@@ -57,6 +57,11 @@ def test_near_the_budget_more_seeds_are_given_and_far_beyond_it_none() -> None:
     assert stand({"fp8_tensorwise": [0.0024, 0.0025] * (2 * MOST_SEEDS)}).next is None
 
 
+def test_beyond_the_budget_no_seed_is_given_where_benign_gaps_are_a_third_of_it() -> None:
+    hopeless = [0.0044, 0.0045, 0.0047, 0.0046, 0.0045, 0.0043]
+    assert stand({"fp8_tensorwise": hopeless}, floor=BUDGET / 3).next is None
+
+
 def test_a_slower_policy_gets_no_seed_once_a_faster_one_is_sure() -> None:
     both = stand({"bf16": [0.0001], "fp8_tensorwise": [0.0002, 0.0002]})
     assert both.accepted == (1,)

@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 from autoprec.policy.solver import Limit
-from autoprec.tuning.decide.noise import screening_limit
 from autoprec.tuning.decide.problem import FloatTable, Problem
 from autoprec.tuning.decide.sampler.posterior import LinearModel, Observation
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, feature_vector, features_of
@@ -259,8 +258,8 @@ class Expectation:
 
     @property
     def limit(self) -> float:
-        """The divergence that a mean over seeds must surely keep to."""
-        return screening_limit(self.goals.max_divergence, self.goals.noise_floor)
+        """The divergence that a mean over seeds must surely keep to: what the decision will hold it to."""
+        return self.goals.max_divergence
 
     def outlook(self, points: Points) -> Outlook:
         """Return what is expected of points."""
