@@ -107,8 +107,9 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
     units = tunable_units(root)
     plans = resolve(policy, units, strict=False)
     not_reached, left_out = _not_reached(root, units), _left_out(units)
+    named = {name for name in units if (rule := first_match(policy.layers, name)) is not None and rule.match != "*"}
     rows = tuple(
-        _compiled_row(_audit_layer(name, unit, plans[name], name in not_reached), unit, name in left_out)
+        _compiled_row(_audit_layer(name, unit, plans[name], name in not_reached, name in named), unit, name in left_out)
         for name, unit in units.items()
         if not _is_table(policy, name, unit, plans[name])
     )
@@ -162,7 +163,7 @@ def _requested(plan: LayerPlan) -> dict[str, str]:
     return {gemm: KEEP if (recipe := plan.recipe(gemm)) is None else recipe.describe() for gemm in GEMMS}
 
 
-def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool = False) -> LayerAudit:
+def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool, named: bool) -> LayerAudit:
     requested = _requested(plan)
     found = unit_execution(unit)
     if plan.keeps:
@@ -179,6 +180,9 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool = Fal
         why = "never called"
         if unit.kind == "functional":
             why = "no F.linear, matmul or einsum by this weight was seen"
+            if not named and not isinstance(unit.module, nn.Linear):
+                why = f"never runs: {why} (a table, or a norm's gain?), and only the rule for everything is about it"
+                return LayerAudit(name, requested, ran, True, why, found.backend, GEMMS)
         return LayerAudit(name, requested, ran, False, why, found.backend)
     reasons = [found.note] if found.note else []
     ok, silent = True, list[Gemm]()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -62,7 +61,8 @@ def timed_backends(policy: Policy, device: str, held: Mapping[str, Backend]) -> 
 class Binder:
     """Finds what runs each layer, before anything is changed.
 
-    ``faster``: recipe family -> the backend that is preferred to ``backend``, where it can run the layer.
+    ``faster``: recipe family -> the backend that is preferred to ``backend``, where it can run the layer; ``refused``:
+    backend -> layers that it cannot run, each with the reason.
     """
 
     backend: Backend
@@ -70,6 +70,18 @@ class Binder:
     auto: bool
     strict: bool
     faster: Mapping[str, Backend]
+    refused: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def say_refused(self) -> None:
+        """Warn of layers that do not run by what their recipe was found with."""
+        for asked, layers in self.refused.items():
+            first, why = next(iter(layers.items()))
+            others = ", ..." if len(layers) > 1 else ""
+            warnings.warn(
+                f"{len(layers)} layers ({first}{others}) were found with backend '{asked}', "
+                f"which cannot run them: {why}; {self.backend.name} runs them, and their speed may differ",
+                stacklevel=4,
+            )
 
     def bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
         """Return what runs one layer, or None (with ``strict`` off) where nothing can."""
@@ -99,9 +111,14 @@ class Binder:
             faster = {self.faster.get(recipe_family(recipe)) for recipe in plan.scaled}
             # weights of experts stay: what was timed are linears, and only torch's own path groups experts
             other = faster.pop() if len(faster) == 1 and unit.weight.ndim == 2 else None
-            if not refusal and other is not None and not self._refusal(other, unit, plan):
-                with contextlib.suppress(UnsupportedError):  # a mixture of recipes that the library does not know
-                    return other.bind(plan, unit.module, name=name, seed=seed)
+            if not refusal and other is not None:
+                why = self._refusal(other, unit, plan)
+                try:
+                    if not why:
+                        return other.bind(plan, unit.module, name=name, seed=seed)
+                except UnsupportedError as error:  # a mixture of recipes that the library does not know
+                    why = error.what
+                self.refused.setdefault(other.name, {})[name] = why
             if not refusal:
                 refusal = self._refusal(self.backend, unit, plan)
                 if refusal and self.auto:

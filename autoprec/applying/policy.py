@@ -118,6 +118,7 @@ def put_policy(
     }
     if only_try:
         return
+    binder.say_refused()
     allow_versions(plans)
     with _all_or_nothing(root):
         _take_off(root)

@@ -95,6 +95,12 @@ class ByBlock:
             return None
         result = self._run(replace(spec, by_block=True), 0)
         self.active = result.ok and bool(result.payload.get(BY_BLOCK))
+        if not self.active:
+            why = (result.reason or result.status) if not result.ok else "no block could be compiled by itself"
+            self._ledger.note(
+                f"compiling takes {compile_s:.0f} s: compiling one of the model's blocks instead of all of it was "
+                f"tried, and does not work here ({why}), so every run compiles as the script does"
+            )
         return result if self.active else None
 
     def calibrate(self, whole: Reference, blocks: Reference, count: int) -> None:

@@ -229,3 +229,26 @@ def test_a_layer_that_calibrates_says_so(model: nn.Sequential) -> None:
     run(model)
     run(model)
     assert p.audit(model).layers[1].executed["wgrad"] == recipe.describe()
+
+
+class _Plane(nn.Module):
+    """A norm over two dimensions: its gain has the shape of a GEMM weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.layer_norm(x, (16, 16), self.weight)
+
+
+@pytest.mark.parametrize(("match", "ok"), [("*", True), ("1", False)])
+def test_a_gain_that_no_rule_names_never_runs_and_is_not_a_mismatch(match: str, ok: bool) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), _Plane())
+    p = Policy.model_validate({"recipes": {"b": {"format": "bf16"}}, "layers": [{"match": match, "recipe": "b"}]})
+    p.apply(model)
+    model(torch.randn(2, 16, 16)).sum().backward()
+    report = p.audit(model)
+    assert report.ok is ok
+    assert ("1" in report.did_not_run) is ok
+    assert "no F.linear" in report.layers[1].reason

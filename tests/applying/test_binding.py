@@ -135,7 +135,10 @@ def test_a_layer_that_the_backend_refuses_or_cannot_bind_is_natives(gpu: dict[st
     made = model()
     mixed = ("fp8_rowwise", {"wgrad": "bf16"})
     evidence = {"fp8_rowwise": by("torchao"), "fp8_delayed": by("torchao")}
-    policy({"0": mixed, "2": "fp8_delayed"}, evidence).apply(made)  # torchao has no delayed scaling
+    with pytest.warns(
+        UserWarning, match=r"2 layers \(0, \.\.\.\) were found with backend 'torchao'.*one recipe for a layer"
+    ):
+        policy({"0": mixed, "2": "fp8_delayed"}, evidence).apply(made)  # torchao has no delayed scaling
     assert ran(made) == ["native", "native"]
 
 
