@@ -12,14 +12,14 @@ from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.phases.sensitivity import _warmup, worst_of
+from autoprec.tuning.phases.sensitivity import scan_warmup, worst_of
 from tests.simulated import SimulatedRunner
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
 
 @pytest.mark.parametrize(("steps", "warmup"), [(4, 2), (8, 4), (20, 10), (500, 10)])
 def test_the_scan_comes_after_the_initialisation_and_early(steps: int, warmup: int) -> None:
-    assert _warmup(steps) == warmup
+    assert scan_warmup(steps) == warmup
 
 
 def test_a_time_budget_cuts_the_scan_and_the_answer_says_so(here: Path) -> None:  # noqa: F811
