@@ -41,6 +41,7 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result, settled, with_size, with_unknown
+from autoprec.tuning.phases.concluded import asked, keep_answer, kept_answer
 from autoprec.tuning.phases.front import save_front
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import measure_reference
@@ -70,6 +71,7 @@ ONE_THREAD = (
     "trials run on one thread each (OMP_NUM_THREADS=1), so speed-ups are those of one; with more a step, and what it "
     "gains, may be others"
 )
+AS_BEFORE = "the study had converged, and nothing else is asked of it: nothing was run, and this is the answer it gave"
 STANDS_IN = "if the model stands in for a larger one, judge it at that size: --cost-scale width=16,depth=4,tokens=32"
 
 
@@ -103,11 +105,13 @@ class Search:
         self._aged = 0  # steps of the host that is on its way to where trials start
         self._started = time.monotonic()
         self._calibration: dict[str, Any] | None = None
+        self._store: StudyStore | None = None
+        self._info: SearchInfo | None = None
 
     @property
     def records(self) -> list[TrialRecord]:
         """Every finished record of the study, references and finalists included."""
-        return list(self.ledger.store.records) if self.ledger else []
+        return list(self._store.records) if self._store else []
 
     def run(self) -> SearchResult:
         """Search, and return the answer.
@@ -195,6 +199,10 @@ class Search:
             self.study_dir = self.options.study_dir()
 
     def _run(self, pool: HostPool, stack: ExitStack) -> SearchResult:
+        if self.options.resume:
+            store = self._open_store(stack)
+            if (answered := self._answered(store)) is not None:
+                return answered
         self.listener.phase("script", self.command.label)
         if self._unnamed and is_numbered(self.options.study, self.options.runs_dir):
             self.listener.note(f"this is the new study {self.options.study}; --resume would continue the latest one")
@@ -202,8 +210,7 @@ class Search:
         probe = self._probe_cpu()
         if self.options.calibration:  # refused before the study is begun; else that overlaps with the script's start
             self._calibration = calibration_of(self.options, pool.info(0).device)
-        store = self._open_store()
-        stack.callback(store.close)
+        store = self._store or self._open_store(stack)
         try:
             host = self._host_at(pool, self.options.ages[0])
         except ScriptError:
@@ -225,7 +232,8 @@ class Search:
         ledger = Ledger(store, self.listener, setup.limits, self.options.objective, self._started)
         self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
         runner = PairedRunner(setup, pool, ledger)
-        self.listener.started(self._info(setup, store))
+        self._info = self._introduction(setup, store)
+        self.listener.started(self._info)
         if self.options.ages[0]:
             ledger.note(_late(self.options.ages[0], host.launch, ledger.elapsed()))
         if not setup.measured:
@@ -276,15 +284,30 @@ class Search:
         thread.start()
         return thread
 
-    def _open_store(self) -> StudyStore:
+    def _answered(self, store: StudyStore) -> SearchResult | None:
+        """Return the answer of a study that had converged, where it is asked nothing else; None where it may go on."""
+        kept = kept_answer(self.study_dir, asked(self.options, self.command), len(store.records))
+        if kept is None:
+            return None
+        info, self.graph, result, policy = kept
+        self.listener.started(SearchInfo(**info, **self._of_options(store)))
+        self.listener.note(AS_BEFORE)
+        self.listener.phase("answer")
+        result = replace(result, policy=self._emit(policy), notes=(*result.notes, AS_BEFORE))
+        self.listener.finished(result)
+        return result
+
+    def _open_store(self, stack: ExitStack) -> StudyStore:
         url = self.options.storage or default_storage(self.study_dir)
         # killed before the study's first transaction, unless the graph is there, which is written after it
         begun = not self.options.storage and not (self.study_dir / "graph.json").exists()
         begun = begun and (self.study_dir / "study.db").exists()
         objectives = ("step_time_ms", "divergence")
-        return StudyStore(
+        self._store = StudyStore(
             url, self.options.study, objectives, resume=self.options.resume, begun=begun, tell=self.listener.note
         )
+        stack.callback(self._store.close)
+        return self._store
 
     def _sign(self, setup: Setup, store: StudyStore) -> None:
         """Remember what the study was started with, or refuse to go on with another setup.
@@ -312,14 +335,12 @@ class Search:
         else:
             check_signature(stored, signature, where=f"study {self.options.study}")
 
-    def _info(self, setup: Setup, store: StudyStore) -> SearchInfo:
+    def _introduction(self, setup: Setup, store: StudyStore) -> SearchInfo:
         host, graph = setup.host, setup.graph
         for note in (*host.notes, *setup.space.warnings()):
             self.listener.note(note)
         return SearchInfo(
             study=self.options.study,
-            study_dir=str(self.study_dir),
-            storage=store.url,
             script=self.command.label,
             target=setup.target.name,
             source=setup.source,
@@ -327,12 +348,20 @@ class Search:
             device=host.device,
             model=graph.model,
             groups={group.name: group.layers for group in setup.problem.groups},
-            trials=self.options.trials,
-            resume_command=self.options.resume_command(stored=True),
             notes=(*host.notes, *graph.notes),
-            options={key: value for key, value in asdict(self.options).items() if key not in ("command", "track")},
-            folder=str(self.command.folder),
+            **self._of_options(store),
         )
+
+    def _of_options(self, store: StudyStore) -> dict[str, Any]:
+        """Return what is told at the start without looking at the script."""
+        return {
+            "study_dir": str(self.study_dir),
+            "storage": store.url,
+            "trials": self.options.trials,
+            "resume_command": self.options.resume_command(stored=True),
+            "options": {key: value for key, value in asdict(self.options).items() if key not in ("command", "track")},
+            "folder": str(self.command.folder),
+        }
 
     def _verdict(self, setup: Setup) -> Verdict:
         problem = setup.problem
@@ -355,6 +384,9 @@ class Search:
             setup, ledger, answer, bound_speedup=bound_speedup, policy_path=path, one_worker=one_worker
         )
         save_front(setup, ledger, result)
+        if self._info is not None:
+            question = asked(self.options, self.command)
+            keep_answer(self.study_dir, question, self._info, result, len(ledger.store.records))
         self.listener.finished(result)
         return result
 
