@@ -191,10 +191,10 @@ class OperatorMode(TorchFunctionMode):
             # looking a row up is exact in any dtype: only the result is widened
             out = func(*args, **kwargs)
             return _wide(out) if self.autocast else out
-        low = _low_dtype(args)
+        given: tuple[Any, ...] = (*args, *kwargs.values())
+        low = _low_dtype(given)
         if low is None:
             return func(*args, **kwargs)
-        given: tuple[Any, ...] = (*args, *kwargs.values())
         wide = [_wide(value) for value in args]
         kwargs = {key: _wide(value) for key, value in kwargs.items()}
         if kwargs.get("dtype") in _LOW:

@@ -64,6 +64,46 @@ class StoredTensor(torch.Tensor):
         for part, fresh in zip(self.parts, encode(values, generator), strict=True):
             part.copy_(fresh.view(part.shape))
 
+    # ---------------------------------------------------------------- what reads bytes: NumPy, safetensors, loggers
+    def numpy(self, *, force: bool = False) -> Any:
+        """Return what a checkpoint holds, as a NumPy array of its own."""
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        return self.exact().to(self.dtype).numpy(force=force)
+
+    def tolist(self) -> Any:
+        """Return what a checkpoint holds, as nested lists."""
+        return self.exact().to(self.dtype).tolist()
+
+    def untyped_storage(self) -> Any:
+        """Return bytes that can be read, of an entry of a ``state_dict``; what is written there is lost."""
+        return self._shown().untyped_storage() if self._is_entry else super().untyped_storage()
+
+    def data_ptr(self) -> int:
+        """Return where bytes can be read, of an entry of a ``state_dict``; 0 for a Parameter."""
+        return self._shown().data_ptr() if self._is_entry else super().data_ptr()
+
+    @property
+    def _is_entry(self) -> bool:
+        """Whether it is a ``state_dict``'s: with a Parameter a wide copy would live for as long as the model."""
+        plain = type(self.parts[0]) is torch.Tensor and not torch.compiler.is_compiling()
+        return plain and not self.requires_grad and not getattr(self, "_is_param", False)
+
+    def _shown(self) -> Tensor:
+        values = self.exact().to(self.dtype)
+        held: Tensor = self.__dict__.setdefault("_held", values)  # a pointer must stay valid
+        return held if held is values else held.copy_(values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self._is_entry:
+            return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]
+        made = memo[id(self)] = self.clone()
+        return made
+
+    def share_memory_(self) -> Any:
+        """Refuse: torch would crash."""
+        raise RuntimeError("a weight stored in fewer bits cannot be moved to shared memory")
+
     def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
         return f"StoredTensor({self.codec.name}, shape={tuple(self.shape)}, values={self.decode()})"
 

@@ -353,3 +353,12 @@ def test_complex_products_are_left_alone() -> None:
         Policy(activations="fp16", operators={"attention": attention}).apply(model)
         model(torch.randn(4, 8))
         assert model.seen["result"] is torch.complex64
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.RMSNorm(8), nn.BatchNorm1d(8)])
+def test_a_model_in_16_bits_may_norm_the_float32_output_of_an_embedding(norm: nn.Module) -> None:
+    """Every pre-norm transformer in bf16 does: the embedding's result is widened, the weights of the norm are not."""
+    model = nn.Sequential(nn.Embedding(4, 8), copy.deepcopy(norm), nn.Linear(8, 8)).bfloat16()
+    Policy.model_validate({"activations": "bf16"}).apply(model)
+    model(torch.arange(4)).sum().backward()
+    assert model[1].weight.grad.dtype is torch.bfloat16

@@ -123,3 +123,29 @@ def test_it_passes_through_compile():
     compiled = torch.compile(layer, backend="aot_eager")
     x = torch.randn(3, 10)
     torch.testing.assert_close(compiled(x), layer(x))
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_what_reads_bytes_gets_what_a_checkpoint_holds(name, tmp_path):
+    """TensorBoard's histograms, NumPy, and safetensors, in which Hugging Face's Trainer saves by default."""
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = nn.Linear(10, 6)
+    model.weight = nn.Parameter(stored(name))
+    exact = model.weight.exact()
+    assert torch.equal(torch.from_numpy(model.weight.detach().numpy()), exact)
+    assert model.weight.tolist() == exact.tolist()
+    with pytest.raises(RuntimeError, match="requires grad"):
+        model.weight.numpy()
+    safetensors.save_file(model.state_dict(), tmp_path / "w.safetensors")
+    safetensors.save_model(model, tmp_path / "m.safetensors")
+    for file in ("w.safetensors", "m.safetensors"):
+        assert torch.equal(safetensors.load_file(tmp_path / file)["weight"], exact)
+    entry = model.state_dict()["weight"]
+    held = entry.data_ptr()
+    model.weight.data.zero_()
+    assert entry.data_ptr() == held
+    assert entry.untyped_storage().data_ptr() == held
+    assert isinstance(copy.deepcopy(entry), StoredTensor)
+    assert "_held" not in model.weight.__dict__
+    with pytest.raises(RuntimeError, match="shared memory"):
+        model.share_memory()
