@@ -7,16 +7,20 @@ returns several tensors, the script gets copies of them: a loss computed from th
 would otherwise pass its gradient through both, multiplied twice; so it does of what the forward leaves in attributes
 (``self.aux_loss``). A step whose gradients overflowed is left out and
 counted, and the scale halved; after ``growth_interval`` good steps it doubles (Micikevicius et al., arXiv 1710.03740;
-constants of ``torch.amp.GradScaler``). A script with its own ``GradScaler`` is left alone.
+constants of ``torch.amp.GradScaler``). A script with its own ``GradScaler`` is left alone. Optimizers of one model
+share its scale, which changes once for all of their steps.
 
-Limit: a parameter that the script also uses outside the model's forward (an explicit weight penalty) gets that part of
-its gradient divided although it was never multiplied; move such a term into the forward.
+Limits: FSDP hands gradients to its shards past the hooks of parameters, so a sharded model is refused. A parameter that
+the script also uses outside the model's forward (an explicit weight penalty) gets that part of its gradient divided
+although it was never multiplied; move such a term into the forward.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 import operator
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +29,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from autoprec.errors import UnsupportedError
 from autoprec.optim.guard import before_update, gradient_norm
+from autoprec.optim.weight_gather import is_sharded
 from autoprec.support.living import living
 
 __all__ = ["LossScaler", "script_has_scaler"]
@@ -40,7 +46,7 @@ def script_has_scaler() -> bool:
     return any(scaler.is_enabled() for scaler in living(torch.amp.GradScaler))
 
 
-@dataclass
+@dataclass(eq=False)
 class LossScaler:
     """Scale, count, adapt. Build it with :meth:`install`.
 
@@ -53,6 +59,8 @@ class LossScaler:
     skipped_steps: int = 0
     inactive_reason: str = ""
     _handles: list[Any] = field(default_factory=list)
+    _of: dict[int, list[Any]] = field(default_factory=dict)  # handles of each optimizer
+    _overflowed: dict[int, bool] = field(default_factory=dict)  # optimizers that have stepped since the scale changed
     _held: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     _left: list[tuple[nn.Module, str, Any, Any]] = field(default_factory=list)
 
@@ -65,7 +73,21 @@ class LossScaler:
         initial_scale: float = 2.0**16,
         growth_interval: int = 2000,
     ) -> LossScaler:
-        """Hook ``model`` and ``optimizers``; does nothing (see ``inactive_reason``) when the script scales itself."""
+        """Hook ``model`` and ``optimizers``; does nothing (see ``inactive_reason``) when the script scales itself.
+
+        Raises:
+            UnsupportedError: the model is sharded.
+        """
+        if is_sharded(model) or any(type(m).__name__ == "FullyShardedDataParallel" for m in model.modules()):
+            raise UnsupportedError(
+                "gradients of a sharded model (FSDP) pass by what would unscale them",
+                where="policy.loss_scaling",
+                fix="set loss_scaling: none, and bf16 in place of fp16; or scale in the script (torch.amp.GradScaler)",
+            )
+        shared = _ON.get(model)
+        if shared is not None and shared.active:
+            shared._join(optimizers)
+            return shared
         made = cls(initial_scale, growth_interval)
         if script_has_scaler():
             made.inactive_reason = "the script has its own GradScaler"
@@ -75,21 +97,30 @@ class LossScaler:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 made._handles.append(parameter.register_hook(made._unscale))  # type: ignore[no-untyped-call]
-        for optimizer in optimizers:
-            made._handles.append(optimizer.register_step_pre_hook(before_update(made._before_step)))
-            made._handles.append(optimizer.register_step_post_hook(made._after_step))
+        made._join(optimizers)
+        _ON[model] = made
         return made
+
+    def _join(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        for optimizer in optimizers:
+            self._of[id(optimizer)] = [
+                optimizer.register_step_pre_hook(before_update(self._before_step)),
+                optimizer.register_step_post_hook(self._after_step),
+            ]
 
     @property
     def active(self) -> bool:
         """False when the script has its own scaler, or after :meth:`remove`."""
         return bool(self._handles)
 
-    def remove(self) -> None:
-        """Take every hook off again."""
-        for handle in self._handles:
+    def remove(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Take every hook off again; those of the model when the last optimizer goes."""
+        going = list(self._of) if optimizer is None else [id(optimizer)]
+        handles = [handle for one in going for handle in self._of.pop(one, ())]
+        if not self._of:
+            handles, self._handles = handles + self._handles, []
+        for handle in handles:
             handle.remove()
-        self._handles = []
 
     def _unscale_inputs(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         for module, name, inner, outer in self._left:
@@ -117,7 +148,8 @@ class LossScaler:
 
         for module in model.modules():
             for name, inner in list(module.__dict__.items()):
-                if isinstance(inner, (Tensor, list, tuple, dict)) and name not in _TORCHS_OWN:
+                own = name in _TORCHS_OWN or name.startswith("__")  # what fully_shard keeps leads to all of torch
+                if isinstance(inner, (Tensor, list, tuple, dict)) and not own:
                     outer = _each_tensor(inner, change)
                     if outer is not inner:
                         self._left.append((module, name, inner, outer))
@@ -131,13 +163,19 @@ class LossScaler:
 
     def _before_step(self, optimizer: torch.optim.Optimizer) -> None:
         parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if torch.isfinite(torch.tensor(gradient_norm(parameters))):
-            self.good_steps += 1
+        if id(optimizer) in self._overflowed:
+            self._overflowed = {}
+        first, known = not self._overflowed, any(self._overflowed.values())
+        finite = math.isfinite(gradient_norm(parameters))
+        self._overflowed[id(optimizer)] = not finite
+        if finite:
+            self.good_steps += first
             if self.good_steps >= self.growth_interval:
                 self.scale, self.good_steps = min(self.scale * 2, _LARGEST), 0
             return
-        self.skipped_steps, self.good_steps = self.skipped_steps + 1, 0
-        self.scale = max(self.scale / 2, _SMALLEST)
+        if not known:  # otherwise another optimizer has met the same overflow
+            self.skipped_steps, self.good_steps = self.skipped_steps + 1, 0
+            self.scale = max(self.scale / 2, _SMALLEST)
         # Without gradients every torch optimizer leaves its parameters and state alone.
         self._held[id(optimizer)] = [(p, p.grad) for p in parameters]
         for parameter in parameters:
@@ -146,6 +184,10 @@ class LossScaler:
     def _after_step(self, optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         for parameter, gradient in self._held.pop(id(optimizer), []):
             parameter.grad = gradient
+
+
+#: What scales a model's gradients now.
+_ON: weakref.WeakKeyDictionary[nn.Module, LossScaler] = weakref.WeakKeyDictionary()
 
 
 class _Across(torch.autograd.Function):

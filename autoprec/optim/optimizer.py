@@ -316,6 +316,8 @@ def wrap_optimizer(
     """
     unwrap_optimizer(optimizer)
     choice = policy.optimizer if isinstance(policy, Policy) else policy
+    if choice != OptimizerPolicy():  # before anything is changed
+        _check(optimizer, choice, _kind(optimizer))
     if isinstance(policy, Policy) and policy.loss_scaling == "dynamic":
         if model is None:
             raise UsageError(
@@ -331,7 +333,6 @@ def wrap_optimizer(
     if choice == OptimizerPolicy():
         return optimizer
     kind = _kind(optimizer)
-    _check(optimizer, choice, kind)
     weights = StoredWeights.install(list(_parameters(optimizer)), choice, model)
     runtime = OptimizerRuntime(choice, kind, weights, StepGuard())
     original = optimizer._init_group  # type: ignore[attr-defined]
@@ -379,7 +380,7 @@ def unwrap_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Take the wrapping off again: plain FP32 state and weights with the values that were stored."""
     scaler = loss_scaler_of(optimizer)
     if scaler is not None:
-        scaler.remove()
+        scaler.remove(optimizer)
         delattr(optimizer, _SCALER)
     stability = stability_of(optimizer)
     if stability is not None:

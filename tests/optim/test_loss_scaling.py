@@ -6,7 +6,10 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec.errors import UnsupportedError
 from autoprec.optim.loss_scaling import LossScaler, script_has_scaler
+from autoprec.optim.optimizer import loss_scaler_of, unwrap_optimizer, wrap_optimizer
+from autoprec.policy import OptimizerPolicy, Policy
 
 
 class Half(nn.Module):
@@ -225,3 +228,60 @@ def test_a_gradient_penalty_is_scaled_as_the_loss_is() -> None:
     LossScaler.install(model, [], initial_scale=2.0**10)
     for found, wanted in zip(gradients(), plain, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("overflow", [False, True])
+def test_optimizers_of_one_model_share_a_scale_that_changes_once_a_step(overflow: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = Policy(activations="fp16", loss_scaling="dynamic")
+    optimizers = [torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model]
+    for optimizer in optimizers:
+        wrap_optimizer(optimizer, policy, model)
+    scaler = loss_scaler_of(optimizers[0])
+    assert loss_scaler_of(optimizers[1]) is scaler
+    loss = model(torch.randn(2, 4)).sum() * (float("inf") if overflow else 1.0)
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    counted = (scaler.scale, scaler.skipped_steps, scaler.good_steps)
+    assert counted == ((2.0**15, 1, 0) if overflow else (2.0**16, 0, 1))
+    unwrap_optimizer(optimizers[0])
+    assert scaler.active
+    unwrap_optimizer(optimizers[1])
+    assert not scaler.active
+
+
+def test_a_sharded_model_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 writes gradients of shards by itself: they stayed multiplied."""
+
+    class FullyShardedDataParallel(nn.Linear):
+        pass
+
+    with pytest.raises(UnsupportedError, match="sharded"):
+        LossScaler.install(nn.Sequential(FullyShardedDataParallel(2, 2)), [])
+    monkeypatch.setattr("autoprec.optim.loss_scaling.is_sharded", lambda _model: True)
+    with pytest.raises(UnsupportedError, match="sharded"):
+        LossScaler.install(nn.Linear(2, 2), [])
+
+
+def test_an_attribute_that_leads_to_all_of_torch_is_left_alone() -> None:
+    """``fully_shard`` keeps its state in one."""
+    model = Half()
+    cycle: dict[str, Any] = {}
+    cycle["again"] = cycle
+    model.__dict__["__composable_api_state_key"] = cycle
+    LossScaler.install(model, [])
+    model(torch.randn(2, 4)).sum().backward()
+
+
+def test_what_is_refused_leaves_the_optimizer_as_it_was() -> None:
+    model = Half()
+    optimizer = torch.optim.NAdam(model.parameters())
+    with pytest.raises(UnsupportedError, match="NAdam"):
+        wrap_optimizer(
+            optimizer,
+            Policy(activations="fp16", loss_scaling="dynamic", optimizer=OptimizerPolicy(exp_avg="bf16")),
+            model,
+        )
+    assert loss_scaler_of(optimizer) is None

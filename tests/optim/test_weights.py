@@ -68,6 +68,7 @@ def held_by_a_graph(layer):
     ],
 )
 def test_where_it_cannot_be_exchanged_the_reason_is_kept(prepare, reason):
+    torch.manual_seed(0)
     layer = nn.Linear(4, 3)
     alive = prepare(layer)
     exact = layer.weight.detach().float().clone()
