@@ -44,6 +44,7 @@ class Phases:
         self._began = self._phase_began = time.monotonic()
         self._text, self._done, self._total = "", 0, 0
         self._ends: float | None = None
+        self._at_most = ""
         self._said = self._began
         self._bar: Progress | None = None
         self._task: TaskID | None = None
@@ -59,6 +60,7 @@ class Phases:
     def begin(self, text: str, *, total: int = 0) -> None:
         """Announce a phase; ``total`` counts what :meth:`advance` will report, 0 where nothing can be counted."""
         self._text, self._done, self._total, self._ends = text, 0, total, None
+        self._at_most = ""
         self._phase_began = time.monotonic()
         if self._quiet:
             return
@@ -74,21 +76,18 @@ class Phases:
             self._ticker = threading.Thread(target=self._tick, name="autoprec-phases", daemon=True)
             self._ticker.start()
 
-    def advance(self, done: int, total: int = 0, *, text: str = "", left_s: float | None = None) -> None:
+    def advance(self, done: int, total: int = 0, *, text: str = "", most_s: float | None = None) -> None:
         """Report how much of the phase is done.
 
         Args:
             done: how many are done.
             total: of how many, where that has changed.
             text: what the ticking line shows from now on.
-            left_s: seconds left, where somebody knows better than the average so far.
+            most_s: seconds left at most, where somebody knows better than the average so far.
         """
         self._done, self._total, self._text = done, total or self._total, text or self._text
-        self.expect(left_s)
-
-    def expect(self, left_s: float | None) -> None:
-        """Set the seconds left; None leaves that to what :meth:`advance` counted."""
-        self._ends = None if left_s is None else time.monotonic() + left_s
+        self._ends = None if most_s is None else time.monotonic() + most_s
+        self._at_most = "" if most_s is None else "at most "
         self._show()
 
     def say(self, text: str) -> None:
@@ -120,7 +119,8 @@ class Phases:
     def _tail(self) -> str:
         left = self.left_s()
         counted = f"{self._done}/{self._total}, " if self._total else ""
-        remaining = f", about {clock(left)} left" if left else ""  # an estimate that was passed says nothing
+        # an estimate that was passed says nothing
+        remaining = f", {self._at_most}about {clock(left)} left" if left else ""
         return f"{counted}{clock(time.monotonic() - self._phase_began)}{remaining}"
 
     def _show(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoprec.cli.console import clock, duration
+from autoprec.cli.console import clock
 from autoprec.cli.phases import Phases
 from autoprec.support.units import memory_text
 from autoprec.tuning.events import SearchInfo
@@ -42,20 +42,17 @@ class TerminalProgress:
     def __init__(self, verbosity: int = 0) -> None:
         self._verbosity = verbosity
         self._phases = Phases(quiet=verbosity < 0)
-        self._trials = 0
 
     def phase(self, name: str, detail: str = "") -> None:
         """Announce a phase."""
         text = PHASES.get(name, name) + (f": {detail}" if detail else "")
-        left = self._phases.left_s() if name == "sensitivity" else None
         if self._phases.live:
             self._phases.say(text)
         self._phases.begin(text)
-        self._phases.expect(left)
 
     def started(self, info: SearchInfo) -> None:
         """Show what was found in the script."""
-        model, self._trials = info.model, info.trials
+        model = info.model
         groups = f"{len(info.groups)} group{'s' if len(info.groups) != 1 else ''} of layers"
         self._phases.say(
             f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {groups}; "
@@ -65,7 +62,8 @@ class TerminalProgress:
     def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
         """Show one finished trial."""
         if record.kind in ("reference", "noise"):
-            self._expected(record)
+            if record.kind == "reference" and record.seed == 0:
+                self._phases.say("`autoprec ui` in another terminal shows the trials as they end")
             if self._verbosity > 0:
                 self._phases.say(f"{record.name}: {describe(record)}")
             return
@@ -73,21 +71,12 @@ class TerminalProgress:
         further = f"seed {record.seed + 1} of" if record.seed else "whole model of"
         count = further if record.kind == "finalist" else f"{done}/{total}"
         if not self._phases.live or self._verbosity > 0:
-            self._phases.say(f"{count} {record.name}: {describe(record)}   [{leader}; {clock(seconds_left)} left]")
+            left = f"at most about {clock(seconds_left)} left"  # it may converge before
+            self._phases.say(f"{count} {record.name}: {describe(record)}   [{leader}; {left}]")
         if record.kind == "finalist":  # how many there will be depends on what they show
-            self._phases.advance(0, 0, text=f"further paired seeds, {leader}")
+            self._phases.advance(0, 0, text=f"further paired seeds, {leader}", most_s=seconds_left)
             return
-        self._phases.advance(done, total, text=f"trials, {leader}", left_s=seconds_left)
-
-    def _expected(self, record: TrialRecord) -> None:
-        """Say, from the first run on, how long the trials take at most: nobody should wait without knowing for what."""
-        if record.kind == "reference" and record.seconds and record.seed == 0:
-            most = self._trials * record.seconds
-            self._phases.say(
-                f"a run takes {duration(record.seconds)}: {duration(most)} at most for {self._trials} trials one after "
-                "the other; `autoprec ui` in another terminal shows them as they end"
-            )
-            self._phases.expect(most)
+        self._phases.advance(done, total, text=f"trials, {leader}", most_s=seconds_left)
 
     def note(self, text: str) -> None:
         """Show a note."""

@@ -136,11 +136,17 @@ def _up(value: int, factor: float) -> int:
     return max(1, round(value * factor))
 
 
+def _keeps_outputs(layer: Layer, outputs: int) -> bool:
+    """Say whether a layer has as many outputs in a wider model: they count something else than features."""
+    return outputs == 1 or not {"head", "router", "narrow"}.isdisjoint(layer.flags)
+
+
 def layer_works(layer: Layer, scale: CostScale) -> tuple[GemmWork, ...]:
     """Return the GEMMs of a layer at scaled shapes.
 
-    Width scales both feature sizes inside repeated blocks; the head keeps its output size (a vocabulary does not
-    widen) and the first layer its input size. Depth repeats what sits in a numbered block.
+    Width scales both feature sizes inside repeated blocks; heads and routers keep their output size (vocabularies,
+    classes and experts do not widen, nor does a single gate) and the first layer its input size. Depth repeats what
+    sits in a numbered block.
     """
     by_role: dict[str, list[tuple[int, int, int, int, int]]] = {}
     for gemm in layer.gemms:
@@ -154,7 +160,7 @@ def layer_works(layer: Layer, scale: CostScale) -> tuple[GemmWork, ...]:
     source = next((by_role[role] for role in ("fprop", "recompute", "dgrad", "wgrad") if role in by_role), [])
     roles = tuple(role for role in ("fprop", "recompute", "dgrad", "wgrad") if role in by_role)
     block = in_block(layer.name)
-    head, first = "head" in layer.flags, "first" in layer.flags and not block
+    first = "first" in layer.flags and not block
     works = []
     grouped = "grouped" in layer.flags
     for tokens, inp, out, batch, calls in source:
@@ -165,7 +171,7 @@ def layer_works(layer: Layer, scale: CostScale) -> tuple[GemmWork, ...]:
             GemmWork(
                 tokens=_up(tokens, scale.tokens),
                 inp=inp if first else _up(inp, scale.width),
-                out=out if head else _up(out, scale.width),
+                out=out if _keeps_outputs(layer, out) else _up(out, scale.width),
                 batch=batch,
                 copies=calls * (scale.depth if block else 1.0),
                 roles=roles,
@@ -182,9 +188,9 @@ def scaled_parameters(report: GraphReport, scale: CostScale) -> float:
         return total
     known = scaled = 0.0
     for layer in report.layers:
-        grow = scale.width * (
-            1.0 if "head" in layer.flags or ("first" in layer.flags and not in_block(layer.name)) else scale.width
-        )
+        outputs = next((gemm.n for gemm in layer.gemms if gemm.role == "fprop"), 0)
+        kept = _keeps_outputs(layer, outputs) or ("first" in layer.flags and not in_block(layer.name))
+        grow = scale.width * (1.0 if kept else scale.width)
         known += layer.parameters
         scaled += layer.parameters * grow * (scale.depth if in_block(layer.name) else 1.0)
     return scaled + max(0.0, total - known) * scale.width

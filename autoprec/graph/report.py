@@ -48,8 +48,8 @@ class Layer:
 
     ``name`` is the module's name relative to the user's root model (what policy globs match). ``kind`` is linear,
     conv, conv1d (transformers), attention_projection, expert, functional or rnn. ``flags`` holds position facts
-    (first, head, tied, router, frozen, never_called) and double_backward. ``flops`` is per role; ``reason`` says why
-    it is tunable or not.
+    (first, head, tied, router, frozen, never_called), narrow (its outputs are experts or classes, whose number does not
+    grow with the model) and double_backward. ``flops`` is per role; ``reason`` says why it is tunable or not.
     """
 
     name: str

@@ -20,6 +20,9 @@ from autoprec.tuning.study.study import StudyStore
 
 __all__ = ["Ledger"]
 
+#: Seconds to write the policy and the reports, and to record the answer in MLflow (3 on two idle cores).
+CLOSING_S = 6.0
+
 
 @dataclass(slots=True)
 class Ledger:
@@ -73,6 +76,20 @@ class Ledger:
         """Return what one short run takes: the median trial of this study, before the first one the reference."""
         seconds = [record.seconds for record in self.store.learned() if record.ok]
         return statistics.median(seconds) if seconds else self.timings.get("reference_run_s", 0.0)
+
+    def seconds_per_seed(self, setup_s: float, at_once: int) -> float:
+        """Return what one more paired seed takes: the median of this study, before the first one an estimate.
+
+        Args:
+            setup_s: until the script is at its first step, under a new seed.
+            at_once: runs beside each other: the policy's and its reference's.
+        """
+        seconds = [record.seconds for record in self.store.records if record.kind == "finalist" and record.ok]
+        return statistics.median(seconds) if seconds else setup_s + 2 * self.seconds_per_run() / min(2, at_once)
+
+    def seconds_to_close(self) -> float:
+        """Return what is left to do after the last run: the gradient error of what is adopted, policy and reports."""
+        return self.timings.get("error_run_s", self.timings.get("reference_run_s", 0.0)) + CLOSING_S
 
     def add_seconds(self, name: str, seconds: float) -> None:
         """Add to a running total of :attr:`timings`."""

@@ -43,9 +43,16 @@ def test_what_can_be_counted_tells_the_time_left(capsys: pytest.CaptureFixture[s
 def test_an_estimate_that_was_passed_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Phases(still_s=0.05) as phases:
         phases.begin("gradient errors")
-        phases.expect(0.0)
+        phases.advance(1, most_s=0.0)
         told = wait_for("still", capsys)
     assert "left" not in told
+
+
+def test_a_bound_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with Phases(still_s=0.05) as phases:
+        phases.begin("trials")
+        phases.advance(1, 4, most_s=60.0)
+        assert "still trials (1/4, 0:00, at most about 1:00 left)" in wait_for("still", capsys)
 
 
 def test_quiet_is_quiet(capsys: pytest.CaptureFixture[str]) -> None:

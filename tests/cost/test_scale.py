@@ -88,6 +88,16 @@ def test_width_spares_the_vocabulary_and_the_input() -> None:
     assert (first.inp, first.out) == (32, 64)
 
 
+@pytest.mark.parametrize("flag", ["router", "narrow"])
+def test_the_number_of_experts_and_classes_does_not_widen(flag: str) -> None:
+    """A router of 16 outputs that was costed with 256 got FP8, from which it gains nothing."""
+    router = layer("h.0.router", (flag,))
+    (work,) = layer_works(router, CostScale(width=16))
+    assert (work.inp, work.out) == (32 * 16, 16)
+    report = GraphReport({"class": "M", "parameters": 512}, (router,), (), {}, 0, 0.0)
+    assert scaled_parameters(report, CostScale(width=16)) == 512 * 16
+
+
 @given(st.floats(0.5, 64), st.floats(1, 8), st.floats(1, 64))
 def test_flops_grow_as_the_factors_say(width: float, depth: float, tokens: float) -> None:
     (plain,) = layer_works(layer("h.0.fc"), CostScale())

@@ -133,7 +133,7 @@ def _recurrent(trace: Trace, links: Links, records: dict[str, LayerRecord]) -> N
 
 
 def mark_positions(trace: Trace, names: ModelNames, links: Links, records: dict[str, LayerRecord]) -> None:
-    """Flag layers by position (first, head, tied, frozen, router) and those whose backward is differentiated."""
+    """Flag layers by position (first, head, tied, frozen, router, narrow), and where backward is differentiated."""
     forward = [r for r in records.values() if r.outputs]
     if forward:
         min(forward, key=lambda r: trace.values[r.outputs[0]].producer).flags.add("first")
@@ -150,6 +150,8 @@ def mark_positions(trace: Trace, names: ModelNames, links: Links, records: dict[
             record.flags.add("double_backward")
         if "head" not in record.flags and _feeds_router(trace, links, consumers, record):
             record.flags.add("router")
+        elif "head" not in record.flags and _feeds_choice(trace, links, consumers, record):
+            record.flags.add("narrow")
 
 
 def mark_output(trace: Trace, links: Links, records: dict[str, LayerRecord], part_of: Collection[int]) -> set[int]:
@@ -203,6 +205,30 @@ def _feeds_router(trace: Trace, links: Links, consumers: dict[int, list[Call]], 
                     return True
                 width = trace.values[call.outs[0]].shape[-1:] if call.outs else ()
                 if cls in passes and width == trace.values[record.outputs[0]].shape[-1:]:
+                    following.extend(call.outs)
+        frontier = following[:64]
+    return False
+
+
+def _feeds_choice(trace: Trace, links: Links, consumers: dict[int, list[Call]], record: LayerRecord) -> bool:
+    """Say whether a layer's outputs are the logits of experts (fewer than its inputs) or of classes.
+
+    They go through a softmax, or into the loss, as many as they are: their number does not grow with the model.
+    """
+    frontier = list(record.outputs[:1])
+    if not frontier or not record.inputs:
+        return False
+    count, inputs = trace.values[frontier[0]].shape[-1:], trace.values[record.inputs[0]].shape[-1:]
+    for _ in range(4):
+        following: list[int] = []
+        for value in frontier:
+            if trace.values[value].shape[-1:] != count:
+                continue
+            for call in (c for c in consumers.get(value, ()) if c.phase == "forward"):
+                cls = links.classes[call.index]
+                if cls == "loss" or (cls == "softmax" and count < inputs):
+                    return True
+                if cls in ("view", "cast", "pointwise"):
                     following.extend(call.outs)
         frontier = following[:64]
     return False

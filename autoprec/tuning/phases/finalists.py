@@ -73,6 +73,7 @@ class Race:
 
     Attributes:
         now: where everybody stands.
+        seconds_left: returns how long the search takes from here on at most.
     """
 
     def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger, expectation: Expectation) -> None:
@@ -82,12 +83,18 @@ class Race:
         self._benign: dict[int, tuple[float, float]] = {}
         self._unusable: dict[int, str] = {}
         self._correction: list[tuple[bool, float]] = []  # (quantised, longer by so much)
+        self.seconds_left: Callable[[], float] = lambda: 0.0
         self.now: Standings = self.update()
 
     @property
     def fewest(self) -> int:
         """Paired seeds under which a policy must have been measured to be accepted."""
         return fewest_seeds(self._setup.options.seeds, blind=self.expectation.goals.blind)
+
+    @property
+    def seed_s(self) -> float:
+        """Seconds of one more paired seed."""
+        return self._ledger.seconds_per_seed(self._setup.host.setup_s, self._runner.final_workers)
 
     @property
     def seedless(self) -> bool:
@@ -169,7 +176,7 @@ class Race:
             self._ledger.cut(f"the script as written failed under {len(self._unusable)} further paired seeds: {failed}")
             return True
         budget = self._setup.options.budget_s
-        if budget is None or self._ledger.elapsed() + self._ledger.seconds_per_run() <= budget:
+        if budget is None or self._ledger.elapsed() + self.seed_s + self._ledger.seconds_to_close() <= budget:
             return False
         if all(len(rows) < self.fewest for rows in self._rows.values()):
             return False
@@ -203,7 +210,7 @@ class Race:
         done = replace(done, number=ledger.store.next_number())
         ledger.store.add(done)  # stored as soon as it is known, so that a killed search repeats as little as possible
         count = sum(r.kind == "finalist" for r in ledger.store.records)
-        ledger.listener.trial(done, count, 0, ledger.best(), 0.0)
+        ledger.listener.trial(done, count, 0, ledger.best(), self.seconds_left())
 
     def _reference(self, seed: int, *, whole: bool = False) -> Reference:
         """Return the reference of a paired seed; where runs compile blocks, the one that is compiled ``whole``.
@@ -372,7 +379,8 @@ class Race:
         if wanted and self._measure_error(adopted):
             return True  # of those that are tied the safest is adopted: that may be another one now
         budget = self._setup.options.budget_s
-        if wanted and budget is not None and self._ledger.elapsed() + whole_seconds(self._setup, self._ledger) > budget:
+        needed = whole_seconds(self._setup, self._ledger) + self._ledger.seconds_to_close()
+        if wanted and budget is not None and self._ledger.elapsed() + needed > budget:
             self._ledger.cut(
                 "the time budget left no time to run what is adopted as the script compiles it: its time and its "
                 "losses are those of compiled blocks"

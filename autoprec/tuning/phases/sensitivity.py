@@ -152,11 +152,13 @@ def measure_errors(
     if len(setup.options.ages) > 1:
         return {}  # those of the table are the worst of several ages, and hold; one age's would not
     probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in policies.items()]  # same numerics
+    began = time.monotonic()
     try:
         payload = _probe(setup, runner, ledger, probes)
     except NothingAcceptableError as error:
         ledger.note(f"the finalists' gradient errors could not be measured: {error.what}")
         return {}
+    ledger.timings["error_run_s"] = time.monotonic() - began
     return {
         str(row["id"]): float(row["gradient_error"])
         for row in payload["probes"]

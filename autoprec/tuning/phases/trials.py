@@ -64,18 +64,20 @@ def hopeless_gap(setup: Setup, ledger: Ledger, params: Mapping[str, Any]) -> flo
     return min(fixed, stop_gap(expected, front, max_divergence=budget, noise_floor=floor))
 
 
-def reserve(setup: Setup, runner: PairedRunner, ledger: Ledger, began_s: float) -> float:
+def reserve(setup: Setup, race: Race, ledger: Ledger, began_s: float) -> float:
     """Return the seconds kept for the further seeds of the best policy there is now; none are kept where there is none.
 
     Args:
-        setup, runner, ledger: of the search.
-        began_s: when the trials began, seconds into the search: only what was left then is shared with further seeds.
+        setup, race, ledger: of the search.
+        began_s: when the trials began, seconds into the search: only what was left then is shared with further seeds,
+            but the second one, without which nothing is adopted, is always kept.
     """
-    fit = [r for r in ledger.acceptable_ones() if not setup.problem.is_script(r.params)]
-    runs = 2 * (setup.options.seeds - 1) if fit else 0  # each with the reference of its seed
-    needed = runs * ledger.seconds_per_run() / runner.final_workers + (whole_seconds(setup, ledger) if fit else 0.0)
+    if all(setup.problem.is_script(record.params) for record in ledger.acceptable_ones()):
+        return 0.0
+    one = race.seed_s
+    needed = (setup.options.seeds - 1) * one + whole_seconds(setup, ledger)
     budget = setup.options.budget_s
-    return needed if budget is None else min(needed, FINALISTS_SHARE * max(0.0, budget - began_s))
+    return needed if budget is None else max(one, min(needed, FINALISTS_SHARE * max(0.0, budget - began_s)))
 
 
 @dataclass(slots=True)
@@ -89,7 +91,7 @@ class _Loop:
         failures: how many of the last trials failed one after the other.
         seen: what every point that was tried gave.
         running: trials that have not ended yet.
-        began_s, began_done: when this loop began (seconds into the search), and what was finished then.
+        began_s: when this loop began, seconds into the search.
         yardstick: the 16-bit run, which is measured whatever the budget says; None where none is needed.
         number, place: of the next record, and N of the last trial named ``trial N``.
         used_up: the sampler proposed nothing new any more.
@@ -108,7 +110,6 @@ class _Loop:
     seen: dict[tuple[Any, ...], TrialRecord] = field(default_factory=dict)
     running: dict[Future[TrialRecord], optuna.Trial] = field(default_factory=dict)
     began_s: float = 0.0
-    began_done: int = 0
     yardstick: tuple[Any, ...] | None = None
     number: int = 0
     place: int = 0
@@ -232,16 +233,19 @@ class _Loop:
         return self.sampler.finished(self.ledger.store.live) if own else NOTHING_NEW
 
     def seconds_left(self) -> float:
-        """Return the seconds until the search ends at most, further seeds included."""
-        per_trial = (self.ledger.elapsed() - self.began_s) / max(1, self.done - self.began_done)
-        return (self.goal - self.done) * per_trial + reserve(self.setup, self.runner, self.ledger, self.began_s)
+        """Return the seconds until the search ends at most, further seeds included: it may converge before."""
+        setup, ledger = self.setup, self.ledger
+        trials = (self.goal - self.done) * ledger.seconds_per_run() / max(1, self.runner.workers)
+        left = trials + reserve(setup, self.race, ledger, self.began_s) + ledger.seconds_to_close()
+        budget = setup.options.budget_s
+        return left if budget is None else min(left, max(0.0, budget - ledger.elapsed()))
 
     def out_of_time(self) -> bool:
         """Say whether the time budget leaves no room for another trial before the further seeds."""
         budget = self.setup.options.budget_s
         if budget is None or (self.yardstick is not None and self.yardstick not in self.seen and not self.running):
             return False
-        kept = reserve(self.setup, self.runner, self.ledger, self.began_s)
+        kept = reserve(self.setup, self.race, self.ledger, self.began_s) + self.ledger.seconds_to_close()
         return self.ledger.elapsed() + self.ledger.seconds_per_run() + kept > budget
 
     def room(self) -> int:
@@ -265,7 +269,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     race = Race(setup, runner, ledger, expectation)
     seen = {problem.key(record.params): record for record in store.learned()}
     loop = _Loop(setup, runner, ledger, table, race, sampler, setup.options.trials, len(store.learned()), seen=seen)
-    loop.began_s, loop.began_done = began, loop.done
+    loop.began_s, race.seconds_left = began, loop.seconds_left
     loop.yardstick = next((problem.key(params) for name, params in first if name in NAMES), None)
     while True:
         ledger.listener.phase("search")

@@ -309,3 +309,33 @@ def test_experts_of_a_grouped_product_are_tunable_and_flagged():
     assert {(g.role, g.m, g.k, g.n) for g in layer.gemms} == {
         ("fprop", 64, WIDTH, 32), ("dgrad", 64, 32, WIDTH), ("wgrad", 32, 64, WIDTH)
     }  # fmt: skip
+
+
+class SoftMixture(nn.Module):
+    """Experts that are all run, mixed by a softmax; two sets of classes; attention by hand beside them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.gate = nn.Linear(32, 32), nn.Linear(32, 4)
+        self.experts = nn.ModuleList(nn.Linear(32, 32) for _ in range(4))
+        self.kinds, self.words = nn.Linear(32, 7), nn.Linear(32, 50)
+
+    def forward(self, x):
+        scores = torch.softmax(self.query(x) @ x.transpose(-1, -2), -1)
+        weights = torch.softmax(self.gate(x), -1)
+        x = scores @ sum(weights[..., i : i + 1] * expert(x) for i, expert in enumerate(self.experts))
+        return self.kinds(x), self.words(x)
+
+
+def test_what_counts_experts_or_classes_does_not_widen_with_the_model():
+    model = SoftMixture()
+
+    def step():
+        kinds, words = model(torch.randn(2, 8, 32))
+        loss = nn.functional.cross_entropy(kinds.flatten(0, 1), torch.zeros(16, dtype=torch.long))
+        (loss + nn.functional.cross_entropy(words.flatten(0, 1), torch.zeros(16, dtype=torch.long))).backward()
+
+    report = record_step(model, step)
+    narrow = {layer.name for layer in report.layers if "narrow" in layer.flags}
+    (head,) = (layer.name for layer in report.layers if "head" in layer.flags)
+    assert narrow | {head} == {"gate", "kinds", "words"}

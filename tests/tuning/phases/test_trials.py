@@ -2,8 +2,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from autoprec.policy import load_policy
 from autoprec.tuning.sixteen_bit import NAMES
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
@@ -45,21 +43,18 @@ def test_a_budget_that_the_setup_has_used_up_still_measures_the_sixteen_bit_run(
 
 
 def test_nothing_is_kept_for_finalists_that_do_not_exist(here: Path) -> None:  # noqa: F811
-    from autoprec.tuning.paired import PairedRunner
-    from autoprec.tuning.phases.trials import reserve
-    from autoprec.tuning.workers.local import HostPool
-    from tests.simulated import SimulatedRunner
+    from types import SimpleNamespace
+    from typing import Any
 
-    simulated = script()
-    made, _ = search(simulated, options(trials=6, budget_s=100.0))
+    from autoprec.tuning.phases.trials import reserve
+
+    made, _ = search(script(), options(trials=6, budget_s=100.0))
     assert made.setup is not None
     assert made.ledger is not None
-    with HostPool(lambda seed, _folder: SimulatedRunner(simulated, seed), here) as pool:
-        runner = PairedRunner(made.setup, pool, made.ledger)
-        assert reserve(made.setup, runner, made.ledger, 0.0) > 0.0
-        # two fifths of what the setup left, not of the whole budget
-        assert reserve(made.setup, runner, made.ledger, 100.0) == 0.0
-        made.ledger.store.records.clear()
-        made.ledger.timings["reference_run_s"] = 10.0
-        assert reserve(made.setup, runner, made.ledger, 0.0) == 0.0
-        assert made.ledger.seconds_per_run() == pytest.approx(10.0)
+    race: Any = SimpleNamespace(seed_s=2.0)
+    assert reserve(made.setup, race, made.ledger, 0.0) == 2.0 * (made.setup.options.seeds - 1)
+    # two fifths of what the setup left, not of the whole budget, but one seed in any case: nothing is adopted without
+    assert reserve(made.setup, race, made.ledger, 90.0) == 4.0
+    assert reserve(made.setup, race, made.ledger, 100.0) == 2.0
+    made.ledger.store.records.clear()
+    assert reserve(made.setup, race, made.ledger, 0.0) == 0.0
