@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autoprec.cli.console import clock
 from autoprec.cli.phases import Phases
-from autoprec.support.units import memory_text
+from autoprec.support.units import counted, memory_text
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult, TrialRecord, headline
 
@@ -53,7 +53,7 @@ class TerminalProgress:
     def started(self, info: SearchInfo) -> None:
         """Show what was found in the script."""
         model = info.model
-        groups = f"{len(info.groups)} group{'s' if len(info.groups) != 1 else ''} of layers"
+        groups = f"{counted(len(info.groups), 'group')} of layers"
         self._phases.say(
             f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {groups}; "
             f"target {info.target} ({info.source}); trials start by {info.launch}"

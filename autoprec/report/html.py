@@ -14,10 +14,10 @@ from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS, LIGHT
 from autoprec.report.summary import Summary, important, metrics_row, summarise
-from autoprec.report.text import duration, gradient_limit, headings, percent, ratio, row_cells, time_text
+from autoprec.report.text import duration, gradient_limit, headings, percent, ratio, row_cells, search_time, time_text
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
-from autoprec.support.units import memory_text
+from autoprec.support.units import counted, memory_text
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 if TYPE_CHECKING:
@@ -91,7 +91,8 @@ def _tiles(summary: Summary) -> str:
 
 def _cost(summary: Summary) -> str:
     cost = summary.payback
-    text = f"The search took {duration(cost.seconds)} for {cost.trials} trials, {cost.runs} runs in all."
+    runs = f"{counted(cost.trials, 'trial')}, {counted(cost.runs, 'run')} in all"
+    text = f"The search took {search_time(cost)} for {runs}."
     text += f" It {cost.stopped}." if cost.stopped else ""
     if cost.saved_share is not None:
         text += f" The policy saves {percent(cost.saved_share)} of the time of a training run."

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoprec.report.summary import Summary, important, metrics_row, summarise
-from autoprec.report.text import duration, gradient_limit, headings, percent, row_cells
+from autoprec.report.text import duration, gradient_limit, headings, percent, row_cells, search_time
 from autoprec.support.files import write_atomic
 from autoprec.support.text import markdown_text, visible
+from autoprec.support.units import counted
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
 __all__ = ["markdown", "write_markdown"]
@@ -22,7 +23,8 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 
 def _cost(summary: Summary) -> list[str]:
     cost = summary.payback
-    lines = [f"The search took {duration(cost.seconds)}, {cost.trials} trials, {cost.runs} runs in all."]
+    runs = f"{counted(cost.trials, 'trial')}, {counted(cost.runs, 'run')} in all"
+    lines = [f"The search took {search_time(cost)}, {runs}."]
     lines[0] += f" It {cost.stopped}." if cost.stopped else ""
     if cost.saved_share is not None:
         lines[0] += f" The policy saves {percent(cost.saved_share)} of a training run's time"

@@ -81,7 +81,7 @@ class Payback:
     ``saved_share`` is the part of a training run's time that the policy saves; ``break_even_s`` the length of a
     training run (measured without the policy) whose savings equal the search's own ``seconds``. Both are None when
     nothing is saved, or when the figures are modelled for another machine than the one that searched. ``stopped`` says
-    why no further trial was run.
+    why no further trial was run, ``sessions`` how often the search was begun or resumed.
     """
 
     seconds: float
@@ -90,6 +90,7 @@ class Payback:
     saved_share: float | None
     break_even_s: float | None
     stopped: str = ""
+    sessions: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +255,8 @@ def _payback(result: SearchResult, runs: int) -> Payback:
     here = "modelled" not in _source(result.best, None)
     total = sum(value for value in result.trials.values() if isinstance(value, int))
     break_even = result.seconds / saved if saved and here else None
-    return Payback(result.seconds, total, runs, saved, break_even, result.stopped)
+    sessions = int(result.timings.get("sessions", 1))
+    return Payback(result.seconds, total, runs, saved, break_even, result.stopped, sessions)
 
 
 def _told_against(rows: Sequence[Row], baseline: str) -> list[Row]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autoprec.report.summary import Row, Summary
+from autoprec.report.summary import Payback, Row, Summary
 from autoprec.support.units import memory_text
 from autoprec.tuning.decide.decision import told_error
 
-__all__ = ["duration", "gradient_limit", "headings", "percent", "ratio", "row_cells", "time_text"]
+__all__ = ["duration", "gradient_limit", "headings", "percent", "ratio", "row_cells", "search_time", "time_text"]
 
 _MISSING = "–"
 
@@ -45,6 +45,11 @@ def duration(seconds: float) -> str:
     if seconds < 86400:
         return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
     return f"{int(seconds // 86400)} d {int(seconds % 86400 // 3600)} h"
+
+
+def search_time(cost: Payback) -> str:
+    """What a search took, over all of its sessions."""
+    return duration(cost.seconds) + (f" over {cost.sessions} sessions" if cost.sessions > 1 else "")
 
 
 def headings(*, over_16bit: bool) -> tuple[str, ...]:

@@ -304,7 +304,13 @@ class Search:
         begun = begun and (self.study_dir / "study.db").exists()
         objectives = ("step_time_ms", "divergence")
         self._store = StudyStore(
-            url, self.options.study, objectives, resume=self.options.resume, begun=begun, tell=self.listener.note
+            url,
+            self.options.study,
+            objectives,
+            resume=self.options.resume,
+            begun=begun,
+            tell=self.listener.note,
+            started=self._started,
         )
         stack.callback(self._store.close)
         return self._store

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from autoprec.support.units import counted
 from autoprec.tuning.options import SearchOptions
 
 __all__ = ["Pace", "Schedule", "describe", "longer_runs", "repeated_blocks", "schedule"]
@@ -95,14 +96,14 @@ class Schedule:
 def describe(usual: Schedule, most: Schedule, budget_s: float | None = None) -> str:
     """Return one line for a person, told when the reference has been measured."""
     parts = (
-        f"gradient errors {_time(usual.scan_s)}, {usual.trials} trials {_time(usual.trials_s)}, "
-        f"{usual.runs} runs under further paired seeds {_time(usual.finalists_s)}"
+        f"gradient errors {_time(usual.scan_s)}, {counted(usual.trials, 'trial')} {_time(usual.trials_s)}, "
+        f"{counted(usual.runs, 'run')} under further paired seeds {_time(usual.finalists_s)}"
     )
     if usual.whole:
         parts += f", compiling the whole model {_time(usual.whole_s)}"
     text = f"expected from here on: about {_time(usual.rest_s)} ({parts})"
     if most.rest_s > usual.rest_s:
-        text += f", at most {_time(most.rest_s)} ({most.trials} trials, {most.runs} runs)"
+        text += f", at most {_time(most.rest_s)} ({counted(most.trials, 'trial')}, {counted(most.runs, 'run')})"
     if budget_s is not None and most.total_s > budget_s:
         sure = "ends it" if usual.total_s > budget_s else "would end it"
         text += f"; --budget {sure} after {_time(budget_s)} in all"

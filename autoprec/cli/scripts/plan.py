@@ -14,6 +14,7 @@ from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record, running, tunable
 from autoprec.errors import ScriptError
+from autoprec.support.units import counted
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
@@ -188,7 +189,7 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         f"bound     {plan.bound}",
         f"choices   {', '.join(plan.choices)}: {size}",
         f"presets   {shown}",
-        f"trials    at most {plan.trials}, then {plan.finalist_runs} runs under further paired seeds",
+        f"trials    at most {plan.trials}, then {counted(plan.finalist_runs, 'run')} under further paired seeds",
         f"one run   {duration(plan.reference_s)} as written, {duration(plan.trial_s)} as a trial (timed just now)",
         f"duration  usually about {duration(plan.usual_s)}, as a search ends when nothing left is worth a run",
         f"          at most {duration(plan.total_s)} one after the other: reference {duration(plan.setup_s)}, "

@@ -6,6 +6,7 @@ import datetime
 import math
 import platform
 import statistics
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -18,17 +19,19 @@ from autoprec.cost.verdict import too_large
 from autoprec.policy import GUARD_METRICS, Follow, Guard, ModelInfo, Policy, first_match
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.support.redact import redact_arguments
+from autoprec.support.units import memory_text
 from autoprec.tuning.decide.decision import Candidate
 from autoprec.tuning.decide.follow import follow_section
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.reasons import explanation, group_times, told, unmoved
 from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.limits import rank
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, plain_speedup, sixteen_bit_speedup
 from autoprec.tuning.study.records import SearchResult, TrialRecord, pooled
 from autoprec.tuning.transfer.law import Growth, error_factor
 
-__all__ = ["Answer", "emitted_policy", "search_result", "settled", "with_size", "with_unknown"]
+__all__ = ["Answer", "emitted_policy", "search_result", "settled", "why_nothing", "with_size", "with_unknown"]
 
 #: A gain over the best preset below this is none that anybody would notice.
 _ENOUGH = 0.005
@@ -319,7 +322,7 @@ def search_result(
         one_worker: whether trials ran one after the other, so that what was not training is overhead.
     """
     seconds = ledger.elapsed()
-    timings = dict(ledger.timings) | {"total_s": seconds}
+    timings = dict(ledger.timings) | {"total_s": seconds, "sessions": float(ledger.store.sessions)}
     if one_worker and seconds:
         timings["overhead_share"] = max(0.0, 1.0 - timings.get("training_s", 0.0) / seconds)
     sixteen_bit = sixteen_bit_speedup(setup, ledger.store.records)
@@ -338,7 +341,7 @@ def search_result(
         study_name=setup.options.study,
         storage=ledger.store.url,
         mlflow={},
-        seconds=seconds,
+        seconds=ledger.store.seconds(),
         target=setup.target.name,
         script=" ".join(redact_arguments(setup.options.command)),
         budget={
@@ -358,3 +361,21 @@ def search_result(
         explanation=_explanation(setup, ledger, answer),
         rejected=answer.rejected,
     )
+
+
+def why_nothing(setup: Setup, ledger: Ledger) -> str:
+    """Say why no measured trial qualifies: it gains nothing, was measured too little, or the limit that most broke."""
+    tried = [r for r in ledger.store.learned() if r.ok and not setup.problem.is_script(r.params)]
+    if not tried:
+        return "no trial other than the script as written could be measured"
+    fine = [record for record in ledger.acceptable_ones() if not setup.problem.is_script(record.params)]
+    if fine:
+        best, known = fine[0], ledger.reference
+        script = {"step_time_ms": known.step_ms, "memory_bytes": known.memory_bytes}
+        figures = f"{best.name} ({best.metrics['speedup']:.2f}x, {memory_text(best.metrics['memory_bytes'])})"
+        if ledger.rank(best) < rank(script, setup.options.objective):
+            return f"{figures} is within the limits so far, but was not measured under the further seeds that it takes"
+        return f"none of {len(tried)} measured policies is better than the script as written: the best is {figures}"
+    broken = Counter(name for record in tried for name in ledger.exceeded(record))
+    worst, count = broken.most_common(1)[0] if broken else ("divergence", 0)
+    return f"none of {len(tried)} measured policies is within the limits; {count} beyond {ledger.told_limit(worst)}"

@@ -10,14 +10,12 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
 from autoprec.policy.phases import speedup_of_run, with_presets
-from autoprec.support.units import memory_text
 from autoprec.tuning.by_block import is_whole, whole_seconds
 from autoprec.tuning.decide.decision import Candidate, Decision, Judgement, choose, judge
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
@@ -27,9 +25,8 @@ from autoprec.tuning.decide.race import Entrant, Standings, fewest_seeds, standi
 from autoprec.tuning.decide.sampler.expectation import Expectation, Measured
 from autoprec.tuning.decide.sampler.sampler import told_divergence
 from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.limits import rank
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.answer import Answer, OverPreset
+from autoprec.tuning.phases.answer import Answer, OverPreset, why_nothing
 from autoprec.tuning.phases.measuring import scored
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
@@ -402,7 +399,7 @@ class Race:
         setup, ledger = self._setup, self._ledger
         decision, candidates, rejected = self._decide()
         if decision is None:
-            return Answer("stay", _why_nothing(setup, ledger) + self._so_far(), None, seeds=0)
+            return Answer("stay", why_nothing(setup, ledger) + self._so_far(), None, seeds=0)
         adopted = decision.index if decision.verdict == "adopt" else None
         if adopted is not None and self._measure_error(candidates[adopted].tag):
             self._measure_all_whole()
@@ -486,21 +483,3 @@ class Race:
 
 def _is_scaled(record: TrialRecord) -> bool:
     return any(recipe.scaled for recipe in Policy.model_validate(record.policy).recipes.values())
-
-
-def _why_nothing(setup: Setup, ledger: Ledger) -> str:
-    """Say why no measured trial qualifies: it gains nothing, was measured too little, or the limit that most broke."""
-    tried = [r for r in ledger.store.learned() if r.ok and not setup.problem.is_script(r.params)]
-    if not tried:
-        return "no trial other than the script as written could be measured"
-    fine = [record for record in ledger.acceptable_ones() if not setup.problem.is_script(record.params)]
-    if fine:
-        best, known = fine[0], ledger.reference
-        script = {"step_time_ms": known.step_ms, "memory_bytes": known.memory_bytes}
-        figures = f"{best.name} ({best.metrics['speedup']:.2f}x, {memory_text(best.metrics['memory_bytes'])})"
-        if ledger.rank(best) < rank(script, setup.options.objective):
-            return f"{figures} is within the limits so far, but was not measured under the further seeds that it takes"
-        return f"none of {len(tried)} measured policies is better than the script as written: the best is {figures}"
-    broken = Counter(name for record in tried for name in ledger.exceeded(record))
-    worst, count = broken.most_common(1)[0] if broken else ("divergence", 0)
-    return f"none of {len(tried)} measured policies is within the limits; {count} beyond {ledger.told_limit(worst)}"

@@ -17,6 +17,7 @@ import optuna
 
 from autoprec.errors import NothingAcceptableError
 from autoprec.policy import Policy, save_policy
+from autoprec.support.units import counted
 from autoprec.trial.protocol import FAILURES
 from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.presets import presets
@@ -215,14 +216,16 @@ class _Loop:
 
     def conclude(self) -> None:
         """Note why the trials ended: converged, the time, the maximum, or nothing else to try."""
-        ledger, done = self.ledger, f"{self.done} of {self.goal} trials"
+        ledger, done = self.ledger, f"{self.done} of {counted(self.goal, 'trial')}"
         if self.left() > 0 and self.out_of_time():
             ledger.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
             ledger.stopped = f"ran out of time after {done}"
         elif self.done >= self.goal:
-            ledger.stopped = f"ran all {self.goal} trials"
+            ledger.stopped = f"ran all {self.goal} trials" if self.goal > 1 else "ran the one trial it was allowed"
         elif self.used_up or (why := self._finished()) == NOTHING_NEW:
-            ledger.stopped = f"exhausted the space after {self.done} different policies"
+            ledger.stopped = (
+                f"exhausted the space after {self.done} different {'policy' if self.done == 1 else 'policies'}"
+            )
         else:
             ledger.stopped = f"converged after {done}: {why}"
         ledger.note(ledger.stopped)

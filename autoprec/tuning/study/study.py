@@ -10,7 +10,9 @@ nothing, as ``FAIL`` (their ``status`` says ok).
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -63,6 +65,7 @@ class StudyStore:
         begun: the storage was there before; then a resumed study that is missing was killed before its first
             transaction, and is begun anew.
         tell: told when a storage's server is waited for.
+        started: ``time.monotonic()`` when this session began.
 
     Raises:
         StudyError: it exists and ``resume`` is off, does not exist and ``resume`` is on, or the storage is damaged.
@@ -77,6 +80,7 @@ class StudyStore:
         resume: bool,
         begun: bool = False,
         tell: Callable[[str], None] = lambda _: None,
+        started: float | None = None,
     ) -> None:
         self.url, self.name, self.objectives = without_password(url), name, tuple(objectives)
         check_sqlite(url, may_be_empty=begun or not resume, holds_studies=resume)
@@ -99,6 +103,10 @@ class StudyStore:
         if self._guarded(lambda: self._rdb.metric_names) is None:
             self._guarded(lambda: self._rdb.set_metric_names(list(self.objectives)))
         self.records: list[TrialRecord] = self._load()
+        known = self._guarded(lambda: self._rdb.user_attrs).get("time_spent")
+        known = known if isinstance(known, dict) else {}
+        self._earlier_s, self.sessions = float(known.get("seconds", 0.0)), 1 + int(known.get("sessions", 0))
+        self._started = time.monotonic() if started is None else started
         self._live: optuna.Study | None = None
 
     def _guarded(self, action: Callable[[], R]) -> R:
@@ -128,7 +136,17 @@ class StudyStore:
 
     def close(self) -> None:
         """Give the study up, so that another driver may continue it."""
+        if self.records:
+            with contextlib.suppress(StudyError, NoSpaceError):  # said where it matters: at the records
+                self._guarded(self._keep_time)
         self._claim.release()
+
+    def seconds(self) -> float:
+        """Return the time that the study has taken, earlier sessions included up to their last record or their end."""
+        return self._earlier_s + time.monotonic() - self._started
+
+    def _keep_time(self) -> None:
+        self._rdb.set_user_attr("time_spent", {"seconds": round(self.seconds(), 3), "sessions": self.sessions})
 
     def discard_empty(self) -> None:
         """Take a study that holds nothing yet out of the storage again: its script never reached a training step."""
@@ -250,6 +268,7 @@ class StudyStore:
             if not (tried and self._is_stored(record)):
                 tried = True
                 self._rdb.add_trial(self._frozen(record, store=True))
+            self._keep_time()
 
         self._guarded(lambda: patiently(store, self._address, self._tell))
         self.records.append(record)

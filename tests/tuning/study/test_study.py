@@ -185,3 +185,21 @@ def test_a_study_begun_before_objectives_had_names_gets_them(tmp_path: Path) -> 
     store(tmp_path, resume=True)
     seen = optuna.load_study(study_name="study", storage=default_storage(tmp_path))
     assert seen.metric_names == list(OBJECTIVES)
+
+
+def test_the_time_of_all_sessions_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A resumed study told the seconds of its last session as those of the search."""
+    clock = [100.0]
+    monkeypatch.setattr("autoprec.tuning.study.study.time.monotonic", lambda: clock[0])
+    url = f"sqlite:///{tmp_path}/study.db"
+    first = StudyStore(url, "s", ("step_time_ms", "divergence"), resume=False)
+    clock[0] += 30.0
+    first.add(TrialRecord(0, "search", "trial 1", {}, {}, "ok", metrics={"step_time_ms": 1.0, "divergence": 0.0}))
+    clock[0] += 5.0
+    first.close()
+    assert (first.seconds(), first.sessions) == (35.0, 1)
+    clock[0] += 1000.0
+    again = StudyStore(url, "s", ("step_time_ms", "divergence"), resume=True)
+    clock[0] += 7.0
+    assert (again.seconds(), again.sessions) == (42.0, 2)
+    again.close()
