@@ -28,6 +28,8 @@ __all__ = ["TRIAL_TAGS", "Store", "safe_key"]
 #: Tags of a trial that a person filters by: ``tags.pareto = 'true'``.
 TRIAL_TAGS = ("preset", "finalist", "pareto", "best", "infeasible", "pruned", BY_BLOCK)
 _BATCH = 900
+#: Before the figures of a policy's first run where its row has those of all its paired runs.
+FIRST_RUN = "first_run/"
 _MAX_POINTS = 1000
 _STATUS = {"ok": "FINISHED", "pruned": "FINISHED", "duplicate": "FINISHED"}
 
@@ -213,7 +215,8 @@ class Store:
     def _fold(self, trials: Sequence[Any], result: SearchResult, stamp: int) -> None:
         """Give each policy's row the figures that became known after its trial.
 
-        The row of a policy that was measured again has the figures of all its paired runs, as the report has it. The
+        The row of a policy that was measured again has the figures of all its paired runs, as the report has it; those
+        of its first run are beside them as ``first_run/...``. The
         script's gain over 16 bit is known once a 16-bit run was measured; without it an fp32 script would show 1.00
         beside the 1.00 of bf16, ten times as fast.
         """
@@ -221,12 +224,13 @@ class Store:
 
         rows = {run.data.tags["autoprec.name"]: run for run in trials if run.data.tags.get("autoprec.row") == "policy"}
         told: dict[str, dict[str, float]] = {}
+        several: dict[str, Mapping[str, Any]] = {}
         plain = _plain_speedup(result)
         for name, record in pooled(map(_recorded, trials)).items():
             over = {"speedup_over_16bit": record.metrics.get("speedup", math.nan) / plain} if plain else {}
             shown = shown_metrics(record.metrics | over)
             if "seeds" in record.metrics:
-                told[name] = shown | {"seeds": record.metrics["seeds"]}
+                told[name], several[name] = shown | {"seeds": record.metrics["seeds"]}, record.metrics | over
             elif name in rows and shown.get("gain") != rows[name].data.metrics.get("gain"):
                 told[name] = {
                     key: shown[key] for key in ("gain",) if key in shown
@@ -236,9 +240,12 @@ class Store:
         }
         reference = str(result.reference.get("name"))
         told[reference] = reference_figures(result.reference)
+        if float(result.best.get("seeds") or 1) > 1:
+            several[str(result.best.get("name"))] = result.best
         for name, figures in told.items():
             if name in rows:
-                metrics = [Metric(key, value, stamp, 0) for key, value in figures.items()]
+                values = figures | _of_all_runs(rows[name], several.get(name, {}))
+                metrics = [Metric(key, value, stamp, 0) for key, value in values.items()]
                 self._log(rows[name].info.run_id, metrics=metrics)
 
     def _register(self, name: str) -> None:
@@ -313,10 +320,23 @@ def _recorded(run: Any) -> TrialRecord:
     """Return of a run what :func:`~autoprec.tuning.study.records.pooled` asks for."""
     tags, metrics = run.data.tags, dict(run.data.metrics)
     kind, name, status = (tags.get(f"autoprec.{key}", "") for key in ("kind", "name", "status"))
+    own = {key.removeprefix(FIRST_RUN): value for key, value in metrics.items() if key.startswith(FIRST_RUN)}
+    metrics = {key: value for key, value in metrics.items() if not key.startswith(FIRST_RUN)} | own
     blocks = (BY_BLOCK,) if tags.get(BY_BLOCK) == "true" else ()
     return TrialRecord(
         0, kind, name, {}, {}, status, metrics=metrics, tags=blocks, seed=int(tags.get("autoprec.seed", 0))
     )
+
+
+def _of_all_runs(run: Any, figures: Mapping[str, Any]) -> dict[str, float]:
+    """Return a policy's figures over all its runs by the names its first run had them, and that run's own as such."""
+    out: dict[str, float] = {}
+    shown = shown_metrics(figures)
+    for name, own in _recorded(run).metrics.items():
+        value = figures.get(name)
+        if isinstance(value, (int, float)) and math.isfinite(value) and name not in shown and value != own:
+            out |= {name: float(value), f"{FIRST_RUN}{name}": own}
+    return out
 
 
 def _shown(record: TrialRecord) -> dict[str, float]:

@@ -41,7 +41,7 @@ def test_a_trial_has_its_policy_metrics_curves_and_tags(tracked: dict[str, Any])
     (run,) = tracked_runs(tracked, "tags.`autoprec.number` = '4'")
     assert run.data.params["layer/h._.attn"] == "bf16"
     assert run.data.params["fp8.amax_history_len"] == "16"
-    assert run.data.metrics["step_time_ms"] == 6.0
+    assert run.data.metrics["first_run/step_time_ms"] == 6.0
     assert run.data.tags["pareto"] == "true"
     assert run.data.tags["preset"] == "false"
     for name in ("loss", "reference_loss", "loss_gap_pct"):
@@ -67,7 +67,8 @@ def test_a_policy_that_was_measured_again_has_the_figures_of_all_its_runs_and_th
     assert row.info.run_name == "★ search 5"
     assert row.data.metrics["divergence_pct"] == 0.07, "the mean of its own 0.05 %, 0.06 % and 0.10 %"
     assert row.data.metrics["seeds"] == 3
-    assert row.data.metrics["divergence"] == 5e-4, "what the trial itself showed stays"
+    names = ("divergence", "first_run/divergence")
+    assert [row.data.metrics[name] for name in names] == [7e-4, 5e-4], "one figure under both of its names"
     (other,) = tracked_runs(tracked, "tags.`autoprec.row` = 'policy' and tags.`autoprec.name` = 'search 4'")
     told = {name: other.data.metrics[name] for name in ("divergence_pct", "seeds", "gain", "step_ms")}
     assert told == {"divergence_pct": 0.07, "seeds": 2, "gain": 2.08, "step_ms": 4.8}, "its speed is not one run's"
@@ -97,6 +98,12 @@ def test_the_gain_of_every_row_is_over_one_16_bit_run(result: SearchResult) -> N
     reference = {"name": "script as written", "speedup": 1.0, "speedup_over_16bit": 1 / 1.6}
     presets = ({"name": "all bf16", "speedup": 1.6, "speedup_over_16bit": 1.0},)
     store._fold(trials, replace(result, best=reference, reference=reference, presets=presets), 1)
+    assert (logged["search 5"]["speedup_over_16bit"], logged["search 5"]["first_run/speedup_over_16bit"]) == (2.0, 1.6)
+    folded = {**trials[3].data.metrics, **logged["search 5"]}
+    again = replace(result, best=reference, reference=reference, presets=presets)
+    trials[3].data.metrics = folded
+    store._fold(trials, again, 2)
+    assert {**folded, **logged["search 5"]} == folded, "a resumed study pools the runs, not what was pooled"
     gains = {name: figures["gain"] for name, figures in logged.items()}
     assert gains == {"all bf16": 1.0, "search 4": 1.5, "search 5": 2.0}
 
