@@ -209,7 +209,7 @@ def _executed(model: Estimator, found: Verdict, rival: Verdict, execution: str, 
     if rival.kind == "stay":
         kind, reason = "adopt", f"{gains}, and other precisions add next to nothing: {rival.reason}"
     else:
-        reason = f"up to {bound:.2f}x over {_run(found.baseline)} as the script runs it: {gains}; {way}, {rival.reason}"
+        reason = f"about {bound:.2f}x over {_run(found.baseline)} as the script runs it: {gains}; {way}, {rival.reason}"
     return replace(
         rival,
         kind=kind,
@@ -326,7 +326,7 @@ def _decide(
             cause = model_reason(rows, baseline, shares, cpu=cpu, script=script)
         if baseline != KEEP and over_script >= 1.0 + threshold:
             return "adopt", (
-                f"{baseline} is up to {over_script:.2f}x over the script as written on {where}, and no other choice "
+                f"{baseline} is about {over_script:.2f}x over the script as written on {where}, and no other choice "
                 f"gains more than {speedup:.2f}x over it: {cause}"
             )
         return "stay", f"at most {speedup:.2f}x over {_run(baseline)} on {where}: {cause}"
@@ -340,8 +340,8 @@ def _decide(
     mixed = f"{len(losing) - blocked} of {len(rows)} layers are below break-even"
     mixed += f", {blocked} without a quantised choice" if blocked else ""
     return "search", (
-        f"up to {speedup:.2f}x over {_run(baseline)} on {where}; the best single choice is {uniform[0]} with "
-        f"{uniform[1]:.2f}x; {mixed}"
+        f"about {speedup:.2f}x over {_run(baseline)} on {where}, by layers alone; the best single choice is "
+        f"{uniform[0]} with {uniform[1]:.2f}x; {mixed}"
     )
 
 

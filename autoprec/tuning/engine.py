@@ -441,7 +441,7 @@ def _told(verdict: Verdict, *, measured: bool) -> str:
     if verdict.kind == "stay" or not measured:
         return verdict.reason
     what = "GEMMs" if verdict.execution == KEEP else "torch.compile and GEMMs"
-    return f"{what} could gain up to {verdict.bound_speedup:.2f}x by the cost model; the trials decide"
+    return f"{what} could gain about {verdict.bound_speedup:.2f}x by the cost model; the trials decide"
 
 
 def _changes_nothing(path: Path) -> bool:
@@ -477,7 +477,7 @@ def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
     usual = counted(usual=True)
     timed = setup.measured and not setup.target.is_cpu
     longer = longer_runs(options, step_s, usual) if timed and options.budget_s is None else ""
-    return [describe(usual, counted(usual=False), options.budget_s), *([longer] if longer else [])]
+    return [describe(usual, counted(usual=False), options.budget_s, ledger.elapsed()), *([longer] if longer else [])]
 
 
 def _late(age: int, launch: str, seconds: float) -> str:

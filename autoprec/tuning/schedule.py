@@ -69,8 +69,8 @@ class Pace:
 class Schedule:
     """Seconds of a search by phase.
 
-    ``trials``, ``runs`` (those under further paired seeds) and ``whole`` (those that compile the whole model, where the
-    others compile one block) are counts.
+    ``trials``, ``runs`` (those under ``seeds`` further paired seeds) and ``whole`` (those that compile the whole model,
+    where the others compile one block) are counts.
     """
 
     trials: int
@@ -81,6 +81,7 @@ class Schedule:
     trials_s: float
     finalists_s: float
     whole_s: float
+    seeds: int = 1
 
     @property
     def total_s(self) -> float:
@@ -88,13 +89,24 @@ class Schedule:
         return self.reference_s + self.scan_s + self.trials_s + self.finalists_s + self.whole_s
 
     @property
+    def least_s(self) -> float:
+        """Return the seconds of what is run whatever the budget says: one trial, and one further seed of it."""
+        return self.trials_s / max(1, self.trials) + self.finalists_s / max(1, self.seeds)
+
+    @property
     def rest_s(self) -> float:
         """Return the seconds of what follows the reference."""
         return self.total_s - self.reference_s
 
 
-def describe(usual: Schedule, most: Schedule, budget_s: float | None = None) -> str:
-    """Return one line for a person, told when the reference has been measured."""
+def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, elapsed_s: float = 0.0) -> str:
+    """Return one line for a person, told when the reference has been measured.
+
+    Args:
+        usual, most: what a search usually does, and the most that its options allow.
+        budget_s: the time budget, None without one.
+        elapsed_s: since the search began.
+    """
     parts = (
         f"gradient errors {_time(usual.scan_s)}, {counted(usual.trials, 'trial')} {_time(usual.trials_s)}, "
         f"{counted(usual.runs, 'run')} under further paired seeds {_time(usual.finalists_s)}"
@@ -104,8 +116,11 @@ def describe(usual: Schedule, most: Schedule, budget_s: float | None = None) -> 
     text = f"expected from here on: about {_time(usual.rest_s)} ({parts})"
     if most.rest_s > usual.rest_s:
         text += f", at most {_time(most.rest_s)} ({counted(most.trials, 'trial')}, {counted(most.runs, 'run')})"
-    if budget_s is not None and most.total_s > budget_s:
-        sure = "ends it" if usual.total_s > budget_s else "would end it"
+    least_s = elapsed_s + usual.least_s
+    if budget_s is not None and least_s > budget_s:
+        text += f"; --budget is too short: one trial and one further seed end it after about {_time(least_s)} in all"
+    elif budget_s is not None and elapsed_s + most.rest_s > budget_s:
+        sure = "ends it" if elapsed_s + usual.rest_s > budget_s else "would end it"
         text += f"; --budget {sure} after {_time(budget_s)} in all"
     return text
 
@@ -152,6 +167,7 @@ def schedule(
         trials_s=trials * trial.trial_s(steps) / workers,
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
+        seeds=max(1, seeds - 1),
     )
 
 

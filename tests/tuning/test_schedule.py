@@ -90,7 +90,10 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
         f"expected from here on: about 3 min ({parts}), at most 17 min (30 trials, 9 runs)".replace("109 s", "2 min")
     )
     assert describe(usual, most, 600.0) == told + "; --budget would end it after 10 min in all"
-    assert describe(usual, most, 60.0) == told + "; --budget ends it after 60 s in all"
+    assert describe(usual, most, 250.0, 80.0) == told + "; --budget ends it after 4 min in all"
+    assert describe(usual, most, 60.0, 50.0) == (
+        f"{told}; --budget is too short: one trial and one further seed end it after about 2 min in all"
+    )
     assert describe(usual, most, 86_400.0) == told
     assert ", at most" not in describe(usual, usual)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from autoprec.tuning.decide.decision import told_error
 from autoprec.tuning.decide.problem import FloatTable, Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel, Observation
 from autoprec.tuning.decide.sampler.prior import divergence_model, feature_vector, features_of
@@ -55,7 +56,13 @@ class LayerReason:
         return out
 
 
-def explain_layers(problem: Problem, params: Params, time_ms: FloatTable, table: SensitivityTable) -> list[LayerReason]:
+def explain_layers(
+    problem: Problem,
+    params: Params,
+    time_ms: FloatTable,
+    table: SensitivityTable,
+    whole_ms: float | None = None,
+) -> list[LayerReason]:
     """Return one reason per group, in model order.
 
     Args:
@@ -63,28 +70,39 @@ def explain_layers(problem: Problem, params: Params, time_ms: FloatTable, table:
         params: the point that was chosen.
         time_ms: ``[G, C]`` time of each group under each choice.
         table: the sensitivity table.
+        whole_ms: what the whole policy saves of a step, measured; what the groups save is no more in all. None where
+            times are modelled, and add up by themselves.
     """
     index = problem.indices(params)
+    base = [_reference(problem, group.choices) for group in problem.groups]
+    times = [float(time_ms[g, base[g]] - time_ms[g, index[g]]) for g in range(len(index))]
+    together = sum(times)
+    scale = 1.0 if whole_ms is None or together <= 0 else min(1.0, max(0.0, whole_ms) / together)
+    about = "" if whole_ms is None else "about "
     rows = np.arange(len(index))
     total = float(table.error2[rows, index].sum()) + table.parameter_error2(problem, params)
     refused = {(group, choice): why for group, choice, why in problem.refused}
     out = []
     for g, group in enumerate(problem.groups):
         here = problem.choice_names[int(index[g])]
-        reference = problem.baseline if problem.baseline in group.choices else group.choices[0]
-        base = problem.choice_names.index(reference)
+        reference = problem.choice_names[base[g]]
         error = math.sqrt(float(table.error2[g, index[g]]))
-        saved = float(time_ms[g, base] - time_ms[g, index[g]])
+        saved = times[g] * scale
         other = _next_faster(time_ms[g], int(index[g]))
         other_name = problem.choice_names[other] if other is not None else ""
         other_error = math.sqrt(float(table.error2[g, other])) if other is not None else 0.0
         share = float(table.error2[g, index[g]]) / total if total > 0 else 0.0
         why_not = next((why for (name, _), why in refused.items() if name == group.name), "")
         text = _sentence(
-            here, reference, saved, error, share, other_name, other_error, table.noise, why_not, group.choices
+            here, reference, saved, about, error, share, other_name, other_error, table.noise, why_not, group.choices
         )
         out.append(LayerReason(group.name, group.layers, here, saved, error, share, other_name, other_error, text))
     return out
+
+
+def _reference(problem: Problem, choices: Sequence[str]) -> int:
+    """Return the choice that a group's gain is told against."""
+    return problem.choice_names.index(problem.baseline if problem.baseline in choices else choices[0])
 
 
 def _next_faster(times: FloatTable, chosen: int) -> int | None:
@@ -96,13 +114,14 @@ def _next_faster(times: FloatTable, chosen: int) -> int | None:
 def _amount(error: float, noise: float | None) -> str:
     if not math.isfinite(error):
         return "a gradient that is not finite"
-    return f"{error / noise:.2g} of the gradient noise" if noise else f"{error:.2g} of the gradient"
+    return told_error(error, noise)
 
 
 def _sentence(
     here: str,
     reference: str,
     saved: float,
+    about: str,
     error: float,
     share: float,
     other: str,
@@ -118,9 +137,9 @@ def _sentence(
             return f"{here}: nothing offered is faster here"
         return f"{here}: {other} would be faster but add an error of {_amount(other_error, noise)}"
     gain = (
-        f"saves {saved:.3g} ms of a step against {reference}"
+        f"saves {about}{saved:.3g} ms of a step against {reference}"
         if saved > 0
-        else f"costs {-saved:.3g} ms against {reference}"
+        else f"costs {about}{abs(saved):.3g} ms against {reference}"
     )
     text = f"{here}: {gain}, adds an error of {_amount(error, noise)} ({share:.0%} of the policy's)"
     return text + (f"; {other} would add {_amount(other_error, noise)}" if other else "; nothing offered is faster")

@@ -36,6 +36,7 @@ def explanation(
     table: SensitivityTable,
     trials: Sequence[TrialRecord],
     params: Params,
+    whole_ms: float | None = None,
 ) -> dict[str, Any]:
     """Return the reasons behind a point as plain data.
 
@@ -45,6 +46,7 @@ def explanation(
         table: measured gradient errors.
         trials: what was tried, failures included.
         params: the point.
+        whole_ms: what it saves of a step against the baseline, measured; None where times are modelled.
 
     Returns:
         ``layers``: one mapping per kind of layer and choice (``layers``, ``count``, ``choice``, ``saved_ms``,
@@ -59,7 +61,7 @@ def explanation(
     )
     modelled = _modelled_times(problem, layer_time_ms)
     times = learned_times(problem, modelled, table, records)
-    reasons = explain_layers(problem, params, times, table)
+    reasons = explain_layers(problem, params, times, table, whole_ms)
     decisions = importance(problem, modelled, table, records)
     return {
         "layers": merged(reasons)[:MOST_REASONS],

@@ -18,6 +18,7 @@ from autoprec.cost import CostScale
 from autoprec.cost.verdict import too_large
 from autoprec.policy import GUARD_METRICS, Follow, Guard, ModelInfo, Policy, first_match
 from autoprec.policy.phases import speedup_of_run, with_presets
+from autoprec.precision.recipes import KEEP
 from autoprec.support.redact import redact_arguments
 from autoprec.support.units import memory_text
 from autoprec.tuning.decide.decision import Candidate
@@ -47,6 +48,7 @@ KEPT_METRICS = (
 class OverPreset:
     """What a policy gains over the best preset: its name, its speed-up over the script, the gain, whether it ran.
 
+    The gain over a preset that was not run is predicted, and negative where it is expected to be faster.
     ``timing_noise`` is the relative difference that two measured speed-ups have by chance (0 where times are modelled).
     """
 
@@ -59,8 +61,11 @@ class OverPreset:
     @property
     def text(self) -> str:
         """The gain in words."""
+        if self.gain < -_ENOUGH:  # cut short before the preset that it should have been compared with
+            faster = f"{1 / (1 + self.gain):.2f}x"
+            return f"the preset {self.name} was not run, and is predicted to be {faster} as fast: search longer"
         doubt = "" if self.measured else ", which was not run: predicted"
-        told = f"{self.gain:.1%} over the best preset ({self.name}{doubt})"
+        told = f"{max(0.0, self.gain):.1%} over the best preset ({self.name}{doubt})"
         if self.gain < _ENOUGH:
             return f"{told}: a preset is enough here"
         if self.gain <= self.timing_noise:
@@ -291,7 +296,15 @@ def _explanation(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]
         return answer.explanation
     problem = setup.problem
     params = problem.params_of(problem.baseline) if answer.record is None else answer.record.params
-    return explanation(problem, setup.cost.layer_time_ms, ledger.table, ledger.store.learned(), params)
+    whole_ms = _measured_saving(setup, ledger, answer) if setup.measured and answer.record is not None else None
+    return explanation(problem, setup.cost.layer_time_ms, ledger.table, ledger.store.learned(), params, whole_ms)
+
+
+def _measured_saving(setup: Setup, ledger: Ledger, answer: Answer) -> float:
+    """Return the milliseconds of a step that the chosen policy saves against the baseline of the reasons."""
+    script_ms = float(reference_metrics(setup, ledger)["step_time_ms"])
+    plain = sixteen_bit_speedup(setup, ledger.store.records) if setup.problem.baseline != KEEP else None
+    return script_ms / (plain or 1.0) - float(final_metrics(setup, ledger, answer)["step_time_ms"])
 
 
 def _row(

@@ -467,7 +467,8 @@ class Race:
             elif known is not None and (not known[1].rejection or known[0].name == chosen.name):
                 found.append((known[0].speedup, name, True))
         speedup, name, ran = max(found)
-        return OverPreset(name, speedup, max(0.0, chosen.speedup / speedup - 1.0), ran, noise)
+        gain = chosen.speedup / speedup - 1.0
+        return OverPreset(name, speedup, max(0.0, gain) if ran else gain, ran, noise)
 
     def _so_far(self) -> str:
         """Say, where the time ended a search without an answer, how sure the best guess is."""

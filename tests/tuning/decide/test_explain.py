@@ -32,12 +32,24 @@ def test_every_group_has_a_reason_with_its_numbers() -> None:
     assert changed.gradient_error == pytest.approx(math.sqrt(found.prior.error2[g, here]))
     assert changed.error_share > 0.9
     assert "saves" in changed.text
-    assert "of the gradient noise" in changed.text
+    assert "of the noise)" in changed.text
     kept = next(r for r in reasons if r.group == "lm_head")
     assert kept.saved_ms == 0
     assert "would be faster but add an error" in kept.text
     assert sum(r.error_share for r in reasons) == pytest.approx(1.0)
     json.dumps([r.to_json() for r in reasons], allow_nan=False)
+
+
+def test_what_groups_save_adds_up_to_no_more_than_was_measured() -> None:
+    """The cost model may promise more than the policy was timed to save."""
+    found = synthetic()
+    args = found.problem, found.problem.params_of("fp8_rowwise"), found.prior.time_ms, table_of(found)
+    whole = sum(r.saved_ms for r in explain_layers(*args))
+    reasons = explain_layers(*args, whole_ms=whole / 2)
+    assert sum(r.saved_ms for r in reasons) == pytest.approx(whole / 2)
+    assert any("saves about" in r.text for r in reasons)
+    assert sum(r.saved_ms for r in explain_layers(*args, whole_ms=2 * whole)) == pytest.approx(whole)
+    assert not any("saves" in r.text for r in explain_layers(*args, whole_ms=-1.0))
 
 
 def test_a_choice_whose_gradient_is_not_finite_is_named_so() -> None:
