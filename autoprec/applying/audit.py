@@ -176,14 +176,14 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool, name
     if not found.called:
         if not_reached:
             why = "not called in this step, others of its list were (an expert that nothing was routed to?)"
-            return LayerAudit(name, requested, ran, True, why, found.backend, GEMMS)
+            return LayerAudit(name, requested, ran, True, why, _runs(found), GEMMS)
         why = "never called"
         if unit.kind == "functional":
             why = "no F.linear, matmul or einsum by this weight was seen"
             if not named and not isinstance(unit.module, nn.Linear):
                 why = f"never runs: {why} (a table, or a norm's gain?), and only the rule for everything is about it"
-                return LayerAudit(name, requested, ran, True, why, found.backend, GEMMS)
-        return LayerAudit(name, requested, ran, False, why, found.backend)
+                return LayerAudit(name, requested, ran, True, why, _runs(found), GEMMS)
+        return LayerAudit(name, requested, ran, False, why, _runs(found))
     reasons = [found.note] if found.note else []
     ok, silent = True, list[Gemm]()
     for gemm in GEMMS:
@@ -215,7 +215,13 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool, name
         ok = False  # emulated where hardware was expected
     if not reasons and _is_emulated(found):
         reasons.append("emulated: true numerics, no 8-bit speed")
-    return LayerAudit(name, requested, ran, ok, "; ".join(reasons), found.backend, tuple(silent))
+    return LayerAudit(name, requested, ran, ok, "; ".join(reasons), _runs(found), tuple(silent))
+
+
+def _runs(found: Any) -> str:
+    """Return who runs a layer: plain casts are torch's own, whoever would emulate the 8-bit layers."""
+    plain = isinstance(found, LinearExecution) and not _is_emulated(found) and not found.emulates_casts
+    return "native" if plain and found.backend == "emulated" else str(found.backend)
 
 
 def _is_emulated(found: Any) -> bool:

@@ -91,7 +91,7 @@ class Binder:
         return execution
 
     def _bind(self, name: str, unit: Unit, plan: LayerPlan) -> Any:
-        seed = zlib.crc32(name.encode())
+        seed, fix = zlib.crc32(name.encode()), "choose another recipe for it"
         if unit.kind == "conv":
             refusal = _one_dtype_refusal(plan, "a convolution")
             if not refusal:
@@ -121,6 +121,7 @@ class Binder:
                 self.refused.setdefault(other.name, {})[name] = why
             if not refusal:
                 refusal = self._refusal(self.backend, unit, plan)
+                fix += ", or backend 'emulated' to compute its numerics without the hardware" if refusal else ""
                 if refusal and self.auto:
                     execution = get("emulated").bind(plan, unit.module, name=name, seed=seed)
                     execution.note = f"emulated because {refusal}"
@@ -128,11 +129,7 @@ class Binder:
             if not refusal:
                 return self.backend.bind(plan, unit.module, name=name, seed=seed)
         if self.strict:
-            raise UnsupportedError(
-                f"{refusal}",
-                where=f"layer '{name}'",
-                fix="choose another recipe for it, or backend 'emulated' to compute its numerics without the hardware",
-            )
+            raise UnsupportedError(refusal, where=f"layer '{name}'", fix=fix)
         return None
 
     def _refusal(self, backend: Backend, unit: Unit, plan: LayerPlan) -> str:

@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoprec.cli.phases import Phases
-from autoprec.errors import NothingAcceptableError, ScriptError
+from autoprec.errors import FIX, AutoPrecError, NothingAcceptableError, ScriptError
+from autoprec.support.units import counted
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import HostInfo, TrialResult
 
-__all__ = ["configured_step", "payload_of", "record", "record_step", "running", "tunable"]
+__all__ = ["configured_step", "payload_of", "record", "record_step", "run_failed", "running", "tunable"]
 
 
 @contextmanager
@@ -96,6 +97,27 @@ def payload_of(result: TrialResult, label: str, done: str = "measured") -> dict[
         where=label,
         fix=result.tail or ("use a smaller --warmup" if short else "run the script by itself first"),
     )
+
+
+def run_failed(result: TrialResult, label: str, doing: str, *, policy: str = "") -> AutoPrecError:
+    """Return the error of a run that failed after its script had reached a training step: whose fault, and when.
+
+    Args:
+        result: the run.
+        label: the script.
+        doing: what the run was for.
+        policy: what it ran under; empty where the script ran as it is written.
+    """
+    after, tail = f"after {counted(len(result.losses), 'training step')}", result.tail
+    why = result.reason.partition(FIX)[0] or result.status
+    if result.status == "too_short":
+        fix = f"ask for less: --steps {len(result.losses)}, or make it train longer"
+        return NothingAcceptableError(f"{doing}: the script ended {after}", where=label, fix=fix)
+    if policy:
+        fix = tail or "it reached its first training step as written: run it under the policy with `autoprec run`"
+        return AutoPrecError(f"{doing}: the script failed under {policy}, {after}: {why}", where=label, fix=fix)
+    fix = tail or "run the script by itself first"
+    return ScriptError(f"{doing}: the script failed as it is written, {after}: {why}", where=label, fix=fix)
 
 
 def tunable(report: GraphReport) -> GraphReport:

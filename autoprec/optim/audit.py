@@ -106,7 +106,11 @@ def audit_optimizer(
         requested = getattr(choice, part)
         values = [optimizer.state[p].get(name) for p in matrices if p in optimizer.state for name in names]
         found = _held(values, requested)
-        out[part] = _entry(requested, "fp32" if requested == "fp32" and found == "nothing yet" else found)
+        if found == "nothing yet" and requested == "fp32":  # SGD has no second moments, plain SGD has no first
+            none = f"{type(optimizer).__name__} keeps no such state"
+            out[part] = {"requested": requested, "executed": "-", "ok": True, "reason": none}
+            continue
+        out[part] = _entry(requested, found)
     scaler = loss_scaler_of(optimizer)
     if scaler is None or scaler.active:
         out["loss_scaling"] = _entry(policy.loss_scaling, "none" if scaler is None else "dynamic")

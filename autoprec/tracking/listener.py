@@ -92,7 +92,7 @@ class TrackingListener:
         own = own or [r for r in recorded if r.ok and r.kind == "finalist"]
         out = []
         for record in own:
-            marks = {"pareto"} if record.name in front else set()
+            marks = {"pareto"} if record.name in front and record.name not in result.rejected else set()
             marks |= {"best"} if record.name == result.best.get("name") else set()
             marks |= {"infeasible"} if record.name in result.rejected else set()
             tags = (*(tag for tag in record.tags if tag not in ("pareto", "best", "infeasible")), *sorted(marks))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import threading
 import time
@@ -30,7 +29,6 @@ from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.precision.recipes import KEEP
 from autoprec.support.files import file_lock, keep_earlier, write_json
-from autoprec.support.redact import redact_arguments
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo
 from autoprec.trial.source import source_digests
@@ -49,7 +47,7 @@ from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.schedule import Pace, Schedule, describe, longer_runs, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import runs_in_sixteen_bit, sixteen_bit_space
+from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
 from autoprec.tuning.study.records import SearchResult, TrialRecord, headline
 from autoprec.tuning.study.storage import sqlite_file
@@ -61,8 +59,6 @@ from autoprec.tuning.workers.slots import visible_gpus
 
 __all__ = ["Search"]
 
-#: Below this modelled gain over 16 bit no quantised policy is worth a trial (the threshold of the verdict).
-WORTH_SEARCHING = 1.03
 ONLY_SIXTEEN_BIT = (
     "no choice beyond 16 bit can gain at these shapes and the script is not in 16 bit yet: only 16-bit policies are "
     "tried (--force searches the whole space)"
@@ -222,12 +218,10 @@ class Search:
         write_json(self.study_dir / "graph.json", graph.to_json(), indent=None)
         probe.join()
         setup = Setup.of(self.options, host, graph, self._calibration)
-        verdict = self._verdict(setup)
-        nothing = verdict.kind == "stay" and not self.options.force
-        beyond = verdict.bound_speedup >= WORTH_SEARCHING or self.options.force
-        only_sixteen_bit = not beyond and not setup.target.is_cpu and not runs_in_sixteen_bit(graph)
-        if only_sixteen_bit:  # nothing beats 16 bit, but the script is not there yet
-            setup, nothing = setup.restricted(sixteen_bit_space(setup.space)), False
+        verdict = setup.verdict()
+        beyond, narrow = is_worth_searching(verdict, self.options), only_sixteen_bit(setup, verdict)
+        nothing = verdict.kind == "stay" and not self.options.force and narrow is None
+        setup = narrow or setup
         self._sign(setup, store)
         ledger = Ledger(store, self.listener, setup.limits, self.options.objective, self._started)
         self.setup, self.ledger = setup, ledger  # only now: under another setup nothing is continued
@@ -241,7 +235,7 @@ class Search:
         if chosen := setup.backends_text(self._calibration):
             ledger.note(chosen)
         self.listener.phase("verdict", _told(verdict, measured=setup.measured))
-        if only_sixteen_bit:
+        if narrow is not None:
             ledger.note(ONLY_SIXTEEN_BIT)
         if setup.measured and setup.target.is_cpu:
             ledger.note(ONE_THREAD)
@@ -261,7 +255,7 @@ class Search:
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger, self._runners_at(self.options.ages[1:], setup, ledger))
             answer = with_unknown(settled(run_study(setup, runner, ledger, table), ledger), setup, ledger)
-            if only_sixteen_bit:
+            if narrow is not None:
                 answer = replace(answer, reason=f"{answer.reason}. Only 16 bit was tried: {verdict.reason}")
                 ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict
             else:
@@ -368,15 +362,6 @@ class Search:
             "options": {key: value for key, value in asdict(self.options).items() if key not in ("command", "track")},
             "folder": str(self.command.folder),
         }
-
-    def _verdict(self, setup: Setup) -> Verdict:
-        problem = setup.problem
-        plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
-        return setup.cost.verdict(
-            plans,
-            script=shlex.join(redact_arguments(self.options.command)),
-            executions=problem.parameters.get("execution", ()),
-        )
 
     def _finish(
         self, setup: Setup, ledger: Ledger, answer: Answer, bound_speedup: float, *, one_worker: bool

@@ -6,12 +6,13 @@ learns goes into the :mod:`~autoprec.tuning.ledger`; what it runs goes through :
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autoprec.cost import CostModel, CostScale, StepEstimate
+from autoprec.cost import CostModel, CostScale, StepEstimate, Verdict
 from autoprec.cost.calibrate.linears import Linears
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
@@ -19,6 +20,7 @@ from autoprec.policy.space import Choice, SearchSpace, default_space, load_space
 from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.support.files import canonical_json
+from autoprec.support.redact import redact_arguments
 from autoprec.trial.protocol import HostInfo
 from autoprec.tuning.decide.problem import Backends, Problem
 from autoprec.tuning.limits import Limits
@@ -146,6 +148,16 @@ class Setup:
         problem = Problem.build(self.graph, space, self.cost.can_run, steps=before.steps, backends=before.backends)
         return replace(
             self, space=space, problem=problem, steps=ModelledSteps(self.cost, problem, self.steps.reference)
+        )
+
+    def verdict(self) -> Verdict:
+        """Return what could be gained, by the cost model."""
+        problem = self.problem
+        plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
+        return self.cost.verdict(
+            plans,
+            script=shlex.join(redact_arguments(self.options.command)),
+            executions=problem.parameters.get("execution", ()),
         )
 
     @property

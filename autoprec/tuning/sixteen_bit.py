@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from autoprec.cost import Verdict
 from autoprec.graph.report import GraphReport
 from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP
+from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import TrialRecord, pooled
 
@@ -20,6 +22,8 @@ __all__ = [
     "NAMES",
     "fastest_plain",
     "first_presets",
+    "is_worth_searching",
+    "only_sixteen_bit",
     "over_sixteen_bit",
     "plain_speedup",
     "runs_in_sixteen_bit",
@@ -27,6 +31,8 @@ __all__ = [
     "sixteen_bit_speedup",
 ]
 
+#: Below this modelled gain over 16 bit no quantised policy is worth a trial (the threshold of the verdict).
+WORTH_SEARCHING = 1.03
 #: The presets that are the script in 16 bit, the one people know first.
 NAMES = ("bf16 autocast", "all bf16")
 _DTYPES = ("bfloat16", "float16", "bf16", "fp16")
@@ -37,6 +43,18 @@ def runs_in_sixteen_bit(graph: GraphReport) -> bool:
     total = sum(layer.total_flops for layer in graph.tunable)
     narrow = sum(layer.total_flops for layer in graph.tunable if layer.dtype.removeprefix("torch.") in _DTYPES)
     return total > 0 and 2 * narrow >= total
+
+
+def is_worth_searching(verdict: Verdict, options: SearchOptions) -> bool:
+    """Say whether anything beyond 16 bit is tried."""
+    return verdict.bound_speedup >= WORTH_SEARCHING or options.force
+
+
+def only_sixteen_bit(setup: Setup, verdict: Verdict) -> Setup | None:
+    """Return the search of 16-bit policies alone, where nothing beats 16 bit but the script is not there yet."""
+    if is_worth_searching(verdict, setup.options) or setup.target.is_cpu or runs_in_sixteen_bit(setup.graph):
+        return None
+    return setup.restricted(sixteen_bit_space(setup.space))
 
 
 def first_presets(found: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:

@@ -11,6 +11,7 @@ from torch import nn
 from autoprec.applying.audit import audit_model, emulated_note
 from autoprec.applying.policy import Policy, apply_policy
 from autoprec.applying.swap import execution_of
+from autoprec.errors import UnsupportedError
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
@@ -252,3 +253,22 @@ def test_a_gain_that_no_rule_names_never_runs_and_is_not_a_mismatch(match: str, 
     assert report.ok is ok
     assert ("1" in report.did_not_run) is ok
     assert "no F.linear" in report.layers[1].reason
+
+
+def test_plain_bf16_is_not_called_emulated() -> None:
+    """`auto` gives every layer to the backend that emulates 8 bits on a CPU; a plain cast is torch's own."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
+    recipes = {name: BUILTIN_RECIPES[name] for name in ("bf16", "fp8_rowwise")}
+    Policy(recipes=recipes, default="bf16", layers=({"match": "1", "recipe": "fp8_rowwise"},)).apply(model)  # type: ignore[arg-type]
+    model(torch.randn(16, 32)).sum().backward()
+    report = audit_model(Policy(recipes=recipes, default="bf16"), model)
+    assert [layer.backend for layer in report.layers] == ["native", "emulated"]
+
+
+def test_advice_that_cannot_help_is_not_given() -> None:
+    """No backend runs a convolution in FP8, the one that emulates included, which was asked for already."""
+    model = nn.Sequential(nn.Conv2d(8, 8, 3))
+    policy = Policy(recipes={"fp8": BUILTIN_RECIPES["fp8_rowwise"]}, default="fp8")
+    with pytest.raises(UnsupportedError) as refused:
+        policy.apply(model, backend="emulated")
+    assert refused.value.fix == "choose another recipe for it"

@@ -99,3 +99,14 @@ def test_a_quantised_model_without_weight_decay_gets_a_hint(name, decay, told):
     found = audit_optimizer(policy, torch.optim.AdamW(model.parameters(), weight_decay=decay), model)
     assert ("weight_decay" in found) == told
     assert not told or "weights and logits grow" in found["weight_decay"]["reason"]
+
+
+def test_state_that_an_optimizer_does_not_keep_was_not_executed():
+    """SGD has no second moments: the audit said that they were held in fp32."""
+    model, policy = nn.Linear(8, 8), Policy()
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    step(model, optimizer)
+    found = audit_optimizer(policy, optimizer, model)
+    assert found["exp_avg"]["executed"] == "fp32"
+    row = found["exp_avg_sq"]
+    assert (row["executed"], row["ok"], row["reason"]) == ("-", True, "SGD keeps no such state")

@@ -78,6 +78,14 @@ def test_events_are_spooled_and_the_front_is_tagged_at_the_end(
     assert events[-1]["status"] == "FINISHED"
 
 
+def test_what_was_rejected_is_not_on_the_front(records: list[TrialRecord], result: SearchResult) -> None:
+    """A row that says `infeasible` and `pareto` at once offers what must not be taken."""
+    own = replace(result, front=({"name": "search 4"}, {"name": "search 5"}), rejected={"search 4": "beyond 0.250%"})
+    marked = {record.name: set(record.tags) for record in TrackingListener._marked(records, own)}
+    assert "pareto" in marked["search 5"]
+    assert marked["search 4"] & {"pareto", "infeasible"} == {"infeasible"}
+
+
 @pytest.mark.usefixtures("no_process")
 def test_after_a_resume_only_the_new_answer_is_the_best(
     tmp_path: Path, records: list[TrialRecord], result: SearchResult

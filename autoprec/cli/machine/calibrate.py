@@ -29,6 +29,12 @@ def _cpu(as_json: bool) -> int:
     return 0
 
 
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def _bench(name: str) -> tuple[Any, Any, str]:
     """Return the bench, the target and the device's name.
 
@@ -41,7 +47,7 @@ def _bench(name: str) -> tuple[Any, Any, str]:
     from autoprec.cost.calibrate.cuda_bench import CudaBench
     from autoprec.precision.hardware import by_device_name, target
 
-    if not torch.cuda.is_available():
+    if not _has_gpu():
         raise UnsupportedError(
             "torch sees no CUDA or ROCm device here",
             fix="run it on the GPU machine and pass the file on with --calibration; `--device cpu` measures the CPU",
@@ -62,7 +68,7 @@ def _bench(name: str) -> tuple[Any, Any, str]:
     type=click.Choice(["auto", "cuda", "cpu"]),
     default="auto",
     show_default=True,
-    help="Which device is measured.",
+    help="Which device is measured; auto: the GPU, without one the CPU.",
 )
 @click.option("--target", default="", metavar="NAME", help="The device's entry in the hardware table, if not obvious.")
 @click.option("--output", "-o", type=click.Path(path_type=Path), help="Default: calibration-<target>.json")
@@ -71,6 +77,9 @@ def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> i
     """Measure GEMMs, casts and whole linears by every backend on this device, for the cost model and for `auto`."""
     from autoprec.support.files import check_writable, write_json
 
+    if device == "auto" and not (target or output or _has_gpu()):
+        echo("torch sees no CUDA or ROCm device here: the CPU is measured, as with --device cpu", err=True)
+        device = "cpu"
     if device == "cpu":
         given = [name for name, value in (("--target", target), ("--output", output)) if value]
         if given:

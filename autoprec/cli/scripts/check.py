@@ -11,7 +11,7 @@ from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import record, running
+from autoprec.cli.recording import record, run_failed, running
 from autoprec.cli.script import script_command
 from autoprec.cli.scripts.spot import ask, print_spot, settle
 from autoprec.errors import (
@@ -20,7 +20,6 @@ from autoprec.errors import (
     AutoPrecError,
     NothingAcceptableError,
     PolicyMismatchError,
-    ScriptError,
     UnsupportedError,
 )
 from autoprec.precision.recipes import by_recipe
@@ -46,7 +45,8 @@ def _audited(
 
     Raises:
         PolicyMismatchError, UnsupportedError: the policy could not be applied; the message says why.
-        ScriptError: the script failed before or within these steps.
+        ScriptError: the script failed before its first training step.
+        AutoPrecError: it failed after that, under the policy.
         NothingAcceptableError: it has fewer steps.
     """
     from autoprec.trial.protocol import TrialSpec
@@ -82,7 +82,9 @@ def _refusal(result: TrialResult, where: str) -> AutoPrecError:
     what, _, fix = (result.reason or result.status).partition(FIX)
     if result.status == "too_short" and result.losses:
         return NothingAcceptableError(what, where=where, fix=f"ask for less: --steps {len(result.losses)}")
-    kind = _REFUSALS.get(result.status, ScriptError)
+    kind = _REFUSALS.get(result.status)
+    if kind is None:
+        return run_failed(result, where, "the policy could not be checked", policy="it")
     fix = fix or result.tail or "run the script under it with `autoprec run` to see more"
     return kind(f"the policy could not be checked: {what}", where=where, fix=fix)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +53,12 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
+#: What a verdict calls the run without a policy, and what that is where there is a configuration and no script.
+_WRITTEN, _CONFIGURED = "the script as written", "the model in pure bf16"
+
+
 def _baseline(verdict: Any) -> str:
-    return "the script as written" if verdict.baseline == "keep" else str(verdict.baseline)
+    return _WRITTEN if verdict.baseline == "keep" else str(verdict.baseline)
 
 
 def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
@@ -63,7 +68,7 @@ def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
     )
     low, high = _ms(estimate.low_ms), _ms(estimate.high_ms)
     baseline = _baseline(verdict)
-    over_script = f", {verdict.bound_over_script:.2f}x over the script as written" if verdict.baseline != "keep" else ""
+    over_script = f", {verdict.bound_over_script:.2f}x over {_WRITTEN}" if verdict.baseline != "keep" else ""
     return [
         f"verdict   {verdict.kind}",
         f"why       {verdict.reason}",
@@ -322,6 +327,8 @@ def estimate(
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
     named = shlex.join(redact_arguments(script)) or "SCRIPT"
     verdict = model.verdict(plans, threshold=threshold, script=named, executions=chosen.execution)
+    if config:
+        verdict = replace(verdict, reason=verdict.reason.replace(_WRITTEN, _CONFIGURED))
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
     more = _more(
         model,
@@ -348,5 +355,6 @@ def estimate(
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict), *_layer_lines(verdict, 12)]
-        echo("\n".join([*head, *_more_lines(more, verdict.best_uniform[0])]))
+        text = "\n".join([*head, *_more_lines(more, verdict.best_uniform[0])])
+        echo(text.replace(_WRITTEN, _CONFIGURED) if config else text)
     return 0

@@ -12,16 +12,15 @@ from typing import TYPE_CHECKING, Any
 from autoprec.cli.console import duration, print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
-from autoprec.cli.recording import record, running, tunable
-from autoprec.errors import ScriptError
+from autoprec.cli.recording import record, run_failed, running, tunable
 from autoprec.support.units import counted
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import HostInfo, TrialSpec
-    from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.options import SearchOptions
+    from autoprec.tuning.setup import Setup
 
 __all__ = ["Plan", "make_plan", "print_plan"]
 
@@ -34,7 +33,7 @@ class Plan:
     """What a search would do; times in seconds, each ``*_s`` an upper bound from the runs that were timed.
 
     ``trials`` is a maximum: a search ends when nothing left is worth a trial, and after ``--budget``. ``usual_s`` is
-    what searches take that end as they usually do.
+    what searches take that end as they usually do; ``limited`` says why less would be tried than the space offers.
     """
 
     target: str
@@ -46,6 +45,7 @@ class Plan:
     policies: float
     presets: tuple[str, ...]
     bound: str
+    limited: str
     trials: int
     finalist_runs: int
     reference_s: float
@@ -69,16 +69,12 @@ class Plan:
         return asdict(self) | {"total_s": self.total_s}
 
 
-def _timed(runner: TrialRunner, spec: TrialSpec, label: str) -> float:
-    """Return the seconds of a whole run, from a few of its steps."""
+def _timed(runner: TrialRunner, spec: TrialSpec, label: str, policy: str = "") -> float:
+    """Return the seconds of a whole run, from a few of its steps; ``policy`` names what it runs under."""
     few = replace(spec, steps=min(spec.steps, _TIMED_STEPS), warmup=1)
     result = runner.run(few)
     if not result.ok:
-        raise ScriptError(
-            f"a run of the script could not be timed: {result.status}: {result.reason}",
-            where=label,
-            fix=result.tail or "run the script by itself first",
-        )
+        raise run_failed(result, label, "a run could not be timed", policy=policy)
     return result.wall_s * (spec.steps + spec.warmup) / (few.steps + few.warmup)
 
 
@@ -86,33 +82,39 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
     """Look at a script and count what a search of it would do.
 
     Raises:
-        ScriptError: the script failed, or has fewer steps than a trial takes.
-        NothingAcceptableError: there is nothing to tune.
+        ScriptError: the script failed as it is written.
+        AutoPrecError: it failed under a preset.
+        NothingAcceptableError: there is nothing to tune, or it has fewer steps than a trial takes.
     """
     from autoprec.trial.protocol import TrialSpec
     from autoprec.tuning.checks import check_early
+    from autoprec.tuning.decide.presets import presets
     from autoprec.tuning.schedule import Pace, schedule
 
     check_early(asked)
     with running(asked.command, phases) as (runner, host, label):
         report = tunable(record(runner, label, phases))
-        problem, found, source, bound = _looked_at(asked, report, host)
-        names = _presets(problem)
+        setup, bound, limited = _looked_at(asked, report, host)
+        problem, source = setup.problem, setup.source
+        names = dict(presets(problem))
         seed = None if host.launch == "fork" else 0
         spec = TrialSpec(steps=asked.steps, warmup=asked.warmup, seed=seed)
         phases.begin("timing a run of the script as written")
         reference_s = _timed(runner, spec, label)
         phases.begin("timing a run under a preset")
-        document = problem.policy(list(names.values())[-1]).to_dict()
+        last = [*names][-1]
+        document = problem.policy(names[last]).to_dict()
         backend = asked.backend if source == "measured" else "emulated"
-        trial_s = max(reference_s, _timed(runner, replace(spec, policy=document, backend=backend), label))
+        trial_s = max(
+            reference_s, _timed(runner, replace(spec, policy=document, backend=backend), label, f"the preset '{last}'")
+        )
     passes = len(names) + sum(len(group.choices) for group in problem.groups)
     steps = asked.steps + asked.warmup  # a run that was timed from its start: all of it is told per step
     paces = Pace(0.0, reference_s / steps), Pace(0.0, trial_s / steps)
     how: dict[str, Any] = {"setup_s": host.setup_s, "passes": min(passes, max(60, asked.trials))}
     expected, usual = schedule(asked, *paces, **how), schedule(asked, *paces, usual=True, **how)
     return Plan(
-        target=found,
+        target=setup.target.name,
         source=source,
         launch=host.launch,
         model={"class": report.model["class"], "parameters": report.model["parameters"]},
@@ -121,6 +123,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         policies=problem.size(),
         presets=tuple(names)[: asked.trials],
         bound=bound,
+        limited=limited,
         trials=asked.trials,
         finalist_runs=expected.runs,
         reference_s=reference_s,
@@ -135,42 +138,21 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
     )
 
 
-def _looked_at(asked: SearchOptions, report: GraphReport, host: HostInfo) -> tuple[Problem, str, str, str]:
-    """Return the problem, the target's name, whether times are measured or modelled, and what could be gained."""
-    from autoprec.cost import CostModel, CostScale
-    from autoprec.policy.space import default_space, load_space
-    from autoprec.tuning.decide.problem import Problem
-    from autoprec.tuning.setup import timed_backends
-    from autoprec.tuning.target import calibration_here, resolve_target
+def _looked_at(asked: SearchOptions, report: GraphReport, host: HostInfo) -> tuple[Setup, str, str]:
+    """Return what a search would be of, what could be gained, and why that is all; the last is empty for most."""
+    from autoprec.tuning.setup import Setup
+    from autoprec.tuning.sixteen_bit import only_sixteen_bit
+    from autoprec.tuning.target import calibration_here
 
-    target, here = resolve_target(asked.target, host.device)
-    scale = CostScale.parse(asked.cost_scale) if asked.cost_scale else None
-    measured = here and scale is None
-    space = load_space(asked.space) if asked.space else default_space(target)
-    calibration, compiled = calibration_here(asked, host.device), host.compiled or not measured
-    cost = CostModel(
-        report,
-        target,
-        scale=scale,
-        compiled=compiled,
-        calibration=calibration,
-        backend=asked.backend,
-    )
-    problem = Problem.build(
-        report,
-        space.executed(compiled=host.compiled, measured=measured),
-        cost.can_run,
-        backends=timed_backends(calibration, asked.backend, compiled=compiled),
-    )
-    plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
-    verdict = cost.verdict(plans, executions=problem.parameters.get("execution", ()))
-    return problem, target.name, "measured" if measured else "modelled", f"{verdict.kind}: {verdict.reason}"
-
-
-def _presets(problem: Problem) -> dict[str, dict[str, Any]]:
-    from autoprec.tuning.decide.presets import presets
-
-    return dict(presets(problem))
+    setup = Setup.of(asked, host, report, calibration_here(asked, host.device))
+    verdict = setup.verdict()
+    narrow = only_sixteen_bit(setup, verdict)
+    bound = f"{verdict.kind}: {verdict.reason}"
+    if narrow is not None:
+        return narrow, bound, "only 16-bit policies would be tried (--force searches the whole space)"
+    if verdict.kind == "stay" and not asked.force:
+        return setup, bound, "the search would end here, without a trial (--force searches)"
+    return setup, bound, ""
 
 
 def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
@@ -181,12 +163,13 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         print_json(plan.to_json())
         return
     size = f"{plan.policies:.3g} policies" if plan.policies < 1e15 else "more policies than could ever be tried"
-    shown = ", ".join(plan.presets[:6]) + (f" and {len(plan.presets) - 6} more" if len(plan.presets) > 6 else "")
+    shown = "; ".join(plan.presets[:6]) + (f" and {len(plan.presets) - 6} more" if len(plan.presets) > 6 else "")
     limit = f", cut short by --budget {duration(plan.budget_s)}" if plan.budget_s else ""
     lines = [
         f"model     {plan.model['class']}, {plan.model['parameters']:,} parameters, {len(plan.groups)} layer groups",
         f"target    {plan.target}, times {plan.source}; trials start by {plan.launch}",
         f"bound     {plan.bound}",
+        *([f"          {plan.limited}"] if plan.limited else []),
         f"choices   {', '.join(plan.choices)}: {size}",
         f"presets   {shown}",
         f"trials    at most {plan.trials}, then {counted(plan.finalist_runs, 'run')} under further paired seeds",

@@ -75,12 +75,12 @@ def reference_of(setup: Setup, *results: TrialResult) -> Reference:
     """Return a reference from one or more identical runs (the faster clock reading counts)."""
     estimate = None if setup.measured else setup.steps.of_reference()
     measured = min(step_time(result.step_ms, result.warmup) for result in results)
-    first = results[0]
+    first, scale = results[0], setup.cost.scale
     return Reference(
         losses=first.losses,
         step_ms=measured if estimate is None else estimate.time_ms,
         memory_bytes=first.memory_bytes if estimate is None else estimate.memory_bytes,
-        samples=first.samples,
+        samples=first.samples if estimate is None else round(first.samples * scale.tokens / scale.seq),
         warmup=first.warmup,
     )
 

@@ -227,7 +227,9 @@ class _Loop:
                 f"exhausted the space after {self.done} different {'policy' if self.done == 1 else 'policies'}"
             )
         else:
-            ledger.stopped = f"converged after {done}: {why}"
+            # what was cut short before has not converged: nothing is worth a run by what was measured
+            ended = "ended" if ledger.cut_short else "converged"
+            ledger.stopped = f"{ended} after {done}: {why}"
         ledger.note(ledger.stopped)
 
     def _finished(self) -> str:

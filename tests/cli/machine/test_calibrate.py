@@ -39,6 +39,7 @@ LINEARS = [
 
 @pytest.fixture
 def fake_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(command, "_has_gpu", lambda: True)
     monkeypatch.setattr(command, "_bench", lambda name: (Bench(), TARGETS[name or "h100"], "Fake H100"))
     monkeypatch.setattr(command, "_linears", lambda _target, _say: LINEARS)
     monkeypatch.setattr(calibration, "cache_folder", lambda: tmp_path / "cache")
@@ -133,3 +134,14 @@ def test_the_cpu_is_measured_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert len(calls) == 2
     assert list(tmp_path.glob("autoprec/cpu-*.json"))
     cpu._load.cache_clear()
+
+
+def test_without_a_gpu_the_default_measures_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ended with exit code 1; what is asked of a GPU by name still does."""
+    monkeypatch.setattr(command, "_has_gpu", lambda: False)
+    monkeypatch.setattr(command, "_cpu", lambda _as_json: 0)
+    found = CliRunner().invoke(command.calibrate, [], catch_exceptions=False)
+    assert found.exit_code == 0
+    assert "torch sees no CUDA or ROCm device here: the CPU is measured" in found.output
+    for words in (["--device", "cuda"], ["--target", "h100"]):
+        assert isinstance(CliRunner().invoke(command.calibrate, words).exception, UnsupportedError)

@@ -73,6 +73,7 @@ def test_sweeps_and_many_gpus() -> None:
     assert "longer sequences" in found.output
     assert "extrapolated to many GPUs" in found.output
     assert "pays " in found.output
+    assert "the script as written" not in found.output, "there is no script"
 
 
 def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> None:

@@ -34,5 +34,16 @@ def test_a_script_with_too_few_steps_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(TRAIN, encoding="utf-8")
     found = autoprec("search", "--dry-run", "--target", "h100", "train.py")
-    assert found.code == 4
-    assert "too_short" in found.err
+    assert found.code == 3
+    assert "the script ended after" in found.err
+
+
+def test_what_a_search_would_not_run_is_not_in_the_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At these shapes nothing beats 16 bit: a search tries 16-bit policies alone, and the plan listed FP8 presets."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(TRAIN.replace("range(3)", "range(30)"), encoding="utf-8")
+    found = autoprec("search", "--dry-run", "--target", "h100", "--json", "train.py")
+    plan = found.json()
+    assert plan["presets"]
+    assert not any("fp8" in name for name in (*plan["presets"], *plan["choices"])), plan
+    assert "only 16-bit policies" in plan["limited"]

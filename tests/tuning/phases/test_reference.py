@@ -75,3 +75,13 @@ def test_two_trials_that_differ_are_told_without_blaming_the_script() -> None:
     (note,) = [note for note in made.ledger.notes if "two trials of the unchanged script differ by 0.010%" in note]
     assert "not deterministic" not in note
     assert "was not tried" in note
+
+
+def test_samples_are_those_of_the_scaled_step(here: Path) -> None:  # noqa: F811
+    """A step of 32 times the tokens holds 32 times the samples, unless they are longer sequences."""
+    for scale, grown in (("tokens=32", 32), ("tokens=32,seq=4", 8)):
+        asked = options(trials=2, seeds=1, target="h100", cost_scale=scale, study=scale.replace(",", "-"))
+        made, result = search(script(device="cpu"), asked)
+        assert made.ledger is not None
+        assert made.ledger.reference.samples == 8 * grown
+        assert result.reference["samples_per_s"] == pytest.approx(8 * grown * result.reference["throughput"])

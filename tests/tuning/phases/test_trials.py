@@ -58,3 +58,22 @@ def test_nothing_is_kept_for_finalists_that_do_not_exist(here: Path) -> None:  #
     assert reserve(made.setup, race, made.ledger, 100.0) == 2.0
     made.ledger.store.records.clear()
     assert reserve(made.setup, race, made.ledger, 0.0) == 0.0
+
+
+def test_what_was_cut_short_has_not_converged(here: Path) -> None:  # noqa: F811
+    from types import SimpleNamespace
+    from typing import Any
+
+    from autoprec.tuning.phases.trials import _Loop
+
+    made, _ = search(script(), options(trials=6))
+    assert made.ledger is not None
+    loop: Any = SimpleNamespace(
+        ledger=made.ledger, done=3, goal=6, used_up=False, left=lambda: 0.0, _finished=lambda: "nothing is worth it"
+    )
+    told = []
+    for cut in ([], ["the time budget ended the gradient errors"]):
+        made.ledger.cut_short = cut
+        _Loop.conclude(loop)
+        told.append(made.ledger.stopped)
+    assert told == [f"{word} after 3 of 6 trials: nothing is worth it" for word in ("converged", "ended")]
