@@ -475,5 +475,5 @@ def test_where_only_16_bit_can_gain_the_answer_says_so_once_and_why(
     assert "what could be gained: bf16 is about" in told[0]
     assert any("only 16-bit policies are tried" in note for note in result.notes)
     assert any("--cost-scale" in note for note in result.notes)
-    assert "Only 16 bit was tried: bf16 is up to" in result.reason
+    assert "Only 16 bit was tried: bf16 is about" in result.reason
     assert "too small to pay for casts" in result.reason
