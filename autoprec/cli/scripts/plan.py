@@ -111,6 +111,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
     passes = len(names) + sum(len(group.choices) for group in problem.groups)
     steps = asked.steps + asked.warmup  # a run that was timed from its start: all of it is told per step
     paces = Pace(0.0, reference_s / steps), Pace(0.0, trial_s / steps)
+    asked = replace(asked, trials=int(min(asked.trials, problem.size())))  # none is run twice
     how: dict[str, Any] = {"setup_s": host.setup_s, "passes": min(passes, max(60, asked.trials))}
     expected, usual = schedule(asked, *paces, **how), schedule(asked, *paces, usual=True, **how)
     return Plan(
@@ -124,7 +125,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         presets=tuple(names)[: asked.trials],
         bound=bound,
         limited=limited,
-        trials=asked.trials,
+        trials=expected.trials,
         finalist_runs=expected.runs,
         reference_s=reference_s,
         trial_s=trial_s,
@@ -162,7 +163,13 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json(plan.to_json())
         return
-    size = f"{plan.policies:.3g} policies" if plan.policies < 1e15 else "more policies than could ever be tried"
+    size = (
+        "1 policy"
+        if plan.policies == 1
+        else f"{plan.policies:.3g} policies"
+        if plan.policies < 1e15
+        else "more policies than could ever be tried"
+    )
     shown = "; ".join(plan.presets[:6]) + (f" and {len(plan.presets) - 6} more" if len(plan.presets) > 6 else "")
     limit = f", cut short by --budget {duration(plan.budget_s)}" if plan.budget_s else ""
     lines = [

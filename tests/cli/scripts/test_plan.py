@@ -16,7 +16,7 @@ def test_the_plan_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(TRAIN.replace("range(3)", "range(30)"), encoding="utf-8")
     words = ["search", "--dry-run", "--target", "h100", "--cost-scale", "width=64,tokens=512", "--trials", "12"]
-    found = autoprec(*words, "--budget", "30m", "--json", "train.py")
+    found = autoprec(*words, "--budget", "30m", "--force", "--json", "train.py")
     assert found.code == 0, found.err
     plan = found.json()
     assert plan["source"] == "modelled"
@@ -42,8 +42,9 @@ def test_what_a_search_would_not_run_is_not_in_the_plan(tmp_path: Path, monkeypa
     """At these shapes nothing beats 16 bit: a search tries 16-bit policies alone, and the plan listed FP8 presets."""
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(TRAIN.replace("range(3)", "range(30)"), encoding="utf-8")
-    found = autoprec("search", "--dry-run", "--target", "h100", "--json", "train.py")
-    plan = found.json()
+    words = ["search", "--dry-run", "--target", "h100", "--cost-scale", "width=64,tokens=512"]
+    plan = autoprec(*words, "--json", "train.py").json()
     assert plan["presets"]
+    assert plan["trials"] <= plan["policies"]
     assert not any("fp8" in name for name in (*plan["presets"], *plan["choices"])), plan
     assert "only 16-bit policies" in plan["limited"]
