@@ -1,7 +1,7 @@
 """Options that several commands share: one spelling, one default, one help text, one way to parse.
 
 Commands that run a script's training under a policy take ``--backend``; those that print a document take ``--json``;
-those that score a loss gap take ``--max-divergence``.
+a search takes ``--max-divergence``.
 """
 
 from __future__ import annotations

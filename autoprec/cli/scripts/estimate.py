@@ -61,6 +61,11 @@ def _baseline(verdict: Any) -> str:
     return _WRITTEN if verdict.baseline == "keep" else str(verdict.baseline)
 
 
+def _told(text: str, config: str) -> str:
+    """Return text as it is told of a script, or of a model from a configuration."""
+    return text.replace(_WRITTEN, _CONFIGURED) if config else text
+
+
 def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
     """Return what a person reads on stdout."""
     share = ", ".join(
@@ -327,18 +332,10 @@ def estimate(
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
     named = shlex.join(redact_arguments(script)) or "SCRIPT"
     verdict = model.verdict(plans, threshold=threshold, script=named, executions=chosen.execution)
-    if config:
-        verdict = replace(verdict, reason=verdict.reason.replace(_WRITTEN, _CONFIGURED))
+    verdict = replace(verdict, reason=_told(verdict.reason, config))
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
-    more = _more(
-        model,
-        verdict,
-        plans,
-        threshold=threshold,
-        sweep=sweep,
-        gpus=counts,
-        tensor_parallel=tensor_parallel,
-    )
+    asked_more: dict[str, Any] = {"threshold": threshold, "sweep": sweep, "gpus": counts}
+    more = _more(model, verdict, plans, **asked_more, tensor_parallel=tensor_parallel)
     memory = _memory(model, verdict, plans)
     if as_json:
         document = {
@@ -355,6 +352,5 @@ def estimate(
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict), *_layer_lines(verdict, 12)]
-        text = "\n".join([*head, *_more_lines(more, verdict.best_uniform[0])])
-        echo(text.replace(_WRITTEN, _CONFIGURED) if config else text)
+        echo(_told("\n".join([*head, *_more_lines(more, verdict.best_uniform[0])]), config))
     return 0

@@ -103,7 +103,8 @@ def settled(answer: Answer, ledger: Ledger) -> Answer:
     cut = "; ".join(ledger.cut_short)
     if answer.verdict == "stay":
         return replace(answer, verdict="undecided", reason=f"cut short: {cut}; so far {answer.reason}")
-    return replace(answer, reason=f"{answer.reason}; cut short: {cut}")
+    so_far = answer.reason.replace("acceptable policy", "acceptable policy so far", 1)
+    return replace(answer, reason=f"{so_far}; cut short: {cut}")
 
 
 def with_size(answer: Answer, setup: Setup) -> Answer:

@@ -33,8 +33,9 @@ def test_what_was_cut_short_says_so_and_never_stay(tmp_path: Path) -> None:
     books.cut("after 2 of 30 trials")
     stay = settled(Answer("stay", "nothing gains", None, seeds=0), books)
     assert (stay.verdict, stay.reason) == ("undecided", "cut short: after 2 of 30 trials; so far nothing gains")
-    adopt = settled(Answer("adopt", "fast", None, seeds=2), books)
-    assert (adopt.verdict, adopt.reason) == ("adopt", "fast; cut short: after 2 of 30 trials")
+    adopt = settled(Answer("adopt", "p is the fastest acceptable policy: 2x", None, seeds=2), books)
+    told = "p is the fastest acceptable policy so far: 2x; cut short: after 2 of 30 trials"
+    assert (adopt.verdict, adopt.reason) == ("adopt", told)
 
 
 def test_a_gain_over_the_best_preset_is_told_beside_the_timing_noise() -> None:
