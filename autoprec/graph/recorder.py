@@ -185,8 +185,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _enter_module(self, module: nn.Module, _args: Any) -> None:
         task = _graph_task()
         name = self.names.name_of(module)
+        # the user's model inside DDP's wrapper, which has its name; one that is not the model's (Fabric's, a module
+        # that adds the loss) has a name of its own
+        nested_root = name == "" and any(outer == "" for outer, _ in self._stack)
         self._stack.append((name, task))
-        nested_root = name == "" and len(self._stack) > 1  # the user's model inside its wrapper
         if task == -1 and not nested_root:
             self._count(name)
 

@@ -160,6 +160,25 @@ def test_a_root_that_was_already_running_is_recognised():
     assert report.batch["tokens"] == ROWS
 
 
+def test_a_model_inside_a_module_that_is_not_its_own_is_called():
+    """Fabric's wrapper, or a module that computes the loss beside the model: the optimizer has the inner one."""
+
+    class WithLoss(nn.Module):
+        def __init__(self, model):
+            super().__init__()
+            self.model = model
+
+        def forward(self, x, y):
+            return nn.functional.mse_loss(self.model(x), y)
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 4))
+    with StepRecorder(model) as recorder:
+        WithLoss(model)(torch.randn(4, 8), torch.randn(4, 4)).backward()
+    report = recorder.report()
+    assert report.root_called
+    assert not [note for note in report.notes if "not called" in note]
+
+
 def test_frozen_weights_have_no_wgrad_and_the_first_layer_no_dgrad():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
     model[1].requires_grad_(False)
