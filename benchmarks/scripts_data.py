@@ -10,6 +10,7 @@ import json
 import os
 import pickle
 import random
+import string
 import struct
 from pathlib import Path
 
@@ -23,11 +24,11 @@ def sentences(seed: int, lines: int) -> str:
     return "\n".join(" ".join(draw.choices(words, k=draw.randint(4, 12))) for _ in range(lines)) + "\n"
 
 
-def text(tree: Path, file: str, lines: str = "2000") -> None:
-    """A text of simple words."""
+def text(tree: Path, file: str, lines: str = "2000", signs: str = "") -> None:
+    """A text of simple words; with ``signs`` its last line has every letter and sign of ASCII."""
     path = tree / file
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(sentences(1, int(lines)), encoding="utf-8")
+    path.write_text(sentences(1, int(lines)) + (string.printable[:95] + "\n" if signs else ""), encoding="utf-8")
 
 
 def mnist(tree: Path, folder: str, train: str = "1024", test: str = "256") -> None:
@@ -112,6 +113,18 @@ def image_classes(tree: Path, folder: str, count: str = "16", size: str = "40") 
     for part in ("train", "val"):
         for name in ("cat", "dog"):
             images(tree, f"{folder}/{part}/{name}", count, size)
+
+
+def masked_images(tree: Path, pictures: str, masks: str, count: str = "24", size: str = "64") -> None:
+    """Noise pictures, and masks of the same names: the upper half is one class, the lower half the other."""
+    from PIL import Image
+
+    images(tree, pictures, count, size)
+    (tree / masks).mkdir(parents=True, exist_ok=True)
+    mask = np.zeros((int(size), int(size)), dtype=np.uint8)
+    mask[: int(size) // 2] = 255
+    for index in range(int(count)):
+        Image.fromarray(mask).save(tree / masks / f"{index:03d}.png")
 
 
 def empty(tree: Path, folder: str) -> None:

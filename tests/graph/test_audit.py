@@ -39,6 +39,19 @@ def test_a_norm_in_low_precision_is_seen():
     assert bad["embedding"]["ok"]
 
 
+def test_what_the_script_computes_beside_the_model_is_told_and_not_the_policys_fault():
+    model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    def step():
+        with torch.autocast("cpu", torch.bfloat16):
+            model(torch.randn(4, 16)).softmax(-1).float().square().sum().backward()
+
+    row = protection_rows(record_step(model, step), {"softmax": "fp32"})["softmax"]
+    assert row["ok"]
+    assert "bf16" in row["executed"]
+    assert "beside the model's forward" in row["reason"]
+
+
 def test_a_policy_shows_in_the_recorded_step():
     from autoprec.applying.policy import Policy
 
