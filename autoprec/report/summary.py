@@ -36,7 +36,9 @@ _SIXTEEN_BITS = frozenset({"bf16", "fp16"})
 class Row:
     """One line of the comparison: the policy, the reference, or a preset. Missing figures are None.
 
-    ``speedup`` is over the script as written, ``speedup_over_16bit`` over the best 16-bit run, where there is one.
+    ``speedup`` is over the script as written, ``speedup_over_16bit`` over the best 16-bit run, where there is one;
+    ``seeds`` are the paired seeds that the figures are of, 0 where that is not known; ``predicted`` says that the
+    gradient error is the sensitivity table's, not measured for the policy as a whole.
     """
 
     name: str
@@ -51,6 +53,8 @@ class Row:
     gradient_error: float | None = None
     source: str = ""
     note: str = ""
+    seeds: int = 0
+    predicted: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +182,8 @@ def metrics_row(
     record = (records or {}).get(str(metrics.get("name", "")))
     note = str(metrics.get("reason") or ("" if metrics.get("status", "ok") == "ok" else metrics["status"]))
     figures: dict[str, Any] = {key: number(metrics.get(key)) for key in _FIGURES}
-    return Row(label, role, **figures, source=_source(metrics, record), note=note)
+    seeds, predicted = int(number(metrics.get("seeds")) or 0), metrics.get("gradient_error_source") == "predicted"
+    return Row(label, role, **figures, source=_source(metrics, record), note=note, seeds=seeds, predicted=predicted)
 
 
 def _points(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Point, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from autoprec.report.summary import Payback, Row, Summary
-from autoprec.support.units import memory_text
+from autoprec.support.units import counted, memory_text
 from autoprec.tuning.decide.decision import told_error
 
 __all__ = ["duration", "gradient_limit", "headings", "percent", "ratio", "row_cells", "search_time", "time_text"]
@@ -26,9 +26,9 @@ def percent(value: float | None, half_width: float | None = None) -> str:
 
 
 def gradient_limit(summary: Summary) -> str:
-    """The limit of the gradient error in both of its units; empty where there is none."""
-    limit = summary.gradient_limit
-    return f"gradient error at most {told_error(limit, summary.gradient_noise)}" if limit is not None else ""
+    """The limit of the gradient error in both of its units, and what ``~`` means; empty where there is none."""
+    limit, about = summary.gradient_limit, "; ~ predicted" if any(row.predicted for row in summary.rows) else ""
+    return f"gradient error at most {told_error(limit, summary.gradient_noise)}{about}" if limit is not None else ""
 
 
 def time_text(value: float | None) -> str:
@@ -62,10 +62,10 @@ def row_cells(row: Row, *, over_16bit: bool = False) -> tuple[str, ...]:
     """Return the cells of one comparison row: name, speed-ups, step time, memory, divergence, gradient error."""
     speed = (ratio(row.speedup_over_16bit), ratio(row.speedup)) if over_16bit else (ratio(row.speedup),)
     return (
-        row.name,
+        f"{row.name} ({counted(row.seeds, 'seed')})" if row.seeds else row.name,
         *speed,
         time_text(row.step_time_ms),
         memory_text(row.memory_bytes),
         percent(row.divergence, row.interval),
-        percent(row.gradient_error),
+        f"~ {percent(row.gradient_error)}" if row.predicted else percent(row.gradient_error),
     )

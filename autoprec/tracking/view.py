@@ -22,6 +22,7 @@ COLUMNS = {
     "tags.`infeasible`": 95,
     "metrics.`gain`": 75,
     "metrics.`step_ms`": 85,
+    "metrics.`seeds`": 70,
     "metrics.`divergence_pct`": 120,
     "metrics.`memory_gib`": 105,
     "metrics.`gradient_error_pct`": 145,

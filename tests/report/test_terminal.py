@@ -37,6 +37,19 @@ def test_the_limit_of_gradient_errors_is_told_in_both_units() -> None:
     assert told in html_report(result, records)
 
 
+def test_what_was_predicted_and_how_often_a_policy_ran_is_told() -> None:
+    """One run of a preset stood beside the mean of four seeds, a predicted gradient error beside a measured one."""
+    result, records = rehearsal()
+    rows = tuple({**row, "seeds": 1, "gradient_error": 0.0027} for row in result.presets)
+    measured = _terminal(replace(result, presets=rows), records, 200)
+    assert "(1 seed)" in measured
+    assert "predicted" not in measured
+    rows = tuple({**row, "gradient_error_source": "predicted"} for row in rows)
+    told = _terminal(replace(result, presets=rows), records, 200)
+    assert "~ 0.270 %" in told
+    assert "; ~ predicted" in told
+
+
 def test_the_gain_over_the_16bit_run_has_its_column() -> None:
     assert "over 16-bit" in _terminal(*rehearsal(), 160)
 

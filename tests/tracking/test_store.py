@@ -152,7 +152,7 @@ def test_trials_can_be_filtered_by_tag(tracked: dict[str, Any], tag: str, count:
 def test_the_study_run_carries_the_winner_table_and_the_files(tracked: dict[str, Any]) -> None:
     run = tracked["client"].get_run(tracked["state"].run_id)
     note = run.data.tags["mlflow.note.content"]
-    assert "| **the policy** | 2.50x |" in note
+    assert "| **the policy** (3 seeds) | 2.50x |" in note
     assert "preset: preset 2" in note
     assert run.data.metrics["speedup"] == 2.5
     assert run.data.params["target"] == "cpu"

@@ -190,7 +190,8 @@ class _Rules:
         if not self.blind or (upper <= self.budget and self.baseline.learnt):
             return ""
         limit = self.gradient_limit()
-        text = f"{self.blind}; its gradient error of {c.gradient_error:.3g} is within {limit:.3g}"
+        within = f"is within {100 * (limit or 0.0):.3g} %"
+        text = f"{self.blind}; its gradient error of {100 * (c.gradient_error or 0.0):.3g} % {within}"
         if self.baseline.reach > self.budget:
             ratio = compare_gaps(c.divergences, self.baseline.benign or (self.baseline.floor,))[0]
             text += f", and its gaps are {ratio:.1f} times those of such benign changes"

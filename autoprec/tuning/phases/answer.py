@@ -319,8 +319,10 @@ def _row(
     kept: dict[str, Any] = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
     kept |= {"seeds": int(record.metrics.get("seeds", record.ok))}
     kept |= over_sixteen_bit(kept, sixteen_bit)
-    if record.ok and record.name in errors:
-        kept["gradient_error"] = errors[record.name]
+    if record.ok and "gradient_error" in kept:
+        known = record.name in errors
+        kept |= {"gradient_error_source": "measured", "gradient_error": errors[record.name]} if known else {}
+        kept |= {} if known else {"gradient_error_source": "predicted"}
     return {"name": record.name, "number": record.number, "status": record.status, "reason": why, **kept}
 
 

@@ -323,7 +323,7 @@ class Race:
         rejected = {}
         for c in measured:
             if self._needs_end(c) and not _is_scaled(c.tag):  # what a run in 16 bits to its end may not have
-                rejected[c.name] = f"gradient error {c.gradient_error:.3g} is beyond the limit to the end of the run"
+                rejected[c.name] = f"gradient error {c.gradient_error:.3%} is beyond the limit to the end of the run"
         final = [c for c in measured if c.name not in rejected]
         fit = {c.name for c, judged in zip(self.now.candidates, self.now.judged, strict=True) if not judged.rejection}
         compiled = [c for c in final if c.name in fit and c.speedup > 1.0 and self._is_known(c.tag)]

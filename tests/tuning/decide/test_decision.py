@@ -49,7 +49,7 @@ def test_beyond_the_budget_nothing_is_adopted_without_a_word() -> None:
     assert found.verdict == "adopt"
     assert "the loss cannot judge it" in found.caveat
     assert "2.000%, beyond the budget of 0.250%" in found.caveat
-    assert "its gradient error of 0.04 is within 0.1" in found.caveat
+    assert "its gradient error of 4 % is within 10 %" in found.caveat
     assert "times those of such benign changes" in found.caveat
     assert found.caveat in found.reason
     assert "within 0.250%" not in found.reason
