@@ -23,7 +23,8 @@ from autoprec.policy import glob_matches
 from autoprec.policy.space import Choice, space_from_dict
 from autoprec.precision.hardware import target
 from autoprec.tuning.decide.problem import GroupVariable, Problem
-from autoprec.tuning.decide.sampler.prior import Prior, features_of
+from autoprec.tuning.decide.sampler.posterior import Points
+from autoprec.tuning.decide.sampler.prior import Prior, features_of, points_of
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.table import SensitivityTable, mixed_params
 
@@ -170,10 +171,9 @@ class Case:
         whole = np.frombuffer(row, dtype=np.uint8).astype(np.int64)
         return whole[: len(self.problem.groups)], whole[len(self.problem.groups) :]
 
-    def features(self, row: bytes) -> np.ndarray[Any, Any]:
-        """Return the parameter features of a row, as the models of a search have them."""
-        params = self.params(row)
-        return np.array([params[name] == value for name, value in features_of(self.problem)], dtype=np.float64)
+    def points(self, rows: Sequence[bytes]) -> Points:
+        """Return rows as the models of a search have them."""
+        return points_of(self.problem, [self.params(row) for row in rows], lambda _params: 0.0)
 
     @property
     def baseline(self) -> bytes:

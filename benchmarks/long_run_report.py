@@ -12,7 +12,7 @@ from long_run_guard import guard_lines
 from long_run_policies import POLICIES
 from scipy import stats
 
-from autoprec.tuning.decide.decision import Candidate, gradient_limit, judge
+from autoprec.tuning.decide.decision import Candidate, Rules, gradient_limit
 from autoprec.tuning.decide.metrics import divergence
 from autoprec.tuning.decide.noise import Baseline
 
@@ -97,14 +97,8 @@ def accepted(found: list[Outcome], noise: float) -> dict[str, str]:
         for o in found
         if o.name != "perturbed"
     ]
-    judged = judge(
-        candidates,
-        max_divergence=BUDGET,
-        baseline=baseline,
-        max_gradient=gradient_limit(noise, LIMIT),
-        gradient_noise=noise,
-    )
-    return {c.name: j.rejection for c, j in zip(candidates, judged, strict=True)}
+    rules = Rules(BUDGET, baseline, max_gradient=gradient_limit(noise, LIMIT), gradient_noise=noise)
+    return {c.name: rules.judge(c).rejection for c in candidates}
 
 
 def correlation(pairs: Sequence[tuple[float, float]]) -> str:

@@ -27,7 +27,7 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
-from autoprec.tuning.decide.decision import Candidate, choose, gradient_limit
+from autoprec.tuning.decide.decision import Candidate, Rules, choose, gradient_limit
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import (
     Baseline,
@@ -192,7 +192,7 @@ def measure(name: str, seeds: int, steps: int) -> Row:
             Candidate("script", 1.0, (0.0,), reference=True),
             Candidate(n, 2.0, ours, excess=signed, gradient_error=errors[n]),
         ]
-        found = choose(candidates, max_divergence=BUDGET, baseline=baseline, max_gradient=gradient_limit(noise))
+        found = choose(candidates, Rules(BUDGET, baseline, max_gradient=gradient_limit(noise)))
         verdict[n], reason[n] = found.verdict, found.reason
     return Row(
         name,

@@ -19,7 +19,7 @@ import importlib
 import math
 import platform
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -32,32 +32,27 @@ from search_cases import CASES, MAX_DIVERGENCE, REPORTED
 from search_finals import best_preset, searched
 from search_quality import fastest, judged_front
 
+from autoprec.tuning.decide.sampler import posterior
 from autoprec.tuning.decide.sampler.expectation import MODELLED
 
 SAMPLER = "autoprec.tuning.decide.sampler"
 EXPECTATION, POSTERIOR, PROPOSING = f"{SAMPLER}.expectation", f"{SAMPLER}.posterior", f"{SAMPLER}.sampler"
-PRIOR, DECISION = f"{SAMPLER}.prior", "autoprec.tuning.decide.decision"
+PRIOR = f"{SAMPLER}.prior"
 AS_IT_IS = "as it is"
 
 
-def never(_divergences: Sequence[float]) -> bool:
-    """Say that a policy never varies more than others do."""
-    return False
+def only(kept: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
+    """Return the prior of the grid of spreads and misfits that the posterior is taken over, as far as it is kept."""
+    return np.where(kept, posterior._LOG_PRIOR, -np.inf)
 
 
-def spreads(kept: Callable[[float, float], bool]) -> npt.NDArray[np.float64]:
-    """Return the grid of (spread, misfit, prior) that the posterior is taken over, as far as it is ``kept``."""
-    grid: npt.NDArray[np.float64] = importlib.import_module(POSTERIOR)._GRID
-    return np.array([row for row in grid if kept(float(row[0]), float(row[1]))])
-
-
-_NEAREST = min(importlib.import_module(POSTERIOR)._SPREADS, key=lambda s: abs(math.log(s / 0.36)))
+_NEAREST = min(posterior._SPREADS, key=lambda spread: abs(math.log(spread / posterior._SPREAD))) == posterior._SPREADS
 _TINY = 1e-9
 #: part -> what is set: (module, name, value).
 PARTS: dict[str, list[tuple[str, str, Any]]] = {
     AS_IT_IS: [],
-    "spread estimated": [(POSTERIOR, "_GRID", spreads(lambda spread, _: spread == _NEAREST))],
-    "misfit estimated": [(POSTERIOR, "_GRID", spreads(lambda _, misfit: misfit == 1.0))],
+    "spread estimated": [(POSTERIOR, "_LOG_PRIOR", only(_NEAREST))],
+    "misfit estimated": [(POSTERIOR, "_LOG_PRIOR", only(posterior._MISFIT == 1.0))],
     "corrections of choices": [(POSTERIOR, "_CHOICE", _TINY)],
     "corrections of entries": [(POSTERIOR, "_ENTRY", _TINY)],
     "shared luck": [(POSTERIOR, "_SEED", 0.0), (POSTERIOR, "_OVERLAP", 0.0)],
@@ -65,10 +60,8 @@ PARTS: dict[str, list[tuple[str, str, Any]]] = {
     "seed used before tells less": [(EXPECTATION, "_REUSED", 1.0)],
     "several numbers of seeds": [(EXPECTATION, "_MORE_SEEDS", (4,))],
     "smaller tie of presets": [(EXPECTATION, "MODELLED", replace(MODELLED, preset_tie=0.005))],
-    "presets first": [(PROPOSING, "_AS_GOOD", 2.0)],
-    "multiples of the budget": [(PROPOSING, "_FACTORS", (1.0,))],
-    "corners of the front": [(PROPOSING, "corners", lambda *_: ())],
-    "own bound where wide": [(DECISION, "is_wide", never)],
+    "presets first": [(PROPOSING, "_AS_GOOD", 1.0)],
+    "other budgets than the limit": [(PROPOSING, "_FACTORS", (1.0,))],
 }
 
 

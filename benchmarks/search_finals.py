@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,10 +21,10 @@ from ground_truth import JUDGE_SEEDS, TRIAL_SEEDS, TRUTH_SEEDS, Case
 from search_cases import MAX_DIVERGENCE
 from search_strategies import goals
 
-from autoprec.tuning.decide.decision import Candidate, choose, judge
+from autoprec.tuning.decide.decision import Candidate, Rules, choose
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.race import Entrant, Standings, standings
+from autoprec.tuning.decide.race import Standings, standings
 from autoprec.tuning.decide.sampler.expectation import Expectation, Measured
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 
@@ -54,7 +53,7 @@ class Replay:
         self.rows: dict[bytes, list[float]] = {}
         self.references = {0}
         self.told: list[str] = []
-        self.judge = partial(judge, max_divergence=MAX_DIVERGENCE, baseline=Baseline(case.scans[seed].floor))
+        self.rules = Rules(MAX_DIVERGENCE, Baseline(case.scans[seed].floor))
         self.fit()
 
     def run(self, row: bytes) -> None:
@@ -94,8 +93,8 @@ class Replay:
     def fit(self) -> Standings:
         """Refit, and say where everybody stands."""
         self.expectation.fit(self.measured())
-        entrants = [Entrant(self.case.params(c.tag), c) for c in self.candidates()]
-        self.now = standings(self.expectation, entrants, self.judge, seeds=SEEDS)
+        entrants = [(self.case.params(c.tag), c) for c in self.candidates()]
+        self.now = standings(self.expectation, entrants, self.rules, seeds=SEEDS)
         return self.now
 
     def next_seed(self) -> None:
@@ -106,9 +105,7 @@ class Replay:
     def ending(self, *, converged: bool) -> Ending:
         """Decide, and measure what was decided under fresh seeds."""
         ready = [c for c in self.now.candidates if len(c.divergences) > 1]
-        decision = choose(
-            ready, max_divergence=MAX_DIVERGENCE, baseline=Baseline(self.case.scans[self.seed].floor), timing_noise=0.0
-        )
+        decision = choose(ready, self.rules, timing_noise=0.0)
         runs = REFERENCE_RUNS + len(self.references) - 1 + sum(map(len, self.rows.values()))
         if decision.index is None:
             return Ending(b"", 0.0, len(self.rows), runs, converged, tuple(self.rows))
@@ -119,7 +116,7 @@ class Replay:
 def searched(case: Case, seed: int, trials: int = TRIALS, told: list[str] | None = None) -> Ending:
     """Search as the product does, until nothing is worth a run; ``told`` gets a line for every run."""
     offered = presets(case.problem)
-    sampler = PrecisionSampler(case.problem, case.prior(seed), goals(case, seed), offered)
+    sampler = PrecisionSampler(case.problem, case.prior(seed), goals(case), offered)
     study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
     replay = Replay(case, seed, sampler.expectation)
     replay.told = told if told is not None else []
@@ -158,7 +155,7 @@ def tell(study: optuna.Study, case: Case, params: dict[str, Any], row: bytes, se
 
 def ended(case: Case, log: Sequence[bytes], seed: int) -> Ending:
     """Race what another strategy tried in its first trials."""
-    replay = Replay(case, seed, Expectation(case.problem, case.prior(seed), goals(case, seed)))
+    replay = Replay(case, seed, Expectation(case.problem, case.prior(seed), goals(case)))
     for row in dict.fromkeys(itertools.islice(log, TRIALS)):
         if not replay.rows.get(row):
             replay.rows[row] = [case.trial(row, seed)]

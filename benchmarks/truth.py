@@ -12,14 +12,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from ground_truth import JUDGE_SEEDS, TRUTH_SEEDS, Case
 
 from autoprec.policy.solver import solve
 from autoprec.tuning.decide.pareto import nondominated
-from autoprec.tuning.decide.sampler.posterior import DivergenceLaw, DivergenceModel, Observation
+from autoprec.tuning.decide.sampler.posterior import DivergenceModel
 from autoprec.tuning.decide.sampler.prior import divergence_model
 
 #: Divergence at which a trial is hopeless (twenty times the budget): the corner of the hypervolume.
@@ -36,9 +36,7 @@ class Worth:
 
     def __init__(self, case: Case, noise: float) -> None:
         rows = [row for row in case.values if case.seeds_of(row)]
-        law = _fitted(case).law()
-        index, features = np.stack([case.split(row)[0] for row in rows]), np.stack([case.features(row) for row in rows])
-        modelled = np.log(law.divergences(index, features, np.zeros(len(rows))))
+        modelled = np.log(by_law(_fitted(case), case, rows))
         measured = np.log([case.truth(row) for row in rows])
         variance = noise**2 / np.array([case.seeds_of(row) for row in rows])
         known = variance <= noise**2 / min(8, case.spec.seeds.front[-1][0])
@@ -132,15 +130,14 @@ def long_run(case: Case, rounds: int, width: int = 48) -> None:
     rng = np.random.default_rng(0)
     for turn in range(rounds):
         model = _fitted(case)
-        law = model.law()
-        shaken = [replace(law, error2=law.error2 * rng.lognormal(0.0, 0.25 * k, law.error2.shape)) for k in range(3)]
+        squares = model.law()[0]
+        shaken = [squares * rng.lognormal(0.0, 0.25 * k, squares.shape) for k in range(3)]
         fresh = {row for one in shaken for row in _knapsack_front(case, one, width)}
 
-        def expected(row: bytes, law: DivergenceLaw = law) -> float:
+        def expected(row: bytes, model: DivergenceModel = model) -> float:
             if case.seeds_of(row):
                 return case.truth(row)
-            index, features = case.split(row)[0], case.features(row)
-            return float(law.divergences(index[None], features[None], np.zeros(1))[0])
+            return float(by_law(model, case, [row])[0])
 
         changed = _changes(case) - set(case.values)
         fresh |= set(near(case, [*changed, *case.values], expected, 1.15)[: 4 * width])
@@ -149,30 +146,32 @@ def long_run(case: Case, rounds: int, width: int = 48) -> None:
         print(f"{case.name}: long run {turn + 1}, {case.trained} trained, {case.cpu_s:.0f} s", flush=True)
 
 
+def by_law(model: DivergenceModel, case: Case, rows: Sequence[bytes]) -> np.ndarray[Any, Any]:
+    """Return the divergence ``[N]`` of rows by the most likely law of a model."""
+    squares, _, parameter = model.law()
+    points = case.points(rows)
+    return np.exp(points.features @ parameter) * np.sqrt(np.maximum(points.pick(squares).sum(axis=1), 1e-30))
+
+
 def _fitted(case: Case) -> DivergenceModel:
     """Return the model of the 500 best-measured true values."""
     error2 = np.exp(np.mean([np.log(scan.table.error2) for scan in case.scans], axis=0))
     model = divergence_model(case.problem, error2)
     known = sorted((row for row in case.values if case.seeds_of(row)), key=case.seeds_of)[-500:]
-    model.fit(
-        [
-            # each a mean of its own: no two share a seed's luck
-            Observation(case.split(row)[0], case.features(row), 0.0, case.truth(row), seed)
-            for seed, row in enumerate(known)
-        ]
-    )
+    # each a mean of its own: no two share a seed's luck
+    model.fit(case.points(known), np.array([case.truth(row) for row in known]), np.arange(len(known)))
     return model
 
 
-def _knapsack_front(case: Case, law: DivergenceLaw, width: int) -> list[bytes]:
+def _knapsack_front(case: Case, squares: np.ndarray[Any, Any], width: int) -> list[bytes]:
     """Return the fronts under every value of the parameters, ``width`` points in all."""
     fastest = np.argmin(case.time_ms, axis=1)
-    allowed = np.where(np.isfinite(law.error2), law.error2, 0.0)
+    allowed = np.where(np.isfinite(squares), squares, 0.0)
     most = float(allowed[np.arange(len(fastest)), fastest].sum())
     options = list(itertools.product(*case.problem.parameters.values()))
     out = []
     for k, b in enumerate(np.geomspace(most * 1e-3, most, max(width, len(options)))):
-        index = solve(case.time_ms, law.error2, float(b))
+        index = solve(case.time_ms, squares, float(b))
         if index is not None:
             for values in options[k % len(options) :: max(1, len(options) // 2)]:
                 chosen = dict(zip(case.problem.parameters, values, strict=True))

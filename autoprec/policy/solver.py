@@ -5,10 +5,9 @@ so "the fastest policy within an error budget" is a *multiple-choice knapsack*: 
 choices, times add, squared errors add, and the sum of the errors is bounded.
 
 A Lagrange multiplier turns a bound into a price per unit of error, which leaves one independent decision per group: the
-choice with the least ``time + price * error``. What comes out at any price is the fastest assignment of its own error:
-a corner of the front between "safest" and "fastest" (:func:`corners`). For a budget the price is found by bisection,
-and single changes use up what is left; further limits (memory, a limit on the gradient error beside a budget of
-divergence) have multipliers of their own, one bisection inside the other. Small problems are enumerated, and exact.
+choice with the least ``time + price * error``. The price that meets the bound is found by bisection, and single changes
+use up what is left; further limits (memory, a limit on the gradient error beside a budget of divergence) have
+multipliers of their own, one bisection inside the other. Small problems are enumerated, and exact.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FloatTable", "IntVector", "Limit", "corners", "solve"]
+__all__ = ["FloatTable", "IntVector", "Limit", "solve"]
 
 #: ``[G, C]`` float64: a row per group, a column per choice; infinite where a group does not offer a choice.
 FloatTable = npt.NDArray[np.float64]
@@ -28,10 +27,9 @@ IntVector = npt.NDArray[np.int64]
 Vector = npt.NDArray[np.float64]
 #: Assignments that are enumerated.
 _MAX_ENUMERATED = 50_000
-#: Bisection steps per multiplier, by how many multipliers are nested.
-_STEPS = {1: 40, 2: 24, 3: 14}
-#: Prices that are looked at for each corner that is wanted.
-_PRICES_PER_CORNER = 8
+#: Bisection steps per multiplier, by how many multipliers are nested; and the logarithm of the factor by which a price
+#: may differ from time per unit of cost.
+_STEPS, _WIDEST = {1: 48, 2: 28, 3: 16}, 30.0
 #: Bounds are met up to float64 rounding of the sums.
 _ROUNDING = 1 + 1e-12
 
@@ -56,99 +54,62 @@ def solve(time: FloatTable, error2: FloatTable, budget: float, *, limits: Sequen
     Returns:
         ``[G]`` columns, or None when nothing that fits was found.
     """
-    time = np.where(np.isfinite(time) & np.isfinite(error2), time, np.inf)
-    combinations = float(np.exp(min(50.0, np.log(np.maximum(np.isfinite(time).sum(axis=1), 1)).sum())))
-    if combinations <= _MAX_ENUMERATED:
-        return _enumerate(time, error2, budget, limits)
+    offered = np.isfinite(time) & np.isfinite(error2)
+    time = np.where(offered, time, np.inf)
     bounded = [limit for limit in (Limit(error2, budget), *limits) if np.isfinite(limit.bound)]
-    if not bounded:
-        fastest: IntVector = np.argmin(time, axis=1)
-        return fastest
-    costs = np.stack([np.where(np.isfinite(time), limit.cost, 0.0) for limit in bounded])
+    costs = (
+        np.stack([np.where(offered, limit.cost, 0.0) for limit in bounded]) if bounded else np.zeros((0, *time.shape))
+    )
     bounds = np.array([limit.bound * _ROUNDING for limit in bounded])
-    found = _bisect(time, costs, bounds, len(bounded) - 1)
-    if found is None:
-        found = _least(time, costs, bounds)
+    if np.log(np.maximum(offered.sum(axis=1), 1)).sum() <= np.log(_MAX_ENUMERATED):
+        return _enumerate(time, costs, bounds)
+    found = _bisect(time, costs, bounds, len(bounded))
     return None if found is None else _improve(found, time, costs, bounds)
 
 
-def corners(time: FloatTable, error2: FloatTable, points: int = 64) -> npt.NDArray[np.int64]:
-    """Return assignments ``[P, G]`` along the front from least error to least time, each the fastest of its own error.
-
-    They are the cheapest at a price of error that falls from above the steepest exchange of any group to below the
-    flattest; evenly chosen if there are more than ``points``. What lies between two is found by :func:`solve`.
-    """
-    usable = np.where(np.isfinite(time) & np.isfinite(error2), time, np.inf)
-    errors = np.where(np.isfinite(usable), error2, 0.0)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        rates = (usable[:, :, None] - usable[:, None, :]) / (errors[:, None, :] - errors[:, :, None])
-    rates = rates[np.isfinite(rates) & (rates > 0)]
-    high, low = (float(rates.max()), float(rates.min())) if len(rates) else (1.0, 1.0)
-    prices = np.geomspace(2 * high, low / 2, _PRICES_PER_CORNER * points)
-    found = np.array([np.argmin(usable + price * errors, axis=1) for price in prices], dtype=np.int64)
-    found = found[np.concatenate([[True], (found[1:] != found[:-1]).any(axis=1)])]
-    kept = np.unique(np.linspace(0, len(found) - 1, min(len(found), max(2, points))).astype(np.int64))
-    return np.asarray(found[kept], dtype=np.int64)
-
-
-def _enumerate(time: FloatTable, error2: FloatTable, budget: float, limits: Sequence[Limit]) -> IntVector | None:
+def _enumerate(time: FloatTable, costs: FloatTable, bounds: Vector) -> IntVector | None:
     """Try every assignment."""
     options = [np.flatnonzero(np.isfinite(row)) for row in time]
-    rows, free = np.arange(len(time)), [g for g, columns in enumerate(options) if len(columns) > 1]
-    axes = np.meshgrid(*(options[g] for g in free), indexing="ij") if free else []
-    grid = np.tile([columns[0] for columns in options], (axes[0].size if free else 1, 1)).astype(np.int64)
-    for g, axis in zip(free, axes, strict=True):
-        grid[:, g] = axis.ravel()
-    total = time[rows, grid].sum(axis=1)
-    fits = error2[rows, grid].sum(axis=1) <= budget * _ROUNDING
-    for limit in limits:
-        fits &= limit.cost[rows, grid].sum(axis=1) <= limit.bound * _ROUNDING
-    if not fits.any():
-        return None
-    found: IntVector = grid[int(np.argmin(np.where(fits, total, np.inf)))]
-    return found
+    rows, every = np.arange(len(time)), 1
+    grid = np.empty((int(np.prod([len(columns) for columns in options])), len(time)), dtype=np.int64)
+    for g in reversed(rows):
+        grid[:, g] = options[g][np.arange(len(grid)) // every % len(options[g])]
+        every *= len(options[g])
+    fits = np.ones(len(grid), dtype=bool)
+    for cost, bound in zip(costs, bounds, strict=True):
+        fits &= cost[rows, grid].sum(axis=1) <= bound
+    found: IntVector = grid[int(np.argmin(np.where(fits, time[rows, grid].sum(axis=1), np.inf)))]
+    return found if fits.any() else None
 
 
-def _bisect(price: FloatTable, costs: FloatTable, bounds: Vector, depth: int) -> IntVector | None:
-    """Return the cheapest assignment within bounds 0..depth: the least multiplier of ``depth`` that meets its bound."""
-
-    def at(multiplier: float) -> IntVector | None:
-        priced = price + multiplier * costs[depth]
-        return np.argmin(priced, axis=1) if depth == 0 else _bisect(priced, costs, bounds, depth - 1)
-
-    def fits(choice: IntVector | None) -> bool:
-        return choice is not None and float(costs[depth][rows, choice].sum()) <= bounds[depth]
-
+def _bisect(price: FloatTable, costs: FloatTable, bounds: Vector, count: int) -> IntVector | None:
+    """Return the cheapest assignment within the first ``count`` bounds: the least multiplier that meets the last."""
     rows = np.arange(len(price))
-    best = at(0.0)
-    if best is None or fits(best):
+    if not count:
+        cheapest: IntVector = np.argmin(price, axis=1)
+        return cheapest
+    cost, bound = costs[count - 1], bounds[count - 1]
+
+    def at(multiplier: float) -> tuple[IntVector | None, bool]:
+        choice = _bisect(price + multiplier * cost, costs, bounds, count - 1)
+        return choice, choice is not None and float(cost[rows, choice].sum()) <= bound
+
+    best, fits = at(0.0)
+    if best is None or fits:
         return best
-    low, high = 0.0, _price_scale(price, costs[depth])
-    for _ in range(40):
-        best = at(high)
-        if best is None or fits(best):
-            break
-        low, high = high, 8 * high
-    else:
+    unit = float(np.ptp(price[np.isfinite(price)])) / max(float(np.ptp(cost)), 1e-300)
+    low, high = -_WIDEST, _WIDEST
+    best, fits = at(unit * np.exp(high))
+    if not fits:
         return None
-    for _ in range(_STEPS.get(len(bounds), 10)):
-        middle = (low + high) / 2 if low else high / 8
-        candidate = at(middle)
-        if candidate is not None and fits(candidate):
-            best, high = candidate, middle
+    for _ in range(_STEPS.get(len(bounds), 12)):
+        middle = (low + high) / 2
+        choice, fits = at(unit * np.exp(middle))
+        if fits:
+            best, high = choice, middle
         else:
             low = middle
     return best
-
-
-def _price_scale(time: FloatTable, cost: FloatTable) -> float:
-    """Return the median time saved per unit of cost: the natural size of a multiplier."""
-    finite = np.isfinite(time)
-    low = np.where(finite, time, np.inf).min(axis=1, keepdims=True)
-    spread_time = np.where(finite, time - low, 0.0).max(axis=1)
-    spread_cost = np.ptp(np.where(finite, cost, 0.0), axis=1)
-    usable = (spread_cost > 0) & (spread_time > 0)
-    return float(np.median(spread_time[usable] / spread_cost[usable])) if usable.any() else 1.0
 
 
 def _improve(choice: IntVector, time: FloatTable, costs: FloatTable, bounds: Vector) -> IntVector:
@@ -159,20 +120,10 @@ def _improve(choice: IntVector, time: FloatTable, costs: FloatTable, bounds: Vec
         saved = time[rows, choice][:, None] - time
         spent = costs - costs[:, rows, choice][:, :, None]
         room = bounds - costs[:, rows, choice].sum(axis=1)
-        fits = (spent <= room[:, None, None]).all(axis=0) & np.isfinite(time)
+        fits = (spent <= room[:, None, None]).all(axis=0)
         saved = np.where(fits, saved, -np.inf)
         g, c = divmod(int(np.argmax(saved)), saved.shape[1])
         if saved[g, c] <= 1e-12:
             break
         choice[g] = c
     return choice
-
-
-def _least(time: FloatTable, costs: FloatTable, bounds: Vector) -> IntVector | None:
-    """Return the assignment that uses the least of the bounds, if it keeps all of them."""
-    rows = np.arange(len(time))
-    for cost in (*costs, (costs / np.maximum(np.abs(bounds), 1e-300)[:, None, None]).sum(axis=0)):
-        choice: IntVector = np.argmin(np.where(np.isfinite(time), cost, np.inf), axis=1)
-        if (costs[:, rows, choice].sum(axis=1) <= bounds).all():
-            return choice
-    return None

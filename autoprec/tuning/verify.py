@@ -1,6 +1,6 @@
 """Longer paired runs of a policy beside the reference and the presets it must beat.
 
-Whether the policy is acceptable is judged by the rules of a search (:func:`autoprec.tuning.decide.decision.judge`), so
+Whether the policy is acceptable is judged by the rules of a search (:class:`autoprec.tuning.decide.decision.Rules`), so
 that the answer of a search and its verification differ in what was measured only.
 """
 
@@ -17,7 +17,7 @@ from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.support.units import counted
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
-from autoprec.tuning.decide.decision import Candidate, Judgement, beyond_gradient, gradient_limit, judge, told_error
+from autoprec.tuning.decide.decision import Candidate, Judgement, Rules, beyond_gradient, gradient_limit, told_error
 from autoprec.tuning.decide.metrics import divergence, signed_gap, step_time
 from autoprec.tuning.decide.noise import Baseline, blindness, error_over_limit
 from autoprec.tuning.decide.presets import presets
@@ -354,13 +354,8 @@ def _judged(
         )
         for row in rows
     ]
-    judged = judge(
-        candidates,
-        max_divergence=max_divergence,
-        baseline=baseline,
-        max_gradient=limit,
-        gradient_noise=noise,
-    )
+    rules = Rules(max_divergence, baseline, max_gradient=limit, gradient_noise=noise)
+    judged = [rules.judge(c) for c in candidates]
     chaotic = baseline.reach > max_divergence
     out = []
     for row, found in zip(rows, judged, strict=True):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoprec.policy.solver import Limit, corners, solve
+from autoprec.policy.solver import Limit, solve
 from autoprec.tuning.decide.problem import FloatTable, IntVector
 
 
@@ -121,24 +121,6 @@ def test_milliseconds_at_500_groups_and_8_choices() -> None:
     for share in (0.01, 0.05, 0.2):
         solve(time_, error2, share * error2.sum() / 8)
     assert (time.process_time() - began) / 3 < 1.0
-
-
-def test_corners_are_exactly_optimal_for_their_own_error() -> None:
-    rng = np.random.default_rng(3)
-    time, error2 = rng.uniform(1, 2, (6, 4)), rng.lognormal(-8, 2, (6, 4))
-    time[0, 1] = np.inf
-    found = corners(time, error2)
-    rows = np.arange(6)
-    errors = [error2[rows, index].sum() for index in found]
-    assert errors == sorted(errors)
-    np.testing.assert_array_equal(time[rows, found[-1]], time.min(axis=1))
-    for index, error in zip(found, errors, strict=True):
-        exact = solve(time, error2, float(error))
-        assert exact is not None
-        assert time[rows, index].sum() == pytest.approx(time[rows, exact].sum())
-    few = corners(time, error2, points=3)
-    assert len(few) == 3
-    np.testing.assert_array_equal(few[[0, -1]], found[[0, -1]])
 
 
 def test_many_groups_without_a_choice_do_not_count_as_dimensions() -> None:

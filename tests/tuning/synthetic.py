@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +12,12 @@ import optuna
 
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.problem import FloatTable, Problem
+from autoprec.tuning.decide.sampler.expectation import Measured
 from autoprec.tuning.decide.sampler.prior import Prior
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, told_divergence
 from tests.tuning.models import gpt
+
+BUDGET = 0.0025
 
 
 @dataclass
@@ -49,9 +54,15 @@ def synthetic(blocks: int = 4, seed: int = 0, space: str = "hopper-fp8", misfit:
 
 
 def drive(found: Synthetic, study: optuna.Study, trials: int) -> list[tuple[float, float]]:
-    """Run trials and return (step time, divergence) of each."""
+    """Run trials and return (step time, divergence) of each; our sampler learns from all of them."""
     out = []
     for _ in range(trials):
+        if isinstance(study.sampler, PrecisionSampler):
+            done = [(t.params, *found.step(t.params)) for t in study.trials if t.state.is_finished()]
+            runs = [Measured(params, 0, told_divergence(gap, "ok", BUDGET), step) for params, step, gap in done]
+            study.sampler.learn(runs, min((math.log(step) for _, step, gap in done if gap <= BUDGET), default=None))
+            if study.sampler.best(study) is None:  # nothing else is on the front: a search ends here
+                break
         trial = study.ask(found.problem.distributions())
         step, gap = found.step(trial.params)
         trial.set_user_attr("metrics", {"step_time_ms": step, "divergence": gap})

@@ -28,12 +28,11 @@ from autoprec.tuning.decide.noise import (
     blindness,
     compare_excess,
     compare_gaps,
-    confidence_bounds,
-    is_wide,
+    confidence_bound,
     is_worse_than_benign,
 )
 
-__all__ = ["Candidate", "Decision", "Judgement", "beyond_gradient", "choose", "gradient_limit", "judge", "told_error"]
+__all__ = ["Candidate", "Decision", "Judgement", "Rules", "beyond_gradient", "choose", "gradient_limit", "told_error"]
 
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
@@ -41,8 +40,6 @@ _NEGLIGIBLE = 0.02
 _LEAST_GAIN = 0.001
 #: A measured gain below this is not worth a run that would make it surer.
 _LEAST_TIMED = 0.01
-#: A script of which nothing is known: no perturbation moves its loss.
-_CALM = Baseline()
 
 
 @dataclass(frozen=True)
@@ -81,17 +78,15 @@ class Decision:
 
     ``index`` points into the candidates (None with ``stay`` when no candidate is the script); ``interval`` is the half
     width of the chosen one's two-sided 90 % interval of divergence; ``rejected`` says why others are not acceptable;
-    ``tied`` names those the chosen one could not be told apart from; ``caveat`` says why the loss could not judge it
-    and what did instead, empty when it could; ``unsure`` is the candidate that a "stay" rejects for the timing noise
-    alone: with more runs it may be adopted.
+    ``caveat`` says why the loss could not judge it and what did instead, empty when it could; ``unsure`` is the
+    candidate that a "stay" rejects for the timing noise alone: with more runs it may be adopted.
     """
 
     verdict: str
     index: int | None
     reason: str
+    rejected: dict[str, str]
     interval: float = 0.0
-    rejected: dict[str, str] = field(default_factory=dict)
-    tied: tuple[str, ...] = ()
     caveat: str = ""
     unsure: int | None = None
 
@@ -110,8 +105,8 @@ class Judgement:
 
     mean: float
     upper: float
-    rejection: str
-    caveat: str
+    rejection: str = ""
+    caveat: str = ""
     final: bool = False
 
 
@@ -121,81 +116,147 @@ def gradient_limit(noise: float | None, max_gradient_error: float = 0.12, *, bli
     Below 0.1 of the noise harmless, from 0.35 always bad (200 steps of a character GPT, 30 configurations x 3 seeds).
     None (for no limit) when the noise is unknown. Where the loss is ``blind`` an absolute limit holds beside it.
     """
-    usual = None if noise is None or not math.isfinite(noise) or noise <= 0 else max_gradient_error * noise
-    if not blind:
-        return usual
-    return BLIND_GRADIENT_ERROR if usual is None else min(usual, BLIND_GRADIENT_ERROR)
+    known = noise is not None and math.isfinite(noise) and noise > 0
+    limits = ([max_gradient_error * noise] if known and noise else []) + [BLIND_GRADIENT_ERROR] * blind
+    return min(limits, default=None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Rules:
-    """What a candidate has to keep to, and what its loss is compared with."""
+class Rules:
+    """What a candidate has to keep to, and what its loss is compared with.
 
-    budget: float
-    baseline: Baseline
-    max_gradient: float | None
-    max_memory: float | None
+    Attributes:
+        max_divergence: budget of the mean divergence, a fraction.
+        baseline: what is known of the script itself.
+        max_gradient: from :func:`gradient_limit`.
+        max_memory: bytes.
+        gradient_noise: mini-batch gradient noise, in whose units gradient errors are told.
+    """
+
+    max_divergence: float = 0.0025
+    baseline: Baseline = field(default_factory=Baseline)
+    max_gradient: float | None = None
+    max_memory: float | None = None
     gradient_noise: float | None = None
 
     @property
     def blind(self) -> str:
         """Why the loss cannot judge, empty when it can."""
-        return blindness(self.budget, self.baseline)
+        return blindness(self.max_divergence, self.baseline)
 
-    def rejection(self, c: Candidate, bound: tuple[float, float]) -> str:
-        """Return why a candidate is not acceptable; empty when it is."""
-        mean, upper = bound
+    @property
+    def benign(self) -> tuple[float, ...]:
+        """Gaps of benign changes."""
+        return self.baseline.benign or (self.baseline.floor,)
+
+    @property
+    def gradient_limit(self) -> float | None:
+        """The largest gradient error, the stricter one where the loss is blind."""
+        known = [] if self.max_gradient is None else [self.max_gradient]
+        return min(known + [BLIND_GRADIENT_ERROR] * bool(self.blind), default=None)
+
+    def judge(self, c: Candidate) -> Judgement:
+        """Say whether a candidate is acceptable, rule 1; the script as written always is."""
+        if c.reference:
+            return Judgement(math.inf, math.inf)
+        mean, upper = confidence_bound(c.divergences, _NEGLIGIBLE * max(self.max_divergence, self.baseline.floor))
+        if c.upper is not None:
+            upper = max(mean, c.upper)
+        limit = self._beyond_limits(c)
+        why = self._beyond_budget(c, mean, upper) or limit
+        return Judgement(mean, upper, why, "" if why else self._caveat(c, upper), bool(limit))
+
+    def _beyond_budget(self, c: Candidate, mean: float, upper: float) -> str:
+        """Return what the loss says against a candidate; empty for nothing."""
         if not math.isfinite(mean):
             return "it was not measured to the end in every seed"
-        chaotic = self.baseline.reach > self.budget
-        if upper > self.budget:
-            why = self._against_benign(c) if chaotic else self._beyond_budget(mean, upper)
-            if why:
-                return why
-        return self.beyond_limits(c)
+        if upper <= self.max_divergence:
+            return ""
+        if self.baseline.reach <= self.max_divergence:
+            return f"divergence {mean:.3%}, up to {upper:.3%} at 95 % confidence, is beyond {self.max_divergence:.3%}"
+        # gaps of benign changes are beyond the budget as well
+        if is_worse_than_benign(c.divergences, self.benign):
+            ratio = compare_gaps(c.divergences, self.benign)[0]
+            return f"divergence {mean:.3%} is {ratio:.1f} times that of rounding the weights once to bf16"
+        excess, least = compare_excess(c.excess, self.baseline.benign_excess) if c.excess else (0.0, -math.inf)
+        if least > self.max_divergence:
+            return (
+                f"its loss is {excess:.3%} higher than under benign changes, surely more than {self.max_divergence:.3%}"
+            )
+        return ""
 
-    def beyond_limits(self, c: Candidate) -> str:
+    def _beyond_limits(self, c: Candidate) -> str:
         """Return which limit of gradient error or memory a candidate breaks, whatever its loss; empty for none."""
         if self.blind and c.gradient_error is None:
             return f"{self.blind}, and its gradient error is unknown"
-        limit = self.gradient_limit()
+        limit = self.gradient_limit
         if limit is not None and c.gradient_error is not None and c.gradient_error > limit:
             return beyond_gradient(c.gradient_error, limit, self.gradient_noise)
         if self.max_memory is not None and c.memory_bytes > self.max_memory:
             return f"memory {memory_text(c.memory_bytes)} is beyond {memory_text(self.max_memory)}"
         return ""
 
-    def gradient_limit(self) -> float | None:
-        """Return the largest gradient error, the stricter one where the loss is blind."""
-        if not self.blind:
-            return self.max_gradient
-        return min(BLIND_GRADIENT_ERROR, math.inf if self.max_gradient is None else self.max_gradient)
-
-    def _beyond_budget(self, mean: float, upper: float) -> str:
-        return f"divergence {mean:.3%}, up to {upper:.3%} at 95 % confidence, is beyond {self.budget:.3%}"
-
-    def _against_benign(self, c: Candidate) -> str:
-        """Return what the gaps say against a candidate where those of benign changes are above the budget."""
-        benign = self.baseline.benign or (self.baseline.floor,)
-        if is_worse_than_benign(c.divergences, benign):
-            ratio = compare_gaps(c.divergences, benign)[0]
-            mean = float(np.mean(c.divergences))
-            return f"divergence {mean:.3%} is {ratio:.1f} times that of rounding the weights once to bf16"
-        if c.excess and (worse := compare_excess(c.excess, self.baseline.benign_excess))[1] > self.budget:
-            return f"its loss is {worse[0]:.3%} higher than under benign changes, surely more than {self.budget:.3%}"
-        return ""
-
-    def caveat(self, c: Candidate, upper: float) -> str:
+    def _caveat(self, c: Candidate, upper: float) -> str:
         """Return how an acceptable candidate was judged where the loss could not; empty where it could."""
-        if not self.blind or (upper <= self.budget and self.baseline.learnt):
+        if not self.blind or (upper <= self.max_divergence and self.baseline.learnt):
             return ""
-        limit = self.gradient_limit()
-        within = f"is within {100 * (limit or 0.0):.3g} %"
+        within = f"is within {100 * (self.gradient_limit or 0.0):.3g} %"
         text = f"{self.blind}; its gradient error of {100 * (c.gradient_error or 0.0):.3g} % {within}"
-        if self.baseline.reach > self.budget:
-            ratio = compare_gaps(c.divergences, self.baseline.benign or (self.baseline.floor,))[0]
+        if self.baseline.reach > self.max_divergence:
+            ratio = compare_gaps(c.divergences, self.benign)[0]
             text += f", and its gaps are {ratio:.1f} times those of such benign changes"
         return text
+
+
+def choose(
+    candidates: Sequence[Candidate],
+    rules: Rules,
+    *,
+    objective: str = "throughput",
+    timing_noise: float = 0.01,
+    reference_memory: float = 0.0,
+    sixteen_bit: float | None = None,
+) -> Decision:
+    """Decide over the finalists; see the module's docstring for the rules.
+
+    Args:
+        candidates: the finalists, presets among them; the script as written may be one.
+        rules: what they have to keep to.
+        objective: ``throughput``, ``memory`` or ``balanced``.
+        timing_noise: relative noise of a speed-up (0 for modelled times).
+        reference_memory: bytes of the script as written, for the memory objectives.
+        sixteen_bit: speed-up of the best 16-bit run, which a gain is told against; None on a CPU.
+    """
+    judged = [rules.judge(c) for c in candidates]
+    rejected = {c.name: j.rejection for c, j in zip(candidates, judged, strict=True) if j.rejection}
+    script = next((i for i, c in enumerate(candidates) if c.reference), None)
+    accepted = [i for i, c in enumerate(candidates) if not c.reference and c.name not in rejected]
+    if not accepted:
+        first = next((f": {name}: {why}" for name, why in rejected.items()), "")
+        more = f" (and {len(rejected) - 1} more)" if len(rejected) > 1 else ""
+        return Decision("stay", script, f"no policy that was measured is acceptable{first}{more}", rejected)
+    merit = {i: _merit(candidates[i], objective, reference_memory) for i in accepted}
+    leader = max(accepted, key=lambda i: merit[i])
+    if merit[leader] <= 1.0 + max(timing_noise, _LEAST_GAIN if objective == "throughput" else 0.0):
+        why = _no_gain(candidates[leader].name, merit[leader], timing_noise)
+        unsure = leader if 1.0 + _LEAST_TIMED < merit[leader] <= 1.0 + timing_noise else None
+        return Decision("stay", script, why, rejected, unsure=unsure)
+    best_preset = max((merit[i] for i in accepted if candidates[i].preset), default=0.0)
+    least = max(merit[leader] * (1.0 - timing_noise), best_preset)
+    tied = [i for i in accepted if merit[i] >= least]
+    chosen = min(tied, key=lambda i: _safety(candidates[i], merit[i]))
+    best, found = candidates[chosen], judged[chosen]
+    what = {"throughput": "fastest", "memory": "smallest", "balanced": "best balance of speed and memory"}[objective]
+    gain = f"{best.speedup:.2f}x"
+    if sixteen_bit:
+        gain = f"{best.speedup / sixteen_bit:.2f}x over 16-bit ({gain} over the script as written)"
+    reason = f"{best.name} is the {what} acceptable policy: {gain}, divergence {found.mean:.3%}"
+    reason += f"; {found.caveat}" if found.caveat else f" within {rules.max_divergence:.3%}"
+    if objective != "throughput":
+        reason += f", merit {merit[chosen]:.2f}"
+    if len(tied) > 1:
+        reason += f"; of {len(tied)} within the timing noise it has the smallest gradient error"
+    return Decision("adopt", chosen, reason, rejected, found.upper - found.mean, found.caveat)
 
 
 def _merit(candidate: Candidate, objective: str, reference_memory: float) -> float:
@@ -203,90 +264,6 @@ def _merit(candidate: Candidate, objective: str, reference_memory: float) -> flo
     if objective == "memory":
         return saved
     return math.sqrt(candidate.speedup * saved) if objective == "balanced" else candidate.speedup
-
-
-def judge(
-    candidates: Sequence[Candidate],
-    *,
-    max_divergence: float,
-    baseline: Baseline,
-    max_gradient: float | None = None,
-    max_memory: float | None = None,
-    gradient_noise: float | None = None,
-) -> list[Judgement]:
-    """Say of every candidate whether it is acceptable, rule 1; the script as written always is.
-
-    Args:
-        candidates, max_divergence, baseline, max_gradient, max_memory, gradient_noise: see :func:`choose`.
-    """
-    rules = _Rules(max_divergence, baseline, max_gradient, max_memory, gradient_noise)
-    negligible = _NEGLIGIBLE * max(max_divergence, baseline.floor)
-    bounds = confidence_bounds([() if c.reference else c.divergences for c in candidates], negligible)
-    out = []
-    for candidate, (mean, own) in zip(candidates, bounds, strict=True):
-        upper = own if candidate.upper is None or is_wide(candidate.divergences) else max(mean, candidate.upper)
-        why = "" if candidate.reference else rules.rejection(candidate, (mean, upper))
-        caveat = "" if candidate.reference or why else rules.caveat(candidate, upper)
-        final = not candidate.reference and bool(rules.beyond_limits(candidate))
-        out.append(Judgement(mean, upper, why, caveat, final))
-    return out
-
-
-def choose(
-    candidates: Sequence[Candidate],
-    *,
-    max_divergence: float = 0.0025,
-    baseline: Baseline = _CALM,
-    max_gradient: float | None = None,
-    max_memory: float | None = None,
-    objective: str = "throughput",
-    timing_noise: float = 0.01,
-    reference_memory: float = 0.0,
-    sixteen_bit: float | None = None,
-    gradient_noise: float | None = None,
-) -> Decision:
-    """Decide over the finalists; see the module's docstring for the rules.
-
-    Args:
-        candidates: the finalists, presets among them; the script as written may be one.
-        max_divergence: budget of the mean divergence, a fraction.
-        baseline: what is known of the script itself.
-        max_gradient: from :func:`gradient_limit`.
-        max_memory: bytes.
-        objective: ``throughput``, ``memory`` or ``balanced``.
-        timing_noise: relative noise of a speed-up (0 for modelled times).
-        reference_memory: bytes of the script as written, for the memory objectives.
-        sixteen_bit: speed-up of the best 16-bit run, which a gain is told against; None on a CPU.
-        gradient_noise: mini-batch gradient noise, in whose units gradient errors are told.
-    """
-    judged = judge(
-        candidates,
-        max_divergence=max_divergence,
-        baseline=baseline,
-        max_gradient=max_gradient,
-        max_memory=max_memory,
-        gradient_noise=gradient_noise,
-    )
-    rejected = {c.name: j.rejection for c, j in zip(candidates, judged, strict=True) if j.rejection}
-    script = next((i for i, c in enumerate(candidates) if c.reference), None)
-    accepted = [i for i, c in enumerate(candidates) if not c.reference and c.name not in rejected]
-    if not accepted:
-        why = f": {_closest(rejected)}" if rejected else ""
-        return Decision("stay", script, f"no policy that was measured is acceptable{why}", 0.0, rejected)
-    merit = {i: _merit(candidates[i], objective, reference_memory) for i in accepted}
-    leader = max(accepted, key=lambda i: merit[i])
-    if merit[leader] <= 1.0 + timing_noise or (objective == "throughput" and merit[leader] < 1.0 + _LEAST_GAIN):
-        why = _no_gain(candidates[leader].name, merit[leader], timing_noise)
-        unsure = leader if 1.0 + _LEAST_TIMED < merit[leader] <= 1.0 + timing_noise else None
-        return Decision("stay", script, why, 0.0, rejected, unsure=unsure)
-    best_preset = max((merit[i] for i in accepted if candidates[i].preset), default=0.0)
-    least = max(merit[leader] * (1.0 - timing_noise), min(best_preset, merit[leader]))
-    tied = [i for i in accepted if merit[i] >= least]
-    chosen = min(tied, key=lambda i: _safety(candidates[i], merit[i]))
-    mean, upper, caveat = judged[chosen].mean, judged[chosen].upper, judged[chosen].caveat
-    others = tuple(candidates[i].name for i in tied if i != chosen)
-    reason = _reason(candidates[chosen], objective, merit[chosen], mean, max_divergence, caveat, others, sixteen_bit)
-    return Decision("adopt", chosen, reason, upper - mean, rejected, others, caveat)
 
 
 def told_error(error: float, noise: float | None) -> str:
@@ -302,9 +279,7 @@ def beyond_gradient(error: float, limit: float, noise: float | None) -> str:
 
 def _apart(value: float, limit: float, unit: str = "") -> str:
     """Return ``value is beyond limit`` with as many digits as tell them apart."""
-    for digits in range(2, 7):
-        if f"{value:.{digits}g}" != f"{limit:.{digits}g}":
-            break
+    digits = next((d for d in range(2, 6) if f"{value:.{d}g}" != f"{limit:.{d}g}"), 6)
     told = (f"{float(f'{x:.{digits}g}'):g}{unit}" for x in (value, limit))  # 360, not 3.6e+02
     return " is beyond ".join(told)
 
@@ -325,31 +300,3 @@ def _safety(candidate: Candidate, merit: float) -> tuple[float, float, bool, flo
     if error is None:
         error = float(np.mean(candidate.divergences))
     return (error, candidate.memory_bytes, not candidate.preset, -merit)
-
-
-def _closest(rejected: dict[str, str]) -> str:
-    name = next(iter(rejected))
-    return f"{name}: {rejected[name]}" + (f" (and {len(rejected) - 1} more)" if len(rejected) > 1 else "")
-
-
-def _reason(
-    chosen: Candidate,
-    objective: str,
-    merit: float,
-    mean: float,
-    budget: float,
-    caveat: str,
-    tied: Sequence[str],
-    sixteen_bit: float | None,
-) -> str:
-    what = {"throughput": "fastest", "memory": "smallest", "balanced": "best balance of speed and memory"}[objective]
-    gain = f"{chosen.speedup:.2f}x"
-    if sixteen_bit:
-        gain = f"{chosen.speedup / sixteen_bit:.2f}x over 16-bit ({gain} over the script as written)"
-    text = f"{chosen.name} is the {what} acceptable policy: {gain}, divergence {mean:.3%}"
-    text += f"; {caveat}" if caveat else f" within {budget:.3%}"
-    if objective != "throughput":
-        text += f", merit {merit:.2f}"
-    if tied:
-        text += f"; of {len(tied) + 1} within the timing noise it has the smallest gradient error"
-    return text

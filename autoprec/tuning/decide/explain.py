@@ -9,14 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from autoprec.tuning.decide.decision import told_error
 from autoprec.tuning.decide.problem import FloatTable, Params, Problem, layer_key
-from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel, Observation
-from autoprec.tuning.decide.sampler.prior import divergence_model, feature_vector, features_of
+from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel
+from autoprec.tuning.decide.sampler.prior import divergence_model, features_of, points_of
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
 
@@ -172,22 +173,22 @@ def importance(
     """
     features = features_of(problem)
     divergence, time = _fitted(problem, time_ms, table, records)
-    law, (learned, _, effects) = divergence.law(), time.mean()
-    mean_error2 = float(np.where(np.isfinite(law.error2), law.error2, 0.0).mean(axis=1).sum()) or 1.0
+    (squares, _, worse), (learned, _, effects) = divergence.law(), time.mean()
+    mean_error2 = float(np.where(np.isfinite(squares), squares, 0.0).mean(axis=1).sum()) or 1.0
     raw: dict[str, tuple[float, float]] = {}
     for g, group in enumerate(problem.groups):
         if len(group.choices) > 1:
-            kept = problem.allowed[g] & np.isfinite(law.error2[g])
+            kept = problem.allowed[g] & np.isfinite(squares[g])
             raw[layer_key(group.name)] = (
                 float(np.var(learned[g, kept])),
-                float(np.var(0.5 * law.error2[g, kept] / mean_error2)),
+                float(np.var(0.5 * squares[g, kept] / mean_error2)),
             )
     later = _significant(effects, time.parameter_sd())
-    worse = _significant(law.parameter, divergence.parameter_sd())
+    worse = _significant(worse, divergence.parameter_sd())
     for name in problem.parameters:
         own = [k for k, (feature, _) in enumerate(features) if feature == name]
         raw[name] = (float(np.var([0.0, *later[own]])), float(np.var([0.0, *worse[own]])))
-    widths = {layer_key(problem.groups[g].name): sd for g, sd in enumerate(divergence.entry_sd(law.error2))}
+    widths = {layer_key(problem.groups[g].name): sd for g, sd in enumerate(divergence.entry_sd(squares))}
     return [replace(d, error_sd=d.error_share * (1 - d.error_share) * widths.get(d.name, 0.0)) for d in _shares(raw)]
 
 
@@ -209,17 +210,14 @@ def _fitted(
 ) -> tuple[DivergenceModel, LinearModel]:
     """Return the sampler's models, fitted to the finished trials."""
     divergence = divergence_model(problem, table.error2)
-    features = features_of(problem)
-    time = LinearModel(time_ms, 0.0, np.zeros(len(features)), noise=0.01)
-    gaps, times = [], []
-    for record in (record for record in records if record.ok):
-        params, base2 = record.params, table.parameter_error2(problem, record.params)
-        z = feature_vector(problem, features, params)
-        seen = Observation(problem.indices(params), z, base2, record.metrics["divergence"])
-        gaps.append(seen)
-        times.append(replace(seen, value=record.metrics["step_time_ms"]))
-    divergence.fit(gaps)
-    time.fit(times)
+    time = LinearModel(time_ms, 0.0, np.zeros(len(features_of(problem))), noise=0.01)
+    done = [record for record in records if record.ok]
+    points = points_of(problem, [record.params for record in done], partial(table.parameter_error2, problem))
+    gaps, times = (
+        np.array([r.metrics[name] for r in done], dtype=np.float64) for name in ("divergence", "step_time_ms")
+    )
+    divergence.fit(points, gaps, np.zeros(len(done), dtype=np.int64))
+    time.fit(points, times)
     return divergence, time
 
 

@@ -8,7 +8,7 @@ from collections import Counter
 import numpy as np
 
 from autoprec.policy import Follow, FollowGroup
-from autoprec.policy.solver import FloatTable, corners
+from autoprec.policy.solver import FloatTable, solve
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.tuning.decide.problem import Params, Problem, layer_key
@@ -18,6 +18,8 @@ __all__ = ["follow_section"]
 
 #: Choices that are recorded, at most, and numbers of both tables together: a policy is a file that people read.
 _MOST_CHOICES, _MOST_NUMBERS = 8, 8000
+#: Shares of the largest squared error that the knapsack is solved for, to see what it would take.
+_SHARES = np.geomspace(1e-5, 1.0, 40)
 
 
 def follow_section(
@@ -94,9 +96,10 @@ def _recorded(problem: Problem, params: Params, times: FloatTable, error2: Float
         count[problem.choice_names[int(order[0])]] += 1000
         if KEEP in group.choices:
             count[KEEP] += 1000
-    finite = np.where(np.isfinite(times) & np.isfinite(error2), times, np.inf)
-    for index in corners(finite, np.where(np.isfinite(finite), error2, np.inf)):
-        count.update({problem.choice_names[int(c)] for c in index})
+    most = float(np.where(np.isfinite(error2), error2, 0.0).max(axis=1).sum())
+    for budget in _SHARES * most:
+        index = solve(times, error2, float(budget))
+        count.update({problem.choice_names[int(c)] for c in index} if index is not None else ())
     return tuple(name for name, _ in count.most_common(_MOST_CHOICES))
 
 

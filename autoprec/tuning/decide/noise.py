@@ -2,27 +2,20 @@
 
 Rounding every weight once to bfloat16 is the smallest change of precision there is, and harmless. In a calm script it
 moves the loss by some thousandths of a percent: a gap of the size of the budget is then the policy's doing. Where
-training is chaotic (tiny batches, high learning rates, line searches, policy gradients) the same rounding grows within
-some steps into a gap of percents, and so does any other change. There a gap of 2 % says nothing against a policy and
-one of 0.5 % nothing for it. A loss that does not move at all (the first steps of a learning-rate warm-up) is the
-opposite case with the same consequence: every policy has a gap of zero, and it proves nothing.
-
-The loss is called *blind* in both cases, and three questions are asked instead:
+training is chaotic the same rounding grows within some steps into a gap of percents, and so does any other change: a
+gap of 2 % says nothing against a policy there, and one of 0.5 % nothing for it. A loss that does not move at all (the
+first steps of a warm-up) proves nothing either. The loss is called *blind* in both cases, and instead is asked:
 
 1. How wrong is the gradient? It is compared on the same weights and the same batch, so chaos does not enter.
 2. Are the gaps larger than those of benign changes, beyond what 16-bit arithmetic in every step explains?
 3. Is the loss worse? Chaotic gaps have either sign; a policy that hurts has them on one side.
 
-Only the first can speak for a policy; the other two can only speak against it, and with few seeds they do so for gross
-harm. That is why the limit of the first is stricter than elsewhere, and why the answer says how it was found.
+Only the first can speak for a policy, and its limit is stricter than elsewhere; the others can only speak against it.
 
 How far up may the mean of a few seeds be? The divergence of one policy varies from seed to seed like a lognormal
-variable: its logarithm has a standard deviation of 0.3 to 0.5, about the same for all policies of one script at one
-level (benchmarks/search_quality.py). Four seeds say little about that spread, and four that happen to lie close
-together promise far too much when the bound is Student's t on each policy's own four. So the spread is taken from all
-finalists at the same level and from what is known beforehand, unless a policy's own is larger; the bound is Cox's for
-the mean of a lognormal variable (Zhou and Gao, Statistics in Medicine 16, 1997), with Student's t for the degrees of
-freedom of the pooled spread.
+variable, and four seeds that lie close together by luck promise far too much. So what is known of the spread beforehand
+is pooled with them; the bound is Cox's for the mean of a lognormal variable (Zhou and Gao, Statistics in Medicine 16,
+1997), with Student's t for the pooled degrees of freedom.
 """
 
 from __future__ import annotations
@@ -41,10 +34,9 @@ __all__ = [
     "blindness",
     "compare_excess",
     "compare_gaps",
-    "confidence_bounds",
+    "confidence_bound",
     "error_over_limit",
     "has_learnt",
-    "is_wide",
     "is_worse_than_benign",
     "needs_more_benign_runs",
     "screening_limit",
@@ -58,11 +50,9 @@ _T95 = (
     6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812, 1.796, 1.782, 1.771, 1.761, 1.753,
     1.746, 1.740, 1.734, 1.729, 1.725, 1.721, 1.717, 1.714, 1.711, 1.708, 1.706, 1.703, 1.701, 1.699, 1.697,
 )  # fmt: skip
-#: Standard deviation of ln(divergence) over seeds known beforehand, and how many degrees of freedom that counts for.
-_SEED_SD, _SEED_DF = 0.4, 4
-#: Degrees of freedom that others lend at most, the factor of level within which they are like this one, and the
-#: standard deviation from which on one of them has heavy tails of its own (it lends no more than this).
-_MOST_LENT, _LIKE, _WIDEST_LENT = 12, 3.0, 0.6
+#: What is known beforehand of the standard deviation of ln(divergence) over seeds, and how many degrees of freedom that
+#: counts for: of a policy's own gaps, and where training is chaotic.
+_SEED_SD, _CHAOTIC_SD, _KNOWN_DF = 0.4, 0.5, 4
 #: Benign perturbations of the reference that are run where one of them may lie above the budget.
 BENIGN_RUNS = 4
 #: Share of the budget from which on one benign gap may be below the budget by luck only: their logarithms spread by
@@ -76,14 +66,12 @@ BLIND_GRADIENT_ERROR = 0.1
 _EVERY_STEP = 4.0
 #: What the gap of one trial may be above the mean of several: two standard deviations of a lognormal spread of 0.4.
 _ONE_TRIAL = 2.0
-#: Standard deviation of ln(gap) known beforehand where training is chaotic, and the degrees of freedom it counts for.
-_PRIOR_SD, _PRIOR_DF = 0.5, 4
 #: The loss of the reference has learnt when its last third lies apart from its first third by this share of it, and by
 #: this many standard errors; fewer steps than this say nothing about it.
 _LEAST_FALL, _SURE, _FEWEST_STEPS = 0.01, 2.0, 6
-#: Standard deviation of ln(gradient error / gradient noise) over the seeds of one policy known beforehand, and the
-#: degrees of freedom it counts for.
-_ERROR_SD, _ERROR_DF = 0.2, 4
+#: Standard deviation of ln(gradient error / gradient noise) over the seeds of one policy known beforehand, which counts
+#: for as many degrees of freedom.
+_ERROR_SD = 0.2
 #: Gaps below this are float32 rounding of the loss.
 _TINY = 1e-7
 
@@ -107,7 +95,7 @@ class Baseline:
     @property
     def reach(self) -> float:
         """How far the benign perturbation itself may be from the reference: upper 95 % bound of the floor."""
-        return max(self.floor, confidence_bounds([self.benign])[0][1] if self.benign else 0.0)
+        return max(self.floor, confidence_bound(self.benign)[1] if self.benign else 0.0)
 
 
 def student95(freedom: int) -> float:
@@ -115,55 +103,22 @@ def student95(freedom: int) -> float:
     return _T95[min(max(freedom, 1), len(_T95)) - 1]
 
 
-def confidence_bounds(rows: Sequence[Sequence[float]], negligible: float = 1e-7) -> list[tuple[float, float]]:
-    """Return (mean, upper 95 % bound of the mean) of every row of divergences, one value per paired seed.
+def confidence_bound(gaps: Sequence[float], negligible: float = _TINY) -> tuple[float, float]:
+    """Return (mean, upper 95 % bound of the mean) of a policy's divergences, one per paired seed.
 
     Args:
-        rows: divergences, fractions; a row that is empty or holds a value that is not finite has no bound (infinity).
+        gaps: fractions; where there is none, or one that is not finite, there is no bound (infinity).
         negligible: divergences below this count as this much: their logarithms say nothing.
     """
-    usable = [len(row) > 0 and bool(np.isfinite(row).all()) for row in rows]
-    logs = [
-        np.log(np.maximum(np.asarray(row, dtype=np.float64), negligible)) if good else np.zeros(0)
-        for row, good in zip(rows, usable, strict=True)
-    ]
-    out = []
-    for k, row in enumerate(rows):
-        if not usable[k]:
-            out.append((math.inf, math.inf))
-            continue
-        mean = float(np.mean(row))
-        others = [log for j, log in enumerate(logs) if j != k and _alike(log, logs[k])]
-        out.append((mean, max(mean, _cox(logs[k], *_lent(others)))))
-    return out
-
-
-def is_wide(row: Sequence[float]) -> bool:
-    """Say whether a policy varies from seed to seed far more than others do: then only its own seeds bound its mean."""
-    logs = np.log(np.maximum(np.asarray(row, dtype=np.float64), _TINY))
-    return len(logs) > 2 and bool(np.isfinite(logs).all()) and float(logs.std(ddof=1)) > _WIDEST_LENT
-
-
-def _alike(one: Vector, other: Vector) -> bool:
-    return len(one) > 1 and abs(float(one.mean() - other.mean())) <= math.log(_LIKE)
-
-
-def _lent(others: Sequence[Vector]) -> tuple[float, int]:
-    """Return (variance, degrees of freedom) that is known before a policy's own seeds."""
-    freedom = _SEED_DF + sum(len(log) - 1 for log in others)
-    squares = _SEED_DF * _SEED_SD**2
-    squares += sum((len(log) - 1) * min(float(log.var(ddof=1)), _WIDEST_LENT**2) for log in others)
-    return squares / freedom, min(_MOST_LENT, freedom)
-
-
-def _cox(logs: Vector, lent: float, freedom: int) -> float:
-    count = len(logs)
-    total = freedom + count - 1
-    squares = float(((logs - logs.mean()) ** 2).sum())
-    # a spread far above everybody's is not chance: FP8 may be harmless under most seeds and ten times as bad under one
-    variance = max((freedom * lent + squares) / total, squares / max(count - 1, 1))
-    error = math.sqrt(variance / count + variance**2 / (2 * (total + 2)))
-    return math.exp(float(logs.mean()) + variance / 2 + student95(total) * error)
+    if not len(gaps) or not np.isfinite(gaps).all():
+        return math.inf, math.inf
+    mean, logs, count = float(np.mean(gaps)), _logs(gaps, negligible), len(gaps)
+    freedom = _KNOWN_DF + count - 1
+    # a spread far above the usual is not chance: FP8 may be harmless under most seeds and ten times as bad under one
+    own = _squares(logs) / max(count - 1, 1)
+    variance = max((_KNOWN_DF * _SEED_SD**2 + _squares(logs)) / freedom, own)
+    error = math.sqrt(variance / count + variance**2 / (2 * (freedom + 2)))
+    return mean, max(mean, math.exp(float(logs.mean()) + variance / 2 + student95(freedom) * error))
 
 
 def needs_more_benign_runs(gaps: Sequence[float], budget: float) -> bool:
@@ -198,12 +153,10 @@ def blindness(budget: float, baseline: Baseline) -> str:
         baseline: what is known of the script itself.
     """
     if baseline.reach > budget:
-        moved = f"{baseline.floor:.3%}"
-        if baseline.floor <= budget:
-            moved += f" (up to {baseline.reach:.3%} at 95 % confidence)"
+        reach = f" (up to {baseline.reach:.3%} at 95 % confidence)" if baseline.floor <= budget else ""
         return (
-            f"the loss cannot judge it, because rounding the weights once to bf16 already moves it by {moved}, beyond "
-            f"the budget of {budget:.3%}"
+            "the loss cannot judge it, because rounding the weights once to bf16 already moves it by "
+            f"{baseline.floor:.3%}{reach}, beyond the budget of {budget:.3%}"
         )
     if not baseline.learnt:
         return (
@@ -233,8 +186,8 @@ def compare_gaps(gaps: Sequence[float], benign: Sequence[float]) -> tuple[float,
         benign: divergences of the perturbed reference; at least one.
     """
     ours, theirs = _logs(gaps), _logs(benign)
-    freedom = _PRIOR_DF + len(ours) + len(theirs) - 2
-    squares = _PRIOR_DF * _PRIOR_SD**2 + _squares(ours) + _squares(theirs)
+    freedom = _KNOWN_DF + len(ours) + len(theirs) - 2
+    squares = _KNOWN_DF * _CHAOTIC_SD**2 + _squares(ours) + _squares(theirs)
     error = math.sqrt(squares / freedom * (1 / len(ours) + 1 / len(theirs)))
     ratio = float(ours.mean() - theirs.mean())
     return math.exp(ratio), math.exp(ratio - student95(freedom) * error)
@@ -252,8 +205,8 @@ def error_over_limit(shares: Sequence[float]) -> tuple[float, float]:
         shares: above 0, one per paired seed; at least one.
     """
     logs = np.log(np.asarray(shares, dtype=np.float64))
-    freedom = _ERROR_DF + len(logs) - 1
-    error = math.sqrt((_ERROR_DF * _ERROR_SD**2 + _squares(logs)) / freedom / len(logs))
+    freedom = _KNOWN_DF + len(logs) - 1
+    error = math.sqrt((_KNOWN_DF * _ERROR_SD**2 + _squares(logs)) / freedom / len(logs))
     return math.exp(float(logs.mean())), math.exp(float(logs.mean()) - student95(freedom) * error)
 
 
@@ -267,18 +220,17 @@ def compare_excess(excess: Sequence[float], benign: Sequence[float]) -> tuple[fl
     Returns:
         Fractions; the bound is minus infinity where fewer than three values cannot tell the spread.
     """
-    ours, theirs = np.asarray(excess, dtype=np.float64), np.asarray(benign, dtype=np.float64)
-    mean = float(ours.mean()) - (float(theirs.mean()) if len(theirs) else 0.0)
-    freedom = len(ours) - 1 + max(len(theirs) - 1, 0)
+    samples = [np.asarray(values, dtype=np.float64) for values in (excess, benign) if len(values)]
+    mean = float(samples[0].mean()) - sum(float(theirs.mean()) for theirs in samples[1:])
+    freedom = sum(len(sample) - 1 for sample in samples)
     if freedom < 2:
         return mean, -math.inf
-    variance = (_squares(ours) + (_squares(theirs) if len(theirs) else 0.0)) / freedom
-    error = math.sqrt(variance * (1 / len(ours) + (1 / len(theirs) if len(theirs) else 0.0)))
-    return mean, mean - student95(freedom) * error
+    variance = sum(map(_squares, samples)) / freedom
+    return mean, mean - student95(freedom) * math.sqrt(variance * sum(1 / len(sample) for sample in samples))
 
 
-def _logs(gaps: Sequence[float]) -> Vector:
-    return np.asarray(np.log(np.maximum(np.asarray(gaps, dtype=np.float64), _TINY)))
+def _logs(gaps: Sequence[float], least: float = _TINY) -> Vector:
+    return np.asarray(np.log(np.maximum(np.asarray(gaps, dtype=np.float64), least)))
 
 
 def _squares(values: Vector) -> float:

@@ -1,16 +1,13 @@
-"""The Pareto front of measured trials, and the area that one more point would add to what it dominates."""
+"""The Pareto front of measured trials."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from autoprec.tuning.study.records import TrialRecord
 
-__all__ = ["added_area", "front", "nondominated"]
+__all__ = ["front", "nondominated"]
 
 
 def nondominated(points: Sequence[Sequence[float]]) -> list[int]:
@@ -35,20 +32,3 @@ def front(records: Sequence[TrialRecord], metrics: Sequence[str] = ("step_time_m
     usable = [r for r in records if r.ok and all(name in r.metrics for name in metrics)]
     points = [[r.metrics[name] for name in metrics] for r in usable]
     return [usable[i] for i in nondominated(points)]
-
-
-def added_area(
-    points: npt.NDArray[np.float64], candidates: npt.NDArray[np.float64], reference: tuple[float, float]
-) -> npt.NDArray[np.float64]:
-    """Return by how much each candidate ``[M, 2]`` alone would enlarge the hypervolume of points ``[N, 2]``.
-
-    Both coordinates are minimised; the area is bounded by the reference point.
-    """
-    inside = points[(points < reference).all(axis=1)] if len(points) else points.reshape(0, 2)
-    order = np.lexsort((inside[:, 1], inside[:, 0]))
-    x = np.concatenate([inside[order, 0], [reference[0]]])
-    height = np.minimum.accumulate(np.concatenate([[reference[1]], inside[order, 1]]))
-    left = np.concatenate([[-np.inf], x[:-1]])
-    # between two neighbouring points the front is as low as the lowest point so far
-    width = np.maximum(x[None, :] - np.maximum(left[None, :], candidates[:, :1]), 0.0)
-    return np.asarray((width * np.maximum(height[None, :] - candidates[:, 1:], 0.0)).sum(axis=1))

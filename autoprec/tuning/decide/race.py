@@ -8,31 +8,14 @@ surely acceptable (or surely not) itself. The first one that is turns into what 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from autoprec.tuning.decide.decision import Candidate, Judgement
+from autoprec.tuning.decide.decision import Candidate, Judgement, Rules
+from autoprec.tuning.decide.problem import Params
 from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS, MOST_SEEDS, Expectation
 
-__all__ = ["Entrant", "Standings", "fewest_seeds", "standings", "stop_gap"]
-
-#: A gap shrinks again at times: it may still fall by this factor until the end of a trial. That early gaps are smaller
-#: than late ones only makes the rule later, never wrong.
-MARGIN = 4.0
-
-
-@dataclass(frozen=True)
-class Entrant:
-    """A policy that was tried: its params, and how it was measured so far."""
-
-    params: Mapping[str, Any]
-    candidate: Candidate
-
-    @property
-    def runs(self) -> int:
-        """Return under how many paired seeds it was measured."""
-        return len(self.candidate.divergences)
+__all__ = ["Standings", "fewest_seeds", "standings"]
 
 
 @dataclass(frozen=True)
@@ -44,18 +27,18 @@ class Standings:
         judged: what is said of each.
         accepted: positions of those that are surely acceptable.
         next: position of the one whose next seed is worth most; None where none is worth a run.
-        gain: what it is expected to gain for each run that it takes.
+        gain: what it is expected to gain, less the price of the runs that it takes.
         chance: of each, of turning out acceptable.
         best_cost: what has to be beaten; None where that is the script.
     """
 
-    candidates: tuple[Candidate, ...]
-    judged: tuple[Judgement, ...]
-    accepted: tuple[int, ...]
-    next: int | None
-    gain: float
-    chance: tuple[float, ...]
-    best_cost: float | None
+    candidates: tuple[Candidate, ...] = ()
+    judged: tuple[Judgement, ...] = ()
+    accepted: tuple[int, ...] = ()
+    next: int | None = None
+    gain: float = 0.0
+    chance: tuple[float, ...] = ()
+    best_cost: float | None = None
 
 
 def fewest_seeds(seeds: int, *, blind: bool) -> int:
@@ -64,72 +47,39 @@ def fewest_seeds(seeds: int, *, blind: bool) -> int:
 
 
 def standings(
-    expectation: Expectation,
-    entrants: Sequence[Entrant],
-    judge: Callable[[Sequence[Candidate]], Sequence[Judgement]],
-    *,
-    seeds: int,
+    expectation: Expectation, entrants: Sequence[tuple[Params, Candidate]], rules: Rules, *, seeds: int
 ) -> Standings:
     """Return where everybody stands.
 
     Args:
-        expectation: fitted to every run so far.
-        entrants: everything that was tried, the script left out.
-        judge: says of candidates which limits they break (:func:`autoprec.tuning.decide.decision.judge`).
-        seeds: paired seeds that are asked for: as many are run where the loss cannot judge, else up to
-            :data:`MOST_SEEDS` times as many, and as few as two.
+        expectation: fitted to every run so far; its ``best_cost`` becomes that of the best who is surely acceptable.
+        entrants: everything that was tried, and how it was measured so far; the script left out.
+        rules: what candidates have to keep to.
+        seeds: paired seeds that are asked for: as many are run where the loss cannot judge, else from
+            :data:`FEWEST_SEEDS` to :data:`MOST_SEEDS`.
     """
-    if not entrants:
-        return Standings((), (), (), None, 0.0, (), None)
-    blind = expectation.goals.blind
-    fewest = fewest_seeds(seeds, blind=blind)
-    points = expectation.points([e.params for e in entrants])
     expectation.best_cost = None
+    if not entrants:
+        return Standings()
+    blind = expectation.goals.blind
+    fewest, most = fewest_seeds(seeds, blind=blind), seeds if blind else MOST_SEEDS
+    points = expectation.points([params for params, _ in entrants])
     outlook = expectation.outlook(points)
     bounds = [None if blind else float(upper) for upper in outlook.upper]
-    candidates = tuple(replace(e.candidate, upper=bound) for e, bound in zip(entrants, bounds, strict=True))
-    judged = tuple(judge(candidates))
-    accepted = tuple(i for i, e in enumerate(entrants) if not judged[i].rejection and e.runs >= fewest)
-    best = min((float(outlook.cost[i]) for i in accepted), default=None)
-    expectation.best_cost = best
-    gains = expectation.outlook(points).worth
-    most = seeds if blind else MOST_SEEDS
-    left = [
-        i for i, e in enumerate(entrants) if i not in accepted and _is_open(e, judged[i], fewest, most, blind=blind)
-    ]
-    ahead = max(left, key=lambda i: gains[i], default=None)
-    gain = float(gains[ahead]) if ahead is not None else 0.0
+    candidates = tuple(replace(c, upper=bound) for (_, c), bound in zip(entrants, bounds, strict=True))
+    judged = tuple(rules.judge(c) for c in candidates)
+    runs = [len(c.divergences) for c in candidates]
+    accepted = tuple(i for i, j in enumerate(judged) if not j.rejection and runs[i] >= fewest)
+    best = expectation.best_cost = min((float(outlook.cost[i]) for i in accepted), default=None)
+    worth = expectation.outlook(points).worth
+
+    def is_open(i: int) -> bool:
+        """Say whether another seed could make a policy acceptable."""
+        if i in accepted or not 0 < runs[i] < most or not all(map(math.isfinite, candidates[i].divergences)):
+            return False
+        return not judged[i].final and (not blind or not judged[i].rejection or runs[i] < fewest)
+
+    ahead = max(filter(is_open, range(len(entrants))), key=lambda i: worth[i], default=None)
+    gain = float(worth[ahead]) if ahead is not None else 0.0
     chance = tuple(float(c) for c in outlook.chance)
     return Standings(candidates, judged, accepted, ahead if gain > 0 else None, gain, chance, best)
-
-
-def _is_open(entrant: Entrant, judged: Judgement, fewest: int, most: int, *, blind: bool) -> bool:
-    """Say whether another seed could make a policy acceptable."""
-    candidate = entrant.candidate
-    if not entrant.runs or entrant.runs >= most or not all(math.isfinite(gap) for gap in candidate.divergences):
-        return False
-    return not judged.final and (not blind or not judged.rejection or entrant.runs < fewest)
-
-
-def stop_gap(
-    expected_ms: float,
-    front: Sequence[tuple[float, float]],
-    *,
-    max_divergence: float,
-    noise_floor: float = 0.0,
-    margin: float = MARGIN,
-) -> float:
-    """Return the gap beyond which a trial is ended as pruned; infinity where any divergence would be worth having.
-
-    Args:
-        expected_ms: step time the trial will have; infinity when it cannot be foreseen.
-        front: (step time, divergence) of the measured front.
-        max_divergence: budget, a fraction.
-        noise_floor: divergence of the benign perturbation: gaps of its size mean nothing.
-        margin: how much a gap may still shrink.
-    """
-    better = [gap for step, gap in front if step <= expected_ms]
-    if not better or not math.isfinite(expected_ms):
-        return math.inf
-    # the best divergence at this speed or faster: above it the trial would be dominated
-    return margin * max(min(better), max_divergence, 2.0 * noise_floor)

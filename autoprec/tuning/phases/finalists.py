@@ -17,11 +17,11 @@ from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.tuning.by_block import is_whole, whole_seconds
-from autoprec.tuning.decide.decision import Candidate, Decision, Judgement, choose, judge
+from autoprec.tuning.decide.decision import Candidate, Decision, Rules, choose
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, blindness, student95
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.race import Entrant, Standings, fewest_seeds, standings
+from autoprec.tuning.decide.race import Standings, fewest_seeds, standings
 from autoprec.tuning.decide.sampler.expectation import Expectation, Measured
 from autoprec.tuning.decide.sampler.sampler import told_divergence
 from autoprec.tuning.ledger import Ledger
@@ -140,9 +140,9 @@ class Race:
             self._rows[record.number] = [*(whole[-1:] or [record]), *(row for row in rows if row.seed != record.seed)]
         self.expectation.goals = replace(self.expectation.goals, blind=bool(self._blindness()))
         self.expectation.fit(self.runs())
-        entrants = [Entrant(record.params, self._candidate(record)) for record in self._tried if record.ok]
         self._ok = [record for record in self._tried if record.ok]
-        self.now = standings(self.expectation, entrants, self._judged, seeds=self._setup.options.seeds)
+        entrants = [(record.params, self._candidate(record)) for record in self._ok]
+        self.now = standings(self.expectation, entrants, self._rules(), seeds=self._setup.options.seeds)
         return self.now
 
     def run(self, elsewhere: Callable[[], float]) -> None:
@@ -282,11 +282,10 @@ class Race:
     def _blindness(self) -> str:
         return blindness(self._setup.limits.divergence, self._baseline())
 
-    def _judged(self, candidates: Sequence[Candidate]) -> list[Judgement]:
-        return judge(
-            candidates,
-            max_divergence=self._setup.limits.divergence,
-            baseline=self._baseline(),
+    def _rules(self) -> Rules:
+        return Rules(
+            self._setup.limits.divergence,
+            self._baseline(),
             max_gradient=self._ledger.gradient_limit(),
             max_memory=self._setup.limits.memory,
             gradient_noise=self._ledger.gradient_noise,
@@ -333,15 +332,11 @@ class Race:
         noise = ledger.timings["timing_noise"] = timing_noise(setup.measured, speeds)
         decision = choose(
             [script, *(self._over_the_run(c) for c in final)],
-            max_divergence=setup.limits.divergence,
-            baseline=self._baseline(),
-            max_gradient=ledger.gradient_limit(),
-            max_memory=setup.limits.memory,
+            self._rules(),
             objective=setup.options.objective,
             timing_noise=noise,
             reference_memory=memory,
             sixteen_bit=sixteen_bit_speedup(setup, ledger.store.records),
-            gradient_noise=ledger.gradient_noise,
         )
         return decision, [script, *final], rejected | decision.rejected
 
@@ -452,12 +447,10 @@ class Race:
         measured = {
             problem.key(c.tag.params): (c, j) for c, j in zip(self.now.candidates, self.now.judged, strict=True)
         }
-        script = (
-            expected.cost_of(self._ledger.reference.step_ms, 1.0) if expected.goals.objective == "throughput" else None
-        )
+        script = float(expected.goals.cost(self._ledger.reference.step_ms, 1.0))
         found = [(1.0, "the script as written", True)]
         offered = [(name, params) for name, params in presets(problem) if not problem.is_script(params)]
-        if script is None or not offered:
+        if expected.goals.objective != "throughput" or not offered:
             return None
         outlook = expected.outlook(expected.points([params for _, params in offered]))
         for (name, params), cost, chance in zip(offered, outlook.cost, outlook.chance, strict=True):

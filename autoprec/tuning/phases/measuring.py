@@ -54,7 +54,6 @@ def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
         max_divergence=setup.limits.divergence,
         max_gradient=None if limit is None else limit / table.misfit.ratio,
         max_memory=setup.limits.memory,
-        noise_floor=reference.noise_floor,
         objective=setup.options.objective,
         blind=bool(blindness(setup.limits.divergence, reference.baseline)),
         seeds=setup.options.seeds,

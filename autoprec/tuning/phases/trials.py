@@ -21,11 +21,10 @@ from autoprec.support.units import counted
 from autoprec.trial.protocol import FAILURES
 from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.race import stop_gap
 from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
 from autoprec.tuning.decide.sampler.other_samplers import make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.sampler.sampler import NOTHING_NEW, PrecisionSampler
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
@@ -49,20 +48,13 @@ FINALISTS_SHARE = 0.4
 ASKS_PER_TRIAL = 20
 
 
-def hopeless_gap(setup: Setup, ledger: Ledger, params: Mapping[str, Any]) -> float:
+def hopeless_gap(setup: Setup, ledger: Ledger) -> float:
     """Return the loss gap beyond which a trial cannot become acceptable any more and is ended early.
 
     Single steps of a harmless FP8 run are off by up to ten times the usual budget; a mean of twenty times the budget,
-    or of ten times the noise floor, over the last quarter is beyond recovery. Where the step time is modelled the
-    front of the finished trials may say so sooner.
+    or of ten times the noise floor, over the last quarter is beyond recovery.
     """
-    floor, budget = ledger.reference.noise_floor, setup.limits.divergence
-    fixed = max(20.0 * budget, 10.0 * floor)
-    if setup.measured:
-        return fixed
-    front = [(r.metrics["step_time_ms"], r.metrics["divergence"]) for r in ledger.store.learned() if r.ok]
-    expected = setup.steps.of(params).time_ms
-    return min(fixed, stop_gap(expected, front, max_divergence=budget, noise_floor=floor))
+    return max(20.0 * setup.limits.divergence, 10.0 * ledger.reference.noise_floor)
 
 
 def reserve(setup: Setup, race: Race, ledger: Ledger, began_s: float) -> float:
@@ -132,7 +124,7 @@ class _Loop:
         tags = ("preset",) if kind == "preset" else ()
         plan = TrialRecord(number, kind, name, params, policy, status="", tags=tags)
         predicted, began = self.table.predict(setup.problem, params), (time.time(), time.monotonic())
-        limit = hopeless_gap(setup, ledger, params)
+        limit = hopeless_gap(setup, ledger)
         spec = self.runner.spec(policy, reference_losses=ledger.reference.losses, stop_gap=limit)
         result = self.runner.run(spec)
         # one that failed by block was run as the script compiles it, and is compared with what was compiled so, too
@@ -222,7 +214,7 @@ class _Loop:
             ledger.stopped = f"ran out of time after {done}"
         elif self.done >= self.goal:
             ledger.stopped = f"ran all {self.goal} trials" if self.goal > 1 else "ran the one trial it was allowed"
-        elif self.used_up or (why := self._finished()) == NOTHING_NEW:
+        elif self.used_up or (why := self._finished()) is None:
             ledger.stopped = (
                 f"exhausted the space after {self.done} different {'policy' if self.done == 1 else 'policies'}"
             )
@@ -232,10 +224,10 @@ class _Loop:
             ledger.stopped = f"{ended} after {done}: {why}"
         ledger.note(ledger.stopped)
 
-    def _finished(self) -> str:
-        """Return why nothing is left that is worth a trial; samplers other than ours end with the space alone."""
+    def _finished(self) -> str | None:
+        """Return why nothing is left that is worth a trial; None for samplers that end with the space alone."""
         own = isinstance(self.sampler, PrecisionSampler)
-        return self.sampler.finished(self.ledger.store.live) if own else NOTHING_NEW
+        return self.sampler.finished(self.ledger.store.live) if own else None
 
     def seconds_left(self) -> float:
         """Return the seconds until the search ends at most, further seeds included: it may converge before."""

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from autoprec.tuning.decide.decision import Candidate, choose, gradient_limit
+from autoprec.tuning.decide.decision import Candidate, Decision, Rules, gradient_limit
+from autoprec.tuning.decide.decision import choose as choose_by
 from autoprec.tuning.decide.noise import Baseline
 
 SCRIPT = Candidate("script as written", 1.0, (0.0,), 0.0, 100.0, reference=True)
+
+
+def choose(candidates: list[Candidate], **asked: Any) -> Decision:
+    rules = {name: asked.pop(name) for name in tuple(asked) if name in Rules.__slots__}
+    return choose_by(candidates, Rules(**rules), **asked)
 
 
 def candidate(name: str, speedup: float, gap: float = 0.001, **fields: object) -> Candidate:
@@ -114,7 +121,7 @@ def test_among_ties_the_safest_wins() -> None:
     safe = candidate("safe", 1.500, gradient_error=0.02)
     found = choose([SCRIPT, fast, safe], timing_noise=0.01)
     assert found.index == 2
-    assert found.tied == ("fast",)
+    assert "of 2 within the timing noise" in found.reason
     assert choose([SCRIPT, fast, safe], timing_noise=0.0).index == 1
 
 

@@ -1,25 +1,20 @@
 from __future__ import annotations
 
 import math
-from functools import partial
 
-from hypothesis import given
-from hypothesis import strategies as st
-
-from autoprec.tuning.decide.decision import Candidate, judge
+from autoprec.tuning.decide.decision import Candidate, Rules
 from autoprec.tuning.decide.noise import Baseline
-from autoprec.tuning.decide.race import MARGIN, MOST_SEEDS, Entrant, Standings, standings, stop_gap
-from autoprec.tuning.decide.sampler.expectation import Expectation, Goals, Measured
+from autoprec.tuning.decide.race import Standings, standings
+from autoprec.tuning.decide.sampler.expectation import MOST_SEEDS, Expectation, Goals, Measured
 from tests.tuning.synthetic import synthetic
 
 BUDGET = 0.0025
 FOUND = synthetic(blocks=2)
-JUDGE = partial(judge, max_divergence=BUDGET, baseline=Baseline(1e-6))
 
 
 def stand(gaps: dict[str, list[float]], seeds: int = 4, *, blind: bool = False, floor: float = 0.0) -> Standings:
     """Stand uniform policies with these divergences, one per seed."""
-    goals = Goals(BUDGET, noise_floor=floor, blind=blind, reference=(60.0, 1.0))
+    goals = Goals(BUDGET, blind=blind, reference=(60.0, 1.0))
     expectation = Expectation(FOUND.problem, FOUND.prior, goals)
     params = {name: FOUND.problem.params_of(name) for name in gaps}
     runs = [
@@ -29,10 +24,10 @@ def stand(gaps: dict[str, list[float]], seeds: int = 4, *, blind: bool = False, 
     ]
     expectation.fit(runs)
     entrants = [
-        Entrant(params[name], Candidate(name, 60.0 / FOUND.step(params[name])[0], tuple(row), gradient_error=0.01))
+        (params[name], Candidate(name, 60.0 / FOUND.step(params[name])[0], tuple(row), gradient_error=0.01))
         for name, row in gaps.items()
     ]
-    return standings(expectation, entrants, JUDGE, seeds=seeds)
+    return standings(expectation, entrants, Rules(BUDGET, Baseline(max(floor, 1e-6))), seeds=seeds)
 
 
 def test_one_seed_is_never_enough_and_two_are_far_within_the_budget() -> None:
@@ -82,28 +77,3 @@ def test_a_run_that_failed_under_a_seed_ends_it() -> None:
 
 def test_nothing_tried_is_nothing_to_say() -> None:
     assert stand({}).next is None
-
-
-FRONT = [(10.0, 0.03), (15.0, 0.004), (20.0, 0.001)]
-
-
-def test_a_trial_faster_than_anything_measured_is_never_stopped() -> None:
-    assert stop_gap(9.0, FRONT, max_divergence=0.0025) == math.inf
-    assert stop_gap(9.0, [], max_divergence=0.0025) == math.inf
-    assert stop_gap(math.inf, FRONT, max_divergence=0.0025) == math.inf
-
-
-def test_a_trial_is_stopped_once_something_as_fast_is_out_of_reach() -> None:
-    assert stop_gap(12.0, FRONT, max_divergence=0.0025) == MARGIN * 0.03
-    assert stop_gap(16.0, FRONT, max_divergence=0.0025) == MARGIN * 0.004
-    assert stop_gap(25.0, FRONT, max_divergence=0.0025) == MARGIN * 0.0025
-
-
-def test_gaps_within_the_noise_stop_nothing() -> None:
-    assert stop_gap(25.0, FRONT, max_divergence=0.0025, noise_floor=0.02) == MARGIN * 0.04
-
-
-@given(st.floats(5, 40), st.floats(0, 0.1))
-def test_whatever_could_still_be_acceptable_goes_on(step: float, gap: float) -> None:
-    if gap <= 0.0025:
-        assert stop_gap(step, FRONT, max_divergence=0.0025) > gap

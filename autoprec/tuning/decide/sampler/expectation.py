@@ -2,8 +2,8 @@
 
 A policy can be adopted once the 95 % bound of its mean divergence is within the budget. How likely that is after n more
 paired seeds follows from the model: its mean will then have moved by a known spread, and its uncertainty have shrunk by
-a known factor. That probability, times how much better the policy is than the best one that is surely acceptable,
-divided by the runs it takes, is what the policy is *worth*, for the best n. It is the one number that everything is
+a known factor. That probability, times how much better the policy is than the best one that is surely acceptable, less
+the price of the runs it takes, is what the policy is *worth*, for the best n. It is the one number that everything is
 asked by: a new policy (a trial), one more paired seed for a policy that was tried, or nothing, where no policy is worth
 another run.
 """
@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from autoprec.policy.solver import Limit
 from autoprec.tuning.decide.problem import FloatTable, Problem
-from autoprec.tuning.decide.sampler.posterior import LinearModel, Observation
-from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, feature_vector, features_of
+from autoprec.tuning.decide.sampler.posterior import LinearModel, Points
+from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of, points_of
 
-__all__ = ["MODELLED", "TIMED", "Bar", "Expectation", "Goals", "Measured", "Outlook", "Points"]
+__all__ = ["MODELLED", "TIMED", "Bar", "Expectation", "Goals", "Measured", "Outlook"]
 
 Vector = npt.NDArray[np.float64]
 
@@ -64,10 +64,8 @@ _MORE_SEEDS = (1, 2, 3, 4, 6, 8, 12, 16)
 _REUSED = 0.5
 #: What is left of the chance of a policy for each failed run of a choice in it that never ran to its end.
 _AFTER_FAILURE = 0.2
-#: What time counts against memory where memory is the objective: enough to break ties.
-_TIE_BREAK = 1e-3
-#: The models are fitted to this many runs at most: the first ones (the whole range) and the newest (near the answer).
-_MOST_FITTED, _FIRST_FITTED = 160, 40
+#: The share of memory, against time, in the logarithm of what an objective minimises; the rest breaks ties.
+_MEMORY_SHARE = {"throughput": 0.0, "balanced": 0.5, "memory": 0.999}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +73,9 @@ class Goals:
     """What makes a policy acceptable, and better than another.
 
     Attributes:
-        max_divergence: the budget, a fraction.
+        max_divergence: the budget that a mean over seeds must surely keep to, a fraction.
         max_gradient: largest relative gradient error, absolute; None for no limit.
         max_memory: bytes; None for no limit.
-        noise_floor: divergence of the benign perturbation.
         objective: ``throughput``, ``memory`` or ``balanced``.
         blind: the loss cannot judge, so only the limits do.
         seeds: paired seeds that a policy is then measured under.
@@ -89,7 +86,6 @@ class Goals:
     max_divergence: float = 0.0025
     max_gradient: float | None = None
     max_memory: float | None = None
-    noise_floor: float = 0.0
     objective: str = "throughput"
     blind: bool = False
     seeds: int = 4
@@ -100,6 +96,11 @@ class Goals:
     def bar(self) -> Bar:
         """What a policy has to gain to be worth runs."""
         return TIMED if self.timed else MODELLED
+
+    def cost(self, step_ms: npt.ArrayLike, memory: npt.ArrayLike) -> Vector:
+        """Return the logarithm of what the objective minimises, of step times and bytes."""
+        share = _MEMORY_SHARE[self.objective]
+        return np.asarray((1 - share) * np.log(step_ms) + share * np.log(np.maximum(memory, 1.0)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,18 +115,6 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Points:
-    """Assignments ``[N, G]`` with parameter features ``[N, K]`` and the squared errors of parameters ``[N]``."""
-
-    index: npt.NDArray[np.int64]
-    features: FloatTable
-    base2: Vector
-
-    def __len__(self) -> int:
-        return len(self.index)
-
-
-@dataclass(frozen=True)
 class Outlook:
     """What is expected of points ``[N]``.
 
@@ -134,15 +123,13 @@ class Outlook:
         upper: 95 % bound of the mean divergence over seeds.
         chance: probability that the mean divergence is within the budget, and the limits are kept.
         gain: what its further runs are expected to gain over the best policy that is surely acceptable, a fraction.
-        runs: how many further runs these are, references of new paired seeds among them.
-        worth: the gain less their price; it is not worth a run where that is not positive.
+        worth: the gain less the price of these runs; it is not worth a run where that is not positive.
     """
 
     cost: Vector
     upper: Vector
     chance: Vector
     gain: Vector
-    runs: Vector
     worth: Vector
 
 
@@ -153,86 +140,70 @@ class Expectation:
         problem, prior: of the search.
         goals: what is wanted.
         presets: (name, params) of policies that people run today.
+
+    Attributes:
+        best_cost: of the best policy that is surely acceptable; None where that is the script.
     """
 
     def __init__(
         self, problem: Problem, prior: Prior, goals: Goals, presets: Sequence[tuple[str, Mapping[str, Any]]] = ()
     ) -> None:
         self.problem, self.prior, self.goals = problem, prior, goals
-        self._features = features_of(problem)
-        self._sizes = np.array([prior.parameter_memory.get(f, 0.0) for f in self._features], dtype=np.float64)
-        self.max_gradient2 = math.inf
-        if goals.max_gradient is not None:
-            self.max_gradient2 = (goals.max_gradient / _GRADIENT_MARGIN) ** 2
+        features = features_of(problem)
+        self._effects, self._sizes = (
+            np.array([known.get(feature, 0.0) for feature in features], dtype=np.float64)
+            for known in (prior.parameter_time_ms, prior.parameter_memory)
+        )
         self.best_cost: float | None = None
         self._presets = set(_keys(self.points([params for _, params in presets])))
         self.fit([])
 
-    # --- points -----------------------------------------------------------------------------------------------------
     def points(self, many: Sequence[Mapping[str, Any]]) -> Points:
         """Return the points of params."""
-        index = [self.problem.indices(params) for params in many]
-        vectors = [self.vector(params) for params in many]
-        base2 = np.array([self.prior.parameter_error2(params) for params in many], dtype=np.float64)
-        shape = (len(many), len(self._features))
-        found = np.array(index, dtype=np.int64).reshape(len(many), len(self.problem.groups))
-        return Points(found, np.array(vectors, dtype=np.float64).reshape(shape), base2)
+        return points_of(self.problem, many, self.prior.parameter_error2)
 
-    def vector(self, params: Mapping[str, Any]) -> Vector:
-        """Return the parameter features ``[K]`` of params."""
-        return feature_vector(self.problem, self._features, params)
+    def limits(self, features: Vector, base2: float) -> list[Limit]:
+        """Return the limits that an assignment must keep beside the divergence, under given parameters."""
+        prior, goals, out = self.prior, self.goals, []
+        if goals.max_gradient is not None:
+            out.append(Limit(prior.error2, (goals.max_gradient / _GRADIENT_MARGIN) ** 2 - base2))
+        if goals.max_memory is not None and prior.memory is not None:
+            room = goals.max_memory - prior.base_memory - float(features @ self._sizes)
+            out.append(Limit(prior.memory, room))
+        return out
 
     def within_limits(self, points: Points) -> npt.NDArray[np.bool_]:
         """Return ``[N]``: whether the limits of gradient error and memory are kept, by the tables."""
         rows = np.arange(points.index.shape[1])
-        kept = self.prior.error2[rows, points.index].sum(axis=1) + points.base2 <= self.max_gradient2 * (1 + 1e-9)
-        if self.goals.max_memory is not None and self.prior.memory is not None:
-            held = self.prior.memory[rows, points.index].sum(axis=1) + points.features @ self._sizes
-            kept &= held <= self.goals.max_memory - self.prior.base_memory
-        return np.asarray(kept)
-
-    def limits(self, features: Vector, base2: float) -> list[Limit]:
-        """Return the limits that an assignment must keep beside the divergence, under given parameters."""
-        out = []
-        if math.isfinite(self.max_gradient2 - base2):
-            out.append(Limit(self.prior.error2, self.max_gradient2 - base2))
-        if self.goals.max_memory is not None and self.prior.memory is not None:
-            room = self.goals.max_memory - self.prior.base_memory - float(features @ self._sizes)
-            out.append(Limit(self.prior.memory, room))
-        return out
+        kept = [
+            all(limit.cost[rows, index].sum() <= limit.bound + 1e-9 * abs(limit.bound) for limit in self.limits(z, b))
+            for index, z, b in zip(points.index, points.features, points.base2, strict=True)
+        ]
+        return np.array(kept, dtype=bool)
 
     # --- learning ---------------------------------------------------------------------------------------------------
     def fit(self, runs: Sequence[Measured]) -> None:
         """Refit the models to every run so far."""
-        prior, runs = self.prior, list(runs)
-        if len(runs) > _MOST_FITTED:
-            runs = runs[:_FIRST_FITTED] + runs[_FIRST_FITTED - _MOST_FITTED :]
-        effects = np.array([prior.parameter_time_ms.get(f, 0.0) for f in self._features], dtype=np.float64)
+        prior = self.prior
         self.divergence = divergence_model(self.problem, prior.error2)
         self.time = LinearModel(
-            prior.time_ms, prior.base_time_ms, effects, noise=prior.time_noise, trust=prior.time_trust
+            prior.time_ms, prior.base_time_ms, self._effects, noise=prior.time_noise, trust=prior.time_trust
         )
         held = prior.memory if prior.memory is not None else np.where(self.problem.allowed, 0.0, np.inf)
         base = prior.base_memory or max((run.memory for run in runs), default=0.0)
         self.memory = LinearModel(held, base, self._sizes, noise=1e-3, trust=0.1)
-        self._failed = np.zeros(len(self.problem.choice_names) + len(self._features))
-        self._seeds: dict[bytes, int] = {}
-        self._references = 1
-        if not runs:
-            return
         points = self.points([run.params for run in runs])
-        self._note_failures(points, np.array([run.step_ms is None for run in runs]))
-
-        def seen(values: Sequence[float | None]) -> list[Observation]:
-            rows = zip(points.index, points.features, points.base2, values, runs, strict=True)
-            return [Observation(i, z, float(b), v, run.seed) for i, z, b, v, run in rows if v is not None]
-
-        self._references = 1 + max(run.seed for run in runs)
-        for key, run in zip(_keys(points), runs, strict=True):
-            self._seeds[key] = max(self._seeds.get(key, 0), run.seed + 1)
-        self.divergence.fit(seen([run.divergence for run in runs]))
-        self.time.fit(seen([run.step_ms for run in runs]))
-        self.memory.fit(seen([run.memory or None for run in runs]))
+        told = [(run.seed, run.divergence, run.step_ms, run.memory or None) for run in runs]
+        paired, gaps, times, sizes = np.array(told, dtype=np.float64).reshape(-1, 4).T  # NaN where nothing is known
+        seeds = paired.astype(np.int64)
+        self.divergence.fit(points, gaps, seeds)
+        self.time.fit(points, times)
+        self.memory.fit(points, sizes)
+        self._references = 1 + int(seeds.max(initial=0))
+        self._seeds = dict(sorted(zip(_keys(points), (seeds + 1).tolist(), strict=True), key=lambda had: had[1]))
+        # per choice and parameter value that never ran to its end: the runs that failed with it
+        used, failed = self._used(points), np.isnan(times)
+        self._failed = np.where(used[~failed].any(axis=0), 0, used[failed].sum(axis=0))
 
     def _used(self, points: Points) -> npt.NDArray[np.bool_]:
         """Return ``[N, C + K]``: which choices and parameter values points use."""
@@ -240,100 +211,69 @@ class Expectation:
         choices = (points.index[:, :, None] == columns).any(axis=1)
         return np.concatenate([choices, points.features > 0], axis=1)
 
-    def _note_failures(self, points: Points, failed: npt.NDArray[np.bool_]) -> None:
-        """Count, per choice and parameter value that never ran to its end, the runs that failed with it."""
-        used = self._used(points)
-        worked = used[~failed].any(axis=0)
-        self._failed = np.where(worked, 0.0, used[failed].sum(axis=0))
-
     # --- expecting --------------------------------------------------------------------------------------------------
     def cost_table(self) -> tuple[FloatTable, Vector]:
         """Return what the objective minimises per group and choice ``[G, C]`` and feature ``[K]``, to first order."""
+        share = _MEMORY_SHARE[self.goals.objective]
         (time, _, effects), (held, _, held_effects) = self.time.mean(), self.memory.mean()
-        duration, size = self.time.scale, max(self.memory.scale, 1e-12)
-        if self.goals.objective == "throughput":
-            return time / duration, effects / duration
-        weight = _TIE_BREAK if self.goals.objective == "memory" else 1.0
-        return held / size + weight * time / duration, held_effects / size + weight * effects / duration
-
-    @property
-    def limit(self) -> float:
-        """The divergence that a mean over seeds must surely keep to: what the decision will hold it to."""
-        return self.goals.max_divergence
+        duration, size = (1 - share) / self.time.scale, share / self.memory.scale
+        table = time * duration + (held * size if share else 0.0)
+        return table, effects * duration + held_effects * size
 
     def outlook(self, points: Points) -> Outlook:
         """Return what is expected of points."""
+        goals, bar = self.goals, self.goals.bar
         cost, cost_sd = self._cost(points)
-        log_gap, sd = self.divergence.predict(points.index, points.features, points.base2)
-        sd = np.maximum(sd, 1e-6)
+        log_gap, sd = self.divergence.predict(points)
         possible = self.within_limits(points) * _AFTER_FAILURE ** (self._used(points) * self._failed).max(axis=1)
         upper = np.exp(np.minimum(log_gap + _Z95 * sd, 60.0))
-        within = np.ones(len(points)) if self.goals.blind else _normal((math.log(self.limit) - log_gap) / sd)
+        within = np.ones(len(points)) if goals.blind else _normal((math.log(goals.max_divergence) - log_gap) / sd)
         preset = np.array([key in self._presets for key in _keys(points)], dtype=bool)
-        bar = self.goals.bar
-        ahead = self._to_beat() - cost - np.where(preset, bar.preset_tie, bar.tie)
-        sure = np.maximum(cost_sd, 1e-9)
-        z = ahead / sure
-        gain = possible * np.maximum(sure * (z * _normal(z) + np.exp(-0.5 * z**2) / math.sqrt(2 * math.pi)), 0.0)
+        ahead = (self._to_beat() - cost - np.where(preset, bar.preset_tie, bar.tie)) / cost_sd
+        least = np.where(preset, bar.preset_tie, bar.least)
+        # the expectation of what a normally distributed gain is above zero
+        gain = (
+            possible * cost_sd * np.maximum(ahead * _normal(ahead) + np.exp(-0.5 * ahead**2) / math.sqrt(math.tau), 0)
+        )
         accepted, runs = self._plan(points, log_gap, sd, gain)
-        expected, least = gain * accepted, np.where(preset, bar.preset_tie, bar.least)
-        worth = np.where(expected > least, expected - bar.price * runs, np.minimum(expected - least, 0.0))
-        return Outlook(cost, upper, possible * within, expected, runs, worth)
+        gain = gain * accepted
+        worth = np.where(gain > least, gain - bar.price * runs, np.minimum(gain - least, 0.0))
+        return Outlook(cost, upper, possible * within, gain, worth)
 
     def _plan(self, points: Points, log_gap: Vector, sd: Vector, gain: Vector) -> tuple[Vector, Vector]:
         """Return, for the number of further seeds that is worth most, the chance to be accepted then, and its runs.
 
         After n more seeds the mean's standard deviation is ``left``, and the mean itself lies ``moved`` off at random.
         """
-        had = np.array([self._seeds.get(key, 0) for key in _keys(points)])
+        had = np.array([self._seeds.get(key, 0) for key in _keys(points)], dtype=np.int64)
         if self.goals.blind:
             return np.ones(len(points)), np.maximum(2.0 * (self.goals.seeds - had), 1.0)
-        most = np.maximum(MOST_SEEDS - had, 1)
-        chances, runs, best = np.zeros(len(points)), np.ones(len(points)), np.full(len(points), -math.inf)
-        for more in _MORE_SEEDS:
-            fresh = np.clip(had + more - self._references, 0.0, more)
-            told = fresh + _REUSED * (more - fresh)
-            left = 1.0 / np.sqrt(1.0 / sd**2 + told / self.divergence.spread**2)
-            moved = np.sqrt(np.maximum(sd**2 - left**2, 1e-12))
-            chance = _normal((math.log(self.limit) - _Z95 * left - log_gap) / moved)
-            net = gain * chance - self.goals.bar.price * (more + fresh)
-            better = (net > best) & (had + more >= FEWEST_SEEDS) & (more <= most)
-            chances, runs, best = (
-                np.where(better, *pair) for pair in ((chance, chances), (more + fresh, runs), (net, best))
-            )
-        return chances, runs
+        more = np.array(_MORE_SEEDS)[:, None]
+        fresh = np.clip(had + more - self._references, 0, more)  # the references of seeds that are new are runs as well
+        runs, told = more + fresh, fresh + _REUSED * (more - fresh)
+        left = 1.0 / np.sqrt(1.0 / sd**2 + told / self.divergence.spread**2)
+        moved = np.sqrt(sd**2 - left**2)
+        chance = _normal((math.log(self.goals.max_divergence) - _Z95 * left - log_gap) / moved)
+        possible = (had + more >= FEWEST_SEEDS) & (more <= np.maximum(MOST_SEEDS - had, 1))
+        best = np.where(possible, gain * chance - self.goals.bar.price * runs, -np.inf).argmax(axis=0)
+        each = np.arange(len(points))
+        return chance[best, each], runs[best, each].astype(np.float64)
 
     def _to_beat(self) -> float:
         """Return the cost of the best policy that is surely acceptable; the script's where none is."""
         if self.best_cost is not None:
             return self.best_cost
         if self.goals.reference is not None:
-            return self.cost_of(*self.goals.reference)
+            return float(self.goals.cost(*self.goals.reference))
         return float(self._cost(self.points([self.problem.params_of(self.problem.baseline)]))[0][0])
 
-    def cost_of(self, step_ms: float, memory: float) -> float:
-        """Return the logarithm of what the objective minimises, of a measured step time and memory."""
-        if self.goals.objective == "throughput":
-            return math.log(step_ms)
-        share = _TIE_BREAK if self.goals.objective == "memory" else 0.5
-        return (1 - share) * math.log(max(memory, 1.0)) + share * math.log(step_ms)
-
     def _cost(self, points: Points) -> tuple[Vector, Vector]:
-        time, sd = self.time.predict(points.index, points.features)
-        time = np.maximum(time, 1e-3 * self.time.scale)
-        if self.goals.objective == "throughput":
-            return np.log(time), sd / time
-        held, held_sd = self.memory.predict(points.index, points.features)
-        held = np.maximum(held, 1.0)
-        share = _TIE_BREAK if self.goals.objective == "memory" else 0.5
-        spread = np.hypot((1 - share) * held_sd / held, share * sd / time)
-        return (1 - share) * np.log(held) + share * np.log(time), spread
-
-    def places(self, points: Points) -> FloatTable:
-        """Return (step time as a share of the largest, ln divergence) ``[N, 2]``, to measure hypervolume by."""
-        time, _ = self.time.predict(points.index, points.features)
-        log_gap, _ = self.divergence.predict(points.index, points.features, points.base2)
-        return np.stack([time / self.time.scale, log_gap], axis=1)
+        """Return mean and standard deviation ``[N]`` of the cost of points."""
+        share = _MEMORY_SHARE[self.goals.objective]
+        (time, time_sd), (held, held_sd) = self.time.predict(points), self.memory.predict(points)
+        time, held = np.maximum(time, 1e-3 * self.time.scale), np.maximum(held, 1.0)
+        sd = np.hypot((1 - share) * time_sd / time, share * held_sd / held)
+        return self.goals.cost(time, held), np.maximum(sd, 1e-9)
 
 
 def _keys(points: Points) -> list[bytes]:
@@ -343,4 +283,4 @@ def _keys(points: Points) -> list[bytes]:
 
 def _normal(x: Vector) -> Vector:
     """Return the standard normal distribution function."""
-    return np.asarray(0.5 * (1.0 + np.vectorize(math.erf)(np.clip(x, -30, 30) / math.sqrt(2))), dtype=np.float64)
+    return np.asarray(0.5 * (1.0 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))))

@@ -19,7 +19,6 @@ How large that luck is depends on the model that is trained; it is estimated fro
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -27,19 +26,21 @@ import numpy.typing as npt
 
 from autoprec.tuning.decide.problem import FloatTable, IntVector
 
-__all__ = ["DivergenceLaw", "DivergenceModel", "LinearModel", "Observation"]
+__all__ = ["DivergenceModel", "LinearModel", "Points"]
 
 Vector = npt.NDArray[np.float64]
 
 #: Prior standard deviations in units of ln(D): the level, a parameter's value, and what the table has wrong of a choice
 #: and of one entry, for a policy that consists of nothing else. All but the level count once or several times: how
-#: wrong a table is (it was right within 10 % of a small GPT's and a small ViT's divergence), the study shows.
+#: wrong a table is the study shows, and a gap at the noise floor is no sign of luck (tests/tuning/decide/test_race.py).
 _LEVEL, _PARAMETER, _CHOICE, _ENTRY = 1.5, 0.25, 0.06, 0.25
-_MISFITS = ((1.0, 0.8), (4.0, 0.15), (12.0, 0.05))
+_MISFITS = {1.0: 0.8, 4.0: 0.15, 12.0: 0.05}
 #: The standard deviation of ln(D) over seeds: 0.31 to 0.5 on nine small models, 0.11 on one whose runs are long. Its
 #: prior is lognormal around the first, as wide as the others below and above it; the posterior is taken over a grid.
 _SPREAD, _BELOW, _ABOVE = 0.36, 0.7, 0.4
-_SPREADS = np.geomspace(0.08, 1.5, 8)
+_MISFIT, _SPREADS = (axis.ravel() for axis in np.meshgrid(list(_MISFITS), np.geomspace(0.08, 1.5, 8)))
+_OFF = np.log(_SPREADS / _SPREAD)
+_LOG_PRIOR = np.log([_MISFITS[m] for m in _MISFIT]) - 0.5 * (_OFF / np.where(_OFF < 0, _BELOW, _ABOVE)) ** 2
 #: Shares of the seeds' variance: what all runs under one seed have in common, and what those with the same errors have.
 _SEED, _OVERLAP = 0.1, 0.4
 #: Divergences below and above which nothing is distinguished (1e-7 relative is float32 rounding of the loss).
@@ -48,86 +49,81 @@ _TINY, _MOST = 1e-8, 10.0
 _START = math.log(0.02)
 
 
-def _prior_of(spread: float) -> float:
-    return math.exp(-0.5 * (math.log(spread / _SPREAD) / (_BELOW if spread < _SPREAD else _ABOVE)) ** 2)
-
-
-#: What the posterior is taken over: (spread, misfit of the table, prior probability).
-_GRID = np.array([(spread, misfit, share * _prior_of(spread)) for spread in _SPREADS for misfit, share in _MISFITS])
-
-
-@dataclass(frozen=True, slots=True)
-class Observation:
-    """One finished run: columns ``[G]``, parameter features ``[K]``, squared error of parameters, outcome, seed."""
-
-    index: IntVector
-    features: Vector
-    base2: float
-    value: float
-    seed: int = 0
+_NO_ROWS, _NO_VALUES = np.zeros((0, 0)), np.zeros(0)
 
 
 @dataclass(frozen=True)
-class DivergenceLaw:
-    """The most likely law: a table of squared errors ``[G, C]``, and the mean divergence that their sum comes to."""
+class Points:
+    """Assignments ``[N, G]`` with parameter features ``[N, K]`` and the squared errors of parameters ``[N]``."""
 
-    error2: FloatTable
-    level: float
-    parameter: Vector
-    unit: float
+    index: npt.NDArray[np.int64]
+    features: FloatTable
+    base2: Vector
 
-    def divergences(self, index: npt.NDArray[np.int64], features: FloatTable, base2: Vector) -> Vector:
-        """Return the divergence ``[N]`` of assignments ``[N, G]`` with features ``[N, K]`` by this law."""
-        total = base2 + self.error2[np.arange(index.shape[1]), index].sum(axis=1)
-        log = 2 * (self.level + features @ self.parameter) + np.log(np.maximum(total, 1e-30) / self.unit)
-        return np.asarray(np.exp(0.5 * np.minimum(log, 60.0)))
+    def __len__(self) -> int:
+        return len(self.index)
 
-    def budget(self, divergence: float, features: Vector, base2: float) -> float:
-        """Return the sum of squared errors (parameters' share taken off) that comes to this divergence."""
-        log = 2 * (math.log(divergence) - self.level - float(self.parameter @ features))
-        return max(0.0, self.unit * math.exp(min(log, 60.0)) - base2)
+    def pick(self, table: FloatTable) -> FloatTable:
+        """Return the entries ``[N, G]`` of a table ``[G, C]`` that the points use."""
+        return table[np.arange(self.index.shape[1]), self.index]
+
+    def rows(self, weight: FloatTable, choices: int) -> FloatTable:
+        """Return regressors ``[N, 1 + K + C + G * C]``: 1, the features, weights ``[N, G]`` by choice and by entry."""
+        entries = np.zeros((*self.index.shape, choices))
+        np.put_along_axis(entries, self.index[:, :, None], weight[:, :, None], axis=2)
+        parts = (
+            np.ones((len(self), 1)),
+            self.features,
+            entries.sum(axis=1),
+            entries.reshape(len(self), weight.shape[1] * choices),
+        )
+        return np.concatenate(parts, axis=1)
 
 
-@dataclass(frozen=True)
 class _Fit:
-    """A regression given observed ``rows [n, P]``: weights of their residuals, and their inverse covariance."""
+    """A linear regression whose coefficients ``[P]`` have normal priors around 0, given what was observed.
 
-    rows: FloatTable
-    inverse: FloatTable
-    weights: Vector
-    evidence: float
+    Args:
+        sd: ``[P]`` prior standard deviations.
+        rows: ``[n, P]`` observed regressors, none before anything was.
+        residual: ``[n]``.
+        noise: ``[n, n]`` covariance.
+    """
 
-    @classmethod
-    def of(cls, rows: FloatTable, residual: Vector, noise: FloatTable) -> _Fit:
-        """Condition on residuals ``[n]`` with noise covariance ``[n, n]``; rows are in prior standard deviations."""
-        covariance = rows @ rows.T + noise
-        inverse = np.asarray(np.linalg.inv(covariance), dtype=np.float64)
-        weights = inverse @ residual
-        evidence = -0.5 * (float(residual @ weights) + float(np.linalg.slogdet(covariance)[1]))
-        return cls(rows, inverse, weights, evidence)
-
-    @property
-    def theta(self) -> Vector:
-        """Coefficients ``[P]``, in prior standard deviations."""
-        return np.asarray(self.rows.T @ self.weights)
+    def __init__(
+        self, sd: Vector, rows: FloatTable = _NO_ROWS, residual: Vector = _NO_VALUES, noise: FloatTable = _NO_ROWS
+    ) -> None:
+        self.sd, self._rows = sd, rows.reshape(-1, len(sd)) * sd
+        covariance = self._rows @ self._rows.T + noise
+        self._inverse = np.linalg.inv(covariance)
+        self._weights = self._inverse @ residual
+        self.evidence = -0.5 * (float(residual @ self._weights) + float(np.linalg.slogdet(covariance)[1]))
+        self.coefficients: Vector = sd * (self._rows.T @ self._weights)
 
     def at(self, rows: FloatTable) -> tuple[Vector, Vector]:
         """Return mean and variance ``[N]`` at rows ``[N, P]``."""
-        known = rows @ self.rows.T
-        variance = (rows**2).sum(axis=1) - np.einsum("nm,mk,nk->n", known, self.inverse, known)
-        return known @ self.weights, np.maximum(variance, 0.0)
+        rows = rows * self.sd
+        known = rows @ self._rows.T
+        variance = (rows**2).sum(axis=1) - ((known @ self._inverse) * known).sum(axis=1)
+        return known @ self._weights, np.maximum(variance, 0.0)
 
 
-def _weights(logs: Vector) -> Vector:
-    weights = np.exp(logs - logs.max())
-    return np.asarray(weights / weights.sum())
+class _Model:
+    """What both models share: regressions, and how likely each of them is."""
+
+    _fits: list[_Fit]
+    _weights: Vector
+    _features: int
+
+    def _sd_at(self, rows: FloatTable) -> Vector:
+        return np.asarray(np.sqrt(self._weights @ np.array([fit.at(rows)[1] for fit in self._fits])))
+
+    def parameter_sd(self) -> Vector:
+        """Return ``[K]``: how uncertain each parameter feature's effect is (on ln(D), or in the table's unit)."""
+        return self._sd_at(np.eye(self._features, len(self._fits[0].sd), 1))
 
 
-def _unfitted(count: int) -> _Fit:
-    return _Fit(np.zeros((0, count)), np.zeros((0, 0)), np.zeros(0), 0.0)
-
-
-class DivergenceModel:
+class DivergenceModel(_Model):
     """Posterior of the divergence; see the module's docstring.
 
     Args:
@@ -140,101 +136,89 @@ class DivergenceModel:
         self._error2 = np.where(self._allowed & (error2 > 0), error2, 0.0)
         positive = self._error2[self._error2 > 0]
         self._unit = max(float(self._error2.max(axis=1).sum()), float(positive.min()) if len(positive) else 1e-12)
-        self._features = features
-        g, c = error2.shape
-        sizes = ((1, _LEVEL), (features, _PARAMETER), (c, _CHOICE), (g * c, _ENTRY))
-        self._sd = np.concatenate([np.full(count, sd) for count, sd in sizes])
-        self._columns = 1 + features
-        self._fits = [_unfitted(len(self._sd))] * len(_GRID)
-        self._weights = _weights(np.log(_GRID[:, 2]))
+        (g, self._choices), self._features = error2.shape, features
+        sizes = (1, features, self._choices, g * self._choices)
+        self._sds = [np.repeat([_LEVEL, *(m * sd for sd in (_PARAMETER, _CHOICE, _ENTRY))], sizes) for m in _MISFIT]
+        self._fits = [_Fit(sd) for sd in self._sds]
+        self._weights = self._normalised()
+
+    def _normalised(self) -> Vector:
+        """Return how likely each misfit and spread is."""
+        logs = np.array([fit.evidence for fit in self._fits]) + _LOG_PRIOR
+        weights = np.exp(logs - logs.max())
+        return np.asarray(weights / weights.sum())
 
     @property
     def spread(self) -> float:
         """Standard deviation of ln(D) of one run around the mean over seeds, by everything measured."""
-        return math.sqrt(float(self._weights @ _GRID[:, 0] ** 2))
+        return math.sqrt(float(self._weights @ _SPREADS**2))
 
-    def _trusting(self, rows: FloatTable, misfit: float) -> FloatTable:
-        """Return rows ``[N, P]`` where everything but the level is a multiple further off than it usually is."""
-        return np.asarray(rows * np.concatenate([[1.0], np.full(rows.shape[1] - 1, misfit)]))
-
-    def _shares(self, index: npt.NDArray[np.int64], base2: Vector) -> tuple[FloatTable, Vector]:
-        """Return every group's share ``[N, G]`` of the squared error of assignments ``[N, G]``, and their sums."""
-        error2 = self._error2[np.arange(index.shape[1]), index]
-        total = np.maximum(error2.sum(axis=1) + base2, 1e-30)
+    def _shares(self, points: Points) -> tuple[FloatTable, Vector]:
+        """Return every group's share ``[N, G]`` of the squared error of points, and their sums ``[N]``."""
+        error2 = points.pick(self._error2)
+        total = np.maximum(error2.sum(axis=1) + points.base2, 1e-30)
         return error2 / total[:, None], total
 
-    def _scaled(self, index: npt.NDArray[np.int64], features: FloatTable, base2: Vector) -> tuple[FloatTable, Vector]:
-        """Return features ``[N, P]`` times their prior standard deviations, and the prior mean of ln(D) ``[N]``."""
-        (n, g), c, k = index.shape, self._error2.shape[1], self._features
-        part, total = self._shares(index, base2)
-        x = np.zeros((n, len(self._sd)))
-        x[:, 0], x[:, 1 : 1 + k] = 1.0, features
-        for choice in range(c):
-            x[:, 1 + k + choice] = np.where(index == choice, part, 0.0).sum(axis=1)
-        x[np.arange(n)[:, None], 1 + k + c + np.arange(g) * c + index] = part
-        return x * self._sd, _START + 0.5 * np.log(total / self._unit)
+    def _start(self, points: Points) -> tuple[FloatTable, Vector]:
+        """Return the regressors ``[N, P]`` of points, and the prior mean of ln(D) ``[N]``."""
+        part, total = self._shares(points)
+        return points.rows(part, self._choices), _START + 0.5 * np.log(total / self._unit)
 
-    def _correlation(self, index: npt.NDArray[np.int64], base2: Vector, seeds: IntVector) -> FloatTable:
+    def _correlation(self, points: Points, seeds: IntVector) -> FloatTable:
         """Return how the luck of runs correlates ``[n, n]``."""
-        amplitudes = np.sqrt(self._shares(index, base2)[0])
-        same = index[:, None, :] == index[None, :, :]
+        amplitudes = np.sqrt(self._shares(points)[0])
+        same = points.index[:, None, :] == points.index[None, :, :]
         overlap = np.einsum("ig,jg,ijg->ij", amplitudes, amplitudes, same)
-        together = _SEED + _OVERLAP * overlap**2
-        return np.where(seeds[:, None] == seeds[None, :], together, 0.0) + np.eye(len(index)) * (1 - _SEED - _OVERLAP)
+        together = np.where(seeds[:, None] == seeds[None, :], _SEED + _OVERLAP * overlap**2, 0.0)
+        return np.asarray(together + np.eye(len(points)) * (1 - _SEED - _OVERLAP))
 
-    def fit(self, observations: Sequence[Observation]) -> None:
-        """Refit to all finished runs."""
-        usable = [o for o in observations if o.base2 + float(self._error2[np.arange(len(o.index)), o.index].sum()) > 0]
-        if not usable:
-            return
-        index, base2 = np.stack([o.index for o in usable]), np.array([o.base2 for o in usable])
-        features = np.stack([o.features for o in usable]).reshape(len(usable), -1)
-        rows, prior = self._scaled(index, features, base2)
-        noise = self._correlation(index, base2, np.array([o.seed for o in usable]))
-        residual = np.log(np.clip([o.value for o in usable], _TINY, _MOST)) - prior
-        self._fits = [_Fit.of(self._trusting(rows, m), residual, spread**2 * noise) for spread, m, _ in _GRID]
-        self._weights = _weights(np.array([fit.evidence for fit in self._fits]) + np.log(_GRID[:, 2]))
+    def fit(self, points: Points, values: Vector, seeds: IntVector) -> None:
+        """Refit to runs: their divergences ``[N]`` (NaN where there is none) and paired seeds ``[N]``."""
+        kept = np.isfinite(values) & (points.pick(self._error2).sum(axis=1) + points.base2 > 0)
+        points = Points(points.index[kept], points.features[kept], points.base2[kept])
+        rows, prior = self._start(points)
+        noise, residual = self._correlation(points, seeds[kept]), np.log(np.clip(values[kept], _TINY, _MOST)) - prior
+        scaled = zip(self._sds, _SPREADS, strict=True)
+        self._fits = [_Fit(sd, rows, residual, spread**2 * noise) for sd, spread in scaled]
+        self._weights = self._normalised()
 
-    def predict(self, index: npt.NDArray[np.int64], features: FloatTable, base2: Vector) -> tuple[Vector, Vector]:
-        """Return mean and standard deviation ``[N]`` of ln(mean of D over seeds), of assignments ``[N, G]``."""
-        rows, prior = self._scaled(index, features, base2)
-        found = [fit.at(self._trusting(rows, m)) for fit, (_, m, _) in zip(self._fits, _GRID, strict=True)]
+    def predict(self, points: Points) -> tuple[Vector, Vector]:
+        """Return mean and standard deviation ``[N]`` of ln(mean of D over seeds)."""
+        rows, prior = self._start(points)
+        means, variances = np.moveaxis(np.array([fit.at(rows) for fit in self._fits]), 1, 0)
         # D is lognormal over seeds: the logarithm of its mean is by half a variance above the mean of its logarithm
-        logs = np.array([prior + mean + spread**2 / 2 for (mean, _), spread in zip(found, _GRID[:, 0], strict=True)])
+        logs = prior + means + _SPREADS[:, None] ** 2 / 2
         log = self._weights @ logs
-        variance = self._weights @ (np.array([variance for _, variance in found]) + (logs - log) ** 2)
+        variance = self._weights @ (variances + (logs - log) ** 2)
         return np.clip(log, math.log(_TINY), 30.0), np.sqrt(variance)
 
-    def law(self) -> DivergenceLaw:
-        """Return the most likely law: what the solver works with."""
-        fitted = zip(self._weights, self._fits, _GRID[:, 1], strict=True)
-        theta = self._sd * sum(w * self._trusting(fit.theta[None], m)[0] for w, fit, m in fitted)
-        (g, c), start = self._error2.shape, 1 + self._features
-        shift = theta[start : start + c][None, :] + theta[start + c :].reshape(g, c)
-        table = np.where(self._allowed, self._error2 * np.exp(np.clip(2 * shift, -12.0, 12.0)), np.inf)
-        level = _START + float(theta[0]) + self.spread**2 / 2
-        return DivergenceLaw(table, level, theta[1:start], self._unit)
+    def law(self) -> tuple[FloatTable, float, Vector]:
+        """Return the most likely law: what each entry ``[G, C]`` adds to the squared divergence (a mean over seeds).
+
+        Returns:
+            That table; what a squared error of 1 adds; and the effects ``[K]`` of parameters on ln(D).
+        """
+        theta = self._weights @ np.array([fit.coefficients for fit in self._fits])
+        start, c = 1 + self._features, self._choices
+        shift = theta[start : start + c] + theta[start + c :].reshape(-1, c)
+        scale = math.exp(2 * (_START + float(theta[0])) + self.spread**2) / self._unit
+        squares = scale * self._error2 * np.exp(np.clip(2 * shift, -12.0, 12.0))
+        return np.where(self._allowed, squares, np.inf), scale, theta[1:start]
 
     def entry_sd(self, error2: FloatTable) -> Vector:
         """Return ``[G]``: how uncertain the logarithm of the variance is that each group's largest error brings."""
-        columns, (g, c) = np.where(np.isfinite(error2), error2, -1.0).argmax(axis=1), error2.shape
-        rows = np.zeros((g, len(self._sd)))
-        for column in (self._columns + columns, self._columns + c + np.arange(g) * c + columns):
-            rows[np.arange(g), column] = self._sd[column]
-        found = [fit.at(self._trusting(rows, m))[1] for fit, (_, m, _) in zip(self._fits, _GRID, strict=True)]
-        return 4.0 * np.sqrt(self._weights @ np.array(found))  # D**2 is a variance, and the error enters it squared
-
-    def parameter_sd(self) -> Vector:
-        """Return ``[K]``: how uncertain each parameter feature's effect on ln(D) is."""
-        rows = np.diag(self._sd)[1 : self._columns]
-        found = [fit.at(self._trusting(rows, m))[1] for fit, (_, m, _) in zip(self._fits, _GRID, strict=True)]
-        return np.sqrt(self._weights @ np.array(found))
+        columns, g = np.where(np.isfinite(error2), error2, -1.0).argmax(axis=1), len(error2)
+        at = 1 + self._features + columns, 1 + self._features + self._choices * (1 + np.arange(g)) + columns
+        rows = np.zeros((g, len(self._fits[0].sd)))
+        for column in at:
+            rows[np.arange(g), column] = 1.0
+        return 4.0 * self._sd_at(rows)  # D**2 is a variance, and the error enters it squared
 
 
-class LinearModel:
+class LinearModel(_Model):
     """Posterior of an additive quantity (step time in ms, memory in bytes) per group, choice and parameter value.
 
-    ``value = base + sum_g table[g, i_g] * (1 + factor of the choice) + entry corrections + parameters``: a recipe may
+    ``value = base + sum_g table[g, i_g] * (1 + factor of the choice + factor of the entry) + parameters``: a recipe may
     be faster or slower everywhere than the table says, and a group on its own.
 
     Args:
@@ -250,49 +234,35 @@ class LinearModel:
     ) -> None:
         self._allowed = np.isfinite(table)
         self._table = np.where(self._allowed, table, 0.0)
-        self._base, self._prior = base, parameter
+        self._base, self._prior, self._features = base, parameter, len(parameter)
         #: The size of the whole quantity: its prior at the most expensive choices.
         self.scale = max(abs(base) + float(np.abs(self._table).max(axis=1).sum()), 1e-12)
-        entry = 0.15 * trust * np.abs(self._table)
         effect = trust * np.abs(parameter) + 0.01 * trust * self.scale  # most parameters cost nothing
-        self._sd = np.concatenate([[0.3 * self.scale], effect, np.full(table.shape[1], trust), entry.ravel()])
+        factors = np.repeat([trust, 0.15 * trust], [table.shape[1], table.size])
+        self._sd = np.concatenate([[0.3 * self.scale], effect, factors])
         self._noise = max(noise, 1e-4) * self.scale
-        self._fit = _unfitted(len(self._sd))
+        self._fits, self._weights = [_Fit(self._sd)], np.ones(1)
 
-    def _scaled(self, index: npt.NDArray[np.int64], features: FloatTable) -> tuple[FloatTable, Vector]:
-        """Return features ``[N, P]`` times their prior standard deviations, and the prior mean ``[N]``."""
-        (n, g), c, k = index.shape, self._table.shape[1], len(self._prior)
-        picked = self._table[np.arange(g), index]
-        x = np.zeros((n, len(self._sd)))
-        x[:, 0], x[:, 1 : 1 + k] = 1.0, features
-        for choice in range(c):
-            x[:, 1 + k + choice] = np.where(index == choice, picked, 0.0).sum(axis=1)
-        x[np.arange(n)[:, None], 1 + k + c + np.arange(g) * c + index] = 1.0
-        return x * self._sd, self._base + picked.sum(axis=1) + features @ self._prior
+    def _start(self, points: Points) -> tuple[FloatTable, Vector]:
+        """Return the regressors ``[N, P]`` of points, and their prior mean ``[N]``."""
+        picked = points.pick(self._table)
+        prior = self._base + picked.sum(axis=1) + points.features @ self._prior
+        return points.rows(picked, self._table.shape[1]), prior
 
-    def fit(self, observations: Sequence[Observation]) -> None:
-        """Refit to all finished runs."""
-        usable = [o for o in observations if math.isfinite(o.value)]
-        if not usable:
-            return
-        features = np.stack([o.features for o in usable]).reshape(len(usable), -1)
-        rows, prior = self._scaled(np.stack([o.index for o in usable]), features)
-        noise = np.eye(len(usable)) * self._noise**2
-        self._fit = _Fit.of(rows, np.array([o.value for o in usable]) - prior, noise)
+    def fit(self, points: Points, values: Vector) -> None:
+        """Refit to runs, of values ``[N]`` (NaN where there is none)."""
+        rows, prior = self._start(points)
+        kept = np.isfinite(values)
+        self._fits = [_Fit(self._sd, rows[kept], (values - prior)[kept], np.eye(int(kept.sum())) * self._noise**2)]
 
-    def predict(self, index: npt.NDArray[np.int64], features: FloatTable) -> tuple[Vector, Vector]:
-        """Return mean and standard deviation ``[N]`` of assignments ``[N, G]`` with features ``[N, K]``."""
-        rows, prior = self._scaled(index, features)
-        mean, variance = self._fit.at(rows)
+    def predict(self, points: Points) -> tuple[Vector, Vector]:
+        """Return mean and standard deviation ``[N]`` of points."""
+        rows, prior = self._start(points)
+        mean, variance = self._fits[0].at(rows)
         return prior + mean, np.sqrt(variance)
 
     def mean(self) -> tuple[FloatTable, float, Vector]:
         """Return the most likely (table ``[G, C]``, base, parameter effects ``[K]``)."""
-        (g, c), k = self._table.shape, len(self._prior)
-        theta = self._fit.theta * self._sd
-        table = self._table * (1.0 + theta[1 + k : 1 + k + c]) + theta[1 + k + c :].reshape(g, c)
+        c, k, theta = self._table.shape[1], self._features, self._fits[0].coefficients
+        table = self._table * (1.0 + theta[1 + k : 1 + k + c] + theta[1 + k + c :].reshape(-1, c))
         return np.where(self._allowed, table, np.inf), self._base + float(theta[0]), self._prior + theta[1 : 1 + k]
-
-    def parameter_sd(self) -> Vector:
-        """Return ``[K]``: how uncertain each parameter feature's effect is, in the table's unit."""
-        return np.sqrt(self._fit.at(np.diag(self._sd)[1 : 1 + len(self._prior)])[1])

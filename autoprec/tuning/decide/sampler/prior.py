@@ -12,24 +12,14 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from autoprec.policy import LayerPlan
 from autoprec.policy.space import Choice
 from autoprec.tuning.decide.problem import FloatTable, GroupVariable, Params, Problem, layer_key
-from autoprec.tuning.decide.sampler.posterior import DivergenceModel
+from autoprec.tuning.decide.sampler.posterior import DivergenceModel, Points
 from autoprec.tuning.decide.table import SensitivityTable
 
-__all__ = [
-    "HEAD_WEIGHT",
-    "LayerTime",
-    "Prior",
-    "build_prior",
-    "divergence_model",
-    "feature_vector",
-    "features_of",
-    "memory_table",
-]
+__all__ = ["HEAD_WEIGHT", "LayerTime", "Prior", "build_prior", "divergence_model", "features_of", "points_of"]
 
 #: An error in the output layer moves the loss itself, not only the weights: its squared gradient error counts this many
 #: times, on a small GPT and a small ViT alike (benchmarks/search_quality.py); the fit to the trials corrects it.
@@ -37,11 +27,7 @@ HEAD_WEIGHT = 3.0
 #: (layer name, plan, activations) -> milliseconds of its GEMMs and casts
 LayerTime = Callable[[str, LayerPlan, str], float]
 #: params -> (milliseconds, bytes) of a whole step
-StepCost = Callable[[Mapping[str, Any]], tuple[float, float]]
-
-
-def _zero(_params: Mapping[str, Any]) -> float:
-    return 0.0
+StepCost = Callable[[Params], tuple[float, float]]
 
 
 @dataclass(frozen=True)
@@ -52,8 +38,8 @@ class Prior:
         time_ms: ``[G, C]`` time of each group's layers under each choice.
         error2: ``[G, C]`` squared relative gradient error (``SensitivityTable.error2``).
         base_time_ms: time of a step outside the groups.
-        memory: ``[G, C]`` bytes each group holds, or None when memory is neither limited nor an objective.
-        base_memory: bytes outside the groups.
+        memory: ``[G, C]`` bytes against the baseline's, or None when memory is neither limited nor an objective.
+        base_memory: bytes of the baseline.
         parameter_error2: squared error of the parameters of a point (``SensitivityTable.parameter_error2``).
         parameter_time_ms, parameter_memory: (name, value) -> milliseconds and bytes against the parameter's default.
         time_noise: relative noise of one measured step time; tiny for modelled times.
@@ -65,7 +51,7 @@ class Prior:
     base_time_ms: float = 0.0
     memory: FloatTable | None = None
     base_memory: float = 0.0
-    parameter_error2: Callable[[Mapping[str, Any]], float] = _zero
+    parameter_error2: Callable[[Params], float] = field(default=lambda _params: 0.0)
     parameter_time_ms: Mapping[tuple[str, Any], float] = field(default_factory=dict)
     parameter_memory: Mapping[tuple[str, Any], float] = field(default_factory=dict)
     time_noise: float = 0.01
@@ -92,56 +78,41 @@ def build_prior(
         with_memory: also build the table of bytes per group (one whole-step estimate per group and choice).
     """
     baseline = problem.params_of(problem.baseline)
-    activations = str(problem.value(baseline, "activations"))
-    recipes = problem.space.recipes_with(baseline)
+    activations, recipes = str(problem.value(baseline, "activations")), problem.space.recipes_with(baseline)
 
     def milliseconds(group: GroupVariable, choice: str) -> float:
         plan = Choice.parse(choice).plan(recipes)
         return sum(layer_time(layer, plan, activations) for layer in group.layers)
 
     times = problem.table(milliseconds)
-    rows = np.arange(len(problem.groups))
 
-    def beyond_groups(params: Mapping[str, Any]) -> float:
-        return step_cost(params)[0] - float(times[rows, problem.indices(params)].sum())
+    def beyond_groups(params: Params) -> float:
+        return step_cost(params)[0] - float(times[np.arange(len(times)), problem.indices(params)].sum())
 
-    base = beyond_groups(baseline)
-    effects = {
-        (name, value): beyond_groups(problem.params_of(problem.baseline, **{name: value})) - base
-        for name, values in problem.parameters.items()
-        for value in values[1:]
-    }
-    memory, held = memory_table(problem, step_cost) if with_memory else (None, 0.0)
-    sizes = {
-        (name, value): step_cost(problem.params_of(problem.baseline, **{name: value}))[1] - held
-        for name, values in (problem.parameters.items() if with_memory else ())
-        for value in values[1:]
-    }
+    def held(params: Params) -> float:
+        return step_cost(params)[1]
+
+    def more(group: GroupVariable, choice: str) -> float:
+        is_baseline = problem.choice_of(baseline, group) == choice
+        return 0.0 if is_baseline else held({**baseline, layer_key(group.name): choice}) - whole
+
+    def effects(measure: Callable[[Params], float], base: float) -> dict[tuple[str, Any], float]:
+        changed = {(n, v): problem.params_of(problem.baseline, **{n: v}) for n, v in features_of(problem)}
+        return {feature: measure(params) - base for feature, params in changed.items()}
+
+    base, whole = beyond_groups(baseline), held(baseline) if with_memory else 0.0
     return Prior(
         time_ms=times,
         error2=table.error2,
         base_time_ms=base,
-        memory=memory,
-        base_memory=held,
+        memory=problem.table(more) if with_memory else None,
+        base_memory=whole,
         parameter_error2=partial(table.parameter_error2, problem),
-        parameter_time_ms=effects,
-        parameter_memory=sizes,
+        parameter_time_ms=effects(beyond_groups, base),
+        parameter_memory=effects(held, whole) if with_memory else {},
         time_noise=0.02 if measured else 1e-4,
         time_trust=0.3 if measured else 0.001,
     )
-
-
-def memory_table(problem: Problem, step_cost: StepCost) -> tuple[FloatTable, float]:
-    """Return (``[G, C]`` bytes of each group against the baseline, bytes of the baseline point)."""
-    baseline = problem.params_of(problem.baseline)
-    whole = step_cost(baseline)[1]
-
-    def bytes_of(group: GroupVariable, choice: str) -> float:
-        if problem.choice_of(baseline, group) == choice:
-            return 0.0
-        return step_cost({**baseline, layer_key(group.name): choice})[1] - whole
-
-    return problem.table(bytes_of), whole
 
 
 def features_of(problem: Problem) -> list[tuple[str, Any]]:
@@ -149,9 +120,16 @@ def features_of(problem: Problem) -> list[tuple[str, Any]]:
     return [(name, value) for name, values in problem.parameters.items() for value in values[1:]]
 
 
-def feature_vector(problem: Problem, features: Sequence[tuple[str, Any]], params: Params) -> npt.NDArray[np.float64]:
-    """Return which features ``[K]`` (see :func:`features_of`) params have: 1 or 0."""
-    return np.array([problem.value(params, name) == value for name, value in features], dtype=np.float64)
+def points_of(problem: Problem, many: Sequence[Params], error2: Callable[[Params], float]) -> Points:
+    """Return the points of params; ``error2`` gives the squared error of their parameters."""
+    features = features_of(problem)
+    index = np.array([problem.indices(params) for params in many], dtype=np.int64)
+    has = [[problem.value(params, name) == value for name, value in features] for params in many]
+    return Points(
+        index.reshape(len(many), len(problem.groups)),
+        np.array(has, dtype=np.float64).reshape(len(many), len(features)),
+        np.array([error2(params) for params in many], dtype=np.float64),
+    )
 
 
 def divergence_model(problem: Problem, error2: FloatTable) -> DivergenceModel:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 
+import numpy as np
 import optuna
 import pytest
 
@@ -40,3 +41,24 @@ def test_an_unknown_sampler_is_answered_with_the_nearest() -> None:
     found = synthetic(blocks=2)
     with pytest.raises(UnknownNameError, match="did you mean 'nsga2'"):
         make_sampler("nsga3", found.problem, found.prior, Goals(BUDGET))
+
+
+def found_all_bf16() -> float:
+    found = synthetic()
+    return float(found.prior.time_ms[:, found.problem.choice_names.index("bf16")].sum())
+
+
+@pytest.mark.parametrize("name", ["ilp", "greedy"])
+def test_solvers_find_something_within_the_budget(name: str) -> None:
+    log = run(name, 60)
+    uniform = 10.0 + found_all_bf16()
+    assert min(step for step, gap in log if gap <= BUDGET) < 0.95 * uniform
+    assert len(set(log)) > 20
+
+
+def test_greedy_walks_back_from_the_fastest() -> None:
+    log = run("greedy", 12)
+    steps = [step for step, _ in log]
+    assert steps[0] == min(steps)
+    until = next((k for k, (_, gap) in enumerate(log) if gap <= BUDGET), len(log))
+    assert np.all(np.diff(steps[:until]) >= 0)

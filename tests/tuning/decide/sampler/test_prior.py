@@ -17,7 +17,6 @@ from autoprec.tuning.decide.sampler.prior import (
     build_prior,
     divergence_model,
     features_of,
-    memory_table,
 )
 from autoprec.tuning.decide.table import SensitivityTable
 from tests.tuning.models import gpt
@@ -53,12 +52,13 @@ def test_autocast_is_not_counted_twice() -> None:
 
 
 def test_memory_is_a_table_against_the_baseline() -> None:
-    table, whole = memory_table(PROBLEM, step_cost)
-    assert whole == 1000.0
+    prior = build_prior(PROBLEM, TABLE, layer_time, step_cost, measured=False, with_memory=True)
+    table = prior.memory
+    assert table is not None
+    assert prior.base_memory == 1000.0
     assert set(table[:, PROBLEM.choice_names.index("bf16")]) == {-10.0}
     assert set(table[:, PROBLEM.choice_names.index("keep")]) == {0.0}
     assert build_prior(PROBLEM, TABLE, layer_time, step_cost, measured=False).memory is None
-    assert build_prior(PROBLEM, TABLE, layer_time, step_cost, measured=False, with_memory=True).base_memory == 1000.0
 
 
 def test_the_cost_model_has_no_costs_between_layers_so_a_table_of_times_says_it_all() -> None:
@@ -90,8 +90,8 @@ def test_an_error_in_the_head_counts_more() -> None:
     heads = [g for g, group in enumerate(problem.groups) if "head" in group.flags]
     assert heads
     table = problem.table(lambda _g, c: 0.0 if c == "bf16" else 1e-4)
-    belief = divergence_model(problem, table).law()
+    squares, *_ = divergence_model(problem, table).law()
     low = problem.choice_names.index("bf16")
     fp8 = next(c for c in range(len(problem.choice_names)) if problem.allowed[heads[0], c] and c != low)
     other = next(g for g in range(len(problem.groups)) if g not in heads and problem.allowed[g, fp8])
-    assert belief.error2[heads[0], fp8] == HEAD_WEIGHT * belief.error2[other, fp8]
+    assert squares[heads[0], fp8] == pytest.approx(HEAD_WEIGHT * squares[other, fp8])
