@@ -96,7 +96,7 @@ def _cost(summary: Summary) -> str:
     text = f"The search took {search_time(cost)} for {runs}."
     text += f" It {cost.stopped}." if cost.stopped else ""
     if cost.saved_share is not None:
-        text += f" The policy saves {percent(cost.saved_share)} of the time of a training run."
+        text += f" The policy saves {percent(cost.saved_share)} of the time of {cost.against}."
         if cost.break_even_s is not None:
             text += f" It has paid for itself in a run that would have taken {duration(cost.break_even_s)} without it."
         else:

@@ -85,7 +85,7 @@ class Payback:
     ``saved_share`` is the part of a training run's time that the policy saves; ``break_even_s`` the length of a
     training run (measured without the policy) whose savings equal the search's own ``seconds``. Both are None when
     nothing is saved, or when the figures are modelled for another machine than the one that searched. ``stopped`` says
-    why no further trial was run, ``sessions`` how often the search was begun or resumed.
+    why no further trial was run, ``sessions`` how often the search was begun or resumed, ``against`` what is saved of.
     """
 
     seconds: float
@@ -95,6 +95,7 @@ class Payback:
     break_even_s: float | None
     stopped: str = ""
     sessions: int = 1
+    against: str = "a training run"
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,13 +256,17 @@ def _assignment(result: SearchResult, records: Sequence[TrialRecord]) -> dict[st
 
 
 def _payback(result: SearchResult, runs: int) -> Payback:
-    speedup = number(result.best.get("effective_speedup")) or number(result.best.get("speedup"))
+    plain, over = number(result.best.get("speedup")), number(result.best.get("speedup_over_16bit"))
+    speedup = number(result.best.get("effective_speedup")) or plain
+    if speedup and plain and over:  # on a GPU nobody who counts hours trains in fp32
+        speedup *= over / plain
     saved = 1 - 1 / speedup if result.verdict == "adopt" and speedup and speedup > 1 else None
     here = "modelled" not in _source(result.best, None)
     total = sum(value for value in result.trials.values() if isinstance(value, int))
     break_even = result.seconds / saved if saved and here else None
     sessions = int(result.timings.get("sessions", 1))
-    return Payback(result.seconds, total, runs, saved, break_even, result.stopped, sessions)
+    against = "a training run in 16 bit" if over else "a training run"
+    return Payback(result.seconds, total, runs, saved, break_even, result.stopped, sessions, against)
 
 
 def _told_against(rows: Sequence[Row], baseline: str) -> list[Row]:

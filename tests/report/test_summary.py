@@ -87,3 +87,12 @@ def test_only_finite_numbers_are_numbers() -> None:
 def test_a_decision_below_one_percent_is_not_important(result: SearchResult, unimportant: SearchResult) -> None:
     assert important(unimportant) == []
     assert important(result) == [("layer:h.0.mlp", "50%", "25%")]
+
+
+def test_what_is_saved_is_told_against_the_16_bit_run() -> None:
+    """A policy at 1.5x over 16 bit was said to save 94 % of a training run: of one in fp32."""
+    result, records = rehearsal()
+    best = {**result.best, "speedup": 15.0, "effective_speedup": 15.0, "speedup_over_16bit": 1.5}
+    paid = summarise(replace(result, best=best), records).payback
+    assert paid.saved_share == pytest.approx(1 / 3)
+    assert paid.against == "a training run in 16 bit"
