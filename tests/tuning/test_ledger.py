@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -48,14 +49,20 @@ def test_a_run_costs_what_trials_took_and_before_them_what_the_reference_took(le
     assert ledger.seconds_per_run() == 2.0
 
 
-def test_a_paired_seed_costs_what_they_took_and_the_end_is_counted(ledger: Ledger) -> None:
+def test_a_paired_seed_costs_what_they_took_and_the_end_is_counted(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two runs and a start of the script: a budget that knew of one run only was overrun by the rest."""
     ledger.timings["reference_run_s"] = 4.0
     assert ledger.seconds_per_seed(10.0, 1) == 18.0
     assert ledger.seconds_per_seed(10.0, 2) == 14.0
     ledger.store.add(record(0, 7.0, kind="finalist", name="a", seed=1))
     assert ledger.seconds_per_seed(10.0, 1) == 7.0
-    assert ledger.seconds_to_close() > 4.0
+    told = []
+    for load in (0.1, 2.0 * (os.cpu_count() or 1), 1000.0):
+        monkeypatch.setattr("autoprec.tuning.ledger.os.getloadavg", lambda load=load: (load, load, load))
+        told.append(ledger.seconds_to_close())
+    assert told == [8.0, 12.0, 20.0]
 
 
 def test_what_was_cut_short_is_told_and_kept(ledger: Ledger) -> None:
