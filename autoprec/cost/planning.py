@@ -132,8 +132,15 @@ class Payback:
         return {key: None if value == float("inf") else value for key, value in out.items()}
 
 
-def payback(step_ms: float, speedup: float) -> Payback:
-    """Return when a search on the target is paid back by steps that are ``speedup`` times faster."""
+def payback(step_ms: float, speedup: float, over_script: float = math.inf) -> Payback:
+    """Return when a search on the target is paid back by steps that are ``speedup`` times faster.
+
+    Args:
+        step_ms, speedup: of the baseline, and how many times faster the policy is.
+        over_script: the same over the script as written: who does not search runs the faster of the two.
+    """
+    if over_script < speedup:
+        step_ms, speedup = step_ms * over_script / speedup, over_script
     cost = _SEARCH_STEPS * step_ms / 1e3
     faster = step_ms / max(speedup, 1e-9)
     saved = step_ms - faster

@@ -65,9 +65,9 @@ def layer_reason(base: LayerCost, rivals: list[Rival], *, cpu: bool) -> str:
 
 
 def time_shares(shares: Mapping[str, float]) -> str:
-    """Return what the layers' GEMMs, and where they are waited for the launches, take of a step."""
+    """Return what the layers' GEMMs and casts, and where they are waited for the launches, take of a step."""
     launches = f", launches {shares['launch']:.0%}" if shares.get("launch") else ""
-    return f"GEMMs take {shares['tunable']:.0%} of the step{launches}"
+    return f"layers that may change take {shares['tunable']:.0%} of the step{launches}"
 
 
 def _slowdown(rows: list[dict[str, Any]], choice: str) -> float:
@@ -106,13 +106,13 @@ def model_reason(
     Args:
         rows: one per layer, as in :attr:`autoprec.cost.verdict.Verdict.rows`.
         baseline: the choice they are compared with.
-        shares: share of the baseline's step by category; ``tunable`` is what the layers' GEMMs take.
+        shares: share of the baseline's step by category; ``tunable`` is what the layers take, casts included.
         cpu: the target is this machine's CPU.
         script: the command line of the script, for the command that is proposed.
     """
     if all(row["gain_ms"] > 0 for row in rows):
         best = max(row["gain"] for row in rows)
-        return f"every layer that may change gains, by {best:.0%} at most, but {time_shares(shares)}"
+        return f"every layer gains, by {best:.0%} at most, but {time_shares(shares)}"
     times = [time / row["baseline_ms"] for row in rows if row["baseline_ms"] for time in row["times_ms"].values()]
     if times and all(abs(ratio - 1.0) < SAME_PRECISION for ratio in times):
         return f"the script already runs its GEMMs in the precision that the choices would give; {time_shares(shares)}"

@@ -43,7 +43,7 @@ class Verdict:
         bound_over_16bit: the bound over the best 16-bit run: bf16 autocast, or the script where it is 16-bit.
         execution: how the script must run for the bound: ``keep``, or ``compile`` where compiling is what gains.
         memory_bytes, device_bytes: modelled peak of the baseline's step (0: not known), and what one device has.
-        shares: share of the baseline's step by category; ``tunable`` is what the layers' GEMMs take.
+        shares: share of the baseline's step by category; ``tunable`` is what the layers take, casts included.
         rows: one per tunable layer: shapes, time per choice, best choice, gain, why (not), and what blocks quantising.
     """
 

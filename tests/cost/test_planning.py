@@ -65,6 +65,9 @@ def test_payback_counts_what_the_search_costs() -> None:
     never = payback(100.0, 1.0)
     assert never.steps == float("inf")
     assert never.to_json()["steps"] is None
+    assert payback(100.0, 1.25, 1.0).steps == float("inf")  # the script as written is that much faster than bf16
+    assert payback(100.0, 1.25, 2.0) == found
+    assert payback(100.0, 1.25, 1.1).saved_ms_per_step == pytest.approx(8.0)
 
 
 def test_one_gpu_is_the_model_itself(large: GraphReport, uniform: Uniform) -> None:

@@ -24,10 +24,12 @@ def cost(gemm: float, cast: float = 0.0) -> LayerCost:
 
 def test_few_gemms_are_not_called_small() -> None:
     found = model_reason([row(0.04, keep=1.0, bf16=0.96)], "keep", SHARES, cpu=False)
-    assert found == "every layer that may change gains, by 4% at most, but GEMMs take 17% of the step, launches 5%"
+    assert found == "every layer gains, by 4% at most, but layers that may change take 17% of the step, launches 5%"
     mixed = [row(0.3, bf16=1.0, fp8=0.7) | {"baseline_ms": 9.0}, row(0.0, bf16=1.0, fp8=1.5)]
     found = model_reason(mixed, "bf16", SHARES, cpu=False)
-    assert found.startswith("1 of 2 layers are below break-even; the others gain by 30% at most, but GEMMs take 17%")
+    assert found.startswith(
+        "1 of 2 layers are below break-even; the others gain by 30% at most, but layers that may change take 17%"
+    )
     assert "too small" not in found
 
 

@@ -78,7 +78,8 @@ class Guard:
         model: the model the policy is applied to, wrapped or not; without it the guard warns but cannot fall back.
         reference: losses of the reference run per step, of the same batches, where known; otherwise the run's own best
             smoothed loss stands for the reference's trend.
-        every: steps between two looks; only then are tensors brought to the host from a GPU, and ranks agree.
+        every: steps between two looks; only then are tensors brought to the host from a GPU, and ranks agree:
+            in a distributed run every rank calls :meth:`step`.
         window: steps that a median runs over, and the time a fallback is given before the next one.
         patience: looks in a row that a threshold must be crossed before the guard acts.
         backend: backend for the policies that it applies.

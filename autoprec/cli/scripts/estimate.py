@@ -155,7 +155,8 @@ def _more(
     """Return payback, what compiling would change, and where asked sweeps and the extrapolation to many GPUs."""
     from autoprec.cost import planning
 
-    out: dict[str, Any] = {"payback": planning.payback(verdict.step_ms, verdict.bound_speedup)}
+    paid = planning.payback(verdict.step_ms, verdict.bound_speedup, verdict.bound_over_script)
+    out: dict[str, Any] = {"payback": paid}
     if not model.compiled and not model.target.is_cpu:  # a policy may say `execution: compile`
         out["compiled"] = model.executed("compile").verdict(plans, threshold=threshold)
     if sweep:
