@@ -75,7 +75,7 @@ gpu-bundle: $(STAMP)
 # compiles hashes its 200 MB.
 kernels: $(STAMP)
 	@$(PIP) install --no-deps --no-compile --upgrade --target $(VENV)/kernels triton==3.7.0
-	PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest tests/backends/test_fused.py tests/backends/test_fused_kernels.py
+	PYTHONPATH=$(VENV)/kernels $(BIN)/python -m pytest tests/backends/test_fused.py tests/backends/test_fused_kernels.py tests/backends/test_fp4.py
 
 docs: $(STAMP)
 	$(BIN)/python docs/reference.py docs/cli.md

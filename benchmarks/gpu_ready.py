@@ -16,7 +16,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -307,20 +309,31 @@ def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, s
     from autoprec.cost.transformer import PRESETS, decoder_report
     from autoprec.precision.hardware import TARGETS
     from autoprec.tuning.options import SearchOptions
+    from autoprec.tuning.paired import TIMED_SHARE, may_share
     from autoprec.tuning.schedule import Pace, schedule
 
     report = decoder_report(PRESETS["gpt2"], batch=TOKENS // 1024, seq=1024)
-    step_s = CostModel(report, TARGETS["h100"], compiled=True).estimate({}, activations="bf16").time_ms / 1e3
+    step = CostModel(report, TARGETS["h100"], compiled=True).estimate({}, activations="bf16")
+    step_s = step.time_ms / 1e3
     # what a process compiles first takes longer, whatever it is: that belongs to its start, less what a trial's process
     # has imported before it is there
     paces = [
-        Pace(start_s + first - again, step_s, 24 * each, blocks=12)
+        Pace(start_s + first - again, step_s, 24 * each, blocks=12, timed_share=TIMED_SHARE)
         for first, again, each in (compiled_s[recipe] for recipe in PLANNED)
     ]
+    asked = SearchOptions(command=("train.py",))
+    steps = asked.steps + asked.warmup
+    shared = may_share(
+        peak_bytes=step.memory_bytes,
+        device_bytes=TARGETS["h100"].memory_bytes,
+        timed_s=steps * step_s,
+        run_s=paces[0].run_s(steps),
+        cores=16,  # of the machine that is lent
+    )
+    how: dict[str, Any] = {"setup_s": setup_s, "host_s": start_s, "workers": 1 + shared, "shared": shared}
     rows = []
     for usual, what in ((True, "as searches usually end"), (False, "upper bound: nothing converges")):
-        asked = SearchOptions(command=("train.py",))
-        found = schedule(asked, *paces, setup_s=setup_s, host_s=start_s, usual=usual)
+        found = schedule(asked, *paces, **how, usual=usual)
         counted = (
             f"{found.total_s:.0f} s: {found.trials} trials {found.trials_s:.0f}, {found.runs} further runs "
             f"{found.finalists_s:.0f}, {found.whole} of the whole model {found.whole_s:.0f}, "
@@ -335,7 +348,8 @@ def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, s
 def _start_seconds() -> tuple[float, float]:
     """Return the seconds until gpt2-124M's script is at its first step: started anew, and as trials start on a GPU.
 
-    Those are forks of a copy that has its imports done (:mod:`autoprec.trial.inside.zygote`), the least of three.
+    Those are forks of a copy that has its imports done (:mod:`autoprec.trial.inside.zygote`), the least of six. What
+    the process waited for a core of this machine is taken off.
     """
     import tempfile
 
@@ -346,10 +360,34 @@ def _start_seconds() -> tuple[float, float]:
     command = ScriptCommand.parse([str(script), "--model", "gpt2-124m", "--device", "cpu"])
     seconds = []
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        for seed in range(4):  # the first leaves the copy behind
-            runner = TrialRunner(command, run_dir=Path(folder), seed_offset=seed, launch="zygote")
-            seconds.append(stack.enter_context(runner).start().setup_s)
+        for seed in range(7):  # the first leaves the copy behind
+            runner = stack.enter_context(TrialRunner(command, run_dir=Path(folder), seed_offset=seed, launch="zygote"))
+            with _waited(runner) as waited:
+                setup_s = runner.start().setup_s
+                seconds.append(setup_s - waited(setup_s))
     return seconds[0], min(seconds[1:])
+
+
+@contextlib.contextmanager
+def _waited(runner: Any) -> Iterator[Callable[[float], float]]:
+    """Give what tells how many of its first seconds a runner's host waited for a core."""
+    from autoprec.trial.progress import tree_usage
+
+    found, began, ended = [(0.0, 0.0)], time.monotonic(), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.05):
+            usage = tree_usage(runner.host_pid).get(runner.host_pid) if runner.host_pid else None
+            if usage is not None and usage.waited_s:
+                found.append((time.monotonic() - began, usage.waited_s))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield lambda first_s: max(waited for at_s, waited in found if at_s <= first_s)
+    finally:
+        ended.set()
+        thread.join()
 
 
 def _child(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any]:

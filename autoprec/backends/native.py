@@ -14,7 +14,8 @@ from torch import nn
 
 from autoprec.backends.base import Backend, Capability, feature_sizes
 from autoprec.backends.experts import GroupedProducts
-from autoprec.backends.fused import fused_casts
+from autoprec.backends.fp4 import packed_pair
+from autoprec.backends.fused import fused_casts, has_kernels
 from autoprec.backends.scaled_mm import blocked_multiply, scaled_multiply
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
@@ -130,4 +131,6 @@ class NativeBackend(Backend):
                 multiply[gemm] = scaled_multiply if kind in ("tensor", "row") else blocked_multiply
         state = QuantizerState(seed)
         casts = fused_casts(state) if multiply else None
-        return LinearExecution(plan, multiply, state, casts, GroupedProducts(plan, casts), backend=self.name)
+        packs = has_kernels() and any(_kind(recipe) == "nvfp4" for recipe in plan.recipes if recipe is not None)
+        packed = packed_pair if packs else None
+        return LinearExecution(plan, multiply, state, casts, GroupedProducts(plan, casts), packed, backend=self.name)

@@ -30,7 +30,7 @@ from autoprec.numerics.grouped import GROUP_SIZES
 from autoprec.numerics.operand import QuantizedOperand
 from autoprec.numerics.plan import GemmStep, multiply_emulated
 
-__all__ = ["blocked_multiply", "scaled_multiply", "tiled"]
+__all__ = ["blocked_multiply", "nvfp4_layout", "scaled_multiply", "tiled"]
 
 #: What rows and columns of a product are padded to.
 _MULTIPLE = 16
@@ -105,7 +105,7 @@ def blocked_multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, o
     """Multiply two operands whose scales lie inside the sum through ``F.scaled_mm``; the product is bfloat16."""
     if a.codes.numel() == 0 or b.codes.numel() == 0:
         return multiply_emulated(a, b, step, out_dtype)
-    layout = {"block": _block, "mx": _mx, "nvfp4": _nvfp4}[a.spec.scheme]
+    layout = {"block": _block, "mx": _mx, "nvfp4": nvfp4_layout}[a.spec.scheme]
     left, scale_a, how_a = layout(a, step.axes[0])
     right, scale_b, how_b = layout(b, step.axes[1])
     if torch.compiler.is_compiling():
@@ -175,6 +175,7 @@ def _blocked_shape(
 
 
 _Layout = tuple[Tensor, list[Tensor], tuple[str, ...]]
+_NVFP4 = ("BlockWise1x16", "TensorWise")
 
 
 def _matrix(operand: QuantizedOperand, axis: int) -> Tensor:
@@ -229,7 +230,10 @@ def _mx(operand: QuantizedOperand, axis: int) -> _Layout:
     return matrix, [tiled(scales.contiguous().view(torch.float8_e8m0fnu))], ("BlockWise1x32",)
 
 
-def _nvfp4(operand: QuantizedOperand, axis: int) -> _Layout:
+def nvfp4_layout(operand: QuantizedOperand, axis: int) -> _Layout:
+    """Codes packed two to a byte ``[outer, K/2]``, E4M3 scales in tiles, and the tensor scale."""
+    if operand.codes.dtype is torch.uint8 and operand.groups is not None and operand.scale is not None:
+        return operand.codes, [operand.groups, operand.scale], _NVFP4  # a kernel made it so
     matrix, scales = _matrix(operand, axis), _scales(operand, axis)
     if operand.spec.square:  # cuBLAS has one scale per 16 values of a row
         scales = scales.view(torch.uint8).repeat_interleave(GROUP_SIZES["nvfp4"], 0).view(torch.float8_e4m3fn)
@@ -239,7 +243,7 @@ def _nvfp4(operand: QuantizedOperand, axis: int) -> _Layout:
         scales = F.pad(scales, (0, 1))
     tensor: Any = operand.scale
     parts = [tiled(scales.contiguous().view(torch.float8_e4m3fn)), tensor.reshape(())]
-    return _packed(matrix), parts, ("BlockWise1x16", "TensorWise")
+    return _packed(matrix), parts, _NVFP4
 
 
 def _packed(codes: Tensor) -> Tensor:

@@ -16,6 +16,8 @@ Sizes that are not multiples of the group are padded with zeros, which change ne
 
 from __future__ import annotations
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,14 +34,14 @@ from autoprec.numerics.rounding import (
 from autoprec.numerics.scaling import inverse_of, scale_of
 from autoprec.precision.formats import FORMATS
 
-__all__ = ["GROUP_SIZES", "decode_e8m0", "encode_e8m0", "grouped_values", "hadamard", "quantize_grouped"]
+__all__ = ["GROUP_SIZES", "NEGATIVE", "decode_e8m0", "encode_e8m0", "grouped_values", "hadamard", "quantize_grouped"]
 
 #: Values per scale along the contraction axis (and across it, for square groups).
 GROUP_SIZES = {"block": 128, "mx": 32, "nvfp4": 16}
 _E4M3_TINY = 2.0**-6  # smallest normal E4M3 value: the lower bound of NVFP4 group scales, as in torchao
 #: The random signs of Transformer Engine's 16 x 16 Hadamard transform, bit i for column i (1: negative): fixed, so that
 #: both operands use the same. Kept as an integer, which needs no copy to the device.
-_NEGATIVE = 0b1101_0111_1110_1000
+NEGATIVE = 0b1101_0111_1110_1000
 
 
 def _grouped(x: Tensor, spec: Spec) -> tuple[Tensor, tuple[int, ...]]:
@@ -69,12 +71,14 @@ def encode_e8m0(amax: Tensor, limit: float) -> Tensor:
 
     Zero and everything below ``2**-127`` get code 0, infinity gets 254.
     """
-    ratio = amax / limit
-    bits = ratio.view(torch.int32)
-    exponent, fraction = bits >> 23, bits & 0x7FFFFF
-    above = torch.where(exponent == 0, fraction > 0x400000, fraction > 0)
-    code = (exponent + above).clamp_(max=254)
-    return torch.where(ratio.isnan(), 255, code).to(torch.uint8)
+    # by exponents and mantissas: compiled for a GPU a quotient may be off by two units of its last place, and where it
+    # should be a power of two the scale would be the next one
+    mantissa, exponent = math.frexp(limit)
+    bits = amax.view(torch.int32)
+    above = (bits & 0x7FFFFF) > int((2 * mantissa - 1) * 2**23)
+    code = ((bits >> 23) - (exponent - 1) + above).clamp_(0, 254)
+    code = torch.where(amax.isinf(), 254, code)
+    return torch.where(amax.isnan(), 255, code).to(torch.uint8)
 
 
 def decode_e8m0(code: Tensor) -> Tensor:
@@ -105,20 +109,22 @@ def _mx(x: Tensor, dims: tuple[int, ...], spec: Spec, values: bool) -> tuple[Ten
 
 
 def _nvfp4(
-    x: Tensor, dims: tuple[int, ...], spec: Spec, state: QuantizerState, values: bool
+    x: Tensor, dims: tuple[int, ...], spec: Spec, state: QuantizerState | None, values: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return E2M1 values (stored as E4M3), E4M3 group scales and the float32 tensor scale; see torchao's NVFP4."""
     group = _group_amax(x, dims)
     amax = group.amax() if group.numel() else group.new_zeros(())
-    tensor = amax / (FORMATS["e4m3"].max * FORMATS["e2m1"].max)
+    # a GPU divides by a tensor, by a number it multiplies by a rounded reciprocal
+    limit, most = amax.new_full((), FORMATS["e4m3"].max * FORMATS["e2m1"].max), amax.new_full((), FORMATS["e2m1"].max)
+    tensor = amax / limit
     # where the quotient underflows the tensor scale would divide by zero
     tensor = torch.where((tensor > 0) & tensor.isfinite(), tensor, 1.0)
-    wanted = (group / FORMATS["e2m1"].max / tensor).clamp(_E4M3_TINY, FORMATS["e4m3"].max)
+    wanted = (group / most / tensor).clamp(_E4M3_TINY, FORMATS["e4m3"].max)
     scale = wanted.nan_to_num(nan=1.0).to(torch.float8_e4m3fn)
     scaled = x * ((1.0 / tensor) / scale.float())
     if not spec.stochastic:
         rounded = round_e2m1(scaled)
-    elif torch.compiler.is_compiling():
+    elif state is None or torch.compiler.is_compiling():
         rounded = round_e2m1_stochastic(scaled, hashed_noise(scaled, amax))
     else:
         noise = torch.rand(scaled.shape, generator=state.generator(x.device), device=x.device, dtype=torch.float32)
@@ -135,19 +141,23 @@ def hadamard(x: Tensor) -> Tensor:
     """Multiply groups of 16 rows of a 2-D tensor (rows a multiple of 16) by the signed 16 x 16 Hadamard matrix.
 
     The matrix is orthogonal, so transforming both operands of a GEMM along its contraction axis leaves the exact
-    product unchanged while spreading outliers over the group.
+    product unchanged while spreading outliers over the group. Four rounds of sums and differences compute it, in an
+    order of their own: every device, and the kernels of ``backends.fp4``, give the same bits.
     """
-    matrix = torch.ones(1, 1, device=x.device)
-    for _ in range(4):
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
-    signs = 1 - 2 * ((_NEGATIVE >> torch.arange(16, device=x.device)) & 1)
-    matrix = matrix * signs / 4.0
     rows, columns = x.shape
-    return torch.einsum("ij,gjc->gic", matrix, x.float().reshape(rows // 16, 16, columns)).reshape(rows, columns)
+    signs = 1 - 2 * ((NEGATIVE >> torch.arange(16, device=x.device)) & 1)
+    y = x.float().reshape(rows // 16, 16, columns) * signs.unsqueeze(1)
+    for span in (1, 2, 4, 8):
+        a, b = y.reshape(rows // (2 * span), 2, span * columns).unbind(1)
+        y = torch.stack([a + b, a - b], 1)
+    return y.reshape(rows, columns) * 0.25
 
 
-def quantize_grouped(x: Tensor, spec: Spec, state: QuantizerState, values: bool = False) -> QuantizedOperand:
-    """Quantise a 2-D tensor in groups; see the module's table. ``values`` keeps them as float32 (``quantize``)."""
+def quantize_grouped(x: Tensor, spec: Spec, state: QuantizerState | None, values: bool = False) -> QuantizedOperand:
+    """Quantise a 2-D tensor in groups; see the module's table. ``values`` keeps them as float32 (``quantize``).
+
+    Without a ``state`` what is random is hashed, as in compiled graphs.
+    """
     rows, columns = x.shape
     x = x.float() if x.dtype is torch.float64 else x
     if spec.hadamard:

@@ -8,7 +8,7 @@ through the function its backend supplies.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -54,6 +54,10 @@ class Casts(Protocol):
         """Do so with a weight, which several micro-batches may share."""
 
 
+#: Quantises an operand for both of its GEMMs by kernels inside a compiled graph; None as in :class:`Casts`.
+PackedPair = Callable[[Tensor, Spec | None, Spec | None], Pair]
+
+
 class Experts(Protocol):
     """Runs a 3-D weight by grouped GEMMs, all experts in one call."""
 
@@ -76,6 +80,7 @@ class LinearExecution(Execution):
             where bfloat16 GEMMs take 3 to 40 times as long; for trials whose time is modelled.
         quantizers: delayed scales and the private random stream.
         fused: casts an operand for both of its GEMMs at once where no compiler fuses casts; None: torch's operators do.
+        packed: does so inside a compiled graph, for what a compiler fuses badly; None: torch's operators do.
         experts: runs grouped GEMMs; None, or what it refuses: one expert after another.
         traced: what ``torch.compile`` traced (the compiled graph does not report back).
         calibration: training forwards that only note amaxes before anything is quantised.
@@ -87,6 +92,7 @@ class LinearExecution(Execution):
     quantizers: QuantizerState = field(default_factory=QuantizerState)
     fused: Casts | None = None
     experts: Experts | None = None
+    packed: PackedPair | None = None
     emulates_casts: bool = False
     traced: dict[str, str] | None = None
     calibration: int = field(init=False, default=0)
@@ -372,8 +378,10 @@ class _PlannedLinear(torch.autograd.Function):
         g = grad_output.reshape(-1, grad_output.shape[-1])
         options: dict[str, Any] = {"operand": "grad_output", "state": layer.quantizers}
         grad_input = grad_weight = grad_bias = d = e = None
-        if not torch.compiler.is_compiling() and layer.fused is not None:
-            wanted = steps.dgrad.first if w is not None else None, steps.wgrad.first if x is not None else None
+        wanted = steps.dgrad.first if w is not None else None, steps.wgrad.first if x is not None else None
+        if torch.compiler.is_compiling():
+            d, e = (None, None) if layer.packed is None else layer.packed(g, *wanted)
+        elif layer.fused is not None:
             d, e = layer.fused.pair(g, *wanted, "grad_output", update=True, recompute=False)
         if w is not None:
             step = steps.dgrad
@@ -401,14 +409,18 @@ class _PlannedLinear(torch.autograd.Function):
 def _fused_operands(
     x: Tensor, weight: Tensor, layer: LinearExecution, steps: Steps, needs: Sequence[bool], *, grad: bool, **how: bool
 ) -> tuple[QuantizedOperand | None, ...]:
-    """Return input and weight for fprop, then both for the backward pass, where ``layer.fused`` casts them; else None.
+    """Return input and weight for fprop, then both for the backward pass, where kernels cast them; else None.
 
     ``needs`` says whether dgrad and wgrad will run.
     """
+    across, second = steps.wgrad.second if needs[1] else None, steps.dgrad.second if needs[0] else None
+    if torch.compiler.is_compiling() and layer.packed is not None:
+        a, saved_x = layer.packed(x, steps.fprop.first, across)
+        b, saved_w = layer.packed(weight, steps.fprop.second, second)
+        return a, b, saved_x, saved_w
     if torch.compiler.is_compiling() or layer.fused is None:
         return None, None, None, None
-    a, saved_x = layer.fused.pair(x, steps.fprop.first, steps.wgrad.second if needs[1] else None, "input", **how)
-    second = steps.dgrad.second if needs[0] else None
+    a, saved_x = layer.fused.pair(x, steps.fprop.first, across, "input", **how)
     b, saved_w = layer.fused.weight(weight, steps.fprop.second, second, training=grad, **how)
     return a, b, saved_x, saved_w
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["FAILURES", "SMALL_MODEL", "HostInfo", "Probe", "TrialResult", "TrialSpec"]
+__all__ = ["FAILURES", "MOST_TIMED_S", "SMALL_MODEL", "HostInfo", "Probe", "TrialResult", "TrialSpec"]
 
 #: Every way a trial can end other than ``ok`` and ``pruned``.
 FAILURES = (
@@ -19,6 +19,8 @@ FAILURES = (
 )
 
 
+#: Seconds that a trial is timed at most beyond the steps it was asked for.
+MOST_TIMED_S = 10.0
 #: Up to this many parameters a model may be a throw-away (a warm-up fit, a probe), and its steps cost next to nothing.
 SMALL_MODEL = 100_000
 
@@ -46,12 +48,16 @@ class TrialSpec:
             left it (forked trials share it by construction).
         anneal: multiply the learning rate by a cosine to 10 % over the trial (finalists: chaos shrinks).
         reference_losses, stop_gap: end early as ``pruned`` once the mean absolute relative gap to these losses over
-            the last quarter of the steps seen exceeds ``stop_gap``.
+            the last quarter of the steps seen exceeds ``stop_gap``. For one rank: others see other data.
         backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
         timeout_s: seconds of the trial's own time without a step after which it is ``hung``; time that the machine gave
             to others is not counted (:mod:`autoprec.trial.progress`).
         within_s: seconds after which a scan begins no further probe (the first one is always answered); None: no limit.
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
+        shared: another trial may be on this device: after the first step, which compiles, they take turns, so that no
+            two are timed at once.
+        timed_share: after ``steps`` the trial is timed for so much of its own duration more, at most
+            :data:`MOST_TIMED_S`, as far as the script goes; losses beyond ``steps`` are not returned.
         memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
         by_block: where the policy or the script compiles the model as a whole, its repeated blocks are compiled
             instead: N times cheaper for N blocks, a little slower, and what lies around them runs as eager code.
@@ -76,6 +82,8 @@ class TrialSpec:
     timeout_s: float = 600.0
     by_block: bool = False
     record_graph: bool = False
+    shared: bool = False
+    timed_share: float = 0.0
     memory_limit: int | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -100,10 +108,11 @@ class TrialResult:
         status: ``ok``, ``pruned``, or one of :data:`FAILURES`.
         reason: one sentence for a person; empty when ok.
         tail: the last lines of the trial's own output (failures only).
-        losses: objective of every step seen (mean over ranks not taken; this rank's), warm-up included.
-        step_ms: duration of every step; ``clock`` says of what: ``cpu_time`` (process CPU time on the CPU) or
-            ``cuda_events``, or ``wall``.
-        memory_bytes: peak of the step; ``memory`` splits it (parameters, gradients, optimizer, saved, ...).
+        losses: objective of every step seen, warm-up included; of a trial with several ranks their mean.
+        step_ms: duration of every step, also of those beyond the asked ones (``TrialSpec.timed_share``); ``clock`` says
+            of what: ``cpu_time`` (process CPU time on the CPU) or ``cuda_events``, or ``wall``.
+        memory_bytes: peak of the step, of the rank that holds most; ``memory`` splits it (parameters, gradients,
+            optimizer, saved, ...).
         samples, tokens: per step, as seen in the batch; 0 when they could not be seen.
         skipped_steps: optimizer steps a GradScaler (the script's or ours) skipped.
         start_s: from the request to the first training step.

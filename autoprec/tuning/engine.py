@@ -37,7 +37,7 @@ from autoprec.tuning.decide.reasons import stay_explanation
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
-from autoprec.tuning.paired import PairedRunner
+from autoprec.tuning.paired import PairedRunner, timed_share
 from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result, settled, with_size, with_unknown
 from autoprec.tuning.phases.concluded import asked, keep_answer, kept_answer
 from autoprec.tuning.phases.front import save_front
@@ -45,7 +45,7 @@ from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.reference import measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
-from autoprec.tuning.schedule import Pace, Schedule, describe, longer_runs, repeated_blocks, schedule
+from autoprec.tuning.schedule import Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
@@ -438,14 +438,16 @@ def _changes_nothing(path: Path) -> bool:
 
 
 def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
-    """Tell how long the search will take, from what the reference took, and where longer runs would be cheap."""
+    """Tell how long the search will take, from what the reference took, and how its trials are run to that end."""
     options, timings = setup.options, ledger.timings
     starts, steps = max(timings.get("starts", 1.0), 1.0), options.steps + options.warmup
     training_s = timings.get("training_s", 0.0) / starts
     step_s = ledger.reference.step_ms / 1e3 if setup.measured else training_s / steps
     start_s = timings.get("start_s_sum", 0.0) / starts
     compile_s = timings.get("compile_s", 0.0) if setup.measured else 0.0
-    pace = Pace(start_s, step_s, compile_s, repeated_blocks(setup.host.layers) if runner.by_block.active else 1)
+    blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
+    longer, shared = timed_share(setup), runner.shares_device
+    pace = Pace(start_s, step_s, compile_s, blocks, longer)
 
     def counted(*, usual: bool) -> Schedule:
         return schedule(
@@ -456,13 +458,22 @@ def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
             host_s=None if setup.host.launch == "fork" else start_s,
             workers=runner.workers,
             final_workers=runner.final_workers,
+            shared=shared,
             usual=usual,
         )
 
-    usual = counted(usual=True)
-    timed = setup.measured and not setup.target.is_cpu
-    longer = longer_runs(options, step_s, usual) if timed and options.budget_s is None else ""
-    return [describe(usual, counted(usual=False), options.budget_s, ledger.elapsed()), *([longer] if longer else [])]
+    told = [describe(counted(usual=True), counted(usual=False), options.budget_s, ledger.elapsed())]
+    if longer:
+        told.append(
+            f"a run is timed for up to {longer:.0%} of its own duration beyond its {options.steps} steps, for less "
+            "noise in times (any other --steps N: exactly N; losses are those of the steps asked for)"
+        )
+    if shared:
+        told.append(
+            "a trial starts and compiles while another is timed on the same GPU; they take turns at training "
+            "(--workers 1: one trial at a time)"
+        )
+    return told
 
 
 def _late(age: int, launch: str, seconds: float) -> str:

@@ -21,6 +21,7 @@ from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
 __all__ = [
     "CHOICES",
     "FEWEST_STEPS",
+    "STEPS",
     "SearchOptions",
     "check_signature",
     "fewer_steps",
@@ -29,6 +30,8 @@ __all__ = [
     "parse_share",
 ]
 
+#: Measured steps of a trial where nobody says how many.
+STEPS = 20
 #: Fewer timed steps than these have no median and no second half.
 FEWEST_STEPS = 4
 #: What the options that are one of a few words may be.
@@ -49,7 +52,7 @@ class SearchOptions:
     space: str = ""
     trials: int = 30
     budget_s: float | None = None
-    steps: int = 20
+    steps: int = STEPS
     warmup: int = 3
     max_divergence: float = 0.0025
     max_gradient_error: float = 0.12

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import statistics
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,10 +20,11 @@ from autoprec.tuning.by_block import ByBlock
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
 from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.options import STEPS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
 
-__all__ = ["PairedRunner", "baseline_of", "perturbed_runs"]
+__all__ = ["TIMED_SHARE", "PairedRunner", "baseline_of", "may_share", "perturbed_runs", "timed_share"]
 
 #: Trials that are repeated because a GPU was throttled or shared; more would only double the search.
 MOST_REPEATED = 5
@@ -31,6 +33,12 @@ MOST_SIDE_BY_SIDE = 8
 
 #: Own seconds without a step: before anything is known, at least, and in runs of the reference.
 BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, SLOWEST = 900.0, 60.0, 20.0
+#: So much of its own duration more a trial on a GPU is timed where nobody said how many steps it has: they are the
+#: least of a trial there, and a median over more of them is less noisy.
+TIMED_SHARE = 0.1
+#: What two trials on one GPU need: bytes of it for each, over the reference's peak (fragments, what policies add) and
+#: for a context; and cores, of which each compiles with one or more.
+_PEAKS, _CONTEXT_BYTES, _FEWEST_CORES = 1.25, 2 << 30, 4
 #: Other programs that keep more than this share of the cores busy disturb a timed step's caches and clocks.
 BUSY = 0.5
 
@@ -50,17 +58,42 @@ class PairedRunner:
     def __init__(self, setup: Setup, pool: HostPool, ledger: Ledger) -> None:
         self._setup, self._pool, self._ledger = setup, pool, ledger
         self._repeated = 0
+        self._alone, self._running = False, threading.Condition()
+        self._on_device = 0
         self.by_block = ByBlock(setup, ledger, self._timed)
 
     @property
     def workers(self) -> int:
-        """Trials that may run at once: one per device when they are timed, every core in a rehearsal."""
+        """Trials that may run at once: one or two per device when they are timed, every core in a rehearsal."""
         asked, slots = self._setup.options.workers, self._pool.slots()
         if slots > 1:
             return min(slots, asked or slots)
         if asked:
             return asked
-        return 1 if self._setup.measured else min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0)))
+        if self._setup.measured:
+            return 2 if self.shares_device else 1
+        return min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0)))
+
+    @property
+    def shares_device(self) -> bool:
+        """Whether a trial starts and compiles while another is timed, on the one GPU there is.
+
+        Timed steps are the least of a trial then, both fit into the device's memory, and there are cores for both.
+        """
+        setup, ledger = self._setup, self._ledger
+        one = not setup.options.workers and setup.options.engine == "local" and setup.host.world_size == 1
+        if self._alone or not one or not setup.measured or setup.target.is_cpu or 0 not in ledger.references:
+            return False
+        if self._pool.slots() > 1:
+            return False
+        steps = setup.options.steps + setup.options.warmup
+        return may_share(
+            peak_bytes=ledger.reference.memory_bytes,
+            device_bytes=setup.target.memory_bytes,
+            timed_s=steps * ledger.reference.step_ms / 1e3,
+            run_s=ledger.seconds_per_run(),
+            cores=len(os.sched_getaffinity(0)),
+        )
 
     @property
     def final_workers(self) -> int:
@@ -84,6 +117,7 @@ class PairedRunner:
             "memory_limit": self._setup.limits.memory if measured and policy is not None else None,
             "anneal": True,  # no policy causes the noise of a high learning rate
             "by_block": changes.get("kind", "train") == "train" and self.by_block.wanted,
+            "timed_share": timed_share(self._setup),
         }
         return TrialSpec(**(values | changes))
 
@@ -112,7 +146,7 @@ class PairedRunner:
         return self.by_block.run(spec, seed)
 
     def _timed(self, spec: TrialSpec, seed: int) -> TrialResult:
-        result = self._run(spec, seed)
+        result = self._beside(spec, seed) if spec.shared else self._run(spec, seed)
         if not (self._setup.measured and result.ok and result.unreliable) or self._repeated >= MOST_REPEATED:
             return result
         self._repeated += 1
@@ -122,6 +156,24 @@ class PairedRunner:
             note("this keeps happening: no further trial is repeated, and the times of this search are uncertain")
         again = self._run(spec, seed)
         return again if again.ok else result
+
+    def _beside(self, spec: TrialSpec, seed: int) -> TrialResult:
+        """Run a trial beside another; one that runs out of memory runs again when it has the device to itself."""
+        with self._running:
+            self._on_device += 1
+        result = self._run(spec, seed)
+        with self._running:
+            self._on_device -= 1
+            self._running.notify_all()
+            if result.status != "oom":
+                return result
+            before, self._alone = self._alone, True  # nobody else is started
+            self._running.wait_for(lambda: self._on_device == 0)
+            result = self._run(spec, seed)
+            self._alone = before or result.status != "oom"
+            if self._alone and not before:
+                self._ledger.note("two trials at once do not fit into this device's memory: they run one at a time")
+            return result
 
     def _run(self, spec: TrialSpec, seed: int) -> TrialResult:
         """Run one trial, and book where its time went."""
@@ -148,6 +200,24 @@ class PairedRunner:
         """Lend threads that run trials; see :meth:`autoprec.tuning.workers.local.HostPool.threads`."""
         with self._pool.threads(count, name) as threads:
             yield threads
+
+
+def may_share(*, peak_bytes: int, device_bytes: int, timed_s: float, run_s: float, cores: int) -> bool:
+    """Say whether two trials may be on one GPU: one starts and compiles there while the other is timed.
+
+    Args:
+        peak_bytes, device_bytes: of the reference, and of the GPU.
+        timed_s, run_s: what of a trial's seconds is timed, and all of them.
+        cores: of the host.
+    """
+    fits = 2 * (_PEAKS * peak_bytes + _CONTEXT_BYTES) <= device_bytes
+    return fits and peak_bytes > 0 and 2 * timed_s <= run_s and cores >= _FEWEST_CORES
+
+
+def timed_share(setup: Setup) -> float:
+    """Return the share of its own duration for which a trial is timed beyond its steps; 0 where they are as asked."""
+    asked = setup.options.steps != STEPS
+    return 0.0 if asked or not setup.measured or setup.target.is_cpu or setup.host.world_size > 1 else TIMED_SHARE
 
 
 def perturbed_runs(run: Callable[[str], TrialResult], first: TrialResult, budget: float) -> list[TrialResult]:

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from autoprec.support.units import counted
+from autoprec.trial.protocol import MOST_TIMED_S
 from autoprec.tuning.options import SearchOptions
 
-__all__ = ["Pace", "Schedule", "describe", "longer_runs", "repeated_blocks", "schedule"]
+__all__ = ["Pace", "Schedule", "describe", "repeated_blocks", "schedule"]
 
 #: Passes of a scan of gradient errors that has no time budget (``phases.sensitivity``).
 USUAL_PASSES = 60
@@ -32,8 +33,6 @@ QUANTISED_COMPILE = 5.5
 #: CPU time to compile what torch's cache on disk holds already, over that of the first time: an estimate. Dynamo traces
 #: it again, and the rest is read.
 CACHED_COMPILE = 0.5
-#: Seconds of training that a run may have where they are cheap: at most this share of the search's time more.
-TRAINED_S, CHEAP = 10.0, 0.25
 #: A step of a rehearsal under emulated recipes, over a step as written (2026-11-22_numerics_trial.md).
 EMULATED_STEP = 2.0
 
@@ -42,17 +41,24 @@ EMULATED_STEP = 2.0
 class Pace:
     """What one run takes, seconds: until the first step, to compile the whole model with nothing cached, and one step.
 
-    ``blocks`` share what a run compiles (``TrialSpec.by_block``); 1 where runs compile as the script does.
+    ``blocks`` share what a run compiles (``TrialSpec.by_block``); 1 where runs compile as the script does. A run is
+    timed for ``timed_share`` of all that longer than its steps (``TrialSpec.timed_share``).
     """
 
     start_s: float
     step_s: float
     compile_s: float = 0.0
     blocks: int = 1
+    timed_share: float = 0.0
 
     def run_s(self, steps: int, *, compiled: float = 1.0) -> float:
         """Return the seconds of a run that compiles so much of what a whole model takes with nothing cached."""
-        return self.start_s + compiled * self.compile_s + steps * self.step_s
+        asked = self.start_s + compiled * self.compile_s + steps * self.step_s
+        return asked + min(MOST_TIMED_S, self.timed_share * asked)
+
+    def stepping_s(self, steps: int) -> float:
+        """Return the seconds that a trial of one block trains."""
+        return self.trial_s(steps) - self.start_s - self.compile_s / self.blocks
 
     def trial_s(self, steps: int, *, again: bool = False) -> float:
         """Return the seconds of a run that compiles one of the blocks, or finds it in torch's cache."""
@@ -135,6 +141,7 @@ def schedule(
     passes: int = USUAL_PASSES,
     workers: int = 1,
     final_workers: int = 1,
+    shared: bool = False,
     usual: bool = False,
 ) -> Schedule:
     """Return how long a search takes at most (an upper bound in runs, an estimate in seconds), or usually.
@@ -146,6 +153,7 @@ def schedule(
         host_s: the same for each further paired seed, where its script is started from a copy; None: ``setup_s``.
         passes: forward and backward passes for gradient errors.
         workers, final_workers: trials, and runs under further paired seeds, at once.
+        shared: the trials share one device, and take turns at training.
         usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
     steps, trials, seeds = options.steps + options.warmup, options.trials, options.seeds
@@ -157,6 +165,7 @@ def schedule(
     first = reference.run_s(steps) + (reference.trial_s(steps) if by_block else 0.0)
     # what a policy's first trial compiled its runs under further seeds find in torch's cache
     further = (seeds - 1) * (again + CONTENDERS * trial.trial_s(steps, again=True))
+    each = trial.trial_s(steps)
     whole = (1 if usual else CONTENDERS) if by_block else 0
     return Schedule(
         trials=trials,
@@ -164,33 +173,10 @@ def schedule(
         whole=whole,
         reference_s=setup_s + first + (REFERENCE_RUNS - 1) * again,
         scan_s=reference.start_s + passes * trial.step_s,
-        trials_s=trials * trial.trial_s(steps) / workers,
+        trials_s=trials * max(each / workers, trial.stepping_s(steps) if shared else 0.0),
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
         seeds=max(1, seeds - 1),
-    )
-
-
-def longer_runs(options: SearchOptions, step_s: float, usual: Schedule) -> str:
-    """Return one line for a person: more steps, where they are cheap beside a run's start; empty where they are not.
-
-    They are told, not taken: a script may have no more steps than were asked for, and gaps grow with them, too.
-
-    Args:
-        options: what was asked.
-        step_s: one step, seconds.
-        usual: what the search usually takes.
-    """
-    runs = usual.trials + usual.runs + usual.whole + REFERENCE_RUNS
-    trained = (options.steps + options.warmup) * step_s
-    more_s = min(TRAINED_S - trained, CHEAP * usual.total_s / runs)
-    steps = options.steps + int(more_s / step_s) if step_s > 0 else 0
-    steps -= steps % 10
-    if steps < 2 * options.steps:
-        return ""
-    return (
-        f"a run trains for {trained:.1f} s: --steps {steps} would train for {(steps + options.warmup) * step_s:.1f} s, "
-        f"with less noise in times, for about {_time((steps - options.steps) * step_s * runs)} more in all"
     )
 
 

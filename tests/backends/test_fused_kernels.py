@@ -8,17 +8,18 @@ from typing import Any
 
 import pytest
 
-POINTERS = {"x": "*bf16", "given": "*fp32", "inverse": "*fp32"}
-POINTERS |= dict.fromkeys(("row_codes", "column_codes", "codes"), "*u8")
-INTEGERS = ("ends", "padded", "row_largest", "column_largest", "seen", "whole", "by_row", "by_column")
+POINTERS = {"x": "*bf16", "given": "*fp32", "inverse": "*fp32", "tensor_scales": "*fp32"}
+POINTERS |= dict.fromkeys(("row_codes", "column_codes", "row_scales", "column_scales", "codes"), "*u8")
+INTEGERS = ("ends", "padded", "row_largest", "column_largest", "seen", "whole", "by_row", "by_column", "largest")
 CONSTANTS: dict[str, Any] = {
     "BY_ROW": True, "BY_COLUMN": True, "EXPONENT": 121, "MANTISSA": 3, "LIMIT": 0x43E00000, "FORMAT_MAX": 448.0,
     "POWER_OF_2": True, "EPSILON": 0.0, "EPSILON_BITS": 0, "NOTE": True, "WHOLE": True, "BLOCK_R": 64, "BLOCK_C": 128,
-    "stride_c": 1, "COUNT": 8,
+    "stride_c": 1, "COUNT": 8, "SQUARE": False, "HADAMARD": True, "STOCHASTIC": True, "PLAIN": True, "SIGNS": 0xD7E8,
+    "TRIPS": 2, "PROGRAMS": 512,
 }  # fmt: skip
 
 
-def compiled_for_hopper(kernel: Any, **constants: Any) -> str:
+def compiled(kernel: Any, capability: int = 90, **constants: Any) -> str:
     """Compile as a launch on contiguous tensors would; return the PTX."""
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
@@ -33,7 +34,7 @@ def compiled_for_hopper(kernel: Any, **constants: Any) -> str:
     signature |= dict.fromkeys(fixed, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in fixed}
     source = ASTSource(kernel, signature, {(names.index(n),): v for n, v in fixed.items()}, aligned)
-    found = triton.compile(source, target=GPUTarget("cuda", 90, 32))
+    found = triton.compile(source, target=GPUTarget("cuda", capability, 32))
     assert found.asm["cubin"]
     return str(found.asm["ptx"])
 
@@ -46,8 +47,18 @@ def test_kernels_compile_for_hopper(tmp_path: Any, monkeypatch: pytest.MonkeyPat
     monkeypatch.delitem(sys.modules, "autoprec.backends.fused_kernels", raising=False)
     fused_kernels = importlib.import_module("autoprec.backends.fused_kernels")
 
-    cast = compiled_for_hopper(fused_kernels.cast_kernel, SCHEME="delayed")
+    cast = compiled(fused_kernels.cast_kernel, SCHEME="delayed")
     assert "fma.rn" not in cast  # a product contracted with an addition would round once instead of twice
     assert "st.global.v4" in cast  # both layouts are written 16 bytes at a time
-    assert "atom" in compiled_for_hopper(fused_kernels.largest_kernel)
-    assert "fma.rn" not in compiled_for_hopper(fused_kernels.groups_kernel)
+    assert "atom" in compiled(fused_kernels.largest_kernel)
+    assert "fma.rn" not in compiled(fused_kernels.groups_kernel)
+
+
+def test_nvfp4_kernels_compile_for_blackwell(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.delitem(sys.modules, "autoprec.backends.fused_kernels", raising=False)
+    kernels = importlib.import_module("autoprec.backends.fused_kernels")
+    assert "fma.rn" not in compiled(kernels.fp4_largest_kernel, 100)
+    assert "div.rn" in compiled(kernels.fp4_cast_kernel, 100, BLOCK_C=64)

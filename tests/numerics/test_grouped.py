@@ -96,3 +96,16 @@ def test_scales_of_tiny_nvfp4_groups_are_the_smallest_normal_e4m3() -> None:
     assert made.groups is not None
     assert made.groups.float().flatten().unique().tolist() == [2.0**-6, 448.0]
     assert (dequantize(made)[:, 16:] == 0.0).all()
+
+
+@pytest.mark.parametrize("limit", [448.0, 57344.0, 6.0])
+def test_group_scales_are_the_smallest_power_of_two_that_fits(limit: float) -> None:
+    edge = int(torch.tensor(limit).view(torch.int32)) & 0x7FFFFF
+    fractions = [*torch.randint(0, 1 << 23, (200,)).tolist(), 0, 1, 0x7FFFFF, *range(edge - 2, edge + 3)]
+    bits = torch.arange(255).unsqueeze(1) << 23 | torch.tensor(fractions)
+    amax = bits.to(torch.int32).view(torch.float32)
+    code = encode_e8m0(amax, limit)
+    room = limit * torch.exp2(code.double() - 127)
+    assert (amax.double() <= room).all()
+    assert ((amax.double() > room / 2) | (code == 0)).all()
+    assert encode_e8m0(torch.tensor([torch.inf, torch.nan]), limit).tolist() == [254, 255]

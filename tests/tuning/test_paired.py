@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
-from autoprec.tuning.paired import BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, PairedRunner
+from autoprec.tuning.events import Listeners
+from autoprec.tuning.options import STEPS
+from autoprec.tuning.paired import BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, TIMED_SHARE, PairedRunner, may_share
 from autoprec.tuning.workers.local import HostPool
 from tests.simulated import SimulatedRunner
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
@@ -57,3 +63,87 @@ def test_a_busy_cpu_is_told_where_steps_are_timed_on_it(
     rehearsed, _ = search(script(device="cpu"), options(target="h100", trials=2, seeds=1, study="r"))
     assert rehearsed.ledger is not None
     assert not any("busy" in note for note in rehearsed.ledger.notes)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("changed", "may"),
+    [
+        ({}, True),
+        ({"peak_bytes": 31 * GIB}, False),  # two of them and their contexts
+        ({"peak_bytes": 0}, False),
+        ({"timed_s": 5.0}, False),  # nothing to gain where most of a run is timed
+        ({"cores": 2}, False),
+    ],
+)
+def test_two_trials_share_a_device_where_both_fit_and_timed_steps_are_the_least_of_them(
+    changed: dict[str, float], may: bool
+) -> None:
+    known = {"peak_bytes": 25 * GIB, "device_bytes": 80 * GIB, "timed_s": 0.7, "run_s": 8.0, "cores": 16}
+    assert may_share(**(known | changed)) is may  # type: ignore[arg-type]
+
+
+class OutOfMemory(SimulatedRunner):
+    """What two trials at once do on a device that is too small for them, or one policy by itself."""
+
+    def __init__(self, *, by_itself: bool) -> None:
+        super().__init__(script(), 0)
+        self.by_itself, self.running, self.most, self.lock = by_itself, 0, 0, threading.Lock()
+        self.both = threading.Barrier(2)
+
+    def run(self, spec: TrialSpec) -> TrialResult:
+        with self.lock:
+            self.running += 1
+            self.most = max(self.most, self.running)
+        if not self.both.broken:
+            with contextlib.suppress(threading.BrokenBarrierError):
+                self.both.wait(5.0)
+                self.both.abort()
+            failed = True
+        else:
+            failed = self.by_itself
+        with self.lock:
+            self.running -= 1
+        return TrialResult("oom") if failed else super().run(spec)
+
+
+@pytest.mark.parametrize("by_itself", [True, False])
+def test_trials_that_run_out_of_memory_beside_each_other_run_again_alone(
+    made: Search, tmp_path: Path, by_itself: bool
+) -> None:
+    assert made.setup is not None
+    assert made.ledger is not None
+    made.ledger.notes.clear()
+    host = OutOfMemory(by_itself=by_itself)
+    runner = PairedRunner(made.setup, HostPool(lambda *_: host, tmp_path), made.ledger)
+    spec = runner.spec({"schema": "autoprec.policy/1"}, shared=True, steps=4)
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(runner._timed, [spec, spec], [0, 0]))
+    assert [result.status for result in results] == (["oom", "oom"] if by_itself else ["ok", "ok"])
+    assert host.most == 2
+    assert any("one at a time" in note for note in made.ledger.notes) is not by_itself
+
+
+def test_a_timed_search_on_one_gpu_overlaps_trials_and_times_them_longer(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    kept: list[TrialSpec] = []
+    run = SimulatedRunner.run
+    monkeypatch.setattr(SimulatedRunner, "run", lambda self, spec: (kept.append(spec), run(self, spec))[1])
+    monkeypatch.setattr("autoprec.tuning.paired.may_share", lambda **_: True)
+    told: list[str] = []
+    monkeypatch.setattr(Listeners, "note", lambda _, text: told.append(text))
+    search(script(), options(trials=3, seeds=2, steps=STEPS))
+    trials = [spec for spec in kept if spec.shared]
+    assert trials
+    assert all(spec.policy and spec.stop_gap for spec in trials)  # trials alone: no reference, no further seed
+    assert {spec.timed_share for spec in kept if spec.kind == "train"} == {TIMED_SHARE}
+    assert any("take turns" in note for note in told)
+    assert any("10% of its own duration" in note for note in told)
+    kept.clear()
+    search(script(), options(trials=2, seeds=1, study="asked", workers=1))
+    assert not any(spec.shared or spec.timed_share for spec in kept)

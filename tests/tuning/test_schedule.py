@@ -12,7 +12,6 @@ from autoprec.tuning.schedule import (
     QUANTISED_COMPILE,
     Pace,
     describe,
-    longer_runs,
     repeated_blocks,
     schedule,
 )
@@ -98,15 +97,15 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     assert ", at most" not in describe(usual, usual)
 
 
-def test_longer_runs_are_offered_where_a_step_is_cheap_beside_the_start_of_a_run() -> None:
-    def told(step_s: float) -> str:
-        pace = Pace(5.0, step_s, 20.0)
-        return longer_runs(OPTIONS, step_s, schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True))
+def test_runs_are_timed_for_a_share_of_their_own_duration_more_and_for_no_longer_than_ten_seconds() -> None:
+    plain, longer = (Pace(5.0, 0.1, 20.0, timed_share=share) for share in (0.0, 0.1))
+    assert longer.run_s(23) == pytest.approx(1.1 * plain.run_s(23))
+    assert Pace(5.0, 0.1, 500.0, timed_share=0.1).run_s(23) == pytest.approx(507.3 + 10)
+    assert longer.stepping_s(23) == pytest.approx(2.3 + 0.1 * 27.3)
 
-    assert told(0.01) == (
-        "a run trains for 0.2 s: --steps 580 would train for 5.8 s, with less noise in times, for about 56 s more "
-        "in all"
-    )
-    assert "--steps 80 would train for 8.3 s" in told(0.1)
-    assert told(0.5) == ""  # a quarter more time is not twice the steps
-    assert told(0.0) == ""
+
+def test_trials_that_share_a_device_take_turns_at_training() -> None:
+    pace, host = Pace(5.0, 0.1, 20.0), {"setup_s": 10.0, "workers": 2, "shared": True}
+    assert schedule(OPTIONS, pace, pace, **host).trials_s == pytest.approx(30 * 27.3 / 2)
+    slow = Pace(1.0, 0.5, 2.0)
+    assert schedule(OPTIONS, slow, slow, **host).trials_s == pytest.approx(30 * 11.5)  # the steps alone

@@ -26,6 +26,7 @@ from autoprec.trial.driver.classify import classify, describe_exit, exit_code, l
 from autoprec.trial.driver.failures import first_step_failed, nothing_trained, script_failed
 from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
+from autoprec.trial.driver.results import load_result, over_ranks
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threads, trial_environment
 from autoprec.trial.messages import listen, receive_messages, send_message
 from autoprec.trial.processes import remove_folder, start_ticks
@@ -361,7 +362,7 @@ class TrialRunner(Runner):
             self._waiting.pop(number, None)
             steps_file(path).unlink(missing_ok=True)
             remove_folder(private / f"overlay-{number}")
-        written = _load_result(path)
+        written = load_result(path)
         if answer.get("lost") and written is None:
             if self._closed:
                 return TrialResult("crashed", "this runner was closed")
@@ -448,7 +449,7 @@ class TrialRunner(Runner):
             self._running.discard(process)
             steps_file(path).unlink(missing_ok=True)
         result = classify(
-            _load_result(path),
+            over_ranks(path),
             code if code is not None else -9,
             timed_out=timed_out,
             timeout_s=spec.timeout_s,
@@ -483,16 +484,6 @@ class TrialRunner(Runner):
         if not self._left:
             self._left = True
             self._launcher.leave()
-
-
-def _load_result(path: Path) -> TrialResult | None:
-    try:
-        return TrialResult.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
-        return None
-    finally:
-        with contextlib.suppress(OSError):
-            os.unlink(path)
 
 
 def _with_wall(result: TrialResult, began: float) -> TrialResult:

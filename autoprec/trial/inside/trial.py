@@ -43,8 +43,9 @@ from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop, early_stop
 from autoprec.trial.inside.observe.measure import clock_for, limit_memory
+from autoprec.trial.inside.observe.turn import take_turn
 from autoprec.trial.progress import Beat, steps_file
-from autoprec.trial.protocol import SMALL_MODEL, TrialResult, TrialSpec
+from autoprec.trial.protocol import MOST_TIMED_S, SMALL_MODEL, TrialResult, TrialSpec
 
 __all__ = ["Trial", "is_out_of_memory", "round_weights"]
 
@@ -104,6 +105,8 @@ class Trial:
         self._payload: dict[str, Any] = {}
         self._monitors: list[Any] = []
         self._before: Conditions | None = None
+        self._peak: int | None = None  # bytes of the asked steps
+        self._timed_until: float | None = None
         self.loop: Loop | None = None
         self._beat: Callable[[], None] = Beat(steps_file(result)) if writer else lambda: None
         self.pid = os.getpid()  # only this process tells how the script ended, not what it forks
@@ -157,7 +160,8 @@ class Trial:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             limit_memory(self._device, spec.memory_limit)
-        if spec.kind == "train":  # nothing else is timed, and a scan on a busy GPU needs no repetition
+        # nothing else is timed, and a scan on a busy GPU needs no repetition; who shares a device is not timed yet
+        if spec.kind == "train" and not spec.shared:
             self._before = read_conditions(self._device)
         self.hooks.events = self.loop
         self._begun = time.monotonic()
@@ -176,11 +180,14 @@ class Trial:
     # ---------------------------------------------------------------- steps
     def _check(self, loop: Loop) -> None:
         spec = self.spec
+        if spec.shared and loop.steps == 1:
+            take_turn(self._path.with_name("turn"), self._beat)
+            self._before = read_conditions(self._device)
         if self._before is not None and loop.steps == spec.warmup:
             # by now NCCL, cuBLAS and the compiler hold what they need: memory of this process, not of another
             self._before = replace(self._before, foreign_memory=foreign_memory(self._device))
         # On a GPU reading a loss waits for the device, and would slow down every step that is timed.
-        if self._device.type == "cpu" or loop.steps % 8 == 0 or loop.steps >= loop.total:
+        if self._device.type == "cpu" or loop.steps % 8 == 0 or loop.steps == loop.total:
             losses = loop.losses
             if not math.isfinite(losses[-1]):
                 self.finish("diverged", f"the loss is {losses[-1]} at step {loop.steps}")
@@ -218,10 +225,21 @@ class Trial:
         self.finish("too_short", why)
 
     def _enough(self, loop: Loop) -> None:  # noqa: ARG002
+        if self.spec.kind == "train" and self._goes_on():
+            return
         if self.spec.kind in ("train", "try"):
             self.finish("ok")
         self.hooks.events = Events()
         self._at_next_forward(self._at_forward)
+
+    def _goes_on(self) -> bool:
+        """Say whether a trial whose asked steps are done is to be timed for longer; their memory is read once."""
+        now = time.monotonic()
+        if self._timed_until is None:
+            self._timed_until = now + min(MOST_TIMED_S, self.spec.timed_share * (now - self._asked))
+            if self._device.type == "cuda":
+                self._peak = torch.cuda.max_memory_allocated(self._device)
+        return now < self._timed_until
 
     def _at_next_forward(self, action: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
         owned = {id(p) for p in self.found.root.parameters()}
@@ -279,6 +297,8 @@ class Trial:
         traceback.print_exception(kind, error, trace)
         if issubclass(kind, KeyboardInterrupt):
             self.finish("crashed", "interrupted")
+        if self._timed_until is not None:  # what was asked for has been measured
+            self.finish("ok")
         last = traceback.extract_tb(trace)[-1:] if trace is not None else []
         where = f" ({Path(last[0].filename).name}:{last[0].lineno})" if last else ""
         reason = f"{kind.__name__}: {str(error).splitlines()[0] if str(error) else ''}{where}"
@@ -296,6 +316,8 @@ class Trial:
         self._exit_action()
 
     def _too_short(self) -> None:
+        if self._timed_until is not None:
+            self.finish("ok")
         seen = self.loop.steps if self.loop else 0
         wanted = self.loop.total if self.loop else 0
         reason = f"the script ended after {seen} of {wanted} steps"
@@ -312,6 +334,9 @@ class Trial:
             sys.stderr.flush()
         if self._writer:
             write_result(self._path, self._result(status, reason))
+        elif self.spec.kind == "train":
+            with contextlib.suppress(Exception):  # the first rank's result counts
+                write_result(self._path.with_name(f"{self._path.name}.rank{_rank()}"), self._result(status, reason))
         os._exit(0)
 
     def _result(self, status: str, reason: str) -> TrialResult:
@@ -331,17 +356,22 @@ class Trial:
         compiling = compiled_steps(loop.graphs)
         if compiling:
             self._payload["compiled_steps"] = compiling
-        doubt = unreliable(self._before, read_conditions(self._device) if self._before is not None else None)
+        after = read_conditions(self._device) if self._before is not None else None
+        if self.spec.shared and self._before is not None and after is not None:  # the other trial's comes and goes
+            after = replace(after, foreign_memory=self._before.foreign_memory)
+        doubt = unreliable(self._before, after)
+        asked = loop.total if self.spec.timed_share else None
         memory = dict(loop.memory)
         peak = sum(memory.values())
         if self._device.type == "cuda":
-            peak = memory["allocator_peak"] = torch.cuda.max_memory_allocated(self._device)
+            peak = self._peak if self._peak is not None else torch.cuda.max_memory_allocated(self._device)
+            memory["allocator_peak"] = peak
         result = replace(
             result,
-            losses=tuple(loop.losses),
+            losses=tuple(loop.losses[:asked]),
             step_ms=tuple(loop.clock.milliseconds()[: loop.steps]),
             clock=loop.clock.name,
-            grad_norms=tuple(loop.grad_norms),
+            grad_norms=tuple(loop.grad_norms[:asked]),
             memory=memory,
             memory_bytes=peak,
             samples=self._batch[0] * max(loop.backwards // loop.steps, 1),

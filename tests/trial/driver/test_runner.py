@@ -10,6 +10,7 @@ import sqlite3
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,9 @@ import torch
 
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
-from autoprec.trial.driver.runner import TrialRunner
+from autoprec.trial.driver.runner import TrialRunner, load_result
 from autoprec.trial.inside import agent
-from autoprec.trial.protocol import Probe, TrialSpec
+from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
 from tests.trial.conftest import SCRIPTS, uniform
 from tests.warm import run_forked
 
@@ -228,6 +229,28 @@ def test_trials_run_at_the_same_time(host: Any) -> None:
     assert results["c"].losses != results["a"].losses
 
 
+def test_trials_that_share_a_device_take_turns(host: Any) -> None:
+    with host("plain.py") as runner:
+        runner.start()
+        spec = TrialSpec(steps=3, warmup=1)
+        alone = runner.run(spec)
+        with ThreadPoolExecutor(2) as pool:
+            both = list(pool.map(runner.run, [replace(spec, shared=True)] * 2))
+    assert [result.status for result in both] == ["ok", "ok"]
+    assert both[0].losses == both[1].losses == alone.losses
+
+
+@pytest.mark.parametrize(("steps", "fewest"), [("200", 6), ("6", 6)])
+def test_a_trial_is_timed_beyond_its_steps_as_far_as_the_script_goes(steps: str, fewest: int, host: Any) -> None:
+    with host("plain.py", "--steps", steps) as runner:
+        plain = runner.run(TrialSpec(steps=3, warmup=1))
+        longer = runner.run(TrialSpec(steps=3, warmup=1, timed_share=40.0))
+    assert longer.ok, longer.reason + longer.tail
+    assert longer.losses == plain.losses
+    assert len(longer.grad_norms) == len(plain.step_ms) == 4
+    assert fewest <= len(longer.step_ms) <= int(steps)
+
+
 def test_record_anneal_seed_and_mismatch(host: Any) -> None:
     with host("plain.py") as runner:
         graph = runner.run(TrialSpec(kind="record"))
@@ -285,14 +308,25 @@ def test_torchrun_is_followed_into_its_ranks(host: Any) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [(*TORCHRUN, "fsdp.py"), ("spawned.py",)])
-def test_several_ranks(tokens: tuple[str, ...], host: Any) -> None:
-    """FSDP2 in forked ranks, DDP in new processes that the script starts itself."""
+def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FSDP2 in forked ranks, DDP in new processes that the script starts itself; each tells its losses."""
+    told: list[tuple[float, ...]] = []
+
+    def load(path: Path) -> TrialResult | None:
+        found = load_result(path)
+        told.append(found.losses if found else ())
+        return found
+
+    monkeypatch.setattr("autoprec.trial.driver.results.load_result", load)
     with host(*tokens) as runner:
         info = runner.start()
         trial = runner.run(TrialSpec(steps=3, warmup=0, policy=uniform("bf16")))
     assert (info.launch, info.world_size) == ("process", 2)
     assert trial.status == "ok", trial.reason + trial.tail
-    assert len(trial.losses) == 3
+    first, second = told[-2:]
+    assert len(first) == len(second) == 3
+    assert (first != second) is (tokens[-1] == "fsdp.py")  # the other one trains on the same data twice
+    assert trial.losses == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,33 @@
+"""Turns of trials on one device."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from autoprec.trial.inside.observe.turn import take_turn
+
+
+def test_a_turn_lasts_as_long_as_its_process_and_is_not_inherited(tmp_path: Path) -> None:
+    turn, (reader, writer) = tmp_path / "turn", os.pipe()
+    holder = os.fork()
+    if not holder:
+        take_turn(turn, lambda: None)
+        if not os.fork():  # a worker of a data loader, which outlives it
+            os.close(reader)
+            os.close(writer)
+            time.sleep(20)
+            os._exit(0)
+        os.write(writer, b"x")
+        time.sleep(1.5)
+        os._exit(0)
+    os.read(reader, 1)
+    began, alive = time.monotonic(), []
+    waiting = os.fork()
+    if not waiting:
+        take_turn(turn, lambda: alive.append(1))
+        os._exit(0 if alive else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 0
+    assert 1.0 < time.monotonic() - began < 15.0
+    os.waitpid(holder, 0)
