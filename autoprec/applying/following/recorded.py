@@ -12,6 +12,7 @@ kept: what a call made is noted by number, so that logits live as long as they d
 from __future__ import annotations
 
 import contextlib
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from autoprec.applying.following.gradients import local_part
 
-__all__ = ["RecordedStep", "random_state", "set_random_state"]
+__all__ = ["RecordedStep", "eager", "random_state", "set_random_state"]
 
 #: Its functions about the stack of modes have no types.
 _modes: Any = torch.overrides
@@ -63,6 +64,13 @@ class _Micro:
 
     calls: list[_Call] = field(default_factory=list)
     losses: tuple[Tensor | _Made, ...] = ()
+
+
+def eager() -> contextlib.AbstractContextManager[Any]:
+    """Return what keeps compiled functions from being compiled anew for what happens in one step only."""
+    if "torch._dynamo" not in sys.modules:
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def random_state(device: torch.device) -> Any:
@@ -124,6 +132,7 @@ class RecordedStep:
         self._device, self.sees_backward = device, sees_backward
         self._micros = [_Micro()]
         self._mode: _Tape | None = None
+        self._eager = contextlib.ExitStack()
         self._original: Any = None
         self._leaves: dict[int, tuple[Tensor, Tensor]] = {}  # with its copy
         self._copies: dict[int, tuple[weakref.ref[Tensor], Tensor]] = {}  # of constants, in this micro-batch
@@ -146,6 +155,7 @@ class RecordedStep:
         nn.Module.__call__ = __call__  # type: ignore[method-assign]
         self._mode = _Tape(self)
         self._mode.__enter__()  # type: ignore[no-untyped-call]
+        self._eager.enter_context(eager())  # Dynamo would trace what the tape does
 
     def _is_call_of_model(self, called: nn.Module) -> bool:
         return called.training and torch.is_grad_enabled() and any(id(p) in self._owned for p in called.parameters())
@@ -154,6 +164,7 @@ class RecordedStep:
         """End the recording; a no-op after the first time."""
         if self._mode is not None:
             _take_off(self._mode)
+            self._eager.close()
             self._mode = None
             nn.Module.__call__ = self._original  # type: ignore[method-assign]
 
@@ -172,11 +183,13 @@ class RecordedStep:
         self.busy = True
         mode, self._mode = self._mode, None
         above = [] if mode is None else _take_off(mode)
+        self._eager.close()  # a compiled model runs as it does in every step
         try:
             yield
         finally:
             if mode is not None:
                 _put_on(mode, above)
+                self._eager.enter_context(eager())
             self._mode, self.busy = mode, False
 
     def follows(self, values: Any) -> bool:

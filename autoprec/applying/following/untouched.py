@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.applying.following.recorded import random_state, set_random_state
+from autoprec.applying.following.recorded import eager, random_state, set_random_state
 
 __all__ = ["untouched"]
 
@@ -32,7 +32,7 @@ def untouched(root: nn.Module, parameters: Sequence[nn.Parameter], device: torch
     numpy: Any = sys.modules.get("numpy")
     drawn = numpy.random.get_state() if numpy is not None else None
     try:
-        with _eager():
+        with eager():
             yield
     finally:
         for module, cls, attributes, held in modules:
@@ -53,10 +53,3 @@ def untouched(root: nn.Module, parameters: Sequence[nn.Parameter], device: torch
         random.setstate(numbers)
         if drawn is not None:
             numpy.random.set_state(drawn)
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    """Return what keeps compiled functions from being compiled anew for a policy that is only tried."""
-    if "torch._dynamo" not in sys.modules:
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

@@ -271,3 +271,28 @@ def test_a_device_that_the_script_chose_stays_chosen_in_the_recorded_step() -> N
         step.stop()
         assert torch.empty(1).device.type == "meta"
     assert torch.empty(1).device.type == out.device.type == "cpu"
+
+
+def test_a_compiled_step_is_recorded_as_eager_code() -> None:
+    model = nn.Linear(4, 3)
+
+    @torch.compile(backend="eager")
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(model(x), y)
+
+    def backward() -> None:
+        loss_of(torch.randn(5, 4), torch.randint(0, 3, (5,))).backward()
+
+    backward()
+    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    model.zero_grad()
+    step.start()
+    backward()
+    step.stop()
+    first = model.weight.grad.clone()
+    model.zero_grad()
+    step.play()
+    torch.testing.assert_close(model.weight.grad, first)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
+    backward()
