@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoprec.applying.recompute import carry_into_recomputation
 from autoprec.backends import Backend
 from autoprec.numerics.delayed import DelayedReduction
 from autoprec.numerics.plan import DTYPE_NAMES
@@ -277,6 +278,7 @@ class RootExecution:
     backends: tuple[Backend, ...] = ()
 
     def __post_init__(self) -> None:
+        carry_into_recomputation(OperatorMode)
         slow = {torch.float16} if self.device == "cpu" else set()
         if self.emulates_casts and not fast_bf16_gemm(self.device):
             slow.add(torch.bfloat16)
