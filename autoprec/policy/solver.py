@@ -63,6 +63,9 @@ def solve(time: FloatTable, error2: FloatTable, budget: float, *, limits: Sequen
     bounds = np.array([limit.bound * _ROUNDING for limit in bounded])
     if np.log(np.maximum(offered.sum(axis=1), 1)).sum() <= np.log(_MAX_ENUMERATED):
         return _enumerate(time, costs, bounds)
+    least = np.where(offered, costs, np.inf).min(axis=2).sum(axis=1)
+    if (least > bounds).any():
+        return None
     found = _bisect(time, costs, bounds, len(bounded))
     return None if found is None else _improve(found, time, costs, bounds)
 

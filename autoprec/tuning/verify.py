@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from autoprec.errors import AutoPrecError, NothingAcceptableError
+from autoprec.errors import AutoPrecError, NothingAcceptableError, UsageError
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.support.units import counted
@@ -107,10 +107,17 @@ class Verification:
 
 
 def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: float | None) -> tuple[float, float]:
-    """Return the limits that hold for a policy: those asked for, else those of its search, else the usual ones."""
+    """Return the limits that hold for a policy: those asked for, else those of its search, else the usual ones.
+
+    Raises:
+        UsageError: one that was asked for is not above 0.
+    """
 
     def one(name: str, asked: float | None) -> float:
         found = policy.evidence.get(name)
+        if asked is not None and not asked > 0:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} {asked:g} is not above 0", fix="leave it out to take the limit of the search")
         return asked or (found if isinstance(found, float) and found > 0 else getattr(_USUAL, name))
 
     return one("max_divergence", max_divergence), one("max_gradient_error", max_gradient_error)
@@ -373,7 +380,7 @@ def _is_unsure(row: Contender, judged: Judgement, budget: float, *, chaotic: boo
     if not judged.rejection or row.failures or (judged.final and not row.gradient_errors):
         return False
     if chaotic:  # what the loss says there is said for sure
-        return judged.final
+        return not judged.by_loss
     # the bound lies as far below the mean as the upper one above it, in the logarithm
     return judged.mean * judged.mean / judged.upper <= budget
 

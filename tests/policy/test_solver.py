@@ -131,3 +131,12 @@ def test_many_groups_without_a_choice_do_not_count_as_dimensions() -> None:
     found = solve(time, error2, 2.0, limits=[Limit(memory, 49.0)])
     assert found is not None
     assert found.sum() == 2
+
+
+def test_a_limit_that_no_choice_can_meet_is_none_and_warns_of_nothing() -> None:
+    """Memory that the choices do not change, beyond what there is: prices overflowed."""
+    time_, error2 = instance(0, 40, 4)
+    for held in (0.0, 1.0):
+        same = np.full_like(time_, held)
+        assert solve(time_, error2, np.inf, limits=[Limit(same, 40 * held)]) is not None
+        assert solve(time_, error2, np.inf, limits=[Limit(same, 40 * held - 0.5)]) is None

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from autoprec.errors import UsageError
 from autoprec.policy import Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import TrialSpec
@@ -210,3 +211,18 @@ def test_presets_run_by_the_backends_that_the_policy_was_found_with() -> None:
     found = contenders(policy)
     assert found["all fp8_rowwise"]["evidence"] == {"backends": backends}
     assert "evidence" not in contenders(uniform("fp8_rowwise"))["all fp8_rowwise"]
+
+
+@pytest.mark.parametrize("asked", [(0.0, None), (None, 0.0), (None, -1.0), (float("nan"), None)])
+def test_a_limit_of_nothing_is_refused_instead_of_taking_another(asked: tuple[float | None, float | None]) -> None:
+    with pytest.raises(UsageError, match="is not above 0"):
+        limits_of(uniform("fp8_rowwise"), *asked)
+
+
+def test_where_training_is_chaotic_what_the_loss_says_for_sure_is_not_undecided() -> None:
+    """Nor is it where the gradient error is beyond its limit as well, by so little that chance may explain that."""
+    chaotic = Baseline(0.01, benign=(0.01, 0.011, 0.009), benign_excess=(0.0, 0.0, 0.0))
+    errors = (0.0612, 0.0612, 0.0612)
+    for gaps, verdict in (((0.5, 0.6, 0.55), "fails"), ((0.01, 0.012, 0.011), "undecided")):
+        rows = _judged([measured(*gaps, errors=errors)], chaotic, 0.0025, 0.06, 0.5)
+        assert _verdict(rows, 0.0025, True, 100)[0] == verdict

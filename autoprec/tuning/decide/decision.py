@@ -101,6 +101,7 @@ class Judgement:
         rejection: why it is not acceptable; empty when it is.
         caveat: why the loss could not judge it and what did instead; empty when it could.
         final: no further seed can change the rejection: it breaks a limit that is not that of the loss.
+        by_loss: the rejection is what the loss says, whatever else there is.
     """
 
     mean: float
@@ -108,6 +109,7 @@ class Judgement:
     rejection: str = ""
     caveat: str = ""
     final: bool = False
+    by_loss: bool = False
 
 
 def gradient_limit(noise: float | None, max_gradient_error: float = 0.12, *, blind: bool = False) -> float | None:
@@ -163,8 +165,9 @@ class Rules:
         if c.upper is not None:
             upper = max(mean, c.upper)
         limit = self._beyond_limits(c)
-        why = self._beyond_budget(c, mean, upper) or limit
-        return Judgement(mean, upper, why, "" if why else self._caveat(c, upper), bool(limit))
+        lost = self._beyond_budget(c, mean, upper)
+        caveat = "" if lost or limit else self._caveat(c, upper)
+        return Judgement(mean, upper, lost or limit, caveat, bool(limit), bool(lost))
 
     def _beyond_budget(self, c: Candidate, mean: float, upper: float) -> str:
         """Return what the loss says against a candidate; empty for nothing."""

@@ -28,7 +28,8 @@ __all__ = ["asked", "keep_answer", "kept_answer"]
 
 #: How :attr:`SearchResult.stopped` begins where no option of :data:`_MAXIMA` can make the search go on.
 _ENDED = ("converged", "exhausted")
-#: Maxima, which a search that ended before them has not felt, and what says only how or where it is run or kept.
+#: Maxima, which a search by our sampler that ended before them has not felt (others plan by the number of trials), and
+#: what says only how or where it is run or kept.
 _MAXIMA = ("trials",)
 _ELSEWHERE = (
     *("command", "output", "study", "storage", "resume", "runs_dir", "track"),
@@ -41,7 +42,8 @@ _FILE = "answer.json"
 
 def asked(options: SearchOptions, command: ScriptCommand) -> dict[str, Any]:
     """Return what was asked, as far as a resumed search that is asked otherwise might go on: options, and files."""
-    out = {key: value for key, value in asdict(options).items() if key not in (*_MAXIMA, *_ELSEWHERE)}
+    left_out = (*_MAXIMA, *_ELSEWHERE) if options.sampler == "ours" else _ELSEWHERE
+    out = {key: value for key, value in asdict(options).items() if key not in left_out}
     out["script"] = shlex.join(redact_arguments(options.command))
     files = {name: Path(name) for name in (options.space, options.calibration) if name}
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
@@ -49,7 +51,7 @@ def asked(options: SearchOptions, command: ScriptCommand) -> dict[str, Any]:
 
 
 def keep_answer(folder: Path, question: dict[str, Any], info: SearchInfo, result: SearchResult, records: int) -> None:
-    """Keep an answer that another run could not change; any other is left to a resumed search.
+    """Keep an answer that another run could not change; any other is left to a resumed search, and no earlier one kept.
 
     Args:
         folder: of the study, with the policy in ``best.yaml``.
@@ -58,6 +60,7 @@ def keep_answer(folder: Path, question: dict[str, Any], info: SearchInfo, result
         records: how many runs the study holds.
     """
     if result.verdict == "undecided" or result.cut_short or not result.stopped.startswith(_ENDED):
+        (folder / _FILE).unlink(missing_ok=True)  # ``best.yaml`` is not its policy any more
         return
     told = {key: value for key, value in asdict(info).items() if key not in _TOLD_ANEW}
     document = {"asked": question, "records": records, "info": told, "result": result.to_json()}

@@ -79,6 +79,7 @@ class Race:
         self._tried: list[TrialRecord] = []
         self._benign: dict[int, tuple[float, float]] = {}
         self._unusable: dict[int, str] = {}
+        self._asked_errors: set[str] = set()
         self._correction: list[tuple[bool, float]] = []  # (quantised, longer by so much)
         self.seconds_left: Callable[[], float] = lambda: 0.0
         self.now: Standings = self.update()
@@ -235,7 +236,7 @@ class Race:
         """
         budget = self._setup.limits.divergence
         runs = [run for rows in self._rows.values() for run in rows if run.ok]
-        if self._benign or self._must_end() or all(run.metrics["divergence"] <= budget for run in runs):
+        if self._benign or all(run.metrics["divergence"] <= budget for run in runs) or self._must_end():
             return False
         for seed in [seed for seed in self._ledger.references if seed]:
             self._perturb(seed)
@@ -257,11 +258,11 @@ class Race:
 
     def _measure_error(self, record: TrialRecord) -> bool:
         """Measure the gradient error of a policy as a whole, and judge all again; false where it was measured."""
-        known = self._ledger.measured_errors
-        if record.name in known:
+        if record.name in self._asked_errors:
             return False
+        self._asked_errors.add(record.name)  # where it cannot be measured, it stays the predicted one
         found = measure_errors(self._setup, self._runner, self._ledger, {record.name: record.policy})
-        known[record.name] = found.get(record.name, record.metrics["gradient_error"])
+        self._ledger.measured_errors.update(found)
         self.update()
         return True
 
@@ -447,6 +448,7 @@ class Race:
         measured = {
             problem.key(c.tag.params): (c, j) for c, j in zip(self.now.candidates, self.now.judged, strict=True)
         }
+        failed = {problem.key(record.params) for record in self._tried if not record.ok}
         script = float(expected.goals.cost(self._ledger.reference.step_ms, 1.0))
         found = [(1.0, "the script as written", True)]
         offered = [(name, params) for name, params in presets(problem) if not problem.is_script(params)]
@@ -455,7 +457,7 @@ class Race:
         outlook = expected.outlook(expected.points([params for _, params in offered]))
         for (name, params), cost, chance in zip(offered, outlook.cost, outlook.chance, strict=True):
             known = measured.get(problem.key(params))
-            if known is None and chance >= _MAY_BE_FINE:
+            if known is None and chance >= _MAY_BE_FINE and problem.key(params) not in failed:
                 found.append((math.exp(script - float(cost)), name, False))
             elif known is not None and (not known[1].rejection or known[0].name == chosen.name):
                 found.append((known[0].speedup, name, True))

@@ -210,10 +210,14 @@ class _Loop:
     def conclude(self) -> None:
         """Note why the trials ended: converged, the time, the maximum, or nothing else to try."""
         ledger, done = self.ledger, f"{self.done} of {counted(self.goal, 'trial')}"
-        if self.left() > 0 and self.out_of_time():
+        if self.left() > 0 and self.race.seedless:
+            ledger.stopped = f"ended after {done}: the script as written fails under further paired seeds"
+        elif self.left() > 0:  # only the time ends a search that has something left to try
             ledger.cut(f"the time budget of {self.setup.options.budget_s:.0f} s ended the trials after {done}")
             ledger.stopped = f"ran out of time after {done}"
-        elif self.done >= self.goal:
+        elif self.done > self.goal:
+            ledger.stopped = f"had run {self.done} trials before, and is allowed {self.goal}"
+        elif self.done == self.goal:
             ledger.stopped = f"ran all {self.goal} trials" if self.goal > 1 else "ran the one trial it was allowed"
         elif self.used_up or (why := self._finished()) is None:
             ledger.stopped = (
@@ -233,7 +237,7 @@ class _Loop:
     def seconds_left(self) -> float:
         """Return the seconds until the search ends at most, further seeds included: it may converge before."""
         setup, ledger = self.setup, self.ledger
-        trials = (self.goal - self.done) * ledger.seconds_per_run() / max(1, self.runner.workers)
+        trials = max(0, self.goal - self.done) * ledger.seconds_per_run() / max(1, self.runner.workers)
         left = trials + reserve(setup, self.race, ledger, self.began_s) + ledger.seconds_to_close()
         budget = setup.options.budget_s
         return left if budget is None else min(left, max(0.0, budget - ledger.elapsed()))

@@ -104,3 +104,16 @@ def test_nothing_is_answered_from_runs_that_came_later_or_from_a_damaged_file(fo
 def test_only_an_answer_that_no_further_run_could_change_is_kept(folder: Path, change: dict[str, str]) -> None:
     keep_answer(folder, question(), INFO, replace(RESULT, **change), 5)  # type: ignore[arg-type]
     assert kept_answer(folder, question(), 5) is None
+
+
+def test_an_answer_whose_policy_was_written_over_is_not_kept(folder: Path) -> None:
+    """A session with another objective that runs nothing writes another ``best.yaml`` beside as many runs."""
+    keep_answer(folder, question(), INFO, RESULT, 5)
+    keep_answer(folder, question(objective="memory"), INFO, replace(RESULT, stopped="ran all 30 trials"), 5)
+    assert kept_answer(folder, question(), 5) is None
+
+
+def test_more_trials_ask_something_else_of_a_sampler_that_plans_by_their_number(folder: Path) -> None:
+    keep_answer(folder, question(sampler="tpe"), INFO, replace(RESULT, stopped="exhausted the space"), 5)
+    assert kept_answer(folder, question(sampler="tpe"), 5) is not None
+    assert kept_answer(folder, question(sampler="tpe", trials=60), 5) is None

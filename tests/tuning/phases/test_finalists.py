@@ -16,6 +16,7 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Candidate, Decision
 from autoprec.tuning.decide.noise import student95
+from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.limits import Limits
@@ -122,6 +123,7 @@ def test_a_script_that_fails_under_further_seeds_leaves_the_answer_undecided(her
     assert "the data of this seed are missing" in result.reason
     assert not [r for r in made.records if r.kind == "finalist"]  # nothing is held against a policy
     assert result.trials["complete"] < 14
+    assert result.stopped.endswith("the script as written fails under further paired seeds")
 
 
 def test_a_seed_under_which_the_script_fails_is_left_out(here: Path) -> None:  # noqa: F811
@@ -328,3 +330,54 @@ def test_a_policy_beyond_the_limit_is_offered_an_end_in_bf16_at_the_speed_of_the
     assert race._over_the_run(beyond).speedup == pytest.approx(1 / (0.85 / 2 + 0.15))
     race._setup.options = replace(asked, phases="last-bf16")  # all of them end so
     assert race._over_the_run(beyond) is beyond
+
+
+def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> None:  # noqa: F811
+    """It is predicted to be fine, as each of its choices ran in other policies."""
+    made, _ = search(script(), options(trials=2))
+    assert made.setup is not None
+    assert made.ledger is not None
+    race: Any = object.__new__(Race)
+    race._setup, race._ledger = made.setup, made.ledger
+    (name, params), *others = [(n, p) for n, p in presets(made.setup.problem) if not made.setup.problem.is_script(p)]
+    outlook = SimpleNamespace(cost=[-9.0] * (1 + len(others)), chance=[0.9] + [0.0] * len(others))
+    goals = SimpleNamespace(objective="throughput", cost=lambda *_: 0.0)
+    race.expectation = SimpleNamespace(goals=goals, points=lambda many: many, outlook=lambda _: outlook)
+    race.now = SimpleNamespace(candidates=[], judged=[])
+    chosen = Candidate("mixed", 1.5, (0.0, 0.0))
+    race._tried = []
+    assert race._over_preset(chosen, 0.0).name == name
+    race._tried = [TrialRecord(1, "preset", name, params, {}, "oom", "out of memory")]
+    assert race._over_preset(chosen, 0.0).name == "the script as written"
+
+
+def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_predicted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    race: Any = object.__new__(Race)
+    race._setup = race._runner = None
+    race._ledger = SimpleNamespace(measured_errors={})
+    race._asked_errors, race.update = set(), lambda: None
+    calls: list[str] = []
+
+    def measure(*asked: Any) -> dict[str, float]:
+        calls.extend(asked[-1])
+        return {}
+
+    monkeypatch.setattr("autoprec.tuning.phases.finalists.measure_errors", measure)
+    record = TrialRecord(1, "search", "A", {}, {}, "ok", metrics={"gradient_error": 0.05})
+    assert [race._measure_error(record), race._measure_error(record)] == [True, False]
+    assert (calls, race._ledger.measured_errors, race._error(record)) == (["A"], {}, 0.05)
+
+
+def test_benign_runs_that_nothing_would_be_compared_with_are_not_cut_short() -> None:
+    race: Any = object.__new__(Race)
+    race._setup = SimpleNamespace(limits=Limits(0.0025, 0.12))
+    race._benign, race._ledger = {}, SimpleNamespace(references={0: None, 1: None})
+    race._rows = {1: [replace(row(seed, 1.2, by_block=False), metrics={"divergence": 0.001}) for seed in (0, 1)]}
+
+    def must_end() -> bool:
+        raise AssertionError("nothing was left out")
+
+    race._must_end = must_end
+    assert race._perturb_all() is False

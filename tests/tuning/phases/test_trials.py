@@ -77,3 +77,23 @@ def test_what_was_cut_short_has_not_converged(here: Path) -> None:  # noqa: F811
         _Loop.conclude(loop)
         told.append(made.ledger.stopped)
     assert told == [f"{word} after 3 of 6 trials: nothing is worth it" for word in ("converged", "ended")]
+
+
+def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -> None:  # noqa: F811
+    from types import SimpleNamespace
+    from typing import Any
+
+    from autoprec.tuning.phases.trials import _Loop
+
+    search(script(), options(study="mine", sampler="random", trials=6))
+    made, result = search(script(), options(study="mine", sampler="random", trials=2, resume=True))
+    assert result.stopped == "had run 6 trials before, and is allowed 2"
+    assert made.setup is not None
+    assert made.ledger is not None
+    race: Any = SimpleNamespace(seed_s=2.0)
+    loop: Any = SimpleNamespace(
+        setup=made.setup, ledger=made.ledger, race=race, runner=SimpleNamespace(workers=1), goal=2, done=6, began_s=0.0
+    )
+    left = _Loop.seconds_left(loop)
+    loop.done = 2
+    assert left == _Loop.seconds_left(loop) > 0.0  # trials that are not run take nothing from what is
