@@ -22,6 +22,7 @@ __all__ = [
     "NAMES",
     "fastest_plain",
     "first_presets",
+    "is_plain",
     "is_worth_searching",
     "only_sixteen_bit",
     "over_sixteen_bit",
@@ -59,8 +60,17 @@ def only_sixteen_bit(setup: Setup, verdict: Verdict) -> Setup | None:
 
 def first_presets(found: Sequence[tuple[str, dict[str, Any]]]) -> list[tuple[str, dict[str, Any]]]:
     """Return presets with the 16-bit run before all others: what is cut short can then still be judged."""
-    place = {name: index for index, name in enumerate(NAMES)}
-    return sorted(found, key=lambda preset: place.get(preset[0], len(NAMES)))
+    return sorted(found, key=lambda preset: [not _is_named(preset[0], name) for name in NAMES])
+
+
+def is_plain(name: str) -> bool:
+    """Say whether a preset of this name is the script in 16 bit."""
+    return any(_is_named(name, plain) for plain in NAMES)
+
+
+def _is_named(name: str, plain: str) -> bool:
+    """Compare a preset's name; one that a space names as well is called ``its name (all bf16)``."""
+    return name == plain or name.endswith(f" ({plain})")
 
 
 def sixteen_bit_speedup(setup: Setup, records: Iterable[TrialRecord]) -> float | None:
@@ -87,7 +97,7 @@ def plain_speedup(records: Iterable[TrialRecord]) -> float | None:
 
 def fastest_plain(records: Iterable[TrialRecord]) -> TrialRecord | None:
     """Return the better of the 16-bit presets that were measured, with the figures of all its runs; or None."""
-    known = pooled(record for record in records if record.name in NAMES).values()
+    known = pooled(record for record in records if is_plain(record.name)).values()
     return max((r for r in known if "speedup" in r.metrics), key=lambda r: r.metrics["speedup"], default=None)
 
 

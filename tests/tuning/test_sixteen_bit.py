@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -68,6 +69,17 @@ def test_on_a_gpu_the_headline_is_the_gain_over_sixteen_bit(here: Path) -> None:
     assert f"{result.best['speedup_over_16bit']:.2f}x over 16-bit" in result.reason
     first = next(record for record in made.records if record.kind in ("preset", "search"))
     assert first.name in NAMES
+
+
+def test_a_sixteen_bit_run_that_the_space_has_another_name_for_is_told_against_as_well(here: Path) -> None:  # noqa: F811
+    """Nine times as fast as an fp32 script was the headline."""
+    text = load_space("hopper-fp8").model_dump_json(by_alias=True, exclude_none=True)
+    space = json.loads(text) | {"presets": [{"name": "ours", "choice": "bf16"}]}
+    (here / "space.json").write_text(json.dumps(space))
+    made, result = search(script(), options(trials=3, space="space.json"))
+    first = next(record for record in made.records if record.kind in ("preset", "search"))
+    assert first.name == "ours (all bf16)"
+    assert result.best["speedup_over_16bit"] < result.best["speedup"]
 
 
 def test_an_fp32_script_on_a_gpu_never_stays_because_nothing_beats_bf16(here: Path) -> None:  # noqa: F811

@@ -32,7 +32,7 @@ from autoprec.tuning.phases.answer import Answer
 from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.phases.measuring import goals_of, make_prior, scored
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import NAMES, first_presets, runs_in_sixteen_bit
+from autoprec.tuning.sixteen_bit import first_presets, is_plain, runs_in_sixteen_bit
 from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
 __all__ = ["run_study"]
@@ -272,7 +272,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     seen = {problem.key(record.params): record for record in store.learned()}
     loop = _Loop(setup, runner, ledger, table, race, sampler, setup.options.trials, len(store.learned()), seen=seen)
     loop.began_s, race.seconds_left = began, loop.seconds_left
-    loop.yardstick = next((problem.key(params) for name, params in first if name in NAMES), None)
+    loop.yardstick = next((problem.key(params) for name, params in first if is_plain(name)), None)
     while True:
         ledger.listener.phase("search")
         _drive(loop)
@@ -299,7 +299,7 @@ def _sampler(
     )
     if not isinstance(sampler, PrecisionSampler):
         return sampler, known[: max(FEWEST_PRESETS, options.trials // 2)]
-    told_against = [preset for preset in known if preset[0] in NAMES][:1]
+    told_against = [preset for preset in known if is_plain(preset[0])][:1]
     needed = not setup.target.is_cpu and not runs_in_sixteen_bit(setup.graph)
     return sampler, told_against if needed else []
 
