@@ -97,3 +97,16 @@ def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -
     left = _Loop.seconds_left(loop)
     loop.done = 2
     assert left == _Loop.seconds_left(loop) > 0.0  # trials that are not run take nothing from what is
+
+
+def test_a_trial_is_ended_early_only_beyond_what_the_budget_and_the_noise_forgive() -> None:
+    from types import SimpleNamespace
+    from typing import Any
+
+    from autoprec.tuning.phases.trials import hopeless_gap
+
+    setup: Any = SimpleNamespace(limits=SimpleNamespace(divergence=0.0025))
+    ledger: Any = SimpleNamespace(reference=SimpleNamespace(noise_floor=0.001))
+    assert hopeless_gap(setup, ledger) == 20 * 0.0025
+    ledger.reference.noise_floor = 0.01
+    assert hopeless_gap(setup, ledger) == 10 * 0.01
