@@ -38,6 +38,8 @@ APPLIED, REFUSED = "applied", "refused"
 _PATIENCE = 2000
 #: Steps of a first model that the policy is not for, after which no other is waited for.
 _THROWN_AWAY = 10
+#: A model this many times smaller than the policy's may be such a throw-away fit; any other is refused at once.
+_FAR_SMALLER = 10
 
 
 class PolicyRun:
@@ -73,26 +75,29 @@ class PolicyRun:
         """
         self._models += [weakref.ref(root) for root in found.roots]
         try:
-            if self._is_another_kind(found.root) and not self._is_named(found.root, unknown=False):
+            if self._is_another_kind(found.root) and not self._is_named(found.root):
                 self._leave(found.root)
             else:
                 self._apply(found)
         except AutoPrecError as error:
-            if self._kind is not None or not found.optimizers or self._is_named(found.root, unknown=True):
-                self._refuse(str(error))
+            if self._kind is not None or not found.optimizers or not self._is_far_smaller(found.root):
+                self._refuse(error, "here, so that nothing is trained without the policy")
             self._wait_for_another(found, error)
         self._hooks.rest(self._on_optimizer)
 
     def _wait_for_another(self, found: Found, error: AutoPrecError) -> None:
-        """Let a few steps of a model pass that the policy neither names nor fits: a fit before the real one."""
-        steps = itertools.count(1)
+        """Let a few steps of a small model pass that the policy neither names nor fits: a fit before the real one."""
+        steps, named = itertools.count(1), self._document["model"]
         self._leave(found.root)
+        size = f"{named['parameters']:,} parameters"
+        waited = f"the model that the policy is for ({named['class']}, {size})"
+        self._say(f"note: waiting up to {_THROWN_AWAY} steps for {waited}; then the script is ended")
 
         def count(*_: Any) -> None:
             if self._kind is not None:
                 counted.remove()
             elif next(steps) >= _THROWN_AWAY:
-                self._refuse(str(error))
+                self._refuse(error, f"after {_THROWN_AWAY} steps, none of them of {waited}")
 
         counted = found.optimizers[0].register_step_post_hook(count)
 
@@ -121,13 +126,15 @@ class PolicyRun:
         built_in = cls.__module__.startswith("torch.nn.")  # any two models may be an nn.Sequential
         return cls is not self._kind[0] or (built_in and names != self._kind[1])
 
-    def _is_named(self, root: nn.Module, *, unknown: bool) -> bool:
-        """Say whether a model is the one that the policy was found for; ``unknown`` where the policy does not say."""
+    def _is_named(self, root: nn.Module) -> bool:
+        """Say whether a model is the one that the policy was found for; False where the policy does not say."""
         named = self._document.get("model") or {}
-        if not {"class", "parameters"} <= named.keys():
-            return unknown
-        size = sum(parameter.numel() for parameter in root.parameters())
-        return (swapped_base(root).__name__, size) == (named["class"], named["parameters"])
+        return (swapped_base(root).__name__, _size(root)) == (named.get("class"), named.get("parameters"))
+
+    def _is_far_smaller(self, root: nn.Module) -> bool:
+        """Say whether a model has far fewer parameters than the policy's; False where the policy does not say."""
+        named = self._document.get("model") or {}
+        return "class" in named and _size(root) * _FAR_SMALLER <= int(named.get("parameters", 0))
 
     # ---------------------------------------------------------------- the next model
     def another(self, found: Found) -> None:
@@ -175,10 +182,11 @@ class PolicyRun:
         self._hooks.unwatch()
 
     # ---------------------------------------------------------------- the end
-    def _refuse(self, reason: str) -> NoReturn:
-        """Nobody may think that it trains under the policy."""
+    def _refuse(self, reason: AutoPrecError, when: str) -> NoReturn:
+        """End the script: nobody may think that it trains under the policy."""
         (self._folder / REFUSED).touch()
-        print(f"autoprec: {visible(reason)}", file=sys.stderr, flush=True)  # a script may swallow what is raised
+        # a script may swallow what is raised
+        print(f"autoprec: {visible(str(reason))}\nautoprec: the script is ended {when}", file=sys.stderr, flush=True)
 
         def again(*_: Any) -> None:
             sys.stdout.flush()
@@ -214,6 +222,10 @@ class _AnyBackward(Events):
 
 def _parameters(optimizer: Optimizer) -> Iterator[torch.Tensor]:
     return (p for group in optimizer.param_groups for p in group["params"])
+
+
+def _size(root: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in root.parameters())
 
 
 def _kind_of(root: nn.Module) -> tuple[type[nn.Module], frozenset[str]]:
