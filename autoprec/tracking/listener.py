@@ -34,7 +34,6 @@ class TrackingListener:
         self._runs_dir, self._uri, self._experiment = Path(runs_dir), tracking_uri, experiment
         self._tracker: Tracker | None = None
         self._study_dir: Path | None = None
-        self._records: list[TrialRecord] = []
         self._finished = False
 
     def phase(self, name: str, detail: str = "") -> None:
@@ -59,7 +58,6 @@ class TrackingListener:
 
     def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:  # noqa: ARG002
         """Record one trial, with the choice of each layer group."""
-        self._records.append(record)
         if self._tracker is not None:
             self._tracker.trial(record, _groups(record))
 
@@ -73,8 +71,9 @@ class TrackingListener:
         with contextlib.suppress(Exception):  # an observer must never end a search
             self._study_dir = Path(study_dir)
             artifacts = [Path(result.policy)] if result.policy else []
-            artifacts += write_charts(self._study_dir / "charts", result, self._records)
-            for record in self._marked(self._tracker.recorded(), result):
+            recorded = self._tracker.recorded()  # by earlier sessions of a resumed study, too
+            artifacts += write_charts(self._study_dir / "charts", result, recorded)
+            for record in self._marked(recorded, result):
                 self._tracker.trial(record, _groups(record))
             found = self._tracker.finished(result, artifacts)
             self._finished = True

@@ -101,6 +101,21 @@ def test_after_a_resume_only_the_new_answer_is_the_best(
 
 
 @pytest.mark.usefixtures("no_process")
+def test_charts_show_the_runs_of_earlier_sessions_as_well(
+    tmp_path: Path, records: list[TrialRecord], result: SearchResult
+) -> None:
+    charts = []
+    for told in (records, [record for record in records if record.ok and record.kind == "search"][:1]):
+        listener = _started(tmp_path)
+        for record in told:
+            listener.trial(record, 1, 3, None, 0.0)
+        listener.attach(result, tmp_path / "demo")
+        listener.close(0)
+        charts.append((tmp_path / "demo" / "charts" / "pareto.svg").read_text())
+    assert charts[0] == charts[1]
+
+
+@pytest.mark.usefixtures("no_process")
 def test_a_search_that_did_not_finish_is_killed(tmp_path: Path) -> None:
     listener = _started(tmp_path)
     listener.close(0)
