@@ -10,7 +10,15 @@ the space.
 """
 
 from autoprec.policy.diff import diff_policies
-from autoprec.policy.document import dump_yaml, explain, load_policy, parse_policy, policy_from_dict, save_policy
+from autoprec.policy.document import (
+    check_replaceable,
+    dump_yaml,
+    explain,
+    load_policy,
+    parse_policy,
+    policy_from_dict,
+    save_policy,
+)
 from autoprec.policy.globs import Glob, escape, glob_matches, glob_regex
 from autoprec.policy.matching import first_match, resolve, unmatched_rules
 from autoprec.policy.phases import boundaries
@@ -48,6 +56,7 @@ __all__ = [
     "Policy",
     "StabilityPolicy",
     "boundaries",
+    "check_replaceable",
     "diff_policies",
     "dump_yaml",
     "escape",

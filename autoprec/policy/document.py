@@ -12,11 +12,19 @@ from pydantic import BaseModel, ValidationError
 
 from autoprec.errors import FileError, PolicyError, nearest
 from autoprec.policy.checksum import checksum_line, verify_checksum
-from autoprec.policy.schema import Policy
+from autoprec.policy.schema import SCHEMA, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
-from autoprec.support.files import parse_document, read_text, write_atomic
+from autoprec.support.files import check_writable, parse_document, read_text, write_atomic
 
-__all__ = ["dump_yaml", "explain", "load_policy", "parse_policy", "policy_from_dict", "save_policy"]
+__all__ = [
+    "check_replaceable",
+    "dump_yaml",
+    "explain",
+    "load_policy",
+    "parse_policy",
+    "policy_from_dict",
+    "save_policy",
+]
 
 P = TypeVar("P", bound=Policy)
 
@@ -200,6 +208,30 @@ class _TopDumper(_PolicyDumper):
         self.represented_objects = {}
         self.object_keeper: list[Any] = []
         self.alias_key = None
+
+
+def check_replaceable(path: Path | str) -> Path:
+    """Find out early whether a policy can be written to ``path``, and that nothing but a policy would be replaced.
+
+    An empty file may be replaced, and so may a policy that is not valid, or that was edited by hand.
+
+    Raises:
+        FileError: it cannot be written, or holds something else, such as a training script or its configuration.
+    """
+    path = check_writable(path)
+    if not path.is_file() or not path.stat().st_size:
+        return path
+    try:
+        kind = parse_document(read_text(path), where=str(path)).get("schema")
+    except FileError:
+        kind = None
+    if not str(kind).startswith(SCHEMA.partition("/")[0]):
+        raise FileError(
+            "this file exists and is not an AutoPrec policy: it is not replaced by one",
+            where=str(path),
+            fix="choose another path with --output",
+        )
+    return path
 
 
 def save_policy(policy: Policy, path: Path | str) -> Path:

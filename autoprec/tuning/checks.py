@@ -6,9 +6,9 @@ import os
 
 from autoprec.cost.scale import CostScale
 from autoprec.errors import UnknownNameError, UsageError
+from autoprec.policy import check_replaceable
 from autoprec.policy.space import load_space
 from autoprec.precision.hardware import target
-from autoprec.support.files import check_writable
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.workers.slots import visible_gpus
 
@@ -16,12 +16,12 @@ __all__ = ["check_early", "check_scale"]
 
 
 def check_early(options: SearchOptions) -> None:
-    """Refuse options that name what does not exist, and an output that cannot be written.
+    """Refuse options that name what does not exist, and an output that cannot be written or is something else.
 
     Raises:
         UnknownNameError: no such target, space or backend, with the nearest valid name.
         SpaceError, UsageError, FileError: a space that is not valid, a cost scale or storage that is none, an output
-            path that cannot be written.
+            path that cannot be written, or where something else than a policy is.
     """
     name = options.study
     if name and (name in (".", "..") or not name.isprintable() or any(char in name for char in "/\\")):
@@ -42,7 +42,7 @@ def check_early(options: SearchOptions) -> None:
             raise UnknownNameError("backend", options.backend, [*BACKENDS, "auto"])
     if options.storage:
         _check_storage(options.storage)
-    check_writable(options.output)
+    check_replaceable(options.output)
 
 
 def check_scale(text: str, target_name: str, calibration: str = "") -> CostScale:

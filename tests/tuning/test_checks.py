@@ -48,3 +48,18 @@ def test_bad_options(
 def test_a_scale_of_the_device_at_hand_is_fine_where_that_is_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autoprec.tuning.checks.visible_gpus", lambda environment: ("0",))
     assert check_scale("width=16", "auto").width == 16
+
+
+def test_nothing_but_a_policy_is_replaced_by_one(tmp_path: Path) -> None:
+    script, earlier, empty = tmp_path / "train.py", tmp_path / "policy.yaml", tmp_path / "empty.yaml"
+    script.write_text("import torch\n")
+    (tmp_path / "config.yaml").write_text("width: 3\n")
+    earlier.write_text("schema: autoprec.policy/1\ndefault: edited by hand\n")
+    empty.touch()
+    for other in (script, tmp_path / "config.yaml"):
+        with pytest.raises(FileError, match="is not an AutoPrec policy") as caught:
+            check_early(options(tmp_path, output=str(other)))
+        assert caught.value.exit_code == 2
+    assert script.read_text() == "import torch\n"
+    for policy in (earlier, empty, tmp_path / "none.yaml"):
+        check_early(options(tmp_path, output=str(policy)))

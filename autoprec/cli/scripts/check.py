@@ -170,9 +170,11 @@ def check(
     limit, and with what `autoprec transfer` predicted; beyond the limit a corrected policy is written, and the exit
     code is 1.
     """
-    from autoprec.policy import load_policy
+    from autoprec.policy import check_replaceable, load_policy
 
     loaded: Policy = load_policy(policy)
+    if output is not None:
+        check_replaceable(output)
     audit, spot = _audited(script, loaded, backend, steps, timeout, sensitivity)
     if as_json:
         print_json(audit | ({"sensitivity": spot[0].to_json()} if spot else {}))

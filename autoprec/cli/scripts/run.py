@@ -8,6 +8,7 @@ import click
 
 from autoprec.cli import options
 from autoprec.cli.script import script_command
+from autoprec.errors import UsageError
 
 __all__ = ["run"]
 
@@ -32,12 +33,13 @@ def run(
 
     The exit code is the script's own. Its output, files and arguments are untouched.
     """
-    from autoprec.errors import UsageError
     from autoprec.policy import load_policy
     from autoprec.support.files import check_writable
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.driver.script import run_script
 
+    if policy is None:
+        _refuse_late(script)
     command = ScriptCommand.parse(script)
     loaded = load_policy(policy) if policy is not None else None
     if follow is not None and loaded is None:
@@ -53,3 +55,14 @@ def run(
         follow=follow,
     )
     return code if code >= 0 else 128 - code
+
+
+def _refuse_late(script: tuple[str, ...]) -> None:
+    """Refuse to train without a policy that somebody names behind the script; behind ``--`` it is the script's own."""
+    mine = script[: script.index("--")] if "--" in script else script
+    if any(token.partition("=")[0] == "--policy" for token in mine[1:]):
+        raise UsageError(
+            "--policy comes after the script, so it is the script's, and nothing would train under it",
+            fix="autoprec run --policy FILE train.py [script args]; for a script with such an option of its own: "
+            f"autoprec run -- python {' '.join(script)}",
+        )

@@ -17,7 +17,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
         command: object, policy: object, *, backend: str, audit: object, run_steps: int | None, follow: str | None
     ) -> int:
         calls.append((command, policy, backend, audit, run_steps, follow))
-        return int(getattr(command, "args", ("0",))[0])
+        code = getattr(command, "args", ("0",))[0]
+        return int(code) if code.lstrip("-").isdigit() else 0
 
     monkeypatch.setattr(trial_script, "run_script", record)
     return calls
@@ -79,3 +80,20 @@ def test_a_missing_script_names_the_nearest_file(tmp_path: Path, script: Path) -
     found = autoprec("run", script.with_name("trian.py"))
     assert found.code == 2
     assert "train.py" in found.err
+
+
+@pytest.mark.parametrize("late", [("--policy", "p.yaml"), ("--policy=p.yaml",)])
+def test_a_policy_behind_the_script_is_refused(ran: list[object], script: Path, late: tuple[str, ...]) -> None:
+    found = autoprec("run", script, *late)
+    assert found.code == 2
+    assert "autoprec run --policy FILE train.py" in found.err
+    assert ran == []
+
+
+def test_a_policy_behind_dashes_or_beside_ours_is_the_scripts(
+    ran: list[object], script: Path, policy_file: Path
+) -> None:
+    autoprec("run", "--policy", policy_file, script, "0", "--policy", "mlp")
+    autoprec("run", script, "0", "--", "--policy", "mlp")
+    autoprec("run", "--", "python", script, "--policy", "mlp")
+    assert len(ran) == 3
