@@ -7,6 +7,7 @@ decides whether its policy pays; a search may therefore try both.
 from __future__ import annotations
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,6 +22,7 @@ from autoprec.support.living import living
 
 __all__ = [
     "allow_versions",
+    "autotunes",
     "cache_graphs",
     "compile_by_block",
     "compile_whole_by_block",
@@ -38,6 +40,8 @@ Execution = Literal["keep", "compile", "eager"]
 
 #: So many kinds of blocks Dynamo compiles without being told, each in two versions (training, evaluation).
 _FEW_KINDS = 4
+#: Settings under which Inductor times more than a few kernels on the GPU.
+_AUTOTUNES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")
 _by_block = False
 #: Where it is kept what :func:`set_execution` did, in the ``__dict__`` of the root.
 ATTRIBUTE = "_autoprec_execution"
@@ -58,6 +62,19 @@ def is_compiled(root: nn.Module) -> bool:
         return True
     inside = {id(module) for module in root.modules()}
     return any(id(x.__dict__["_modules"].get("_orig_mod")) in inside for x in living(wrapper))
+
+
+def autotunes() -> bool:
+    """Say whether Inductor is to time kernels to choose among them: by its settings, or in anything the script compiles.
+
+    ``mode="max-autotune"`` is in neither the model nor its graphs: the compiler that ``torch.compile`` makes has it.
+    """
+    settings: list[Mapping[str, Any]] = []
+    if "torch._dynamo" in sys.modules or any("MAX_AUTOTUNE" in name for name in os.environ):
+        inductor: Any = importlib.import_module("torch._inductor.config")
+        settings = [wrapper.config for wrapper in living(torch._TorchCompileInductorWrapper)]
+        settings.append({name: getattr(inductor, name, False) for name in _AUTOTUNES})
+    return any(each.get(name) for each in settings for name in _AUTOTUNES)
 
 
 def set_execution(root: nn.Module, wanted: Execution) -> None:

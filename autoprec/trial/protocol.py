@@ -54,8 +54,8 @@ class TrialSpec:
             to others is not counted (:mod:`autoprec.trial.progress`).
         within_s: seconds after which a scan begins no further probe (the first one is always answered); None: no limit.
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
-        shared: another trial may be on this device: after the first step, which compiles, they take turns, so that no
-            two are timed at once.
+        shared: other trials may be on this device: after the first step, which compiles, they take turns, so that no
+            two are timed at once. For one rank: those of two trials could wait for each other.
         timed_share: after ``steps`` the trial is timed for so much of its own duration more, at most
             :data:`MOST_TIMED_S`, as far as the script goes; losses beyond ``steps`` are not returned.
         memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
@@ -168,7 +168,8 @@ class HostInfo:
     """What was found out about the script when it reached its first training forward.
 
     ``launch`` is the launch mode in use: fork, zygote or process. ``device`` is cpu, or a CUDA device name;
-    ``compiled``: the script compiles its model, or a part of it, itself; ``sharded``: FSDP2 gathers its weights.
+    ``compiled``: the script compiles its model, or a part of it, itself; ``autotunes``: its compiler times kernels on
+    the GPU to choose among them (``max-autotune``); ``sharded``: FSDP2 gathers its weights.
     """
 
     launch: str
@@ -180,6 +181,7 @@ class HostInfo:
     setup_s: float = 0.0
     notes: tuple[str, ...] = ()
     compiled: bool = False
+    autotunes: bool = False
     sharded: bool = False
 
     def to_json(self) -> dict[str, Any]:

@@ -470,9 +470,11 @@ def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
         )
     if shared:
         told.append(
-            "a trial starts and compiles while another is timed on the same GPU; they take turns at training "
-            "(--workers 1: one trial at a time)"
+            f"--workers {options.workers}: trials start and compile while another is timed on the same GPU; they take "
+            "turns at training, and their times are noisier, and slower than the reference's, which runs alone"
         )
+    elif alone := runner.refused_sharing():
+        told.append(f"--workers {options.workers}: trials run one at a time all the same: {alone}")
     return told
 
 

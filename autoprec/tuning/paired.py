@@ -24,7 +24,7 @@ from autoprec.tuning.options import STEPS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
 
-__all__ = ["TIMED_SHARE", "PairedRunner", "baseline_of", "may_share", "perturbed_runs", "timed_share"]
+__all__ = ["TIMED_SHARE", "PairedRunner", "baseline_of", "fit_together", "perturbed_runs", "timed_share"]
 
 #: Trials that are repeated because a GPU was throttled or shared; more would only double the search.
 MOST_REPEATED = 5
@@ -36,9 +36,9 @@ BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, SLOWEST = 900.0, 60.0, 20.0
 #: So much of its own duration more a trial on a GPU is timed where nobody said how many steps it has: they are the
 #: least of a trial there, and a median over more of them is less noisy.
 TIMED_SHARE = 0.1
-#: What two trials on one GPU need: bytes of it for each, over the reference's peak (fragments, what policies add) and
-#: for a context; and cores, of which each compiles with one or more.
-_PEAKS, _CONTEXT_BYTES, _FEWEST_CORES = 1.25, 2 << 30, 4
+#: What a trial beside others needs of a GPU's memory, over the reference's peak (fragments, what policies add), and for
+#: a context.
+_PEAKS, _CONTEXT_BYTES = 1.25, 2 << 30
 #: Other programs that keep more than this share of the cores busy disturb a timed step's caches and clocks.
 BUSY = 0.5
 
@@ -64,36 +64,44 @@ class PairedRunner:
 
     @property
     def workers(self) -> int:
-        """Trials that may run at once: one or two per device when they are timed, every core in a rehearsal."""
+        """Trials that may run at once: one per device when they are timed, unless more are asked for."""
         asked, slots = self._setup.options.workers, self._pool.slots()
         if slots > 1:
             return min(slots, asked or slots)
-        if asked:
-            return asked
-        if self._setup.measured:
-            return 2 if self.shares_device else 1
+        if self._on_one_gpu:
+            return asked if self.shares_device and not self._alone else 1
+        if asked or self._setup.measured:
+            return asked or 1
         return min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0)))
 
     @property
-    def shares_device(self) -> bool:
-        """Whether a trial starts and compiles while another is timed, on the one GPU there is.
+    def _on_one_gpu(self) -> bool:
+        return self._setup.measured and not self._setup.target.is_cpu and self._pool.slots() == 1
 
-        Timed steps are the least of a trial then, both fit into the device's memory, and there are cores for both.
+    @property
+    def shares_device(self) -> bool:
+        """Whether trials start and compile while another is timed on the one GPU there is: only where asked for.
+
+        What the others do meanwhile makes times noisier, and slower than those of the reference, which runs alone.
         """
+        return self._on_one_gpu and self._setup.options.workers > 1 and not self.refused_sharing()
+
+    def refused_sharing(self) -> str:
+        """Return why trials run one at a time on one GPU although more are asked for; empty where they do not."""
         setup, ledger = self._setup, self._ledger
-        one = not setup.options.workers and setup.options.engine == "local" and setup.host.world_size == 1
-        if self._alone or not one or not setup.measured or setup.target.is_cpu or 0 not in ledger.references:
-            return False
-        if self._pool.slots() > 1:
-            return False
-        steps = setup.options.steps + setup.options.warmup
-        return may_share(
-            peak_bytes=ledger.reference.memory_bytes,
-            device_bytes=setup.target.memory_bytes,
-            timed_s=steps * ledger.reference.step_ms / 1e3,
-            run_s=ledger.seconds_per_run(),
-            cores=len(os.sched_getaffinity(0)),
-        )
+        if not self._on_one_gpu or (asked := setup.options.workers) < 2:
+            return ""
+        if setup.options.engine != "local":
+            return f"--engine {setup.options.engine} gives each its own GPU"
+        if setup.host.world_size > 1:
+            return "ranks of two trials could wait for each other"
+        if setup.host.autotunes:
+            return "the script compiles with max-autotune, which times kernels on the GPU to choose among them"
+        if 0 not in ledger.references:
+            return "nothing is known of their memory yet"
+        if not fit_together(asked, ledger.reference.memory_bytes, setup.target.memory_bytes):
+            return f"{asked} trials at once do not fit into the GPU's memory"
+        return ""
 
     @property
     def final_workers(self) -> int:
@@ -146,7 +154,8 @@ class PairedRunner:
         return self.by_block.run(spec, seed)
 
     def _timed(self, spec: TrialSpec, seed: int) -> TrialResult:
-        result = self._beside(spec, seed) if spec.shared else self._run(spec, seed)
+        run = self._beside if spec.shared else self._run
+        result = run(spec, seed)
         if not (self._setup.measured and result.ok and result.unreliable) or self._repeated >= MOST_REPEATED:
             return result
         self._repeated += 1
@@ -154,25 +163,28 @@ class PairedRunner:
         note(f"a trial is repeated: {result.unreliable}")
         if self._repeated == MOST_REPEATED:
             note("this keeps happening: no further trial is repeated, and the times of this search are uncertain")
-        again = self._run(spec, seed)
+        again = run(spec, seed)
         return again if again.ok else result
 
     def _beside(self, spec: TrialSpec, seed: int) -> TrialResult:
         """Run a trial beside another; one that runs out of memory runs again when it has the device to itself."""
         with self._running:
             self._on_device += 1
-        result = self._run(spec, seed)
+        try:
+            result = self._run(spec, seed)
+        finally:
+            with self._running:
+                self._on_device -= 1
+                self._running.notify_all()
+        if result.status != "oom":
+            return result
         with self._running:
-            self._on_device -= 1
-            self._running.notify_all()
-            if result.status != "oom":
-                return result
             before, self._alone = self._alone, True  # nobody else is started
             self._running.wait_for(lambda: self._on_device == 0)
             result = self._run(spec, seed)
             self._alone = before or result.status != "oom"
             if self._alone and not before:
-                self._ledger.note("two trials at once do not fit into this device's memory: they run one at a time")
+                self._ledger.note("trials at once do not fit into this GPU's memory: from here on they run one at a time")
             return result
 
     def _run(self, spec: TrialSpec, seed: int) -> TrialResult:
@@ -202,16 +214,9 @@ class PairedRunner:
             yield threads
 
 
-def may_share(*, peak_bytes: int, device_bytes: int, timed_s: float, run_s: float, cores: int) -> bool:
-    """Say whether two trials may be on one GPU: one starts and compiles there while the other is timed.
-
-    Args:
-        peak_bytes, device_bytes: of the reference, and of the GPU.
-        timed_s, run_s: what of a trial's seconds is timed, and all of them.
-        cores: of the host.
-    """
-    fits = 2 * (_PEAKS * peak_bytes + _CONTEXT_BYTES) <= device_bytes
-    return fits and peak_bytes > 0 and 2 * timed_s <= run_s and cores >= _FEWEST_CORES
+def fit_together(trials: int, peak_bytes: int, device_bytes: int) -> bool:
+    """Say whether so many trials fit into a GPU's memory at once, where the reference holds ``peak_bytes``."""
+    return trials * (_PEAKS * peak_bytes + _CONTEXT_BYTES) <= device_bytes
 
 
 def timed_share(setup: Setup) -> float:

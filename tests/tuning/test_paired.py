@@ -4,15 +4,18 @@ import contextlib
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from autoprec.errors import NoSpaceError
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import STEPS
-from autoprec.tuning.paired import BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, TIMED_SHARE, PairedRunner, may_share
+from autoprec.tuning.paired import BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, TIMED_SHARE, PairedRunner, fit_together
 from autoprec.tuning.workers.local import HostPool
 from tests.simulated import SimulatedRunner
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
@@ -68,21 +71,38 @@ def test_a_busy_cpu_is_told_where_steps_are_timed_on_it(
 GIB = 1 << 30
 
 
+def test_trials_fit_together_with_room_for_fragments_and_contexts() -> None:
+    assert fit_together(2, 25 * GIB, 80 * GIB)
+    assert not fit_together(3, 25 * GIB, 80 * GIB)
+    assert not fit_together(2, 31 * GIB, 80 * GIB)
+
+
 @pytest.mark.parametrize(
-    ("changed", "may"),
+    ("asked", "host", "peak_bytes", "refused"),
     [
-        ({}, True),
-        ({"peak_bytes": 31 * GIB}, False),  # two of them and their contexts
-        ({"peak_bytes": 0}, False),
-        ({"timed_s": 5.0}, False),  # nothing to gain where most of a run is timed
-        ({"cores": 2}, False),
+        (0, {}, GIB, None),
+        (1, {}, GIB, None),
+        (2, {}, GIB, ""),
+        (2, {}, 70 * GIB, "do not fit"),
+        (2, {"autotunes": True}, GIB, "max-autotune"),
+        (2, {"world_size": 2}, GIB, "wait for each other"),
     ],
 )
-def test_two_trials_share_a_device_where_both_fit_and_timed_steps_are_the_least_of_them(
-    changed: dict[str, float], may: bool
+def test_trials_share_one_gpu_only_where_asked_for(
+    made: Search, tmp_path: Path, asked: int, host: dict[str, Any], peak_bytes: int, refused: str | None
 ) -> None:
-    known = {"peak_bytes": 25 * GIB, "device_bytes": 80 * GIB, "timed_s": 0.7, "run_s": 8.0, "cores": 16}
-    assert may_share(**(known | changed)) is may  # type: ignore[arg-type]
+    runner = runner_of(made, tmp_path)
+    setup, ledger = made.setup, made.ledger
+    assert setup is not None
+    assert ledger is not None
+    setup = replace(setup, options=replace(setup.options, workers=asked), host=replace(setup.host, **host))
+    reference = replace(ledger.reference, memory_bytes=peak_bytes)
+    ledger.references[0] = reference
+    runner = PairedRunner(setup, runner._pool, ledger)
+    assert (refused or "") in runner.refused_sharing()
+    assert bool(runner.refused_sharing()) is bool(refused)
+    assert runner.shares_device is (refused == "")
+    assert runner.workers == (2 if refused == "" else 1)
 
 
 class OutOfMemory(SimulatedRunner):
@@ -126,18 +146,17 @@ def test_trials_that_run_out_of_memory_beside_each_other_run_again_alone(
     assert any("one at a time" in note for note in made.ledger.notes) is not by_itself
 
 
-def test_a_timed_search_on_one_gpu_overlaps_trials_and_times_them_longer(
+def test_a_timed_search_on_one_gpu_times_runs_longer_and_overlaps_trials_where_asked_to(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
     kept: list[TrialSpec] = []
     run = SimulatedRunner.run
     monkeypatch.setattr(SimulatedRunner, "run", lambda self, spec: (kept.append(spec), run(self, spec))[1])
-    monkeypatch.setattr("autoprec.tuning.paired.may_share", lambda **_: True)
+    monkeypatch.setattr("autoprec.tuning.paired.fit_together", lambda *_: True)
     told: list[str] = []
     monkeypatch.setattr(Listeners, "note", lambda _, text: told.append(text))
-    search(script(), options(trials=3, seeds=2, steps=STEPS))
+    search(script(), options(trials=3, seeds=2, steps=STEPS, workers=2))
     trials = [spec for spec in kept if spec.shared]
     assert trials
     assert all(spec.policy and spec.stop_gap for spec in trials)  # trials alone: no reference, no further seed
@@ -145,5 +164,28 @@ def test_a_timed_search_on_one_gpu_overlaps_trials_and_times_them_longer(
     assert any("take turns" in note for note in told)
     assert any("10% of its own duration" in note for note in told)
     kept.clear()
-    search(script(), options(trials=2, seeds=1, study="asked", workers=1))
+    told.clear()
+    search(script(), options(trials=2, seeds=1, study="default"))
+    assert kept
     assert not any(spec.shared or spec.timed_share for spec in kept)
+    assert not any("take turns" in note for note in told)
+
+
+def test_a_trial_that_raises_leaves_the_device_to_others(made: Search, tmp_path: Path) -> None:
+    class Full(SimulatedRunner):
+        def run(self, spec: TrialSpec) -> TrialResult:
+            if spec.steps == 4:
+                raise NoSpaceError("no space left")
+            return TrialResult("oom")
+
+    assert made.setup is not None
+    assert made.ledger is not None
+    runner = PairedRunner(made.setup, HostPool(lambda *_: Full(script(), 0), tmp_path), made.ledger)
+    with pytest.raises(NoSpaceError):
+        runner._timed(runner.spec({"schema": "autoprec.policy/1"}, shared=True, steps=4), 0)
+    failing = threading.Thread(
+        target=runner._timed, args=(runner.spec({"schema": "autoprec.policy/1"}, shared=True, steps=5), 0), daemon=True
+    )
+    failing.start()
+    failing.join(20.0)
+    assert not failing.is_alive()

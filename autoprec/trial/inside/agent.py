@@ -440,7 +440,7 @@ def _other_threads() -> list[str]:
 
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
     """Describe the script at its first training forward."""
-    from autoprec.applying.compiling import is_compiled
+    from autoprec.applying.compiling import autotunes, is_compiled
     from autoprec.applying.policy import tunable_layers
     from autoprec.optim.weight_gather import is_sharded
 
@@ -468,6 +468,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         setup_s=setup_s,
         notes=tuple(notes),
         compiled=is_compiled(root),
+        autotunes=autotunes(),
         sharded=is_sharded(root),
     )
 

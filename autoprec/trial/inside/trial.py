@@ -49,6 +49,9 @@ from autoprec.trial.protocol import MOST_TIMED_S, SMALL_MODEL, TrialResult, Tria
 
 __all__ = ["Trial", "is_out_of_memory", "round_weights"]
 
+#: A step that is under way when a trial has been timed for long enough is waited for so long (s).
+_GRACE_S = 2.0
+
 
 def round_weights(found: Found, perturb: str = "bf16") -> None:
     """Round every trained weight once to bfloat16: the smallest change of precision there is.
@@ -107,6 +110,8 @@ class Trial:
         self._before: Conditions | None = None
         self._peak: int | None = None  # bytes of the asked steps
         self._timed_until: float | None = None
+        self._waited_s = 0.0  # for its turn
+        self._ending = threading.RLock()
         self.loop: Loop | None = None
         self._beat: Callable[[], None] = Beat(steps_file(result)) if writer else lambda: None
         self.pid = os.getpid()  # only this process tells how the script ended, not what it forks
@@ -181,11 +186,15 @@ class Trial:
     def _check(self, loop: Loop) -> None:
         spec = self.spec
         if spec.shared and loop.steps == 1:
+            began = time.monotonic()
             take_turn(self._path.with_name("turn"), self._beat)
+            self._waited_s = time.monotonic() - began
             self._before = read_conditions(self._device)
         if self._before is not None and loop.steps == spec.warmup:
             # by now NCCL, cuBLAS and the compiler hold what they need: memory of this process, not of another
             self._before = replace(self._before, foreign_memory=foreign_memory(self._device))
+        if self._timed_until is not None:  # steps beyond the asked ones are timed, and nothing else counts of them
+            return
         # On a GPU reading a loss waits for the device, and would slow down every step that is timed.
         if self._device.type == "cpu" or loop.steps % 8 == 0 or loop.steps == loop.total:
             losses = loop.losses
@@ -236,9 +245,15 @@ class Trial:
         """Say whether a trial whose asked steps are done is to be timed for longer; their memory is read once."""
         now = time.monotonic()
         if self._timed_until is None:
-            self._timed_until = now + min(MOST_TIMED_S, self.spec.timed_share * (now - self._asked))
+            own_s = now - self._asked - self._waited_s
+            more_s = min(MOST_TIMED_S, self.spec.timed_share * own_s)
+            self._timed_until = now + more_s
             if self._device.type == "cuda":
                 self._peak = torch.cuda.max_memory_allocated(self._device)
+            if more_s:  # the script may evaluate, or write a checkpoint, for minutes before its next step
+                timer = threading.Timer(more_s + _GRACE_S, self.finish, ("ok",))
+                timer.daemon = True
+                timer.start()
         return now < self._timed_until
 
     def _at_next_forward(self, action: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]) -> None:
@@ -329,6 +344,10 @@ class Trial:
 
     def finish(self, status: str, reason: str = "") -> NoReturn:
         """Write the result and end this process at once: no exit handler of the script runs."""
+        with self._ending:  # of two threads the second waits until the process has ended
+            self._end(status, reason)
+
+    def _end(self, status: str, reason: str) -> NoReturn:
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -347,7 +366,7 @@ class Trial:
             warmup=self.spec.warmup,
             start_s=self._begun - self._asked,
             wall_s=now - self._asked,
-            training_s=now - self._begun,
+            training_s=now - self._begun - self._waited_s,
             payload=self._payload,
         )
         loop = self.loop

@@ -251,6 +251,16 @@ def test_a_trial_is_timed_beyond_its_steps_as_far_as_the_script_goes(steps: str,
     assert fewest <= len(longer.step_ms) <= int(steps)
 
 
+def test_what_comes_after_the_asked_steps_fails_no_trial(host: Any) -> None:
+    """A loss that is no number, and an evaluation that takes longer than a trial may stand still."""
+    with host("after_steps.py") as runner:
+        result = runner.run(TrialSpec(steps=3, warmup=1, timed_share=1e3))
+    assert result.ok, result.reason + result.tail
+    assert len(result.losses) == 4
+    assert len(result.step_ms) == 6
+    assert result.wall_s < 60.0
+
+
 def test_record_anneal_seed_and_mismatch(host: Any) -> None:
     with host("plain.py") as runner:
         graph = runner.run(TrialSpec(kind="record"))
