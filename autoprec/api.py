@@ -141,7 +141,8 @@ def search(
         at_step, at: the step at which trials start, and steps (``"0,1000"``) of which the worst gradient error counts.
         output: where the policy is written.
         study, storage, resume: name and database of the study, and whether to continue it.
-        workers, engine: trials side by side (0: as many as can be timed), ``local`` or on a ``ray`` cluster.
+        workers, engine: trials side by side (0: as many as can be timed; 2 on one GPU: one compiles while another is
+            timed), ``local`` or on a ``ray`` cluster.
         ray_address, gpus_per_trial: the Ray cluster, and the GPUs that one trial takes there.
         sampler: ``ours``, ``tpe``, ``nsga2``, ``random``, ``gp``, ``ilp`` or ``greedy``.
         cost_scale, calibration: model time at larger shapes (``"width=16,depth=4,tokens=32"``), with measured rates.

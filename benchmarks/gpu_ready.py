@@ -309,7 +309,7 @@ def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, s
     from autoprec.cost.transformer import PRESETS, decoder_report
     from autoprec.precision.hardware import TARGETS
     from autoprec.tuning.options import SearchOptions
-    from autoprec.tuning.paired import TIMED_SHARE, may_share
+    from autoprec.tuning.paired import TIMED_SHARE, fit_together
     from autoprec.tuning.schedule import Pace, schedule
 
     report = decoder_report(PRESETS["gpt2"], batch=TOKENS // 1024, seq=1024)
@@ -322,24 +322,18 @@ def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, s
         for first, again, each in (compiled_s[recipe] for recipe in PLANNED)
     ]
     asked = SearchOptions(command=("train.py",))
-    steps = asked.steps + asked.warmup
-    shared = may_share(
-        peak_bytes=step.memory_bytes,
-        device_bytes=TARGETS["h100"].memory_bytes,
-        timed_s=steps * step_s,
-        run_s=paces[0].run_s(steps),
-        cores=16,  # of the machine that is lent
-    )
-    how: dict[str, Any] = {"setup_s": setup_s, "host_s": start_s, "workers": 1 + shared, "shared": shared}
+    both = ((True, "as searches usually end"), (False, "upper bound: nothing converges"))
     rows = []
-    for usual, what in ((True, "as searches usually end"), (False, "upper bound: nothing converges")):
+    ways = [(1, "")] + [(2, ", --workers 2")] * fit_together(2, step.memory_bytes, TARGETS["h100"].memory_bytes)
+    for workers, way, usual, what in [(*way, *end) for way in ways for end in both]:
+        how: dict[str, Any] = {"setup_s": setup_s, "host_s": start_s, "workers": workers, "shared": workers > 1}
         found = schedule(asked, *paces, **how, usual=usual)
         counted = (
             f"{found.total_s:.0f} s: {found.trials} trials {found.trials_s:.0f}, {found.runs} further runs "
             f"{found.finalists_s:.0f}, {found.whole} of the whole model {found.whole_s:.0f}, "
             f"reference {found.reference_s:.0f}, gradient errors {found.scan_s:.0f}"
         )
-        rows.append(f"| planned search, --trials 30, compiled gpt2-124M | h100 | {what} | {counted} |")
+        rows.append(f"| planned search, --trials 30{way}, compiled gpt2-124M | h100 | {what} (modelled) | {counted} |")
     started = f"started anew {setup_s:.1f} s, a trial {start_s:.1f} s"
     rows.append(f"| gpt2-124M's script at its first step | - | without a GPU's own start | {started} |")
     return rows

@@ -65,7 +65,7 @@ def is_compiled(root: nn.Module) -> bool:
 
 
 def autotunes() -> bool:
-    """Say whether Inductor is to time kernels to choose among them: by its settings, or in anything the script compiles.
+    """Say whether Inductor is to choose kernels by timing them: by its settings, or in anything the script compiles.
 
     ``mode="max-autotune"`` is in neither the model nor its graphs: the compiler that ``torch.compile`` makes has it.
     """

@@ -59,6 +59,12 @@ def packed_pair(x: Tensor, first: Spec | None, second: Spec | None) -> Pair:
     spec = first or second
     if spec is None:
         return None, None
+    if (
+        first is not None
+        and second is not None
+        and (first.square, first.stochastic) != (second.square, second.stochastic)
+    ):
+        return packed_pair(x, first, None)[0], packed_pair(x, None, second)[1]
     flags = first is not None, second is not None, spec.square, second is not None and second.hadamard, spec.stochastic
     largest = torch.ops.autoprec.nvfp4_largest(x, flags[0] or not flags[3], flags[3])
     codes, scales, turned, turned_scales, tensors = torch.ops.autoprec.nvfp4_cast(x, largest, *flags)

@@ -125,6 +125,40 @@ def test_a_compiled_layer_gives_the_gemms_of_the_recipe_in_one_graph(monkeypatch
     torch._dynamo.reset()
 
 
+def test_gemms_that_round_differently_cast_an_operand_each_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp4, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(fp4, "has_kernels", lambda: False)
+    x = odd_values(48, 64, torch.float32)
+    plain, square = Spec("nvfp4", "e2m1", 1), Spec("nvfp4", "e2m1", -1, square=True)
+    down, random = Spec("nvfp4", "e2m1", 0), Spec("nvfp4", "e2m1", 0, stochastic=True)
+    for first, second in ((plain, random), (square, down), (plain, square)):
+        found = fp4.packed_pair(x, first, second)
+        wanted = fp4.packed_pair(x, first, None)[0], fp4.packed_pair(x, None, second)[1]
+        for mine, other in zip(found, wanted, strict=True):
+            assert mine is not None
+            assert other is not None
+            assert mine.groups is not None
+            assert other.groups is not None
+            assert torch.equal(mine.codes, other.codes)
+            assert torch.equal(mine.groups, other.groups)
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_layer_takes_an_empty_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp4, "_on_gpu", lambda x: True)
+    monkeypatch.setattr("autoprec.backends.native.has_kernels", lambda: True)
+    monkeypatch.setattr(fp4, "has_kernels", lambda: False)
+    layer = NativeBackend().bind(LayerPlan.uniform(BUILTIN_RECIPES["nvfp4"]), torch.nn.Linear(64, 20), name="", seed=0)
+    x, weight = torch.randn(0, 64, requires_grad=True), torch.randn(20, 64, requires_grad=True)
+    torch._dynamo.reset()
+    out = torch.compile(layer, backend="aot_eager", fullgraph=True)(x, weight, None)
+    out.sum().backward()
+    torch._dynamo.reset()
+    assert out.shape == (0, 20)
+    assert weight.grad is not None
+    assert not weight.grad.any()
+
+
 def test_what_is_not_nvfp4_and_lies_on_a_cpu_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = spec_of(BUILTIN_RECIPES["nvfp4"], "fprop", "input")
     assert fp4.packed_pair(torch.randn(32, 32), spec, None) == (None, None)

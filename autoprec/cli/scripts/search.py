@@ -82,7 +82,7 @@ EXAMPLES = (
 @click.option("--study", default="", metavar="NAME", help="Name of the study; default: from the script.")
 @click.option("--storage", envvar="OPTUNA_STORAGE", default="", metavar="URL", help="Optuna RDB; default: SQLite.")
 @click.option("--resume", is_flag=True, help="Continue a study; finished trials are not repeated.")
-@click.option("--workers", default=0, metavar="N", help="Parallel trials; default: by target.")
+@click.option("--workers", default=0, metavar="N", help="Parallel trials; default: by target, on one GPU 1.")
 @click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True,
               help="Where trials run.")  # fmt: skip
 @click.option("--ray-address", default="", metavar="ADDRESS", help="Of the Ray cluster; default: one on this machine.")
