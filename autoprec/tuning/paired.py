@@ -184,9 +184,7 @@ class PairedRunner:
             result = self._run(spec, seed)
             self._alone = before or result.status != "oom"
             if self._alone and not before:
-                self._ledger.note(
-                    "trials at once do not fit into this GPU's memory: from here on they run one at a time"
-                )
+                self._ledger.note("trials at once do not fit into the GPU's memory: they run one at a time now")
             return result
 
     def _run(self, spec: TrialSpec, seed: int) -> TrialResult:

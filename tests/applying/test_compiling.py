@@ -7,6 +7,7 @@ import gc
 import pickle
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
