@@ -28,9 +28,8 @@ def _cost(summary: Summary) -> list[str]:
     lines[0] += f" It {cost.stopped}." if cost.stopped else ""
     if cost.saved_share is not None:
         lines[0] += f" The policy saves {percent(cost.saved_share)} of the time of {cost.against}"
-        lines[0] += (
-            f"; it has paid for itself after {duration(cost.break_even_s)} of training." if cost.break_even_s else "."
-        )
+        paid = f"; it has paid for itself after {duration(cost.break_even_s)} of training" if cost.break_even_s else ""
+        lines[0] += f"{paid or ' (modelled)'}."
     return lines
 
 

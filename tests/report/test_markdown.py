@@ -25,7 +25,9 @@ def test_markdown_is_a_table_per_section(result: SearchResult, records: list[Tri
 
 
 def test_on_a_gpu_the_gain_over_the_16bit_run_is_the_first_column() -> None:
-    assert "| the policy | 1.31x | 14.29x |" in markdown(*rehearsal())
+    text = markdown(*rehearsal())
+    assert "| the policy | 1.31x | 14.29x |" in text
+    assert re.search(r"The policy saves .* \(modelled\)\.", text)
 
 
 def test_a_verdict_of_stay_without_any_trial(tmp_path: Path, stay: SearchResult) -> None:

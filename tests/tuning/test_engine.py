@@ -153,6 +153,14 @@ def test_too_small_for_the_target_stays_without_a_single_trial(here: Path) -> No
     assert policy.default == "keep"
 
 
+def test_a_verdict_of_the_cost_model_alone_is_not_called_measured(here: Path) -> None:
+    simulated = script(device="cpu", graph=simulated_graph(1, width=16, tokens=16))
+    _, result = search(simulated, options(target="cpu", force=False))
+    assert (result.verdict, trained(simulated)) == ("stay", [])
+    assert result.budget["source"] == "modelled"
+    assert load_policy(here / result.policy).evidence["source"] == "modelled"
+
+
 def test_a_tight_gradient_limit_forbids_what_the_loss_forgives(here: Path) -> None:
     _, loose = search(script(), options(study="loose"))
     _, tight = search(script(), options(study="tight", max_gradient_error=0.03))

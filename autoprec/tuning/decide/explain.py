@@ -24,6 +24,8 @@ from autoprec.tuning.study.records import TrialRecord
 __all__ = ["Importance", "LayerReason", "explain_layers", "importance", "learned_times"]
 
 
+#: What a choice has to gain of a group's time to be called faster: as much as the fit leaves of one run's time.
+_FASTER = 0.01
 #: Posterior standard deviations from which on the effect of a parameter is told from noise: with some ten values of
 #: parameters to look at, two would call one of them important in every third search.
 SIGNIFICANT = 3.0
@@ -63,6 +65,7 @@ def explain_layers(
     time_ms: FloatTable,
     table: SensitivityTable,
     whole_ms: float | None = None,
+    limit: float | None = None,
 ) -> list[LayerReason]:
     """Return one reason per group, in model order.
 
@@ -73,6 +76,7 @@ def explain_layers(
         table: the sensitivity table.
         whole_ms: what the whole policy saves of a step, measured; what the groups save is no more in all. None where
             times are modelled, and add up by themselves.
+        limit: the largest relative gradient error of a whole policy; None where there is none.
     """
     index = problem.indices(params)
     base = [_reference(problem, group.choices) for group in problem.groups]
@@ -94,9 +98,9 @@ def explain_layers(
         other_error = math.sqrt(float(table.error2[g, other])) if other is not None else 0.0
         share = float(table.error2[g, index[g]]) / total if total > 0 else 0.0
         why_not = next((why for (name, _), why in refused.items() if name == group.name), "")
-        text = _sentence(
-            here, reference, saved, about, error, share, other_name, other_error, table.noise, why_not, group.choices
-        )
+        changed = total + other_error**2 - error**2
+        tail = _tail(other_name, other_error, table.misfit.ratio * math.sqrt(max(0.0, changed)), limit, table.noise)
+        text = _sentence(here, reference, saved, about, error, share, tail, table.noise, why_not, group.choices)
         out.append(LayerReason(group.name, group.layers, here, saved, error, share, other_name, other_error, text))
     return out
 
@@ -108,7 +112,8 @@ def _reference(problem: Problem, choices: Sequence[str]) -> int:
 
 def _next_faster(times: FloatTable, chosen: int) -> int | None:
     """Return the slowest choice that is still faster than the chosen one: the next step down in precision."""
-    faster = [c for c in np.flatnonzero(np.isfinite(times)) if times[c] < times[chosen] - 1e-12]
+    least = _FASTER * abs(float(times[chosen])) + 1e-12 if math.isfinite(times[chosen]) else 0.0
+    faster = [c for c in np.flatnonzero(np.isfinite(times)) if times[c] < times[chosen] - least]
     return int(max(faster, key=lambda c: times[c])) if faster else None
 
 
@@ -125,8 +130,7 @@ def _sentence(
     about: str,
     error: float,
     share: float,
-    other: str,
-    other_error: float,
+    tail: str,
     noise: float | None,
     refused: str,
     choices: Sequence[str],
@@ -134,16 +138,36 @@ def _sentence(
     if len(choices) == 1:
         return f"{here}: nothing else to choose" + (f" ({refused})" if refused else "")
     if here == reference:
-        if not other:
-            return f"{here}: nothing offered is faster here"
-        return f"{here}: {other} would be faster but add an error of {_amount(other_error, noise)}"
-    gain = (
-        f"saves {about}{saved:.3g} ms of a step against {reference}"
-        if saved > 0
-        else f"costs {about}{abs(saved):.3g} ms against {reference}"
+        return f"{here}: {tail or 'nothing offered is faster here'}"
+    adds = f"adds an error of {_amount(error, noise)} ({share:.0%} of the policy's)"
+    if saved <= 0:  # what is adopted is the policy, which was measured as a whole
+        more = f"expected to be {about}{-saved:.3g} ms slower than {reference}" if saved else f"gains no time, {adds}"
+        more += f", {adds}" if saved else ""
+        return f"{here}: {more}; no better policy that was measured has another choice here"
+    text = f"{here}: saves {about}{saved:.3g} ms of a step against {reference}, {adds}"
+    return f"{text}; {tail or 'nothing offered is faster'}"
+
+
+def _tail(other: str, error: float, whole: float, limit: float | None, noise: float | None) -> str:
+    """Return why the next faster choice was not taken; empty where nothing is faster.
+
+    Args:
+        other, error: the choice, and the gradient error that it adds by itself.
+        whole: the gradient error of the policy with that choice.
+        limit: of a whole policy.
+        noise: of the gradient.
+    """
+    if not other:
+        return ""
+    text = f"{other} would be faster but add an error of {_amount(error, noise)}"
+    if not math.isfinite(error) or limit is None:
+        return text
+    if whole > limit:
+        return f"{text}: {100 * whole:.3g} % in all, beyond the limit of {100 * limit:.3g} %"
+    return (
+        f"{other} is expected to be faster and adds an error of {_amount(error, noise)}, within the limit in all; "
+        "no better policy that was measured has it"
     )
-    text = f"{here}: {gain}, adds an error of {_amount(error, noise)} ({share:.0%} of the policy's)"
-    return text + (f"; {other} would add {_amount(other_error, noise)}" if other else "; nothing offered is faster")
 
 
 @dataclass(frozen=True, slots=True)

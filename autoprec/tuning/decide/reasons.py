@@ -37,6 +37,7 @@ def explanation(
     trials: Sequence[TrialRecord],
     params: Params,
     whole_ms: float | None = None,
+    limit: float | None = None,
 ) -> dict[str, Any]:
     """Return the reasons behind a point as plain data.
 
@@ -47,6 +48,7 @@ def explanation(
         trials: what was tried, failures included.
         params: the point.
         whole_ms: what it saves of a step against the baseline, measured; None where times are modelled.
+        limit: the largest relative gradient error of a whole policy; None where there is none.
 
     Returns:
         ``layers``: one mapping per kind of layer and choice (``layers``, ``count``, ``choice``, ``saved_ms``,
@@ -61,7 +63,7 @@ def explanation(
     )
     modelled = _modelled_times(problem, layer_time_ms)
     times = learned_times(problem, modelled, table, records)
-    reasons = explain_layers(problem, params, times, table, whole_ms)
+    reasons = explain_layers(problem, params, times, table, whole_ms, limit)
     decisions = importance(problem, modelled, table, records)
     return {
         "layers": merged(reasons)[:MOST_REASONS],

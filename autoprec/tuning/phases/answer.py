@@ -177,11 +177,16 @@ def reference_metrics(setup: Setup, ledger: Ledger) -> dict[str, Any]:
     return out | over_sixteen_bit(out, sixteen_bit_speedup(setup, ledger.store.records))
 
 
+def _source(metrics: Mapping[str, Any], setup: Setup) -> str:
+    """Say where times are from: modelled ones stand for those of a machine that is timed, but was not needed."""
+    return str(metrics["sources"].get("step_time_ms", setup.source))
+
+
 def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
     metrics = final_metrics(setup, ledger, answer)
     out: dict[str, Any] = {
         "target": setup.target.name,
-        "source": setup.source,
+        "source": _source(metrics, setup),
         "verdict": answer.verdict,
         "reason": answer.reason,
         **({"caveat": answer.caveat} if answer.caveat else {}),
@@ -298,7 +303,15 @@ def _explanation(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]
     problem = setup.problem
     params = problem.params_of(problem.baseline) if answer.record is None else answer.record.params
     whole_ms = _measured_saving(setup, ledger, answer) if setup.measured and answer.record is not None else None
-    return explanation(problem, setup.cost.layer_time_ms, ledger.table, ledger.store.learned(), params, whole_ms)
+    return explanation(
+        problem,
+        setup.cost.layer_time_ms,
+        ledger.table,
+        ledger.store.learned(),
+        params,
+        whole_ms,
+        ledger.gradient_limit(),
+    )
 
 
 def _measured_saving(setup: Setup, ledger: Ledger, answer: Answer) -> float:
@@ -365,7 +378,7 @@ def search_result(
             "max_gradient_error": setup.limits.gradient_error,
             "gradient_noise": ledger.gradient_noise,
             "gradient_limit": ledger.gradient_limit(),
-            "source": setup.source,
+            "source": _source(reference_metrics(setup, ledger), setup),
             "bound_speedup": bound_speedup,
         },
         sensitivity=tuple(ledger.table.rows()) if ledger.table is not None else (),

@@ -40,6 +40,37 @@ def test_every_group_has_a_reason_with_its_numbers() -> None:
     json.dumps([r.to_json() for r in reasons], allow_nan=False)
 
 
+def test_another_choice_is_only_said_to_break_a_limit_that_it_breaks() -> None:
+    found = synthetic()
+    args = found.problem, found.problem.params_of("bf16"), found.prior.time_ms, table_of(found)
+    strict = {r.group: r.text for r in explain_layers(*args, limit=1e-9)}
+    assert "% in all, beyond the limit of 1e-07 %" in strict["h.1.mlp.c_fc"]
+    loose = {r.group: r.text for r in explain_layers(*args, limit=1e9)}
+    assert "within the limit in all; no better policy that was measured has it" in loose["h.1.mlp.c_fc"]
+    assert not any("but add an error" in text for text in loose.values())
+
+
+def test_a_choice_is_not_called_faster_for_what_the_fit_leaves_open() -> None:
+    found = synthetic()
+    same = np.ones_like(found.prior.time_ms)
+    same[:, 1:] -= 1e-3
+    reasons = explain_layers(found.problem, found.problem.params_of("bf16"), same, table_of(found))
+    assert not any("faster but" in r.text for r in reasons)
+
+
+def test_what_is_adopted_is_not_called_slower_and_worse_without_a_word() -> None:
+    found = synthetic()
+    slower = found.prior.time_ms.copy()
+    index = found.problem.choice_names.index("fp8_rowwise")
+    slower[:, index] = 2 * slower[:, found.problem.choice_names.index("bf16")]
+    params = found.problem.params_of("bf16") | {layer_key("h.1.mlp.c_fc"): "fp8_rowwise"}
+    reason = next(
+        r for r in explain_layers(found.problem, params, slower, table_of(found)) if r.group == "h.1.mlp.c_fc"
+    )
+    assert "expected to be" in reason.text
+    assert reason.text.endswith("no better policy that was measured has another choice here")
+
+
 def test_what_groups_save_adds_up_to_no_more_than_was_measured() -> None:
     """The cost model may promise more than the policy was timed to save."""
     found = synthetic()
