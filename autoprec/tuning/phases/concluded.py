@@ -8,11 +8,14 @@ So its answer is kept beside the study, with everything that it depends on and t
 from __future__ import annotations
 
 import hashlib
+import platform
 import shlex
 from dataclasses import asdict
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from autoprec._version import __version__
 from autoprec.errors import AutoPrecError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import Policy, load_policy
@@ -41,13 +44,14 @@ _FILE = "answer.json"
 
 
 def asked(options: SearchOptions, command: ScriptCommand) -> dict[str, Any]:
-    """Return what was asked, as far as a resumed search that is asked otherwise might go on: options, and files."""
+    """Return what was asked, as far as a resumed search might go on otherwise: options, files, versions, machine."""
     left_out = (*_MAXIMA, *_ELSEWHERE) if options.sampler == "ours" else _ELSEWHERE
     out = {key: value for key, value in asdict(options).items() if key not in left_out}
     out["script"] = shlex.join(redact_arguments(options.command))
     files = {name: Path(name) for name in (options.space, options.calibration) if name}
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
-    return out | {"sources": source_digests(command), "files": digests}
+    versions = {"autoprec": __version__, "torch": metadata.version("torch"), "machine": platform.node()}
+    return out | {"sources": source_digests(command), "files": digests, "versions": versions}
 
 
 def keep_answer(folder: Path, question: dict[str, Any], info: SearchInfo, result: SearchResult, records: int) -> None:

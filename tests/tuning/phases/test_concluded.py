@@ -87,6 +87,15 @@ def test_an_edited_file_asks_something_else(folder: Path, name: str) -> None:
     assert kept_answer(folder, question(), 5) is None
 
 
+@pytest.mark.parametrize(("name", "other"), [("metadata.version", "2.0"), ("platform.node", "elsewhere")])
+def test_another_version_or_machine_asks_something_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, other: str
+) -> None:
+    keep_answer(folder, question(), INFO, RESULT, 5)
+    monkeypatch.setattr(f"autoprec.tuning.phases.concluded.{name}", lambda *_: other)
+    assert kept_answer(folder, question(), 5) is None
+
+
 def test_nothing_is_answered_from_runs_that_came_later_or_from_a_damaged_file(folder: Path) -> None:
     keep_answer(folder, question(), INFO, RESULT, 5)
     assert kept_answer(folder, question(), 6) is None
