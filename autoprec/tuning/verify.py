@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from autoprec.errors import AutoPrecError, NothingAcceptableError, UsageError
+from autoprec.errors import (
+    FIX,
+    AutoPrecError,
+    NothingAcceptableError,
+    PolicyMismatchError,
+    UnsupportedError,
+    UsageError,
+)
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 from autoprec.support.units import counted
@@ -28,7 +35,18 @@ from autoprec.tuning.phases.sensitivity import scan_warmup
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
 
-__all__ = ["Contender", "Verification", "contenders", "is_timed", "limits_of", "search_setup", "searched", "verify"]
+__all__ = [
+    "Contender",
+    "Verification",
+    "contenders",
+    "first_fresh_seed",
+    "is_timed",
+    "limits_of",
+    "refuse_another_model",
+    "search_setup",
+    "searched",
+    "verify",
+]
 
 #: What is told apart from timing noise, as a factor of speed, and what counts as saving memory.
 FASTER, SMALLER = 1.05, 0.98
@@ -82,7 +100,8 @@ class Verification:
     """The outcome: the policy first, then what it was compared with.
 
     ``verdict`` is ``holds`` (``ok``), ``fails``, or ``undecided`` where the seeds cannot tell. ``timed`` is False where
-    speed says nothing about the policy's target, see :func:`is_timed`. ``limits`` are ``divergence``,
+    speed says nothing about the policy's target, see :func:`is_timed`.
+    ``first_seed`` is 0 where the script's own seed was run. ``limits`` are ``divergence``,
     ``gradient_error`` and ``gradient_noise``, the last two relative to the gradient, None where they are unknown.
     """
 
@@ -93,6 +112,7 @@ class Verification:
     steps: int
     noise_floor: float
     timed: bool
+    first_seed: int = 0
     reference: dict[str, float] = field(default_factory=dict)
     limits: dict[str, float | None] = field(default_factory=dict)
 
@@ -123,8 +143,15 @@ def limits_of(policy: Policy, max_divergence: float | None, max_gradient_error: 
     return one("max_divergence", max_divergence), one("max_gradient_error", max_gradient_error)
 
 
-def searched(policy: Policy) -> str:
-    """Return what a policy's search found of its losses and gradients, in words; empty where it was not searched."""
+def searched(policy: Policy, model: dict[str, Any] | None = None) -> str:
+    """Return what a policy's search found of its losses and gradients, in words; empty where it was not searched.
+
+    Args:
+        policy: what is verified.
+        model: of the script; figures of another model are left out.
+    """
+    if model and _is_another(policy, model):
+        return ""
     found = policy.evidence
     if not all(isinstance(found.get(name), (int, float)) for name in ("divergence", "seeds", "steps")):
         return ""
@@ -134,7 +161,36 @@ def searched(policy: Policy) -> str:
     return f"{text}, over {counted(found['seeds'], 'paired seed')} of {found['steps']} steps"
 
 
-def search_setup(policy: Policy, pool: HostPool, label: str) -> Setup | None:
+def first_fresh_seed(policy: Policy) -> int:
+    """Return the first paired seed under which a policy's search did not run it; 0 where it was not searched."""
+    known = policy.evidence.get("seeds")
+    return max(0, known) if isinstance(known, int) else 0
+
+
+def refuse_another_model(policy: Policy, pool: HostPool, seed: int, backend: str) -> None:
+    """Try one step under a policy that was found on another model: what does not fit is refused before all runs.
+
+    Raises:
+        PolicyMismatchError, UnsupportedError: it cannot be applied here.
+    """
+    found = pool.info(seed).model
+    if _is_another(policy, found):
+        _check_fit(pool.run(TrialSpec(policy=policy.to_dict(), steps=1, warmup=0, backend=backend), seed))
+
+
+def _is_another(policy: Policy, model: dict[str, Any]) -> bool:
+    made_for = policy.to_dict().get("model")
+    return made_for is not None and any(made_for[key] != model.get(key) for key in ("class", "parameters"))
+
+
+def _check_fit(result: TrialResult) -> None:
+    kind = {"mismatch": PolicyMismatchError, "unsupported": UnsupportedError}.get(result.status)
+    if kind is not None:
+        what, _, fix = result.reason.partition(FIX)
+        raise kind(f"the policy does not fit this script: {what}", fix=fix)
+
+
+def search_setup(policy: Policy, pool: HostPool, label: str, seed: int = 0) -> Setup | None:
     """Return what a search for the policy's target would be of; None where it has no quantised recipe to compare.
 
     Raises:
@@ -142,10 +198,10 @@ def search_setup(policy: Policy, pool: HostPool, label: str) -> Setup | None:
     """
     if not any(recipe.scaled for recipe in policy.recipes.values()):
         return None
-    graph = record_step(pool, label)
+    graph = record_step(pool, label, seed)
     options = SearchOptions(command=(label,), target=str(policy.evidence.get("target", "auto")))
     try:
-        return Setup.of(options, pool.info(0), graph)
+        return Setup.of(options, pool.info(seed), graph)
     except AutoPrecError:  # a target that is described elsewhere, or another device than this one
         return None
 
@@ -191,6 +247,7 @@ def verify(
     spec: TrialSpec,
     *,
     seeds: int,
+    first_seed: int = 0,
     timed: bool,
     max_divergence: float,
     max_gradient_error: float = _USUAL.max_gradient_error,
@@ -203,6 +260,7 @@ def verify(
         policies: name -> document; the first one is verified, the others are compared.
         spec: steps, warm-up and backend of every run.
         seeds: paired seeds.
+        first_seed: the first of them; 0 is the script's own.
         timed: whether step times mean anything for the policy's target.
         max_divergence: the acceptable mean divergence, as a fraction.
         max_gradient_error: the acceptable gradient error, in units of the mini-batch gradient noise.
@@ -210,10 +268,11 @@ def verify(
 
     Raises:
         NothingAcceptableError: the reference could not be run under any seed.
+        PolicyMismatchError, UnsupportedError: the policy cannot be applied to this script's model.
     """
     runs = _Runs(pool, policies, spec, max_divergence)
-    for seed in range(seeds):
-        if seed + 1 < seeds:
+    for seed in range(first_seed, last := first_seed + seeds):
+        if seed + 1 < last:
             pool.prepare(seed + 1)
         tell(f"seed {seed}: {runs.measure(seed)}")
         if seed:
@@ -240,6 +299,7 @@ def verify(
         steps=spec.steps,
         noise_floor=runs.baseline.floor,
         timed=timed,
+        first_seed=first_seed,
         reference={"step_time_ms": statistics.median(runs.reference_ms)},
         limits={"divergence": max_divergence, "gradient_error": limit, "gradient_noise": noise},
     )
@@ -277,9 +337,12 @@ class _Runs:
             return f"the reference failed: {reference.status}: {reference.reason}"
         self.reference_memory = self.reference_memory or reference.memory_bytes
         order = list(self._policies)
-        shift = seed % len(order)
+        shift = len(self.pairs[order[0]]) % len(order)
         for name in (*order[shift:], *order[:shift]):
-            self.pairs[name].append((self._run(self._policies[name], seed), reference))
+            run = self._run(self._policies[name], seed)
+            if name == order[0]:
+                _check_fit(run)
+            self.pairs[name].append((run, reference))
         # a second reference after the candidates: a machine that drifted is seen, and both readings count
         again = self._run(None, seed)
         self.reference_ms += [step_time(r.step_ms, r.warmup) for r in (reference, again) if r.ok]

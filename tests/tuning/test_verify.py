@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.errors import UsageError
+from autoprec.errors import PolicyMismatchError, UsageError
 from autoprec.policy import Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.trial.protocol import TrialSpec
+from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.verify import (
@@ -17,8 +17,10 @@ from autoprec.tuning.verify import (
     _judged,
     _verdict,
     contenders,
+    first_fresh_seed,
     is_timed,
     limits_of,
+    refuse_another_model,
     search_setup,
     searched,
     verify,
@@ -226,3 +228,41 @@ def test_where_training_is_chaotic_what_the_loss_says_for_sure_is_not_undecided(
     for gaps, verdict in (((0.5, 0.6, 0.55), "fails"), ((0.01, 0.012, 0.011), "undecided")):
         rows = _judged([measured(*gaps, errors=errors)], chaotic, 0.0025, 0.06, 0.5)
         assert _verdict(rows, 0.0025, True, 100)[0] == verdict
+
+
+@pytest.mark.parametrize(("evidence", "first"), [({}, 0), ({"seeds": 3}, 3), ({"seeds": 0}, 0)])
+def test_it_runs_under_seeds_that_the_search_has_not_used(tmp_path: Path, evidence: dict[str, int], first: int) -> None:
+    policy = uniform("fp8_rowwise").model_copy(update={"evidence": evidence})
+    assert first_fresh_seed(policy) == first
+    script = SimulatedScript(error_scale=0.25)
+    with HostPool(lambda seed, _folder: SimulatedRunner(script, seed), tmp_path) as pool:
+        result = verify(pool, contenders(policy), TrialSpec(steps=8), seeds=2, first_seed=first, timed=True,
+                        max_divergence=0.0025, tell=lambda _: None)  # fmt: skip
+    assert {seed for seed, _ in script.calls} == {first, first + 1}
+    assert result.ok
+    assert result.to_json()["first_seed"] == first
+
+
+def test_a_policy_of_another_model_is_refused_before_the_runs(tmp_path: Path) -> None:
+    asked: list[TrialSpec] = []
+
+    class Misfit(SimulatedRunner):
+        def run(self, spec: TrialSpec) -> TrialResult:
+            asked.append(spec)
+            if spec.policy is None:
+                return super().run(spec)
+            return TrialResult("mismatch", "2 of 3 rules match no tunable layer")
+
+    policy = Policy.model_validate({**uniform("bf16").to_dict(), "model": {"class": "ViT", "parameters": 7}})
+    with HostPool(lambda seed, _folder: Misfit(SimulatedScript(), seed), tmp_path) as pool:
+        with pytest.raises(PolicyMismatchError, match="2 of 3 rules"):
+            refuse_another_model(policy, pool, 0, "auto")
+        assert [spec.steps for spec in asked] == [1]
+        with pytest.raises(PolicyMismatchError, match="2 of 3 rules"):
+            verify(pool, contenders(policy), TrialSpec(steps=8), seeds=2, timed=True, max_divergence=0.0025,
+                   tell=lambda _: None)  # fmt: skip
+        assert len(asked) == 3
+    evidence = {"divergence": 0.0003, "seeds": 1, "steps": 20}
+    known = policy.model_copy(update={"evidence": evidence})
+    assert searched(known, {"class": "ViT", "parameters": 7})
+    assert searched(known, {"class": "Net", "parameters": 7}) == ""

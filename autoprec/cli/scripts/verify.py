@@ -35,7 +35,7 @@ __all__ = ["verify"]
 @options.as_json("The result")
 @options.quiet
 def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool, **values: Any) -> int:
-    """Verify a policy on SCRIPT over several paired seeds.
+    """Verify a policy on SCRIPT over several paired seeds that its search did not use.
 
     Exit code 1 when it does not hold, 3 when so few seeds cannot tell.
     """
@@ -43,7 +43,15 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import TrialSpec
-    from autoprec.tuning.verify import contenders, is_timed, limits_of, search_setup, searched
+    from autoprec.tuning.verify import (
+        contenders,
+        first_fresh_seed,
+        is_timed,
+        limits_of,
+        refuse_another_model,
+        search_setup,
+        searched,
+    )
     from autoprec.tuning.verify import verify as run_verification
     from autoprec.tuning.workers.local import HostPool
 
@@ -56,8 +64,10 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
         HostPool(lambda seed, folder: TrialRunner(command, run_dir=folder, seed_offset=seed), Path(scratch)) as pool,
     ):
         phases.begin(f"running {command.label} to its first training step")
-        host = pool.info(0)
-        asked, seeds = contenders(policy, search_setup(policy, pool, command.label)), values["seeds"]
+        first = first_fresh_seed(policy)
+        host = pool.info(first)
+        refuse_another_model(policy, pool, first, values["backend"])
+        asked, seeds = contenders(policy, search_setup(policy, pool, command.label, first)), values["seeds"]
         phases.begin(f"{len(asked)} policies beside the reference, seed after seed", total=seeds)
         finished: list[str] = []
 
@@ -78,6 +88,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
             asked,
             spec,
             seeds=seeds,
+            first_seed=first,
             timed=is_timed(policy, host.device),
             max_divergence=max_divergence,
             max_gradient_error=max_gradient_error,
@@ -86,7 +97,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
     if as_json:
         print_json(result.to_json(), indent=1)
     else:
-        _print(result, searched(policy))
+        _print(result, searched(policy, host.model))
     return {"holds": 0, "fails": 1}.get(result.verdict, NothingAcceptableError.exit_code)
 
 
@@ -114,5 +125,9 @@ def _print(result: Verification, searched: str) -> None:
     console.print(table)
     told = {"holds": "holds", "fails": "does not hold"}.get(result.verdict, result.verdict)
     console.print(f"{told}: {result.reason}", markup=False, soft_wrap=True)
+    if result.first_seed:
+        console.print(
+            f"these seeds are new: the search measured the policy under {counted(result.first_seed, 'other one')}"
+        )
     if searched:
         console.print(f"its search found: {searched}", markup=False, soft_wrap=True)

@@ -33,7 +33,9 @@ def verified(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
             options["tell"]("seed 0: measured")
             rows = tuple(Contender(name, (1.4, 1.6), (0.001, 0.002), 2**30, 5.0) for name in policies)
             why = "faster and within the budget" if verdict == "holds" else "beyond the budget"
-            return Verification(verdict, why, rows, options["seeds"], spec.steps, 0.0004, options["timed"])
+            return Verification(
+                verdict, why, rows, options["seeds"], spec.steps, 0.0004, options["timed"], options["first_seed"]
+            )
 
         monkeypatch.setattr("autoprec.tuning.verify.verify", done)
         monkeypatch.setattr("autoprec.tuning.workers.local.HostPool", Pool)
