@@ -91,6 +91,10 @@ def _casts(spec: Spec | None, x: Tensor) -> bool:
     return _on_gpu(x) and x.numel() > 0 and x.dtype in _SOURCES
 
 
+def _is_current_tensor(spec: Spec | None) -> bool:
+    return spec is not None and spec.scheme == "tensor" and spec.rule.scale != "delayed"
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class FusedCasts:
     """Casts the operands of one layer.
@@ -132,6 +136,8 @@ class FusedCasts:
         Returns:
             Two operands; None in place of one that is not asked for or that torch's own operators must cast.
         """
+        if self.state.groups.get(operand) and any(_is_current_tensor(spec) for spec in (first, second)):
+            return None, None  # the kernel that finds the largest value casts as well: nothing could reduce it between
         first = first if _casts(first, x) else None
         second = second if _casts(second, x) else None
         together = first is None or second is None or (first.scheme, first.format, first.scaling, first.square) == (

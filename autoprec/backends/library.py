@@ -15,8 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.plan import DTYPE_NAMES
+from autoprec.numerics.sharded import is_dtensor
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, KEEP
 
@@ -75,6 +77,12 @@ class LibraryExecution(Execution):
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:
         """Return ``input @ weight.T + bias`` in the dtype the script would see."""
         del training
+        if is_dtensor(weight):
+            raise UnsupportedError(
+                f"backend '{self.backend}' runs no layer whose weight is sharded by tensor parallelism",
+                where=f"layer '{self.name}'",
+                fix="apply the policy with backend='native', which runs each rank's part",
+            )
         self.called = True
         device = input.device.type
         autocast = autocast_dtype(device)

@@ -2,7 +2,8 @@
 
 As Transformer Engine does: every rank quantises with the same scale although it sees other data. One small all-reduce
 carries the largest magnitudes of all delayed operands of a model, with zeros for those a rank has not seen (experts
-that it did not route to). The group is that of DDP, or the mesh of FSDP2; elsewhere a rank learns alone.
+that it did not route to). The group is that of DDP, or the mesh of FSDP2, and that of tensor parallelism; elsewhere a
+rank learns alone.
 The first step has no history: there each rank scales by its own amax.
 """
 
@@ -48,31 +49,36 @@ def _slots(executions: Iterable[Any]) -> Iterator[Slot]:
                 yield execution.quantizers, operand, spec
 
 
-def _mesh_of(root: nn.Module) -> Any:
-    """Return the device mesh of a model under FSDP2, or None; inside a forward its Parameters may be gathered."""
+def _meshes(root: nn.Module) -> Iterator[Any]:
+    """Yield the device meshes of a model under FSDP2 or tensor parallelism, again and again.
+
+    Inside a forward Parameters may be gathered; under both, those that are not split know of FSDP2's mesh alone.
+    """
     for parameter in root.parameters():
         mesh = getattr(parameter, "device_mesh", None)
         if mesh is not None:
-            return mesh
+            yield mesh
     for module in root.modules():
         state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
         for group in groups:
             if group is not None:
-                return group.mesh_info.mesh
-    return None
+                yield group.mesh_info.mesh
 
 
 def data_parallel_groups(root: nn.Module) -> list[Any]:
-    """Return the process groups over which a model's ranks see other data, as seen from inside its forward."""
+    """Return the process groups over which a model's ranks see other data or other parts of a weight.
+
+    As seen from inside its forward.
+    """
     if not (dist.is_available() and dist.is_initialized()):
         return []
     wrapper: Any = nn.parallel.DistributedDataParallel
     active = getattr(wrapper, "_get_active_ddp_module", lambda: None)()
-    if active is not None:
-        return [active.process_group]
-    mesh = _mesh_of(root)
-    return [] if mesh is None else [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+    found = [] if active is None else [active.process_group]
+    for mesh in dict.fromkeys(_meshes(root)):
+        found += [mesh.get_group(dimension) for dimension in range(mesh.ndim)]
+    return list(dict.fromkeys(found))
 
 
 class DelayedReduction:

@@ -17,6 +17,7 @@ Sizes that are not multiples of the group are padded with zeros, which change ne
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +33,7 @@ from autoprec.numerics.rounding import (
     stores_values,
 )
 from autoprec.numerics.scaling import inverse_of, scale_of
+from autoprec.numerics.sharded import reduced
 from autoprec.precision.formats import FORMATS
 
 __all__ = ["GROUP_SIZES", "NEGATIVE", "decode_e8m0", "encode_e8m0", "grouped_values", "hadamard", "quantize_grouped"]
@@ -109,11 +111,11 @@ def _mx(x: Tensor, dims: tuple[int, ...], spec: Spec, values: bool) -> tuple[Ten
 
 
 def _nvfp4(
-    x: Tensor, dims: tuple[int, ...], spec: Spec, state: QuantizerState | None, values: bool
+    x: Tensor, dims: tuple[int, ...], spec: Spec, state: QuantizerState | None, values: bool, over: tuple[Any, ...]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return E2M1 values (stored as E4M3), E4M3 group scales and the float32 tensor scale; see torchao's NVFP4."""
     group = _group_amax(x, dims)
-    amax = group.amax() if group.numel() else group.new_zeros(())
+    amax = reduced(group.amax() if group.numel() else group.new_zeros(()), over)
     # a GPU divides by a tensor, by a number it multiplies by a rounded reciprocal
     limit, most = amax.new_full((), FORMATS["e4m3"].max * FORMATS["e2m1"].max), amax.new_full((), FORMATS["e2m1"].max)
     tensor = amax / limit
@@ -153,10 +155,13 @@ def hadamard(x: Tensor) -> Tensor:
     return y.reshape(rows, columns) * 0.25
 
 
-def quantize_grouped(x: Tensor, spec: Spec, state: QuantizerState | None, values: bool = False) -> QuantizedOperand:
+def quantize_grouped(
+    x: Tensor, spec: Spec, state: QuantizerState | None, values: bool = False, *, groups: tuple[Any, ...] = ()
+) -> QuantizedOperand:
     """Quantise a 2-D tensor in groups; see the module's table. ``values`` keeps them as float32 (``quantize``).
 
-    Without a ``state`` what is random is hashed, as in compiled graphs.
+    Without a ``state`` what is random is hashed, as in compiled graphs. ``groups``: process groups over which the
+    tensor is cut; NVFP4's scale of the whole tensor is that of all parts.
     """
     rows, columns = x.shape
     x = x.float() if x.dtype is torch.float64 else x
@@ -169,7 +174,7 @@ def quantize_grouped(x: Tensor, spec: Spec, state: QuantizerState | None, values
     elif spec.scheme == "mx":
         codes, scale = _mx(view, dims, spec, values)
     else:
-        codes, scale, tensor_scale = _nvfp4(view, dims, spec, state, values)
+        codes, scale, tensor_scale = _nvfp4(view, dims, spec, state, values, groups)
     return QuantizedOperand(codes, tensor_scale, spec, rows, columns, scale)
 
 

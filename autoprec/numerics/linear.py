@@ -24,6 +24,7 @@ from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, n
 from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.numerics.scaling import amax_of
+from autoprec.numerics.sharded import Groups, is_dtensor, run_sharded
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm
 
 __all__ = ["CALIBRATING", "LinearExecution", "in_backward", "only_once"]
@@ -175,6 +176,8 @@ class LinearExecution(Execution):
         native = self.native[device]
         if native is not None:
             return self._native(input, weight, bias, native, autocast)
+        if is_dtensor(weight):
+            return self._sharded(input, weight, bias, training)
         keep = autocast or input.dtype
         steps = self._steps(device, keep)
         wide = steps.fprop.wide or (steps.wide_output and autocast is not None)
@@ -194,6 +197,16 @@ class LinearExecution(Execution):
             return _run(input, weight, bias, self, steps, out_dtype, training, grad)
         with torch.autocast(device, enabled=False):
             return _run(input, weight, bias, self, steps, out_dtype, training, grad)
+
+    @_disable_dynamo
+    def _sharded(self, input: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
+        self.uncompiled = "sharded by tensor parallelism: it runs between compiled graphs"
+
+        def run(input: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
+            self.quantizers.groups = groups
+            return self(input, weight, bias, training=training)
+
+        return run_sharded(run, input, weight, bias, name=self.name)
 
     def grouped(self, input: Tensor, weight: Tensor, ends: Tensor, *, training: bool = True) -> Tensor:
         """Return ``input[group] @ weight[group]`` for all groups of rows, in one grouped GEMM where there is one."""

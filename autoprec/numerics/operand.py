@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autoprec.numerics.rounding import STORAGE
 from autoprec.numerics.scaling import DelayedScale
+from autoprec.numerics.sharded import Groups
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import Gemm, Scaling
 
@@ -103,7 +104,8 @@ class QuantizerState:
     without a graph, which are the first of two where reentrant checkpointing recomputes. ``traced`` is true where
     amaxes are only noted, in a compiled graph and on a GPU, and ``numerics.delayed`` learns them for all layers at
     once; ``prepared`` is the device on which the tensors for that lie. ``calibrated`` counts training forwards that
-    only noted amaxes, ``calibrating`` says whether the last forward did, which a recomputation repeats.
+    only noted amaxes, ``calibrating`` says whether the last forward did, which a recomputation repeats. ``groups``:
+    operand -> process groups over which it is cut, where scales of whole tensors are reduced (``numerics.sharded``).
     """
 
     __slots__ = (
@@ -112,6 +114,7 @@ class QuantizerState:
         "delayed",
         "generators",
         "graph",
+        "groups",
         "last",
         "postponed",
         "prepared",
@@ -124,6 +127,7 @@ class QuantizerState:
         self.seed = seed
         self.shared = self.traced = False
         self.prepared: torch.device | None = None
+        self.groups: Groups = {}
         self.postponed = self.calibrated = 0
         self.calibrating = False
         self.delayed: dict[tuple[str, Spec], DelayedScale] = {}

@@ -16,6 +16,7 @@ from autoprec.numerics.grouped import grouped_values, quantize_grouped
 from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, QuantizerState, ScaleRule, Spec
 from autoprec.numerics.rounding import decode, encode, round_tf32
 from autoprec.numerics.scaling import amax_of, inverse_of, scale_of
+from autoprec.numerics.sharded import reduced
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe
 
@@ -70,6 +71,8 @@ def _tensor(
     if scaling.amax_epsilon:
         amax = amax.clamp(min=scaling.amax_epsilon)
     delayed = scaling.scale == "delayed"
+    if not delayed:
+        amax = reduced(amax, state.groups.get(operand, ()))
     if delayed:
         scale = state.delayed_scale(operand, spec, amax, update=update, recompute=recompute)
     else:
@@ -139,4 +142,4 @@ def quantize(
         return _tensor(x, spec, state, operand, update, recompute, values)
     if spec.scheme == "row":
         return _row(x, spec, values)
-    return quantize_grouped(x, spec, state, values)
+    return quantize_grouped(x, spec, state, values, groups=state.groups.get(operand, ()))

@@ -1,4 +1,4 @@
-"""Policies under DDP and FSDP2, applied before or after the wrapping: two processes over gloo."""
+"""Policies under DDP, FSDP2 and tensor parallelism, applied before or after the wrapping: two processes over gloo."""
 
 from __future__ import annotations
 
@@ -41,7 +41,11 @@ def wrap(model: nn.Module, how: str) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+    if how == "tp":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
@@ -72,10 +76,14 @@ def compare_orders(rank: int, how: str) -> dict[str, list[float]]:
             POLICY.apply(wrapped)
         if order == "removed":
             remove_policy(wrapped)
-        runs[order] = train(wrapped, rank)
+        runs[order] = train(wrapped, 0 if how == "tp" else rank)
         if order in ("before", "after"):
             report = POLICY.audit(wrapped)
             assert report.ok, report.to_json()
+    if how == "tp":
+        model = build()
+        POLICY.apply(model)
+        runs["whole"] = train(model, 0)
     return runs
 
 
@@ -94,7 +102,9 @@ def on_two_ranks(measure: Callable[[int, str], Any], hows: tuple[str, ...], fold
 
 @pytest.mark.slow
 def test_order_does_not_matter_and_removal_restores(tmp_path: Path) -> None:
-    saved = on_two_ranks(compare_orders, ("ddp", "fsdp2"), tmp_path)
+    saved = on_two_ranks(compare_orders, ("ddp", "fsdp2", "tp"), tmp_path)
+    assert saved[0]["tp"] == saved[1]["tp"]  # ranks hold parts of one model, and see the same data
+    assert saved[0]["tp"]["before"] == pytest.approx(saved[0]["tp"]["whole"], rel=2e-3)
     for runs in (runs for rank in saved for runs in rank.values()):
         assert runs["before"] == runs["after"]
         assert runs["removed"] == runs["never"]
