@@ -114,10 +114,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     # -- entering and leaving -------------------------------------------------------------------------------------
 
     def _register_parameters(self) -> None:
-        for name, tensor in self.names.tensors():
+        for name, whole in self.names.tensors():
+            # the operators of a sharded layer work on this rank's part
+            tensor = whole.to_local() if hasattr(whole, "to_local") else whole
             key = self._storages.key(tensor)
             if key not in self._known:
-                origin = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
+                origin = "parameter" if isinstance(whole, nn.Parameter) else "buffer"
                 self._known[key] = self._new_value(tensor, origin, name=name)
                 self._storages.exclude(tensor)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoprec.numerics.gemm import contract, emulated_multiply, fast_bf16_gemm, product_dtype
+from autoprec.numerics.gemm import CHUNK, contract, emulated_multiply, fast_bf16_gemm, limited_matmul, product_dtype
 from autoprec.numerics.operand import CONTRACTION, Spec
 from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
@@ -93,3 +93,21 @@ def test_a_wide_product_is_one_16_bit_gemm_with_an_fp32_result_on_a_gpu() -> Non
         out = contract(a, 1, b, 1, wide=True)
     assert (out.dtype, tuple(out.shape)) == (torch.float32, (32, 32))
     assert [call for call in calls if call.startswith("aten.mm")] == ["aten.mm.dtype"]
+
+
+def test_small_integers_are_exact() -> None:
+    a, b = torch.randint(-4, 5, (8, 96)).float(), torch.randint(-4, 5, (96, 8)).float()
+    assert torch.equal(limited_matmul(a, b), a @ b)
+
+
+def test_same_sign_sums_lose_a_bias_that_grows_with_length() -> None:
+    generator = torch.Generator().manual_seed(0)
+    errors = []
+    for length in (CHUNK, 1024, 8192):
+        a, b = torch.rand(4, length, generator=generator), torch.rand(length, 4, generator=generator)
+        exact = (a.double() @ b.double()).float()
+        found = limited_matmul(a, b)
+        assert (found <= exact * (1 + 1e-6)).all()
+        errors.append(((exact - found) / exact).mean().item())
+    assert errors == sorted(errors)
+    assert errors[0] < 2e-4 < 2e-3 < errors[-1] < 2e-2
