@@ -288,3 +288,16 @@ def test_kernels_that_fail_or_give_other_codes_are_not_used(monkeypatch: pytest.
         with pytest.warns(UserWarning, match=told):
             assert FusedCasts(QuantizerState()).pair(x, first, second, "input") == (None, None)
         assert FusedCasts(QuantizerState()).pair(x, first, second, "input") == (None, None)  # told once
+
+
+def test_a_scale_that_ranks_agree_on_is_not_found_by_a_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
+    monkeypatch.setattr(fused, "_agrees", lambda *_: True)
+    monkeypatch.setattr(fused, "_scaled", lambda *_: ("cast", "cast"))
+    casts = FusedCasts(QuantizerState())
+    casts.state.groups = {"weight": ("a process group",)}
+    x = torch.randn(32, 32)
+    tensor, row = (spec_of(chosen, "fprop", "weight") for chosen in (TENSORWISE, ROWWISE))
+    assert casts.pair(x, tensor, None, "weight") == (None, None)
+    assert casts.pair(x, row, None, "weight") == ("cast", "cast")
+    assert casts.pair(x, tensor, None, "input") == ("cast", "cast")

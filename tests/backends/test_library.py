@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 
 from autoprec.backends.library import LibraryExecution, plan_labels, wants_bf16
+from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
@@ -20,6 +22,17 @@ def made(plan: LayerPlan, **options) -> tuple[LibraryExecution, list[torch.Tenso
         return F.linear(x, weight.to(x.dtype))
 
     return LibraryExecution(plan, product, plan_labels(plan), backend="lib", **options), seen
+
+
+class DTensor(torch.Tensor):
+    """Stands for torch's: known by its name."""
+
+
+def test_a_weight_sharded_by_tensor_parallelism_is_refused() -> None:
+    run, seen = made(LayerPlan.uniform(FP8), name="up")
+    with pytest.raises(UnsupportedError, match=r"layer 'up'.*tensor parallelism(.|\n)*backend='native'"):
+        run(torch.randn(2, 8), torch.randn(4, 8).as_subclass(DTensor), None)
+    assert not seen
 
 
 def test_ragged_rows_are_padded_with_zeros_and_cut_off_again() -> None:

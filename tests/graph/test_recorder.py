@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from autoprec.graph.recorder import StepRecorder, record_step
 from autoprec.graph.report import GraphReport
 from tests.graph.models import BATCH, TOKENS, WIDTH, Decoder, decoder_step, token_batch
+from tests.warm import run_ranks
 
 ROWS = BATCH * TOKENS
 
@@ -325,3 +327,26 @@ def test_every_tensor_input_names_its_maker(report):
         assert {index for index in row.sources if index >= 0} == set(row.inputs)
     again = GraphReport.from_json(report.to_json())
     assert again.operators == report.operators
+
+
+def record_sharded(rank, folder):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    dist.init_process_group("gloo")
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32))
+    parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    report = record_step(model, lambda: model(torch.randn(8, 16)).sum().backward())
+    torch.save({name: shapes(report, name) for name in ("0", "2")}, folder / f"out.{rank}")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_layer_sharded_by_tensor_parallelism_has_the_gemms_of_one_rank(tmp_path):
+    ended = run_ranks(lambda rank: record_sharded(rank, tmp_path), cwd=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    for rank in range(2):
+        found = torch.load(tmp_path / f"out.{rank}")
+        assert found["0"] == {"fprop": (8, 16, 32, 1, 1), "wgrad": (32, 8, 16, 1, 1)}
+        assert found["2"]["fprop"] == (8, 32, 32, 1, 1)
+        assert found["2"]["dgrad"] == (8, 32, 32, 1, 1)

@@ -317,9 +317,9 @@ def test_torchrun_is_followed_into_its_ranks(host: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [(*TORCHRUN, "fsdp.py"), ("spawned.py",)])
+@pytest.mark.parametrize("tokens", [(*TORCHRUN, "fsdp.py"), (*TORCHRUN, "tp.py"), ("spawned.py",)])
 def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 in forked ranks, DDP in new processes that the script starts itself; each tells its losses."""
+    """FSDP2 and tensor parallelism in forked ranks, DDP in new processes that the script starts itself; each tells its losses."""
     told: list[tuple[float, ...]] = []
 
     def load(path: Path) -> TrialResult | None:
@@ -335,7 +335,7 @@ def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.M
     assert trial.status == "ok", trial.reason + trial.tail
     first, second = told[-2:]
     assert len(first) == len(second) == 3
-    assert (first != second) is (tokens[-1] == "fsdp.py")  # the other one trains on the same data twice
+    assert (first != second) is (tokens[-1] == "fsdp.py")  # the others train on the same data twice
     assert trial.losses == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
 
 
