@@ -319,7 +319,7 @@ def test_torchrun_is_followed_into_its_ranks(host: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [(*TORCHRUN, "fsdp.py"), (*TORCHRUN, "tp.py"), ("spawned.py",)])
 def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FSDP2 and tensor parallelism in forked ranks, DDP in new processes that the script starts itself; each tells its losses."""
+    """FSDP2 and tensor parallelism in forked ranks, DDP in processes that the script starts; each tells its losses."""
     told: list[tuple[float, ...]] = []
 
     def load(path: Path) -> TrialResult | None:
