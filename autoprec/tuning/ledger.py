@@ -39,6 +39,7 @@ class Ledger:
         whole: where runs compile blocks (:mod:`autoprec.tuning.by_block`), references as the script compiles them.
         table: gradient errors by group and choice; None until they were measured.
         measured_errors: gradient errors of whole policies, by their records' names; all others are predicted.
+        accepted, refused: names of policies that are surely acceptable, and of those that break a limit.
         timings: seconds by phase, and what else is counted.
         notes: what a person was told.
         cut_short: what was left out for want of time; empty when the search came to its own end.
@@ -54,6 +55,8 @@ class Ledger:
     whole: dict[int, Reference] = field(default_factory=dict)
     table: SensitivityTable | None = None
     measured_errors: dict[str, float] = field(default_factory=dict)
+    accepted: frozenset[str] = frozenset()
+    refused: frozenset[str] = frozenset()
     timings: dict[str, float] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     cut_short: list[str] = field(default_factory=list)
@@ -142,8 +145,10 @@ class Ledger:
         return sorted((r for r in self.store.learned() if self.acceptable(r)), key=self.rank)
 
     def best(self) -> TrialRecord | None:
-        """Return the best acceptable trial so far, or None."""
-        return next(iter(self.acceptable_ones()), None)
+        """Return the best of those that are surely acceptable; before there is one, of those that may be; or None."""
+        sure = [r for r in self.store.learned() if r.ok and r.name in self.accepted]
+        fine = sure or [r for r in self.acceptable_ones() if r.name not in self.refused]
+        return min(fine, key=self.rank, default=None)
 
     def find(self, kind: str, name: str, seed: int) -> TrialRecord | None:
         """Return the record of a run that was measured to its end, or None."""

@@ -80,3 +80,13 @@ def test_a_run_is_found_by_kind_name_and_seed_unless_it_failed(ledger: Ledger) -
     ledger.add_seconds("training_s", 1.5)
     ledger.add_seconds("training_s", 1.0)
     assert ledger.timings["training_s"] == 2.5
+
+
+def test_the_best_is_not_one_that_is_known_to_break_a_limit(ledger: Ledger) -> None:
+    """A gap that noise may explain passes the screening of a trial, and may be beyond the budget."""
+    for one in (record(0, 3.0), record(1, 1.0), record(2, 2.0)):
+        ledger.store.add(one)
+    ledger.refused = frozenset({"trial 1"})
+    assert ledger.best() == ledger.store.records[2]
+    ledger.accepted = frozenset({"trial 0"})
+    assert ledger.best() == ledger.store.records[0]

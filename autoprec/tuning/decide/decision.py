@@ -15,7 +15,7 @@ Rules, in this order (docs/concepts.md, "How it is decided"):
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,18 @@ from autoprec.tuning.decide.noise import (
     is_worse_than_benign,
 )
 
-__all__ = ["Candidate", "Decision", "Judgement", "Rules", "beyond_gradient", "choose", "gradient_limit", "told_error"]
+__all__ = [
+    "Candidate",
+    "Decision",
+    "Judgement",
+    "Rules",
+    "beyond_gradient",
+    "choose",
+    "faster_ones",
+    "gradient_limit",
+    "told_error",
+    "told_faster",
+]
 
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
@@ -169,6 +180,11 @@ class Rules:
         caveat = "" if lost or limit else self._caveat(c, upper)
         return Judgement(mean, upper, lost or limit, caveat, bool(limit), bool(lost))
 
+    def breaks(self, c: Candidate) -> bool:
+        """Say whether a candidate breaks a limit by what was measured of it, however many seeds that are."""
+        mean, _ = confidence_bound(c.divergences, _NEGLIGIBLE * max(self.max_divergence, self.baseline.floor))
+        return bool(self._beyond_limits(c) or self._beyond_budget(c, mean, mean))
+
     def _beyond_budget(self, c: Candidate, mean: float, upper: float) -> str:
         """Return what the loss says against a candidate; empty for nothing."""
         if not math.isfinite(mean):
@@ -303,3 +319,62 @@ def _safety(candidate: Candidate, merit: float) -> tuple[float, float, bool, flo
     if error is None:
         error = float(np.mean(candidate.divergences))
     return (error, candidate.memory_bytes, not candidate.preset, -merit)
+
+
+def faster_ones(
+    chosen: Candidate,
+    tried: Sequence[tuple[Candidate, Judgement]],
+    rules: Rules,
+    rejected: Mapping[str, str],
+    *,
+    fewest: int,
+    timing_noise: float,
+) -> dict[str, str]:
+    """Return why each policy that was measured to be faster than the chosen one was not taken, the fastest first.
+
+    Args:
+        chosen: what is adopted.
+        tried: everything that was, and what is said of it.
+        rules: what candidates have to keep to.
+        rejected: why finalists are not acceptable, by name.
+        fewest: paired seeds that it takes to be accepted.
+        timing_noise: relative difference that two measured speed-ups have by chance; 0 where they are modelled.
+    """
+    found = [(c, j) for c, j in tried if c.name != chosen.name and round(c.speedup, 2) > round(chosen.speedup, 2)]
+    found.sort(key=lambda pair: -pair[0].speedup)
+    out = {}
+    for c, judged in found:
+        within = c.speedup <= chosen.speedup * (1.0 + timing_noise)
+        why = rejected.get(c.name) or _why_not(c, judged, rules, fewest)
+        if why and within:
+            why += f"; it is faster by no more than the timing noise of {timing_noise:.1%}"
+        elif within:
+            why = f"it is faster by no more than the timing noise of {timing_noise:.1%}, and adds no smaller error"
+        if why:
+            out[c.name] = why
+    return out
+
+
+def _why_not(c: Candidate, judged: Judgement, rules: Rules, fewest: int) -> str:
+    """Return why a candidate is not acceptable so far; empty where it is."""
+    seeds = len(c.divergences)
+    if judged.rejection and (seeds >= fewest or not rules.blind or rules.breaks(c)):
+        return judged.rejection
+    return f"it was measured under {seeds} of the {fewest} paired seeds that it takes" if seeds < fewest else ""
+
+
+def told_faster(reasons: Mapping[str, str], candidates: Sequence[Candidate], sixteen_bit: float | None) -> str:
+    """Return what to add to a reason about the fastest of :func:`faster_ones`; empty where there is none.
+
+    Args:
+        reasons: by name, the fastest first.
+        candidates: those that the names are of.
+        sixteen_bit: speed-up of the best 16-bit run, which gains are told against; None on a CPU.
+    """
+    name: str | None = next(iter(reasons), None)
+    if name is None:
+        return ""
+    speedup = next(c.speedup for c in candidates if c.name == name)
+    gain = f"{speedup / (sixteen_bit or 1.0):.2f}x{' over 16-bit' if sixteen_bit else ''}"
+    more = f" ({len(reasons) - 1} more are faster and were not taken: see the notes)" if len(reasons) > 1 else ""
+    return f"; {name} was measured as {gain}, but is not taken: {reasons[name]}{more}"

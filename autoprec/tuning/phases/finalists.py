@@ -17,7 +17,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.tuning.by_block import is_whole, whole_seconds
-from autoprec.tuning.decide.decision import Candidate, Decision, Rules, choose
+from autoprec.tuning.decide.decision import Candidate, Decision, Rules, choose, faster_ones, told_faster
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, blindness, student95
 from autoprec.tuning.decide.presets import presets
@@ -27,7 +27,7 @@ from autoprec.tuning.decide.sampler.sampler import told_divergence
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer, OverPreset, why_nothing
-from autoprec.tuning.phases.measuring import scored
+from autoprec.tuning.phases.measuring import leader, scored
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
@@ -143,7 +143,9 @@ class Race:
         self.expectation.fit(self.runs())
         self._ok = [record for record in self._tried if record.ok]
         entrants = [(record.params, self._candidate(record)) for record in self._ok]
-        self.now = standings(self.expectation, entrants, self._rules(), seeds=self._setup.options.seeds)
+        self.now = standings(self.expectation, entrants, rules := self._rules(), seeds=self._setup.options.seeds)
+        self._ledger.accepted = frozenset(self.now.candidates[i].name for i in self.now.accepted)
+        self._ledger.refused = frozenset(c.name for c in self.now.candidates if rules.breaks(c))
         return self.now
 
     def run(self, elsewhere: Callable[[], float]) -> None:
@@ -208,7 +210,8 @@ class Race:
         done = replace(done, number=ledger.store.next_number())
         ledger.store.add(done)  # stored as soon as it is known, so that a killed search repeats as little as possible
         count = sum(r.kind == "finalist" for r in ledger.store.records)
-        ledger.listener.trial(done, count, 0, ledger.best(), self.seconds_left())
+        self.update()
+        ledger.listener.trial(done, count, 0, leader(self._setup, ledger), self.seconds_left())
 
     def _reference(self, seed: int, *, whole: bool = False) -> Reference:
         """Return the reference of a paired seed; where runs compile blocks, the one that is compiled ``whole``.
@@ -415,7 +418,7 @@ class Race:
         over = self._over_preset(chosen, ledger.timings["timing_noise"])
         return Answer(
             decision.verdict,
-            f"{decision.reason}; {over.text}" if over is not None else decision.reason,
+            decision.reason + self._faster(chosen, rejected) + (f"; {over.text}" if over is not None else ""),
             chosen.tag,
             seeds=len(chosen.divergences),
             chosen=chosen,
@@ -425,6 +428,17 @@ class Race:
             over_preset=over,
             phases=setup.options.phase_names or (("last-bf16",) if self._needs_end(chosen) else ()),
         )
+
+    def _faster(self, chosen: Candidate, rejected: dict[str, str]) -> str:
+        """Return why the fastest of what was measured to be faster is not adopted; the same of the others is noted."""
+        ledger, now, noise = self._ledger, self.now, self._ledger.timings["timing_noise"]
+        if self._setup.options.objective != "throughput":
+            return ""
+        tried = list(zip(now.candidates, now.judged, strict=True))
+        found = faster_ones(chosen, tried, self._rules(), rejected, fewest=self.fewest, timing_noise=noise)
+        for name in (n for n in found if n not in rejected):
+            ledger.note(f"{name} is faster, but was not taken: {found[name]}")
+        return told_faster(found, now.candidates, sixteen_bit_speedup(self._setup, ledger.store.records))
 
     def _needs_end(self, candidate: Candidate) -> bool:
         """Whether a candidate is within the limit on gradient errors only if its run ends in bf16."""
@@ -451,15 +465,19 @@ class Race:
         failed = {problem.key(record.params) for record in self._tried if not record.ok}
         script = float(expected.goals.cost(self._ledger.reference.step_ms, 1.0))
         found = [(1.0, "the script as written", True)]
+        most = math.inf if self._ledger.cut_short or self._ledger.stopped.startswith("ran ") else chosen.speedup
         offered = [(name, params) for name, params in presets(problem) if not problem.is_script(params)]
         if expected.goals.objective != "throughput" or not offered:
             return None
         outlook = expected.outlook(expected.points([params for _, params in offered]))
         for (name, params), cost, chance in zip(offered, outlook.cost, outlook.chance, strict=True):
             known = measured.get(problem.key(params))
-            if known is None and chance >= _MAY_BE_FINE and problem.key(params) not in failed:
-                found.append((math.exp(script - float(cost)), name, False))
-            elif known is not None and (not known[1].rejection or known[0].name == chosen.name):
+            predicted = math.exp(script - float(cost))
+            if known is None and chance >= _MAY_BE_FINE and problem.key(params) not in failed and predicted <= most:
+                found.append((predicted, name, False))
+            elif known and (
+                known[0].name == chosen.name or (not known[1].rejection and known[0].speedup <= chosen.speedup)
+            ):
                 found.append((known[0].speedup, name, True))
         speedup, name, ran = max(found)
         gain = chosen.speedup / speedup - 1.0

@@ -17,9 +17,9 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
-from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
+from autoprec.tuning.study.records import BY_BLOCK, TrialRecord, pooled
 
-__all__ = ["goals_of", "make_prior", "scored"]
+__all__ = ["goals_of", "leader", "make_prior", "scored", "with_gain"]
 
 
 def make_prior(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Prior:
@@ -97,6 +97,19 @@ def scored(
         started=began[0],
         seconds=time.monotonic() - began[1],
     )
-    over = over_sixteen_bit(done.metrics, sixteen_bit_speedup(setup, [*ledger.store.records, done]))
+    return with_gain(setup, ledger, done)
+
+
+def with_gain(setup: Setup, ledger: Ledger, record: TrialRecord) -> TrialRecord:
+    """Return a record with its gain over the best 16-bit run that is known by now, where there is one."""
+    known = ledger.store.records
+    stored = any(r.number == record.number for r in known)
+    over = over_sixteen_bit(record.metrics, sixteen_bit_speedup(setup, known if stored else [*known, record]))
     sources = dict.fromkeys(over, setup.source)
-    return replace(done, metrics={**done.metrics, **over}, sources={**done.sources, **sources})
+    return replace(record, metrics={**record.metrics, **over}, sources={**record.sources, **sources})
+
+
+def leader(setup: Setup, ledger: Ledger) -> TrialRecord | None:
+    """Return the best acceptable trial so far with the figures of all its runs, or None."""
+    best = ledger.best()
+    return None if best is None else with_gain(setup, ledger, pooled(ledger.store.records).get(best.name, best))

@@ -30,7 +30,7 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer
 from autoprec.tuning.phases.finalists import Race
-from autoprec.tuning.phases.measuring import goals_of, make_prior, scored
+from autoprec.tuning.phases.measuring import goals_of, leader, make_prior, scored, with_gain
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import first_presets, is_plain, runs_in_sixteen_bit
 from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
@@ -89,6 +89,7 @@ class _Loop:
         number, place: of the next record, and N of the last trial named ``trial N``.
         used_up: the sampler proposed nothing new any more.
         taught: how many records there were when the models were last fitted.
+        saved: name of the best policy so far, which is in ``best.yaml``.
     """
 
     setup: Setup
@@ -108,6 +109,7 @@ class _Loop:
     place: int = 0
     used_up: bool = False
     taught: int = -1
+    saved: str = ""
 
     def __post_init__(self) -> None:
         """Count on from what earlier sessions left."""
@@ -139,15 +141,17 @@ class _Loop:
             NothingAcceptableError: too many failures in a row, with the first cause.
         """
         ledger = self.ledger
+        record = with_gain(self.setup, ledger, record)  # the 16-bit run may have ended while it ran
         ledger.store.tell(trial, record)
         self.number = max(self.number, ledger.store.next_number())
         self.done += 1
         self.seen[self.setup.problem.key(record.params)] = record
         self._teach()
         best = ledger.best()
-        if best is not None and best is record:  # so that not even kill -9 loses it
+        if best is not None and best.name != self.saved:  # so that not even kill -9 loses it
             save_policy(Policy.model_validate(best.policy), self.setup.study_dir / "best.yaml")
-        ledger.listener.trial(record, self.done, self.goal, best, self.seconds_left())
+            self.saved = best.name
+        ledger.listener.trial(record, self.done, self.goal, leader(self.setup, ledger), self.seconds_left())
         self.failures = 0 if record.ok or record.status == "pruned" else self.failures + 1
         most = FAILURES_IN_A_ROW * (2 if any(r.ok for r in self.seen.values()) else 1)
         if self.failures >= most:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoprec.tuning.decide.decision import Candidate, Decision, Rules, gradient_limit
+from autoprec.tuning.decide.decision import Candidate, Decision, Rules, faster_ones, gradient_limit, told_faster
 from autoprec.tuning.decide.decision import choose as choose_by
 from autoprec.tuning.decide.noise import Baseline
 
@@ -181,3 +181,40 @@ def test_what_is_slower_is_not_said_to_gain() -> None:
 def test_the_gain_over_sixteen_bit_comes_first() -> None:
     found = choose([SCRIPT, candidate("a", 9.0)], sixteen_bit=7.5)
     assert "1.20x over 16-bit (9.00x over the script as written)" in found.reason
+
+
+FASTER_RULES = Rules(0.0025, Baseline(1e-6))
+BLIND = Rules(0.0025, Baseline(1e-6, learnt=False))
+CHOSEN = Candidate("head kept", 1.28, (0.0001,) * 4, gradient_error=0.005)
+
+
+def reasons(*others: Candidate, rules: Rules = FASTER_RULES, fewest: int = 2, noise: float = 0.0) -> dict[str, str]:
+    tried = [(c, rules.judge(c)) for c in (CHOSEN, *others)]
+    return faster_ones(CHOSEN, tried, rules, {}, fewest=fewest, timing_noise=noise)
+
+
+def test_a_faster_policy_beyond_a_limit_is_named_with_the_limit() -> None:
+    fast = Candidate("fp8", 1.5, (0.005, 0.006), gradient_error=0.01)
+    found = reasons(fast, Candidate("slow", 1.1, (0.0001,)))
+    assert list(found) == ["fp8"]
+    assert "is beyond 0.250%" in found["fp8"]
+    told = told_faster(found, [fast], 1.25)
+    assert told.startswith("; fp8 was measured as 1.20x over 16-bit, but is not taken: divergence 0.550%")
+
+
+def test_a_faster_policy_of_one_seed_says_so_and_what_the_noise_is() -> None:
+    """All bf16 was 1.31x in the table below "the fastest acceptable policy: 1.28x", without a word."""
+    other = Candidate("all bf16", 1.31, (0.00015,), gradient_error=0.007)
+    found = reasons(other, rules=BLIND, fewest=4, noise=0.05)
+    assert found["all bf16"].startswith("it was measured under 1 of the 4 paired seeds that it takes")
+    assert found["all bf16"].endswith("it is faster by no more than the timing noise of 5.0%")
+    assert "; all bf16 was measured as 1.31x, but is not taken: it was" in told_faster(found, [other], None)
+
+
+def test_of_those_that_are_tied_the_noise_is_told() -> None:
+    found = reasons(Candidate("a", 1.30, (0.0001, 0.0001), gradient_error=0.01), noise=0.05)
+    assert found == {"a": "it is faster by no more than the timing noise of 5.0%, and adds no smaller error"}
+
+
+def test_nothing_is_told_where_nothing_is_faster() -> None:
+    assert told_faster(reasons(Candidate("a", 1.28, (0.0001,))), [], None) == ""
