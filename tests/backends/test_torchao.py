@@ -55,7 +55,7 @@ def test_on_a_model_with_layers_it_does_not_run() -> None:
     model(torch.randn(13, 64)).sum().backward()
     report = policy.audit(model)
     assert report.ok, report.to_json()
-    assert [row.backend for row in report.layers] == ["torchao", "emulated"]
+    assert [row.backend for row in report.layers] == ["torchao", "native"]
     assert "torchao's emulation" in report.layers[0].reason
 
 

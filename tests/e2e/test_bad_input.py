@@ -151,9 +151,10 @@ def test_fewer_steps_than_asked_is_said_with_the_numbers() -> None:
 
 
 def test_an_existing_policy_survives_a_search_that_fails() -> None:
-    Path("policy.yaml").write_text("mine", encoding="utf-8")
+    mine = "schema: autoprec.policy/1\n# mine\n"
+    Path("policy.yaml").write_text(mine, encoding="utf-8")
     assert search(script("raise ValueError")).code == 4
-    assert Path("policy.yaml").read_text(encoding="utf-8") == "mine"
+    assert Path("policy.yaml").read_text(encoding="utf-8") == mine
 
 
 def test_a_study_that_exists_is_continued_only_when_asked() -> None:

@@ -462,9 +462,10 @@ def test_a_script_whose_gradient_has_vanished_is_told_so(here: Path) -> None:
 
 
 def test_a_policy_file_that_was_there_is_kept_and_our_own_is_not_copied(here: Path) -> None:
-    (here / "policy.yaml").write_text("by hand\n")
+    by_hand = "schema: autoprec.policy/1\n# by hand\n"
+    (here / "policy.yaml").write_text(by_hand)
     search(script(), options(study="mine", trials=9))
-    assert (here / "policy.yaml.1").read_text() == "by hand\n"
+    assert (here / "policy.yaml.1").read_text() == by_hand
     search(script(), options(study="mine", trials=12, resume=True))
     assert sorted(path.name for path in here.glob("policy.yaml*")) == ["policy.yaml", "policy.yaml.1"]
 
