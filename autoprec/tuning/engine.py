@@ -259,7 +259,7 @@ class Search:
                 answer = replace(answer, reason=f"{answer.reason}. Only 16 bit was tried: {verdict.reason}")
                 ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict
             else:
-                answer = with_size(answer, setup)
+                answer = with_size(answer, setup, ledger)
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 

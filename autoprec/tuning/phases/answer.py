@@ -107,12 +107,17 @@ def settled(answer: Answer, ledger: Ledger) -> Answer:
     return replace(answer, reason=f"{so_far}; cut short: {cut}")
 
 
-def with_size(answer: Answer, setup: Setup) -> Answer:
+def with_size(answer: Answer, setup: Setup, ledger: Ledger) -> Answer:
     """Return the answer with the fact, where it is one, that a device cannot hold the step of its policy (modelled)."""
     if answer.record is None or setup.measured:
         return answer
-    memory = answer.record.metrics.get("memory_bytes", 0.0)
-    return replace(answer, reason=answer.reason + too_large(memory, setup.target, "this policy"))
+    holds = setup.target.memory_bytes
+    text = too_large(answer.record.metrics.get("memory_bytes", 0.0), setup.target, "this policy")
+    fitting = [r for r in ledger.store.records if r.ok and r.params and 0 < r.metrics.get("memory_bytes", 0) <= holds]
+    if text and fitting:
+        fastest = max(fitting, key=lambda r: r.metrics["speedup"])
+        text += f". The fastest run that fits is {fastest.name} ({memory_text(fastest.metrics['memory_bytes'])})"
+    return replace(answer, reason=answer.reason + text)
 
 
 def with_unknown(answer: Answer, setup: Setup, ledger: Ledger) -> Answer:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,16 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import Limits
-from autoprec.tuning.phases.answer import Answer, OverPreset, _over_the_run, _plain, error_at, guard_for, settled
+from autoprec.tuning.phases.answer import (
+    Answer,
+    OverPreset,
+    _over_the_run,
+    _plain,
+    error_at,
+    guard_for,
+    settled,
+    with_size,
+)
 from autoprec.tuning.study.study import StudyStore, default_storage
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
@@ -56,6 +66,23 @@ def test_a_policy_that_one_device_cannot_hold_says_so(here: Path) -> None:  # no
     assert "(modelled, as this policy)" in result.reason
     _, result = search(script(device="cpu"), options(trials=4, target="h100", study="small"))
     assert "It does not fit" not in result.reason
+
+
+def test_what_fits_is_named_beside_a_policy_that_does_not() -> None:
+    def run(name: str, speedup: float, memory: float) -> Any:
+        return SimpleNamespace(
+            name=name, ok=True, params={"a": 1}, metrics={"speedup": speedup, "memory_bytes": memory}
+        )
+
+    large, fits = run("trial 3", 1.5, 90e9), [run("all bf16", 1.0, 70e9), run("trial 2", 1.2, 75e9)]
+    target = SimpleNamespace(memory_bytes=80e9, title="H100")
+    setup: Any = SimpleNamespace(measured=False, target=target)
+    books: Any = SimpleNamespace(store=SimpleNamespace(records=[large, *fits]))
+    answer = Answer("adopt", "trial 3 is the fastest", large, seeds=2)
+    assert with_size(answer, setup, books).reason.endswith("The fastest run that fits is trial 2 (69.8 GiB)")
+    books.store.records = [large]
+    assert with_size(answer, setup, books).reason.endswith("cut the batch")
+    assert with_size(replace(answer, record=fits[0]), setup, books).reason == "trial 3 is the fastest"
 
 
 def test_a_guard_watches_what_a_policy_can_do_wrong() -> None:
