@@ -149,6 +149,10 @@ class Search:
                     error.fix += f"; then continue with:\n    {self.options.resume_command()}"
                 raise
 
+    def go_on_command(self) -> str:
+        """Return the command that continues the search, with a budget that is enough where this one was not."""
+        return self.options.with_budget_for(self.ledger.needed_s if self.ledger else 0.0).resume_command()
+
     def _factory_at(self, age: int) -> RunnerFactory:
         """Return what starts hosts whose trials begin at a step of the script."""
         if self._factory is not None:
@@ -249,8 +253,8 @@ class Search:
             self.listener.phase("reference")
             measure_reference(setup, runner, ledger)
             runner.doubt_load()
-            if not self.options.resume:
-                for line in _expected(setup, runner, ledger):
+            for line in _expected(setup, runner, ledger):
+                if not self.options.resume:
                     self.listener.note(line)
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger, self._runners_at(self.options.ages[1:], setup, ledger))
@@ -462,7 +466,9 @@ def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
             usual=usual,
         )
 
-    told = [describe(counted(usual=True), counted(usual=False), options.budget_s, ledger.elapsed())]
+    usual = counted(usual=True)
+    ledger.needed_s = ledger.elapsed() + usual.rest_s
+    told = [describe(usual, counted(usual=False), options.budget_s, ledger.elapsed())]
     if longer:
         told.append(
             f"a run is timed for up to {longer:.0%} of its own duration beyond its {options.steps} steps, for less "

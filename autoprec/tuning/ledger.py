@@ -44,6 +44,7 @@ class Ledger:
         notes: what a person was told.
         cut_short: what was left out for want of time; empty when the search came to its own end.
         stopped: why no further trial was run; empty where none was asked for.
+        needed_s: seconds that the whole search usually takes; 0 before the reference was measured.
     """
 
     store: StudyStore
@@ -61,6 +62,7 @@ class Ledger:
     notes: list[str] = field(default_factory=list)
     cut_short: list[str] = field(default_factory=list)
     stopped: str = ""
+    needed_s: float = 0.0
 
     def elapsed(self) -> float:
         """Return seconds since the search began."""

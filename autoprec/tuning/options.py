@@ -7,7 +7,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,16 @@ class SearchOptions:
         words += ["--study", self.study]
         script = redact_arguments(self.command) if stored else list(self.command)
         return shlex.join(words) + " " + shlex.join(script)
+
+    def with_budget_for(self, needed_s: float) -> SearchOptions:
+        """Return these options with a time budget that is enough for a search of about ``needed_s`` seconds.
+
+        A resumed search starts the script and measures the reference again. The budget is never shortened; without one
+        nothing changes.
+        """
+        if self.budget_s is None:
+            return self
+        return replace(self, budget_s=max(self.budget_s, 60.0 * math.ceil(1.5 * needed_s / 60)))
 
     def study_dir(self) -> Path:
         """Return the folder that holds all files of the study."""

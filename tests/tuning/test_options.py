@@ -168,3 +168,10 @@ def test_the_ages_of_a_search() -> None:
     late = SearchOptions(command=("train.py",), at_step=5)
     assert late.signature("space", "model") != SearchOptions(command=("train.py",)).signature("space", "model")
     assert "--at-step 5" in late.resume_command()
+
+
+def test_a_budget_that_was_too_short_is_replaced_by_one_that_is_enough() -> None:
+    asked = SearchOptions(command=("train.py",), budget_s=40.0, study="x")
+    assert "--budget 240s" in asked.with_budget_for(150.0).resume_command()
+    assert asked.with_budget_for(0.0) == asked
+    assert SearchOptions(command=("train.py",)).with_budget_for(150.0).budget_s is None

@@ -195,7 +195,7 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     if result.stopped:
         lines.append(f"stopped: {result.stopped}")
     if result.resume:
-        lines.append(f"go on:   {engine.options.resume_command()}")
+        lines.append(f"go on:   {engine.go_on_command()}")
     if result.policy:
         lines.append(f"policy:  {result.policy}")
     if "report.html" in files:

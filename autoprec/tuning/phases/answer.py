@@ -391,7 +391,7 @@ def search_result(
         notes=tuple(ledger.notes),
         cut_short="; ".join(ledger.cut_short),
         stopped=ledger.stopped,
-        resume=setup.options.resume_command(stored=True) if ledger.cut_short else "",
+        resume=setup.options.with_budget_for(ledger.needed_s).resume_command(stored=True) if ledger.cut_short else "",
         explanation=_explanation(setup, ledger, answer),
         rejected=answer.rejected,
     )

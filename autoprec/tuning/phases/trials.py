@@ -81,6 +81,7 @@ class _Loop:
         race: everything measured, and where it stands.
         sampler: who is asked.
         goal, done: trials that are wanted at most, and that are finished (in earlier sessions, too).
+        begun: how many of these earlier sessions finished.
         failures: how many of the last trials failed one after the other.
         seen: what every point that was tried gave.
         running: trials that have not ended yet.
@@ -103,6 +104,7 @@ class _Loop:
     failures: int = 0
     seen: dict[tuple[Any, ...], TrialRecord] = field(default_factory=dict)
     running: dict[Future[TrialRecord], optuna.Trial] = field(default_factory=dict)
+    begun: int = 0
     began_s: float = 0.0
     yardstick: tuple[Any, ...] | None = None
     number: int = 0
@@ -249,7 +251,10 @@ class _Loop:
     def out_of_time(self) -> bool:
         """Say whether the time budget leaves no room for another trial before the further seeds."""
         budget = self.setup.options.budget_s
-        if budget is None or (self.yardstick is not None and self.yardstick not in self.seen and not self.running):
+        if budget is None:
+            return False
+        # one trial is run whatever the budget says, in a resumed session, too: each gets on
+        if not self.running and (self.done == self.begun or self.yardstick not in (None, *self.seen)):
             return False
         kept = reserve(self.setup, self.race, self.ledger, self.began_s) + self.ledger.seconds_to_close()
         return self.ledger.elapsed() + self.ledger.seconds_per_run() + kept > budget
@@ -275,7 +280,7 @@ def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: Sensiti
     race = Race(setup, runner, ledger, expectation)
     seen = {problem.key(record.params): record for record in store.learned()}
     loop = _Loop(setup, runner, ledger, table, race, sampler, setup.options.trials, len(store.learned()), seen=seen)
-    loop.began_s, race.seconds_left = began, loop.seconds_left
+    loop.began_s, loop.begun, race.seconds_left = began, loop.done, loop.seconds_left
     loop.yardstick = next((problem.key(params) for name, params in first if is_plain(name)), None)
     while True:
         ledger.listener.phase("search")

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+import pytest
 
 from autoprec.policy import load_policy
 from autoprec.tuning.sixteen_bit import NAMES
@@ -40,6 +43,20 @@ def test_a_budget_that_the_setup_has_used_up_still_measures_the_sixteen_bit_run(
     assert [record.name in NAMES for record in learned] == [True]
     assert result.verdict == "adopt"
     assert result.cut_short
+
+
+def test_each_session_runs_a_trial_and_the_line_that_goes_on_names_a_budget_that_is_enough(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autoprec.tuning.phases.trials.is_plain", lambda _name: False)  # no 16-bit run is wanted
+    short = options(trials=30, budget_s=0.01, seeds=2, sampler="random", study="mine")
+    made, result = search(script(delay_s=0.02), short)
+    assert sum(record.kind in ("preset", "search") for record in made.records) == 1
+    assert "--budget 0.01s" not in result.resume
+    assert made.options.with_budget_for(made.ledger.needed_s).budget_s >= 60 if made.ledger else False
+    again, _ = search(script(delay_s=0.02), replace(short, resume=True))
+    assert sum(record.kind in ("preset", "search") for record in again.records) == 2
 
 
 def test_nothing_is_kept_for_finalists_that_do_not_exist(here: Path) -> None:  # noqa: F811
