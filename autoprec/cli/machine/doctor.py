@@ -99,7 +99,7 @@ def _packages() -> list[dict[str, Any]]:
     from autoprec.support.optional import EXTRAS, installed_version, is_available
 
     rows: list[dict[str, Any]] = []
-    for name in ("torch", "numpy", "optuna", "mlflow"):
+    for name in ("torch", "numpy", "optuna", "mlflow-skinny"):
         rows.append({"package": name, "version": installed_version(name), "ok": True, "note": "required"})
     for name, (_, oldest, install) in EXTRAS.items():
         ok = is_available(name)

@@ -156,6 +156,15 @@ def _looked_at(asked: SearchOptions, report: GraphReport, host: HostInfo) -> tup
     return setup, bound, ""
 
 
+def _policies(count: float) -> str:
+    """Return how many policies a space has, for a person."""
+    if count == 1:
+        return "1 policy"
+    if count >= 1e15:
+        return "more policies than could ever be tried"
+    return f"{count:,.0f} policies" if count < 1e6 else f"{count:.3g} policies"
+
+
 def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
     """Print the plan of a search on stdout."""
     with Phases(quiet=quiet) as phases:
@@ -163,13 +172,7 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
     if as_json:
         print_json(plan.to_json())
         return
-    size = (
-        "1 policy"
-        if plan.policies == 1
-        else f"{plan.policies:.3g} policies"
-        if plan.policies < 1e15
-        else "more policies than could ever be tried"
-    )
+    size = _policies(plan.policies)
     shown = "; ".join(plan.presets[:6]) + (f" and {len(plan.presets) - 6} more" if len(plan.presets) > 6 else "")
     limit = f", cut short by --budget {duration(plan.budget_s)}" if plan.budget_s else ""
     lines = [

@@ -24,6 +24,8 @@ def test_everything_is_listed_and_every_no_has_a_reason() -> None:
     assert {row["recipe"] for row in found["recipes"]} == set(BUILTIN_RECIPES)
     for row in (*found["backends"], *found["recipes"]):
         assert row["reason"], row
+    packages = [row["package"] for row in found["packages"]]
+    assert len(packages) == len(set(packages))
     for row in found["packages"]:
         assert row["ok"] or "pip install" in row["note"]
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from autoprec.cli.scripts.plan import _policies
 from tests.cli.helpers import autoprec
 from tests.cli.test_recording import TRAIN
 
@@ -48,3 +49,8 @@ def test_what_a_search_would_not_run_is_not_in_the_plan(tmp_path: Path, monkeypa
     assert plan["trials"] <= plan["policies"]
     assert not any("fp8" in name for name in (*plan["presets"], *plan["choices"])), plan
     assert "only 16-bit policies" in plan["limited"]
+
+
+def test_a_person_reads_how_many_policies_there_are() -> None:
+    assert [_policies(n) for n in (1, 8190, 3.2e9)] == ["1 policy", "8,190 policies", "3.2e+09 policies"]
+    assert "more policies than" in _policies(1e30)

@@ -252,7 +252,7 @@ def test_a_trial_is_timed_beyond_its_steps_as_far_as_the_script_goes(steps: str,
 
 
 def test_what_comes_after_the_asked_steps_fails_no_trial(host: Any) -> None:
-    """A loss that is no number, and an evaluation that takes longer than a trial may stand still."""
+    """A loss that is not a number, and an evaluation that takes longer than a trial may stand still."""
     with host("after_steps.py") as runner:
         result = runner.run(TrialSpec(steps=3, warmup=1, timed_share=1e3))
     assert result.ok, result.reason + result.tail

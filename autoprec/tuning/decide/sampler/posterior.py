@@ -32,7 +32,7 @@ Vector = npt.NDArray[np.float64]
 
 #: Prior standard deviations in units of ln(D): the level, a parameter's value, and what the table has wrong of a choice
 #: and of one entry, for a policy that consists of nothing else. All but the level count once or several times: how
-#: wrong a table is the study shows, and a gap at the noise floor is no sign of luck (tests/tuning/decide/test_race.py).
+#: wrong a table is the study shows, and a gap at the noise floor is not a sign of luck (test_race.py).
 _LEVEL, _PARAMETER, _CHOICE, _ENTRY = 1.5, 0.25, 0.06, 0.25
 _MISFITS = {1.0: 0.8, 4.0: 0.15, 12.0: 0.05}
 #: The standard deviation of ln(D) over seeds: 0.31 to 0.5 on nine small models, 0.11 on one whose runs are long. Its
