@@ -161,9 +161,7 @@ class Race:
                 self.update()
             if self.now.next is None or elsewhere() > self.now.gain or self._must_end():
                 break
-            record = self._ok[self.now.next]
-            self._one_more(record)
-            self.update()
+            self._one_more(self._ok[self.now.next])
         self._ledger.add_seconds("finalists_s", time.monotonic() - began)
 
     def _must_end(self) -> bool:
@@ -192,7 +190,7 @@ class Race:
         self._measure(record, seed, by_block=self._runner.by_block.wanted and not is_whole(record))
 
     def _measure(self, record: TrialRecord, seed: int, *, by_block: bool) -> None:
-        """Run a policy under a paired seed, beside a reference that is compiled in the same way."""
+        """Run a policy under a paired seed, beside a reference that is compiled likewise, and judge all again."""
         runner, ledger = self._runner, self._ledger
         plan = replace(record, kind="finalist", tags=("finalist",), seed=seed)
         began = time.time(), time.monotonic()
@@ -384,8 +382,6 @@ class Race:
             return False
         for record in wanted:
             self._measure(record, record.seed, by_block=False)
-        if wanted:
-            self.update()
         return bool(wanted)
 
     def _measure_all_whole(self) -> None:
@@ -406,7 +402,6 @@ class Race:
         unsure = decision.unsure
         if unsure is not None and len(candidates[unsure].divergences) < setup.options.seeds and not self._must_end():
             self._one_more(candidates[unsure].tag)
-            self.update()
             self._measure_all_whole()
             return self.answer()
         for name, why in rejected.items():
