@@ -22,6 +22,7 @@ from torch._compile import _disable_dynamo
 from autoprec.numerics.linear import LinearExecution, in_backward
 from autoprec.numerics.operand import QuantizerState, Spec
 from autoprec.numerics.scaling import DelayedScale, learn_together
+from autoprec.numerics.sharded import reduced
 
 __all__ = ["DelayedReduction", "data_parallel_groups", "not_reduced"]
 
@@ -135,10 +136,7 @@ class DelayedReduction:
         noted = [state.seen(operand, spec) for state, operand, spec in self.slots]
         device = next((amax.device for amax in noted if amax is not None), torch.device("cpu"))
         found = [torch.zeros((), device=device) if amax is None else amax for amax in noted]
-        # a NaN has no largest; infinity keeps the previous scale as well
-        largest = torch.stack(found).nan_to_num_(nan=torch.inf, posinf=torch.inf)
-        for group in groups:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        largest = reduced(torch.stack(found), tuple(groups))
         for (state, operand, spec), amax in zip(self.slots, largest.unbind(), strict=True):
             state.learn(operand, spec, amax)
             state.history(operand, spec).give()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -34,17 +32,10 @@ USES = {
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreted(triton_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernels in Triton's interpreter, on the CPU."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(fp4, "_on_gpu", lambda x: True)
     monkeypatch.setattr(fp4, "_PROGRAMS", 4)  # each takes its time here
-    monkeypatch.delitem(sys.modules, "autoprec.backends.fused_kernels", raising=False)
-    fused._kernels.cache_clear()
-    monkeypatch.setattr(fused, "_agreed", {})
-    yield
-    sys.modules.pop("autoprec.backends.fused_kernels", None)
-    fused._kernels.cache_clear()
 
 
 def odd_values(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:

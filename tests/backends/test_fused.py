@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -29,16 +27,9 @@ ROWWISE, TENSORWISE = BUILTIN_RECIPES["fp8_rowwise"], BUILTIN_RECIPES["fp8_tenso
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def interpreted(triton_interpreter: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run the kernels in Triton's interpreter, on the CPU."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setattr(fused, "_on_gpu", lambda x: True)
-    monkeypatch.delitem(sys.modules, "autoprec.backends.fused_kernels", raising=False)
-    fused._kernels.cache_clear()
-    monkeypatch.setattr(fused, "_agreed", {})
-    yield
-    sys.modules.pop("autoprec.backends.fused_kernels", None)
-    fused._kernels.cache_clear()
 
 
 def recipe(granularity: str, grad: str = "e4m3", **scaling: Any) -> Recipe:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from typing import Any
 
 import pytest
@@ -39,26 +37,14 @@ def compiled(kernel: Any, capability: int = 90, **constants: Any) -> str:
     return str(found.asm["ptx"])
 
 
-def test_kernels_compile_for_hopper(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    # imported anew: an interpreted one, which another test left as an attribute of the package, has nothing to compile
-    monkeypatch.delitem(sys.modules, "autoprec.backends.fused_kernels", raising=False)
-    fused_kernels = importlib.import_module("autoprec.backends.fused_kernels")
-
-    cast = compiled(fused_kernels.cast_kernel, SCHEME="delayed")
+def test_kernels_compile_for_hopper(compiled_kernels: Any) -> None:
+    cast = compiled(compiled_kernels.cast_kernel, SCHEME="delayed")
     assert "fma.rn" not in cast  # a product contracted with an addition would round once instead of twice
     assert "st.global.v4" in cast  # both layouts are written 16 bytes at a time
-    assert "atom" in compiled(fused_kernels.largest_kernel)
-    assert "fma.rn" not in compiled(fused_kernels.groups_kernel)
+    assert "atom" in compiled(compiled_kernels.largest_kernel)
+    assert "fma.rn" not in compiled(compiled_kernels.groups_kernel)
 
 
-def test_nvfp4_kernels_compile_for_blackwell(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton", reason="triton is not installed")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    monkeypatch.delitem(sys.modules, "autoprec.backends.fused_kernels", raising=False)
-    kernels = importlib.import_module("autoprec.backends.fused_kernels")
-    assert "fma.rn" not in compiled(kernels.fp4_largest_kernel, 100)
-    assert "div.rn" in compiled(kernels.fp4_cast_kernel, 100, BLOCK_C=64)
+def test_nvfp4_kernels_compile_for_blackwell(compiled_kernels: Any) -> None:
+    assert "fma.rn" not in compiled(compiled_kernels.fp4_largest_kernel, 100)
+    assert "div.rn" in compiled(compiled_kernels.fp4_cast_kernel, 100, BLOCK_C=64)

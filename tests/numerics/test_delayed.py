@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoprec.numerics import delayed
+from autoprec.numerics import delayed, sharded
 from autoprec.numerics.delayed import DelayedReduction, data_parallel_groups
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.one_dtype import ConvExecution
@@ -56,7 +56,8 @@ class Wire:
 
 def test_ranks_agree_on_the_largest_amax_once_per_training_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire()
-    monkeypatch.setattr(delayed, "dist", wire)
+    for module in (delayed, sharded):  # who asks, and who reduces
+        monkeypatch.setattr(module, "dist", wire)
     monkeypatch.setattr(delayed, "data_parallel_groups", lambda root: ["all"])
     model, run = nn.Linear(32, 32), LinearExecution(LayerPlan.uniform(DELAYED))
     reduction = DelayedReduction(model, [run])
