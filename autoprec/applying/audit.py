@@ -17,8 +17,6 @@ from autoprec.policy import LayerPlan, Policy, first_match, resolve
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, by_recipe
 from autoprec.support.tables import Shown, Table
 
-__all__ = ["AuditReport", "LayerAudit", "audit_model", "emulated_note"]
-
 
 @dataclass(frozen=True, slots=True)
 class LayerAudit:

@@ -19,8 +19,6 @@ from autoprec.policy import LayerPlan, Policy
 from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import GEMMS
 
-__all__ = ["Binder", "timed_backends"]
-
 
 def timed_backends(policy: Policy, device: str, held: Mapping[str, Backend]) -> dict[str, Backend]:
     """Return recipe family -> the backend that the policy was found with; those that native runs are left out.

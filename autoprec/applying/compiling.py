@@ -20,22 +20,6 @@ from torch import nn
 from autoprec.policy import LayerPlan
 from autoprec.support.living import living
 
-__all__ = [
-    "allow_versions",
-    "autotunes",
-    "cache_graphs",
-    "compile_by_block",
-    "compile_whole_by_block",
-    "compiled_blocks",
-    "compiled_graphs",
-    "executed_as",
-    "is_compiled",
-    "keep_random_streams",
-    "restore_execution",
-    "run_eagerly",
-    "set_execution",
-]
-
 Execution = Literal["keep", "compile", "eager"]
 
 #: So many kinds of blocks Dynamo compiles without being told, each in two versions (training, evaluation).

@@ -27,8 +27,6 @@ from autoprec.numerics.plan import DTYPE_NAMES
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.policy import OperatorPolicy
 
-__all__ = ["FLOAT32_FUNCTIONS", "OperatorMode", "RootExecution"]
-
 #: Operator classes that a policy can ask to be computed in float32.
 _FLOAT32_CLASSES = ("softmax", "norm", "embedding", "loss")
 _LOW = (torch.bfloat16, torch.float16)

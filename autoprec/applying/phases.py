@@ -28,8 +28,6 @@ from autoprec.optim.communication import reserve_gradient_hook
 from autoprec.optim.optimizer import check_optimizer, rewrap_optimizer, wrap_optimizer
 from autoprec.policy import Policy, boundaries
 
-__all__ = ["Phases", "Put", "phases_of", "steps_taken", "stop_phases"]
-
 _LOG = logging.getLogger("autoprec.phases")
 #: The phases at work, by the model they are for (the innermost one, which wrappers come and go around).
 _ACTIVE: weakref.WeakKeyDictionary[nn.Module, Phases] = weakref.WeakKeyDictionary()

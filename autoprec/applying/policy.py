@@ -33,7 +33,7 @@ from autoprec.applying.swap import (
     uninstall,
     uninstall_root,
 )
-from autoprec.applying.units import Unit, tunable_layers, tunable_units, unwrap
+from autoprec.applying.units import Unit, tunable_units, unwrap
 from autoprec.backends import Backend, choose
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.delayed import DelayedReduction
@@ -43,8 +43,6 @@ from autoprec.support.tables import Shown, Table
 
 if TYPE_CHECKING:
     from autoprec.applying.audit import AuditReport
-
-__all__ = ["Policy", "apply_policy", "load", "put_policy", "remove_policy", "tunable_layers", "unwrap"]
 
 _ACTIVATIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

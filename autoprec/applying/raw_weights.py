@@ -24,8 +24,6 @@ from autoprec.applying.units import Unit
 from autoprec.numerics.einsum import EinsumProduct, reversed_terms
 from autoprec.numerics.execution import Execution
 
-__all__ = ["RawWeightExecutions", "WeightExecutions", "WeightMode", "unit_execution"]
-
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
 _ADDMM = (torch.addmm, torch.baddbmm)
 #: What a grouped product may be given by name.

@@ -15,8 +15,6 @@ from typing import Any
 import torch.utils.checkpoint as checkpointing
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-__all__ = ["carry_into_recomputation"]
-
 _carried: list[type[TorchFunctionMode]] = []
 
 

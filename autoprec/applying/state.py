@@ -23,8 +23,6 @@ from autoprec.applying.swap import root_of
 from autoprec.applying.units import tunable_units, unwrap
 from autoprec.optim.optimizer import load_counters, optimizer_counters
 
-__all__ = ["carries_state", "carry_state", "load_model_state", "model_state", "remember"]
-
 #: The entry of a parameter group that holds the state.
 ENTRY = "autoprec"
 _HANDLES = "_autoprec_state_handles"

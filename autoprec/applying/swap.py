@@ -22,18 +22,6 @@ from torch import Tensor, nn
 from autoprec.applying.operators import RootExecution
 from autoprec.backends import Execution
 
-__all__ = [
-    "ATTRIBUTE",
-    "ShrunkGradient",
-    "execution_of",
-    "install",
-    "install_root",
-    "root_of",
-    "swapped_base",
-    "uninstall",
-    "uninstall_root",
-]
-
 #: Where an execution lives in the ``__dict__`` of its module.
 ATTRIBUTE = "_autoprec"
 ROOT = "_autoprec_root"

@@ -18,8 +18,6 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from autoprec.applying.swap import swapped_base
 
-__all__ = ["Unit", "clean_name", "kind_of", "tunable_layers", "tunable_units", "unwrap", "why_not_a_weight"]
-
 _TRANSPARENT = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 _RECURRENT = (nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell)

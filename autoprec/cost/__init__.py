@@ -7,7 +7,8 @@ GEMM wants a transposed copy. So a layer gains where it is large enough for the 
 policy gains on a model by the share of its step that lies in such layers. Launches and attention stay what they were.
 """
 
-from autoprec.cost.model import CostModel, StepEstimate
+from autoprec.cost.estimate import StepEstimate
+from autoprec.cost.model import CostModel
 from autoprec.cost.scale import CostScale
 from autoprec.cost.verdict import Verdict
 

@@ -13,8 +13,6 @@ from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import Recipe
 
-__all__ = ["Estimator", "StepEstimate"]
-
 
 @dataclass(frozen=True, slots=True)
 class StepEstimate:

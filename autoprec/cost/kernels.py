@@ -15,18 +15,6 @@ from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target, alignment, recipe_family
 from autoprec.precision.recipes import Gemm, Recipe
 
-__all__ = [
-    "LayerCost",
-    "cast_traffic",
-    "eager_traffic",
-    "gemm_seconds",
-    "grouped_traffic",
-    "kept_family",
-    "layer_cost",
-    "operand_bytes",
-    "operand_cast_seconds",
-]
-
 _AUTOCAST = {"bf16": Recipe(format="bf16"), "fp16": Recipe(format="fp16"), "fp32": Recipe(format="fp32")}
 _TILE = 128
 _SPLIT_K = 2048

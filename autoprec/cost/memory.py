@@ -12,8 +12,6 @@ from autoprec.cost.scale import CostScale, in_block
 from autoprec.graph.report import GraphReport
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
 
-__all__ = ["MemoryEstimate", "activation_growth", "memory_estimate"]
-
 
 @dataclass(frozen=True, slots=True)
 class MemoryEstimate:

@@ -23,8 +23,6 @@ from autoprec.policy.schema import LayerPlan, OptimizerPolicy
 from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
 from autoprec.precision.recipes import Recipe
 
-__all__ = ["CostModel", "StepEstimate"]
-
 _KEEP = LayerPlan()
 _NO_CONV = ("fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8")
 

@@ -15,19 +15,6 @@ from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import GEMMS
 from autoprec.support.units import memory_text
 
-__all__ = [
-    "Payback",
-    "ScalePoint",
-    "SweepPoint",
-    "break_even_tokens",
-    "check_layout",
-    "payback",
-    "scale_notes",
-    "scale_out",
-    "sweep",
-    "tensor_parallel_share",
-]
-
 Choices = Mapping[str, Mapping[str, LayerPlan]]
 #: Share of the backward pass behind which gradient communication hides (buckets are sent while later ones compute).
 _OVERLAP = 0.8

@@ -14,8 +14,6 @@ from typing import Any
 from autoprec.errors import FileError
 from autoprec.precision.hardware import FAMILIES, Target
 
-__all__ = ["Rates", "default_rates"]
-
 
 @dataclass(frozen=True)
 class Rates:

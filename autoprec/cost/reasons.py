@@ -17,8 +17,6 @@ from autoprec.cost.kernels import LayerCost
 from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
-__all__ = ["Rival", "blocked_reason", "layer_reason", "model_reason", "time_shares"]
-
 #: Choices whose modelled times differ by less are the same precision under two names.
 SAME_PRECISION = 0.01
 #: A GEMM of full size gains 30 % or more from 8 bits; one that gains less than half of that is held back by its size.

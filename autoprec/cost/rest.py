@@ -15,8 +15,6 @@ from autoprec.graph.report import GraphReport, Operator
 from autoprec.policy.schema import OptimizerPolicy
 from autoprec.precision.hardware import Target
 
-__all__ = ["GRADIENT_BYTES", "OTHER", "RestCost", "category", "optimizer_bytes", "rest_cost", "rest_operators"]
-
 #: Categories of the breakdown, beside gemm, quantise, optimizer, communication and launch.
 OTHER = ("attention", "norm", "pointwise", "other")
 _CATEGORY = {

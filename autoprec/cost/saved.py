@@ -18,8 +18,6 @@ from autoprec.graph.report import GraphReport, Layer, Operator
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.recipes import Recipe
 
-__all__ = ["saved_by_rules", "saved_bytes"]
-
 _BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
 _SAVES_OUTPUT = ("relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt", "_softmax", "_log_softmax", "_safe_softmax")
 _SAVES_INPUT = ("gelu", "silu", "pow", "softplus", "mish", "elu", "log", "sin", "cos", "hardswish")

@@ -14,8 +14,6 @@ from functools import lru_cache
 from autoprec.errors import UsageError, nearest
 from autoprec.graph.report import GraphReport, Layer
 
-__all__ = ["CostScale", "GemmWork", "in_block", "layer_works", "scaled_parameters", "short_dtype"]
-
 _NUMBERED = re.compile(r"(^|\.)\d+(\.|$)")
 
 

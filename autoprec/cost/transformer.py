@@ -18,8 +18,6 @@ from autoprec.graph.report import GemmCall, GraphReport, Layer, Operator
 from autoprec.support.files import read_document
 from autoprec.support.optional import require
 
-__all__ = ["PRESETS", "DecoderConfig", "config_report", "decoder_report", "is_mixture", "load_config"]
-
 
 @dataclass(frozen=True, slots=True)
 class DecoderConfig:

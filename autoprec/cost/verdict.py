@@ -20,8 +20,6 @@ from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP
 from autoprec.support.units import memory_text
 
-__all__ = ["Verdict", "judge", "too_large"]
-
 _KEEP_PLAN = LayerPlan()
 _BF16 = LayerPlan.uniform(BUILTIN_RECIPES["bf16"])
 

@@ -8,8 +8,6 @@ from typing import Protocol
 
 from autoprec.policy import LayerPlan, Policy, glob_matches, resolve
 
-__all__ = ["Export", "Exporter", "Loss", "Request", "RulePlan", "scaling_losses", "state_losses"]
-
 
 @dataclass(frozen=True, slots=True)
 class Loss:

@@ -15,8 +15,6 @@ from autoprec.policy import Policy, escape, policy_from_dict
 from autoprec.policy.levels import level
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
 
-__all__ = ["SOURCES", "Imported", "as_space", "detect", "import_policy"]
-
 SOURCES = ("accelerate", "megatron", "te")
 _TE_KEYS = {
     "margin",

@@ -11,8 +11,6 @@ from autoprec.export.base import Request, RulePlan
 from autoprec.policy import LayerPlan, Policy, glob_regex
 from autoprec.precision.recipes import GEMMS, KEEP, Recipe
 
-__all__ = ["TORCH_DTYPES", "header", "literal", "name_plans", "recipe_name", "rule_table"]
-
 #: plain format -> the torch dtype as exported Python writes it
 TORCH_DTYPES = {"fp32": "torch.float32", "bf16": "torch.bfloat16", "fp16": "torch.float16"}
 

@@ -9,8 +9,6 @@ from collections.abc import Mapping
 
 from autoprec.export.base import Losses, Request
 
-__all__ = ["AUTOCAST", "IN_FORWARD", "LOOKUP", "OPERATORS", "autocast_operators", "report_operators"]
-
 OPERATORS = ("softmax", "norm", "embedding", "loss", "output")
 #: torch.autocast's list for CUDA (torch/amp, "CUDA ops that can autocast to float32").
 AUTOCAST = {

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from autoprec.export.base import Request
 
-__all__ = ["ATTEND", "CONTEXT", "LEFT_OUT", "PLAN_OF", "RUN_IN", "fill", "wide_output"]
-
 PLAN_OF = '''
 def plan_of(name):
     """The plan of a layer by its module name."""

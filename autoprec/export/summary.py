@@ -8,8 +8,6 @@ from autoprec.export.base import Losses, Request, RulePlan
 from autoprec.policy import LayerPlan, glob_matches
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
-__all__ = ["changes", "fast_forward", "lose_rule", "main_plan", "matching_layers", "other_dtype"]
-
 
 def matching_layers(request: Request, index: int) -> tuple[str, ...]:
     """Return the known layers that the rule at ``index`` of ``request.rules()`` decides about."""

@@ -10,8 +10,6 @@ from autoprec.graph.report import GraphReport, Operator
 from autoprec.policy import Policy, resolve
 from autoprec.precision.recipes import GEMMS, KEEP
 
-__all__ = ["executed_precisions", "protection_rows", "uncovered_rows"]
-
 _FLOATS = ("fp64", "fp32", "bf16", "fp16", "e4m3", "e5m2", "e2m1")
 #: Operator classes a policy protects by name -> the classes of the recorded step that show it.
 _PROTECTED = {"softmax": ("softmax",), "norm": ("norm",), "embedding": ("embedding",), "loss": ("loss",)}

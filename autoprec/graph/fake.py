@@ -27,8 +27,6 @@ from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 
-__all__ = ["FakeStepRecorder", "fake_weights", "record_fake", "recorder_for"]
-
 _NONZERO_SHARE = 8
 _TURNS = 16
 _ASKED = itertools.count()

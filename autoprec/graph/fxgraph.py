@@ -12,8 +12,6 @@ from torch import fx
 from autoprec.graph.report import GraphReport
 from autoprec.graph.trace import Call, Ref, Trace
 
-__all__ = ["META_KEYS", "to_fx"]
-
 #: What every call node carries in ``meta``.
 META_KEYS = (
     "module",

@@ -29,8 +29,6 @@ from autoprec.graph.saved import SavedTensors, StorageTable
 from autoprec.graph.trace import SCRIPT, Call, Ref, Trace, Value, dtype_name
 from autoprec.numerics.einsum import is_matrix_product
 
-__all__ = ["StepRecorder", "record_step"]
-
 _SKIPPED = frozenset({"prim", "profiler"})
 _NAMED_FUNCTIONS: dict[Any, str] = {
     torch.einsum: "einsum",

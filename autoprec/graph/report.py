@@ -13,8 +13,6 @@ from typing import Any
 from autoprec.errors import FileError
 from autoprec.support.files import read_text
 
-__all__ = ["MAX_GRAPH_BYTES", "GemmCall", "GraphReport", "Layer", "Operator", "load_report"]
-
 #: A recorded step of the largest model that was seen is a hundredth of it.
 MAX_GRAPH_BYTES = 256 * 1024 * 1024
 #: Fields of an operator that are lists in JSON.

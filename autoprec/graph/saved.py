@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["SavedTensors", "StorageTable"]
-
 
 def storage_of(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     """Return a tensor's storage; None for sparse and other tensors that have none."""

@@ -16,8 +16,6 @@ from autoprec.errors import FileError
 from autoprec.graph.report import MAX_GRAPH_BYTES
 from autoprec.support.files import read_text, write_atomic
 
-__all__ = ["GRAPH_SCHEMA", "load_graph", "save_graph"]
-
 GRAPH_SCHEMA = "autoprec.graph/1"
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _TORCH_KINDS = {

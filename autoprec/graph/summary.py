@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.graph.trace import OTHER_MODEL
 
-__all__ = ["ClassShare", "Remainder", "alignment", "class_shares", "coverage_line", "remainders", "shape_text"]
-
 #: Multiples that kernels ask of M, K and N. 8: fp16 and bf16 Tensor Cores at full speed; 16: ``torch._scaled_mm``,
 #: cuBLASLt FP8 and Transformer Engine; 32: MXFP8 blocks (OCP Microscaling 1.0); 128: DeepSeek-style 1x128 and 128x128
 #: blocks (arXiv 2412.19437).

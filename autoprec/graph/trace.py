@@ -6,8 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["FORWARD_PHASES", "OTHER_MODEL", "SCRIPT", "Call", "Ref", "Trace", "Value"]
-
 #: Module name of operators outside every module: the loss in the script, gradient clipping, metrics.
 SCRIPT = "<script>"
 #: Module of matrix products with a weight of a model that is not the recorded one.

@@ -14,8 +14,6 @@ _PURPOSE = "a Lightning precision plugin"
 FabricPrecision: Any = require("lightning.fabric.plugins.precision", purpose=_PURPOSE).Precision
 TrainerPrecision: Any = require("lightning.pytorch.plugins.precision", purpose=_PURPOSE).Precision
 
-__all__ = ["PolicyFabricPrecision", "PolicyTrainerPrecision"]
-
 
 class _PolicyPrecision:
     """Applies a policy when Lightning converts the model.

@@ -12,8 +12,6 @@ from autoprec.support.optional import require
 
 TrainerCallback: Any = require("transformers", purpose="PolicyCallback").TrainerCallback
 
-__all__ = ["PolicyCallback", "training_arguments"]
-
 
 def training_arguments(policy: Policy | Path | str, **given: Any) -> Any:
     """Return ``TrainingArguments`` under which a policy decides the precision.

@@ -24,8 +24,6 @@ from autoprec.numerics.operand import QuantizerState, Spec
 from autoprec.numerics.scaling import DelayedScale, learn_together
 from autoprec.numerics.sharded import reduced
 
-__all__ = ["DelayedReduction", "data_parallel_groups", "not_reduced"]
-
 Slot = tuple[QuantizerState, str, Spec]
 #: Whether forwards are those of this rank alone: see :func:`not_reduced`.
 _alone = False

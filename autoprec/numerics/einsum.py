@@ -15,8 +15,6 @@ from math import prod
 import torch
 from torch import Tensor
 
-__all__ = ["EinsumProduct", "is_matrix_product", "reversed_terms"]
-
 
 @dataclass(frozen=True, slots=True)
 class EinsumProduct:

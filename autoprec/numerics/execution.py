@@ -19,8 +19,6 @@ from torch._compile import _disable_dynamo
 
 from autoprec.policy import LayerPlan
 
-__all__ = ["Execution", "autocast_dtype"]
-
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
     """Return the dtype autocast computes in on a device type, or None where it is off."""

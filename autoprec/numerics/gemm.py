@@ -21,8 +21,6 @@ from autoprec.numerics.operand import QuantizedOperand, Spec
 from autoprec.numerics.quantize import operand_values
 from autoprec.numerics.rounding import fast_bf16_gemm
 
-__all__ = ["ACCUMULATOR_BITS", "CHUNK", "contract", "emulated_multiply", "limited_matmul", "product_dtype"]
-
 #: Values along the contraction axis that one FP8 instruction multiplies and adds at full precision.
 CHUNK = 32
 #: Fraction bits the accumulator keeps.

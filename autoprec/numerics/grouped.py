@@ -36,8 +36,6 @@ from autoprec.numerics.scaling import inverse_of, scale_of
 from autoprec.numerics.sharded import reduced
 from autoprec.precision.formats import FORMATS
 
-__all__ = ["GROUP_SIZES", "NEGATIVE", "decode_e8m0", "encode_e8m0", "grouped_values", "hadamard", "quantize_grouped"]
-
 #: Values per scale along the contraction axis (and across it, for square groups).
 GROUP_SIZES = {"block": 128, "mx": 32, "nvfp4": 16}
 _E4M3_TINY = 2.0**-6  # smallest normal E4M3 value: the lower bound of NVFP4 group scales, as in torchao

@@ -27,8 +27,6 @@ from autoprec.numerics.scaling import amax_of
 from autoprec.numerics.sharded import Groups, is_dtensor, run_sharded
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm
 
-__all__ = ["CALIBRATING", "LinearExecution", "in_backward", "only_once"]
-
 #: What an audit says of GEMMs that ran as the script wrote them while amaxes were gathered.
 CALIBRATING = "calibrating"
 

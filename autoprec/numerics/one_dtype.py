@@ -24,8 +24,6 @@ from autoprec.errors import UnsupportedError
 from autoprec.numerics.execution import Execution, autocast_dtype
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 
-__all__ = ["ONE_DTYPE_FORMATS", "ConvExecution", "RecurrentExecution"]
-
 _CELLS: tuple[Any, ...] = (nn.LSTMCell, nn.GRUCell, nn.RNNCell)
 #: Formats in which such a layer can run.
 ONE_DTYPE_FORMATS: dict[str, torch.dtype] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

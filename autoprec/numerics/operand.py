@@ -16,8 +16,6 @@ from autoprec.numerics.sharded import Groups
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import Gemm, Scaling
 
-__all__ = ["CONTRACTION", "QuantizedOperand", "QuantizerState", "ScaleRule", "Spec"]
-
 
 @dataclass(frozen=True, slots=True)
 class ScaleRule:

@@ -15,16 +15,6 @@ from autoprec.numerics.quantize import spec_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, KEEP, Gemm, Operand, Recipe
 
-__all__ = [
-    "DTYPE_NAMES",
-    "GemmStep",
-    "Multiply",
-    "Steps",
-    "compile_plan",
-    "multiply_emulated",
-    "native_dtype",
-]
-
 _NATIVE = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Names of the dtypes a script can compute in.
 DTYPE_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}

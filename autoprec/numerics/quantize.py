@@ -20,13 +20,6 @@ from autoprec.numerics.sharded import reduced
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe
 
-__all__ = [
-    "dequantize",
-    "operand_values",
-    "quantize",
-    "spec_of",
-]
-
 
 def spec_of(recipe: Recipe, gemm: Gemm, operand: Operand) -> Spec:
     """Return how ``recipe`` quantises ``operand`` of ``gemm``."""

@@ -14,23 +14,6 @@ from torch import Tensor
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.hardware import cpu_bf16_units
 
-__all__ = [
-    "E2M1_VALUES",
-    "STORAGE",
-    "cast_values",
-    "decode",
-    "encode",
-    "fast_bf16_gemm",
-    "hashed_noise",
-    "round_e2m1",
-    "round_e2m1_stochastic",
-    "round_tf32",
-    "split_to_grid",
-    "stores_values",
-    "to_grid",
-    "to_grid_",
-]
-
 #: torch dtype in which codes of a format are stored (E2M1 codes are kept as E4M3, which holds every E2M1 value).
 STORAGE: dict[str, torch.dtype] = {
     "fp64": torch.float64,

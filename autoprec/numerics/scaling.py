@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["DelayedScale", "amax_of", "inverse_of", "learn_together", "power_of_2_floor", "scale_of"]
-
 _FP32_MAX = torch.finfo(torch.float32).max
 
 

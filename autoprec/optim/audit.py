@@ -13,8 +13,6 @@ from autoprec.optim.tensor import StoredTensor
 from autoprec.optim.weight_gather import GatheredWeights
 from autoprec.policy import Policy
 
-__all__ = ["audit_optimizer"]
-
 _STATE = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
 
 

@@ -25,18 +25,6 @@ from torch import Tensor
 
 from autoprec.errors import UnknownNameError
 
-__all__ = [
-    "CODECS",
-    "BlockCodec",
-    "CastCodec",
-    "Codec",
-    "MapCodec",
-    "PairCodec",
-    "StochasticCodec",
-    "TensorCodec",
-    "codec",
-]
-
 _SMALLEST_AMAX = 1e-32  # below it max / amax overflows FP32; such a block is stored as zeros
 _FLOAT_LIMITS = {torch.float8_e4m3fn: (448.0, 2.0**-9), torch.float16: (65504.0, 2.0**-24)}
 

@@ -21,15 +21,6 @@ from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.optim.codecs import BlockCodec, CastCodec, Codec
 from autoprec.support.living import living
 
-__all__ = [
-    "WIRE",
-    "GradientHook",
-    "find_distributed",
-    "install_gradient_hook",
-    "reserve_gradient_hook",
-    "wire_bytes",
-]
-
 _BLOCK = 256
 #: What travels, by the policy's word; None leaves torch's own FP32 all-reduce.
 WIRE: dict[str, Codec | None] = {

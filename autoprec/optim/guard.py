@@ -19,8 +19,6 @@ from torch import Tensor, nn
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.policy import StabilityPolicy
 
-__all__ = ["Stability", "StepGuard", "before_update", "gradient_norm"]
-
 
 def before_update(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..., Any]:
     """Return a step pre-hook that runs ``check`` on the gradients of this step.

@@ -34,8 +34,6 @@ from autoprec.optim.guard import before_update, gradient_norm
 from autoprec.optim.weight_gather import is_sharded
 from autoprec.support.living import living
 
-__all__ = ["LossScaler", "script_has_scaler"]
-
 #: Attributes that every module has.
 _TORCHS_OWN = frozenset(nn.Module().__dict__)
 _SMALLEST, _LARGEST = 1.0, 2.0**32

@@ -25,8 +25,6 @@ from autoprec.optim.guard import before_update
 from autoprec.optim.optimizer import runtime_of, skipped_steps
 from autoprec.optim.tensor import StoredTensor, decoded
 
-__all__ = ["LIMITS", "StateMonitor", "StateReport"]
-
 #: What a healthy run stays below (measured: docs/state.md); ``update_ratio`` is a factor against the reference.
 LIMITS: dict[str, float] = {
     "lost_updates": 0.10,

@@ -28,21 +28,6 @@ from autoprec.optim.weight_gather import GatheredWeights, install_weight_gather
 from autoprec.optim.weights import StoredWeights
 from autoprec.policy import OptimizerPolicy, Policy, StabilityPolicy
 
-__all__ = [
-    "OptimizerRuntime",
-    "check_optimizer",
-    "load_counters",
-    "loss_scaler_of",
-    "optimizer_counters",
-    "rewrap_optimizer",
-    "runtime_of",
-    "skipped_steps",
-    "stability_of",
-    "unwrap_optimizer",
-    "weight_gather_of",
-    "wrap_optimizer",
-]
-
 _ATTRIBUTE, _SCALER, _STABILITY = "_autoprec_runtime", "_autoprec_loss_scaler", "_autoprec_stability"
 _GATHER = "_autoprec_weight_gather"
 _ADAM, _SGD = "adam", "sgd"

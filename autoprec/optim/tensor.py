@@ -17,8 +17,6 @@ from torch.utils._pytree import tree_map
 
 from autoprec.optim.codecs import CastCodec, Codec, PairCodec, StochasticCodec
 
-__all__ = ["StoredTensor", "decoded"]
-
 aten = torch.ops.aten
 
 

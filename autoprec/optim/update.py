@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["adam_update", "sgd_update"]
-
 
 def _number(value: Any) -> float:
     return float(value.item()) if isinstance(value, Tensor) else float(value)

@@ -23,8 +23,6 @@ from autoprec.optim.codecs import BlockCodec
 from autoprec.optim.communication import _BLOCK, _pack, _unpack
 from autoprec.policy import Policy, resolve
 
-__all__ = ["GatheredWeights", "install_weight_gather", "is_sharded"]
-
 _CODEC = BlockCodec("e4m3", _BLOCK)
 _NAMES = ("fsdp_pre_all_gather", "fsdp_post_all_gather")
 

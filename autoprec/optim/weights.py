@@ -20,8 +20,6 @@ from autoprec.optim.codecs import Codec, codec
 from autoprec.optim.tensor import StoredTensor, decoded
 from autoprec.policy import OptimizerPolicy
 
-__all__ = ["StoredWeights"]
-
 _EXACT = "weight_exact"
 
 

@@ -14,8 +14,6 @@ from typing import Any
 from autoprec.errors import PolicyError
 from autoprec.support.files import checksum
 
-__all__ = ["checksum_line", "verify_checksum"]
-
 _LINE = re.compile(r"# checksum sha256:([0-9a-f]{16}) \(after an edit by hand, delete this line\)\s*")
 #: A comment that holds two of these was a checksum line, whatever happened to the rest of it.
 _TRACES = ("checksum", "sha256:", "edit by hand", "delete this line")

@@ -6,8 +6,6 @@ from typing import Any
 
 from autoprec.policy.schema import Policy
 
-__all__ = ["diff_policies"]
-
 
 def _flatten(value: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(value, dict):

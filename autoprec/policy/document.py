@@ -16,16 +16,6 @@ from autoprec.policy.schema import SCHEMA, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
 from autoprec.support.files import check_writable, parse_document, read_text, write_atomic
 
-__all__ = [
-    "check_replaceable",
-    "dump_yaml",
-    "explain",
-    "load_policy",
-    "parse_policy",
-    "policy_from_dict",
-    "save_policy",
-]
-
 P = TypeVar("P", bound=Policy)
 
 #: A policy with one rule for each of 10,000 layers fits; what does not is not a policy, nor worth a second's time.

@@ -9,8 +9,6 @@ from typing import Annotated
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-__all__ = ["MOST_RULES", "Glob", "escape", "glob_matches", "glob_regex"]
-
 #: Characters of a glob: generated names reach thousands, and a pattern of a megabyte takes seconds to compile.
 LONGEST_GLOB = 4000
 #: Rules of a policy: a file of 1 MiB holds 19,443 of the shortest; no model has as many layers to tell apart.

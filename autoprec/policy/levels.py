@@ -14,8 +14,6 @@ from autoprec.errors import UnknownNameError
 from autoprec.policy import CommunicationPolicy, OptimizerPolicy, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 
-__all__ = ["LEVELS", "Level", "level"]
-
 #: MS-AMP's linear layer: delayed power-of-two scales over 16 steps, E5M2 output gradients (msamp/nn/linear.py).
 _MSAMP_GEMM = Recipe.model_validate(
     {

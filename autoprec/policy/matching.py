@@ -9,8 +9,6 @@ from autoprec.errors import PolicyMismatchError, nearest
 from autoprec.policy.globs import glob_matches
 from autoprec.policy.schema import LayerPlan, LayerRule, Policy
 
-__all__ = ["first_match", "resolve", "unmatched_rules"]
-
 
 def first_match(rules: Sequence[LayerRule], name: str) -> LayerRule | None:
     """Return the first rule that matches a module name."""

@@ -15,17 +15,6 @@ from autoprec.errors import PolicyError, UnknownNameError, UsageError
 from autoprec.policy.schema import LayerRule, Phase, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
-__all__ = [
-    "PHASE_PRESETS",
-    "boundaries",
-    "check_follow",
-    "first_in_bf16",
-    "last_in_bf16",
-    "plain_recipe",
-    "speedup_of_run",
-    "with_presets",
-]
-
 P = TypeVar("P", bound=Policy)
 
 #: Share of the run that ends, and steps that begin, in bf16 under the presets.

@@ -15,24 +15,6 @@ from pydantic_core import PydanticCustomError
 from autoprec.policy.globs import MOST_RULES, Glob
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, Recipe
 
-__all__ = [
-    "GUARD_METRICS",
-    "REFUSED_STATE",
-    "SCHEMA",
-    "CommunicationPolicy",
-    "Follow",
-    "FollowGroup",
-    "Guard",
-    "LayerPlan",
-    "LayerRule",
-    "ModelInfo",
-    "OperatorPolicy",
-    "OptimizerPolicy",
-    "Phase",
-    "Policy",
-    "StabilityPolicy",
-]
-
 SCHEMA = "autoprec.policy/1"
 OperatorPrecision = Literal["keep", "fp32"]
 

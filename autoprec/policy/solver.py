@@ -18,8 +18,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["FloatTable", "IntVector", "Limit", "solve"]
-
 #: ``[G, C]`` float64: a row per group, a column per choice; infinite where a group does not offer a choice.
 FloatTable = npt.NDArray[np.float64]
 #: ``[G]`` int64: the column each group takes.

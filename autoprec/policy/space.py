@@ -28,19 +28,6 @@ from autoprec.precision.hardware import TARGETS, Target
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Gemm, Recipe
 from autoprec.support.files import read_document
 
-__all__ = [
-    "SCHEMA",
-    "Choice",
-    "ChoiceRule",
-    "SearchSpace",
-    "SpacePreset",
-    "default_space",
-    "load_space",
-    "space_from_dict",
-    "space_names",
-    "spaces_dir",
-]
-
 SCHEMA = "autoprec.space/1"
 MAX_SPACE_BYTES = 1024 * 1024
 #: Values of recipe parameters in one space; each is tried on its recipe when the space is read.

@@ -6,8 +6,6 @@ from autoprec.policy.schema import LayerPlan, Phase, Policy
 from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.support.tables import Table
 
-__all__ = ["plan_cells", "policy_table"]
-
 
 def plan_cells(plan: LayerPlan) -> tuple[str, ...]:
     """Return what each GEMM of a layer runs, in fprop, dgrad, wgrad order."""

@@ -18,22 +18,6 @@ from autoprec.errors import FileError, UnknownNameError, UsageError
 from autoprec.precision.recipes import OPERANDS, Recipe
 from autoprec.support.files import read_document
 
-__all__ = [
-    "FAMILIES",
-    "TARGETS",
-    "Capability",
-    "Target",
-    "alignment",
-    "by_device_name",
-    "cpu_bf16_units",
-    "grouped_refusal",
-    "load_targets",
-    "named",
-    "recipe_family",
-    "target",
-    "target_from_dict",
-]
-
 SCHEMA = "autoprec.targets/1"
 
 _ALWAYS = ("fp32", "tf32", "bf16", "fp16")

@@ -20,20 +20,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-__all__ = [
-    "BUILTIN_RECIPES",
-    "GEMMS",
-    "GEMM_OPERANDS",
-    "KEEP",
-    "OPERANDS",
-    "Gemm",
-    "Operand",
-    "Operands",
-    "Recipe",
-    "Scaling",
-    "by_recipe",
-]
-
 Gemm = Literal["fprop", "dgrad", "wgrad"]
 Operand = Literal["input", "weight", "grad_output"]
 GEMMS: tuple[Gemm, ...] = ("fprop", "dgrad", "wgrad")

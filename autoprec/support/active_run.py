@@ -7,8 +7,6 @@ import math
 import sys
 from collections.abc import Mapping
 
-__all__ = ["log_to_active_run"]
-
 
 def log_to_active_run(metrics: Mapping[str, float], step: int, tags: Mapping[str, str] | None = None) -> None:
     """Log metrics (finite ones) and tags to the active MLflow run; MLflow is never imported for it."""

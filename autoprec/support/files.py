@@ -29,25 +29,6 @@ import yaml
 from autoprec.errors import MOST_NAMES, FileError, NoSpaceError, StudyError, nearest
 from autoprec.support.safe_yaml import MAX_DEPTH, parse_yaml
 
-__all__ = [
-    "MAX_BYTES",
-    "MAX_DEPTH",
-    "canonical_json",
-    "check_writable",
-    "checksum",
-    "file_lock",
-    "finite",
-    "keep_earlier",
-    "parse_document",
-    "read_document",
-    "read_text",
-    "sqlite_url",
-    "with_checksum",
-    "without_checksum",
-    "write_atomic",
-    "write_json",
-]
-
 MAX_BYTES = 4 * 1024 * 1024
 MAX_INTEGER = 2**63
 

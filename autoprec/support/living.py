@@ -6,8 +6,6 @@ import gc
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-__all__ = ["living", "referrers"]
-
 T = TypeVar("T")
 #: For so many classes the question who refers to them is quicker than looking at every object.
 _FEW = 32

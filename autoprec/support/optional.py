@@ -9,8 +9,6 @@ from types import ModuleType
 
 from autoprec.errors import MissingDependencyError
 
-__all__ = ["EXTRAS", "installed_version", "is_available", "require"]
-
 #: import name -> (distribution, oldest version that works, what to pip install)
 EXTRAS: dict[str, tuple[str, str, str]] = {
     "torchao": ("torchao", "0.15", "autoprec[torchao]"),

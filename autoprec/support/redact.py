@@ -12,8 +12,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["HIDDEN", "redact", "redact_arguments", "redact_text", "redact_uri", "remember"]
-
 HIDDEN = "[hidden]"
 #: A name is split into words at these, and where a small letter is followed by a capital.
 _SPLIT = re.compile(r"[-_.:/\s+\"'\\]+|(?<=[a-z0-9])(?=[A-Z])")

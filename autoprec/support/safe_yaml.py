@@ -12,8 +12,6 @@ from typing import Any
 
 import yaml
 
-__all__ = ["MAX_DEPTH", "MAX_VALUES", "parse_yaml"]
-
 MAX_DEPTH = 32
 #: Values in one document; the largest policy of a thousand layers has under 10,000.
 MAX_VALUES = 100_000

@@ -15,8 +15,6 @@ from autoprec.support.text import visible
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-__all__ = ["Shown", "Table"]
-
 #: Cells that a reader must not overlook.
 _ALARMING = ("NO",)
 

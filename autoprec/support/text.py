@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["markdown_text", "visible"]
-
 #: Colours and weights, which a training script's own output is full of: they say nothing, and are left out.
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 #: C0 but line feed and tab, DEL, C1, lone surrogates, marks and overrides of direction, separators of lines.

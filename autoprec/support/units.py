@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["counted", "memory_text"]
-
 
 def memory_text(size: float | None) -> str:
     """Return bytes in GiB (2**30 bytes), so that two figures compare at a glance; below 0.1 GiB in MiB.

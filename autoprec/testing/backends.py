@@ -30,8 +30,6 @@ from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
-__all__ = ["PLANS", "BackendSuite", "BoundLayer", "reference_gemms"]
-
 #: Relative error of a product in bfloat16 output: one rounding, plus the order of accumulation.
 _TOLERANCE = 4e-3
 #: Tokens, and in and out features: multiples of what kernels need, and small: the CPU kernel of ``torch._scaled_mm``

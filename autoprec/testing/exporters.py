@@ -34,22 +34,6 @@ from autoprec.export.operators import OPERATORS
 from autoprec.policy import OptimizerPolicy, Policy, glob_matches, policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
-__all__ = [
-    "MODELS",
-    "POLICIES",
-    "Executed",
-    "ExporterSuite",
-    "Settings",
-    "check_files",
-    "check_operators",
-    "differences",
-    "gemm_label",
-    "random_policy",
-    "setting_differences",
-    "superfluous",
-    "wanted_settings",
-]
-
 #: layer -> GEMM -> label of :func:`gemm_label`; ``high`` stands for "the dtype of the activations".
 Executed = Mapping[str, Mapping[str, str]]
 #: What the target runs beside the layers, under the keys of :func:`wanted_settings`.

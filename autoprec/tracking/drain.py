@@ -21,8 +21,6 @@ from autoprec.support.redact import redact_text, redact_uri
 from autoprec.tracking.spool import Spool, State
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["ENVIRONMENT", "child_environment", "drain", "drain_until_end", "reachable"]
-
 #: What MLflow is told in our processes: no telemetry, and no minutes of retries when a server is gone.
 ENVIRONMENT = {
     "MLFLOW_DISABLE_TELEMETRY": "true",

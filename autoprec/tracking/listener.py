@@ -15,8 +15,6 @@ from autoprec.tracking.tracker import Tracker
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["TrackingListener"]
-
 _FILES = ("report.html", "report.md", "result.json")
 
 

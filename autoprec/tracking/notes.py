@@ -14,8 +14,6 @@ from autoprec.report.text import headings, row_cells
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["parent_note", "parent_params", "reference_figures", "shown_metrics", "trial_name"]
-
 #: Reasons in a study's description; the report has them all.
 MOST_REASONS = 12
 #: A script of less than this share of the 16-bit run's speed is not drawn beside policies.

@@ -9,8 +9,6 @@ import subprocess
 from autoprec._version import __version__
 from autoprec.support.optional import installed_version
 
-__all__ = ["commit_of", "versions"]
-
 #: What changes numerics, times or proposals; optional packages only where they are installed.
 _PACKAGES = ("torch", "optuna", "mlflow-skinny", "numpy", "torchao", "transformer_engine", "transformers", "accelerate")
 _PATIENCE_S = 2.0

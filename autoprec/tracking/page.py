@@ -13,8 +13,6 @@ import os
 import sys
 from typing import Any
 
-__all__ = ["STORE", "main", "opened"]
-
 #: The variable by which ``mlflow server``, too, is told its store.
 STORE = "MLFLOW_BACKEND_STORE_URI"
 #: What MLflow's interface remembers in the browser, where nothing is remembered yet.

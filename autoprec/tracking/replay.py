@@ -16,8 +16,6 @@ from autoprec.support.text import visible
 from autoprec.tracking.drain import ENVIRONMENT, drain
 from autoprec.tracking.spool import Spool, default_uri, named_uri
 
-__all__ = ["SyncReport", "sync"]
-
 #: The background process of a search that has just ended gives up after half a minute at the latest.
 _PATIENCE_S = 40.0
 _OF_A_FILE = ("sqlite:", "file:")

@@ -24,8 +24,6 @@ from autoprec.tracking.page import STORE
 from autoprec.tracking.spool import Spool, State, default_uri, named_uri
 from autoprec.tracking.view import trials_url
 
-__all__ = ["Study", "free_port", "newest_study", "serve"]
-
 
 @dataclass(frozen=True, slots=True)
 class Study:

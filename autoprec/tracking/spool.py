@@ -21,8 +21,6 @@ from autoprec.errors import AutoPrecError, UsageError
 from autoprec.support.files import finite, sqlite_url, write_json
 from autoprec.support.redact import redact_uri
 
-__all__ = ["Spool", "State", "default_uri", "named_uri"]
-
 
 def default_uri(runs: Path) -> str:
     """Return the store used when nobody names one: SQLite beside the studies (MLflow refuses file stores)."""

@@ -23,8 +23,6 @@ from autoprec.tracking.notes import parent_note, parent_params, reference_figure
 from autoprec.tracking.view import shared_view, telling_params
 from autoprec.tuning.study.records import BY_BLOCK, SearchResult, TrialRecord, pooled
 
-__all__ = ["TRIAL_TAGS", "Store", "safe_key"]
-
 #: Tags of a trial that a person filters by: ``tags.pareto = 'true'``.
 TRIAL_TAGS = ("preset", "finalist", "pareto", "best", "infeasible", "pruned", BY_BLOCK)
 _BATCH = 900

@@ -19,8 +19,6 @@ from autoprec.tracking.drain import child_environment
 from autoprec.tracking.spool import Spool, State, default_uri, named_uri
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["Tracker"]
-
 #: All the waiting one search does for its store, in total: a server that does not answer must cost < 2 s.
 _REMOTE_PATIENCE_S = 1.2
 _LOCAL_PATIENCE_S = 20.0

@@ -13,8 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-__all__ = ["COLUMNS", "share_key", "shared_view", "telling_params", "trials_url"]
-
 #: Columns of the trials table, in order, with their widths in pixels; MLflow alone sorts them by name.
 COLUMNS = {
     "tags.`best`": 65,

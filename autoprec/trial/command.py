@@ -11,8 +11,6 @@ from pathlib import Path
 from autoprec.errors import UsageError, nearest
 from autoprec.support.redact import remember
 
-__all__ = ["ScriptCommand"]
-
 #: Programs and modules that start the processes in which the script runs.
 _STARTERS = frozenset(
     (

@@ -6,8 +6,6 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-__all__ = ["CONFIG_VARIABLE", "MARK_VARIABLE", "own_threads", "run_environment", "trial_environment"]
-
 #: Names the JSON file that tells the hooks what to do; its absence makes the injected code inert.
 CONFIG_VARIABLE = "AUTOPREC_TRIAL"
 #: Carries the runner's mark into every descendant, so that all of them can be found and ended.

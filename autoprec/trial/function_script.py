@@ -21,8 +21,6 @@ import cloudpickle
 from autoprec.errors import UsageError
 from autoprec.support.files import write_atomic
 
-__all__ = ["function_script"]
-
 _HEAD = '''\
 """{what}: written by autoprec.search."""
 

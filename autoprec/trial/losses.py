@@ -12,8 +12,6 @@ import math
 import statistics
 from collections.abc import Sequence
 
-__all__ = ["loss_units"]
-
 #: Share of the initial (or usual, whichever is larger) loss below which gaps are absolute.
 _LEAST_SHARE = 0.1
 

@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Lines", "connect", "listen", "receive_messages", "send_message"]
-
 #: Bytes that the address of a Unix socket may have (108 with the final zero on Linux, fewer elsewhere).
 _LONGEST = 100
 

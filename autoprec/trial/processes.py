@@ -15,21 +15,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-__all__ = [
-    "adopt_orphans",
-    "call_libc",
-    "die_with_parent",
-    "end_group",
-    "end_orphans",
-    "marked_processes",
-    "prefer_as_oom_victim",
-    "private_folder",
-    "remove_folder",
-    "start_ticks",
-    "sweep",
-    "watch_driver",
-]
-
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 #: The file of a private folder that its owner keeps locked, and how long the owner may take to lock it.

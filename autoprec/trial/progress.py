@@ -16,8 +16,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Beat", "Deadline", "Usage", "steps_file", "tree_usage"]
-
 #: A tree is looked at so many times per limit, at least and at most so often (s): one look reads a line of /proc per
 #: process of the machine, and five a second for each of two trials took a twelfth of a core.
 _LOOKS, _SHORTEST_S, _LONGEST_S = 60, 0.2, 1.0

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-__all__ = ["FAILURES", "MOST_TIMED_S", "SMALL_MODEL", "HostInfo", "Probe", "TrialResult", "TrialSpec"]
-
 #: Every way a trial can end other than ``ok`` and ``pruned``.
 FAILURES = (
     "diverged",  # non-finite loss or gradient

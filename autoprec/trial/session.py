@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from autoprec.trial.inside.agent import Agent
 
-__all__ = ["Session", "register"]
-
 
 def _agent() -> Agent | None:
     module = sys.modules.get("autoprec.trial.inside.agent")

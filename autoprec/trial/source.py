@@ -14,8 +14,6 @@ from pathlib import Path
 
 from autoprec.trial.command import ScriptCommand
 
-__all__ = ["source_digests"]
-
 _CONFIGURATION = frozenset((".py", ".yaml", ".yml", ".json", ".toml", ".ini", ".cfg"))
 _MOST_FILES, _MOST_BYTES = 1000, 4 << 20
 

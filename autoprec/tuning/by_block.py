@@ -20,8 +20,6 @@ from autoprec.tuning.schedule import QUANTISED_COMPILE, repeated_blocks
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
-__all__ = ["ByBlock", "is_whole", "whole_seconds"]
-
 #: Fewer blocks, or fewer seconds to compile the script as written, are not worth a further run of the reference.
 _FEWEST_BLOCKS, _LEAST_COMPILE_S = 4, 10.0
 #: The same where policies quantise: they compile several times as long, and an earlier search may have left what the

@@ -12,8 +12,6 @@ from autoprec.precision.hardware import target
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.workers.slots import visible_gpus
 
-__all__ = ["check_early", "check_scale"]
-
 
 def check_early(options: SearchOptions) -> None:
     """Refuse options that name what does not exist, and an output that cannot be written or is something else.

@@ -57,8 +57,6 @@ from autoprec.tuning.workers.engines import runner_factory
 from autoprec.tuning.workers.local import HostPool, RunnerFactory
 from autoprec.tuning.workers.slots import visible_gpus
 
-__all__ = ["Search"]
-
 ONLY_SIXTEEN_BIT = (
     "no choice beyond 16 bit can gain at these shapes and the script is not in 16 bit yet: only 16-bit policies are "
     "tried (--force searches the whole space)"

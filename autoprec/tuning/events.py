@@ -7,8 +7,6 @@ from typing import Any, Protocol
 
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["Listener", "Listeners", "SearchInfo"]
-
 
 @dataclass(frozen=True, slots=True)
 class SearchInfo:

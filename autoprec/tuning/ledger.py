@@ -19,8 +19,6 @@ from autoprec.tuning.limits import Limits, rank
 from autoprec.tuning.study.records import TrialRecord
 from autoprec.tuning.study.study import StudyStore
 
-__all__ = ["Ledger"]
-
 #: Seconds to write the policy and the reports, and to record the answer in MLflow, where the machine is idle (3 on two
 #: cores), and how many times as many they may be where it is not (14 s at a load of 9 on two cores).
 CLOSING_S, MOST_LOADED = 4.0, 4.0

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from autoprec.tuning.decide.decision import gradient_limit
 from autoprec.tuning.decide.noise import Baseline, blindness, screening_limit
 
-__all__ = ["Limits", "rank"]
-
 
 @dataclass(frozen=True, slots=True)
 class Limits:

@@ -18,18 +18,6 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
 
-__all__ = [
-    "CHOICES",
-    "FEWEST_STEPS",
-    "STEPS",
-    "SearchOptions",
-    "check_signature",
-    "fewer_steps",
-    "parse_bytes",
-    "parse_duration",
-    "parse_share",
-]
-
 #: Measured steps of a trial where nobody says how many.
 STEPS = 20
 #: Fewer timed steps than these have no median and no second half.

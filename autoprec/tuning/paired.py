@@ -24,8 +24,6 @@ from autoprec.tuning.options import STEPS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
 
-__all__ = ["TIMED_SHARE", "PairedRunner", "baseline_of", "fit_together", "perturbed_runs", "timed_share"]
-
 #: Trials that are repeated because a GPU was throttled or shared; more would only double the search.
 MOST_REPEATED = 5
 #: A rehearsal runs this many emulated trials side by side at most: each holds a copy of the model.

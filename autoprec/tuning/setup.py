@@ -27,8 +27,6 @@ from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.target import resolve_target
 
-__all__ = ["ModelledSteps", "Setup", "timed_backends"]
-
 
 @dataclass(frozen=True, slots=True)
 class ModelledSteps:

@@ -18,20 +18,6 @@ from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import TrialRecord, pooled
 
-__all__ = [
-    "NAMES",
-    "fastest_plain",
-    "first_presets",
-    "is_plain",
-    "is_worth_searching",
-    "only_sixteen_bit",
-    "over_sixteen_bit",
-    "plain_speedup",
-    "runs_in_sixteen_bit",
-    "sixteen_bit_space",
-    "sixteen_bit_speedup",
-]
-
 #: Below this modelled gain over 16 bit no quantised policy is worth a trial (the threshold of the verdict).
 WORTH_SEARCHING = 1.03
 #: The presets that are the script in 16 bit, the one people know first.

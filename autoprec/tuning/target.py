@@ -9,8 +9,6 @@ from autoprec.errors import UsageError
 from autoprec.precision.hardware import Target, by_device_name, target
 from autoprec.tuning.options import SearchOptions
 
-__all__ = ["calibration_here", "calibration_of", "resolve_target"]
-
 
 def resolve_target(name: str, device: str) -> tuple[Target, bool]:
     """Return (target, is it this device and therefore timed).

@@ -35,19 +35,6 @@ from autoprec.tuning.phases.sensitivity import scan_warmup
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
 
-__all__ = [
-    "Contender",
-    "Verification",
-    "contenders",
-    "first_fresh_seed",
-    "is_timed",
-    "limits_of",
-    "refuse_another_model",
-    "search_setup",
-    "searched",
-    "verify",
-]
-
 #: What is told apart from timing noise, as a factor of speed, and what counts as saving memory.
 FASTER, SMALLER = 1.05, 0.98
 #: Where the limits of a policy's search are not known.

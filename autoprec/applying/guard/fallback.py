@@ -12,8 +12,6 @@ from autoprec.precision.recipes import GEMMS, Gemm
 
 P = TypeVar("P", bound=Policy)
 
-__all__ = ["FALLBACKS", "fall_back"]
-
 #: Fallbacks by name, in the order in which they give speed away.
 FALLBACKS = ("wgrad_bf16", "dgrad_bf16", "head_bf16", "ends_bf16", "all_bf16", "script")
 

@@ -16,8 +16,6 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import median, median_low
 
-__all__ = ["LossJump", "sigma_of"]
-
 SCALES = (4, 8, 16)
 #: Losses that must have been seen before the last ones: fewer say too little about what is usual.
 LEAST_PAST = 40

@@ -14,8 +14,6 @@ from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import Gemm, Operand, Recipe
 
-__all__ = ["OperandSampler"]
-
 _LAYERS = 8
 
 

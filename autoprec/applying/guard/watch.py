@@ -38,8 +38,6 @@ from autoprec.errors import AutoPrecError, UnknownNameError, UsageError
 from autoprec.policy import GUARD_METRICS, Policy, resolve
 from autoprec.support.active_run import log_to_active_run
 
-__all__ = ["Breach", "Guard", "Recovery"]
-
 _LOG = logging.getLogger("autoprec.guard")
 #: A gap to the reference of this many times its threshold, beyond noise, is acted on at the first look.
 _GROSS = 5.0

@@ -27,20 +27,6 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import read_document
 from autoprec.support.optional import installed_version
 
-__all__ = [
-    "CAST_SHAPES",
-    "GEMM_SHAPES",
-    "SCHEMA",
-    "Bench",
-    "Point",
-    "calibrate",
-    "check_target",
-    "fit_rates",
-    "kept_calibration",
-    "kept_file",
-    "load_calibration",
-]
-
 SCHEMA = "autoprec.calibration/2"
 #: Schemas that are read: the first had no timed linears.
 _READ = ("autoprec.calibration/1", SCHEMA)

@@ -30,8 +30,6 @@ from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm
 from autoprec.support.files import write_json
 
-__all__ = ["FALLBACK", "CpuCost", "cache_file", "cache_folder", "cpu_rates"]
-
 _SCHEMA = 7
 _PROBE_TIMEOUT_S = 120.0
 

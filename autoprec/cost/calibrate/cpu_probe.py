@@ -25,8 +25,6 @@ from autoprec.policy.schema import LayerPlan, Policy
 from autoprec.precision.hardware import target
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
-__all__ = ["main", "measure"]
-
 _SHAPES = ((256, 128, 128), (768, 64, 256), (512, 256, 768), (256, 512, 512), (768, 384, 384))
 _FAMILIES = {
     "fp8_tensor": "fp8_tensorwise",

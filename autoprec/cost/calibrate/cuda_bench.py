@@ -22,8 +22,6 @@ from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import installed_version
 
-__all__ = ["CudaBench"]
-
 _RECIPES = {"fp8_tensor": "fp8_tensorwise_e4m3", "fp8_row": "fp8_rowwise"}
 #: Operand sets must exceed the L2 cache this many times before one is read again.
 _CACHES = 3

@@ -30,8 +30,6 @@ from autoprec.policy import OperatorPolicy
 from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
-__all__ = ["plan", "time_linear", "time_linears"]
-
 #: Recipes in the order of what searches of GPU scripts use most; bf16 is what they are beside.
 _RECIPES = ("bf16", "fp8_rowwise", "fp8_tensorwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
 #: Seconds for all backends together; what is not done by then keeps ``auto`` at native.

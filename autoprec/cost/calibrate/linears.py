@@ -20,8 +20,6 @@ from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target, recipe_family
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
 
-__all__ = ["LINEAR_SHAPES", "BackendChoice", "Linear", "Linears"]
-
 #: Tokens, in_features and out_features of the timed linears.
 LINEAR_SHAPES = ((8192, 4096, 16384), (8192, 1024, 4096))
 NATIVE = "native"

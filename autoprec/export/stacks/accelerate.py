@@ -20,8 +20,6 @@ from autoprec.export.summary import changes, lose_rule, main_plan
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import GEMMS
 
-__all__ = ["AccelerateExporter"]
-
 #: What ``accelerate launch`` refuses to start without; its command line overrides each of them.
 _ONE_PROCESS: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",

@@ -16,8 +16,6 @@ from autoprec.export.stacks.torchao import NAMED, named_changes, named_recipe
 from autoprec.export.summary import lose_rule, main_plan, other_dtype
 from autoprec.policy import dump_yaml
 
-__all__ = ["AxolotlExporter", "left_out"]
-
 _ROUTERS = {"gate", "router"}
 _ENDS = "bf16: axolotl leaves the first and the last linear layer and routers out of FP8"
 

@@ -13,8 +13,6 @@ from autoprec.export.base import Export, Losses, Request, scaling_losses, state_
 from autoprec.export.operators import autocast_operators
 from autoprec.export.summary import lose_rule, other_dtype
 
-__all__ = ["DeepSpeedExporter"]
-
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 
 #: Gradients of these modules travel in the autocast dtype; the empty list sends every gradient in fp32.

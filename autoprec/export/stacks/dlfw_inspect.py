@@ -17,8 +17,6 @@ from autoprec.export.summary import changes, lose_rule, main_plan, other_dtype
 from autoprec.policy import LayerPlan, dump_yaml, glob_regex
 from autoprec.precision.recipes import GEMMS
 
-__all__ = ["DlfwInspectExporter", "section_pattern"]
-
 #: The loader refuses a file without a section; this one matches no layer, so that nothing is switched off.
 _NOTHING = {"nothing": {"enabled": True, "layers": {"layer_name_regex_pattern": r"(?!)"}, "transformer_engine": {}}}
 

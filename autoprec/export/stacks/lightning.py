@@ -8,8 +8,6 @@ from autoprec.export.base import Export, Request
 from autoprec.export.naming import header
 from autoprec.export.stacks.python import PythonExporter
 
-__all__ = ["LightningExporter"]
-
 _PLUGIN = '''import precision_policy
 from lightning.fabric.plugins.precision import Precision as FabricPrecision
 from lightning.pytorch.plugins.precision import Precision as TrainerPrecision

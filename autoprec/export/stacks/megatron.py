@@ -17,8 +17,6 @@ from autoprec.export.summary import changes, lose_rule, other_dtype
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import Recipe
 
-__all__ = ["MegatronExporter"]
-
 _OPTIMIZER = {
     "gradients": ("--main-grads-dtype", {"bf16": "bf16"}),
     "weights": ("--main-params-dtype", {"fp16_scaled": "fp16"}),

@@ -17,8 +17,6 @@ from autoprec.export.summary import changes, fast_forward, lose_rule, other_dtyp
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
 from autoprec.policy.levels import level
 
-__all__ = ["MsAmpExporter", "nearest_level"]
-
 _BODY = '''import re
 
 import msamp

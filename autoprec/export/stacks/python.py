@@ -11,8 +11,6 @@ from autoprec.export.operators import IN_FORWARD, LOOKUP, report_operators
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, Recipe
 
-__all__ = ["SCALER", "PythonExporter", "standalone_source"]
-
 _START = "# --- the policy ---"
 _END = "# --- the mechanics ---"
 _PLAIN = {"fp32", "bf16", "fp16"}

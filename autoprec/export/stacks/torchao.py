@@ -19,16 +19,6 @@ from autoprec.export.summary import changes, fast_forward
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
 
-__all__ = [
-    "NAMED",
-    "TorchaoExporter",
-    "float8_config",
-    "float8_configs",
-    "named_recipe",
-    "nearest_float8",
-    "torchao_source",
-]
-
 _GEMM_FIELDS: dict[Gemm, str] = {"fprop": "output", "dgrad": "grad_input", "wgrad": "grad_weight"}
 #: operand -> (field, GEMM it is first used in), (field, GEMM it is used in again)
 _CASTS: dict[Operand, tuple[tuple[str, Gemm], tuple[str, Gemm]]] = {

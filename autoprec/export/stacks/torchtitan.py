@@ -18,8 +18,6 @@ from autoprec.export.summary import changes, lose_rule, main_plan, other_dtype
 from autoprec.policy import LayerPlan, glob_matches
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
-__all__ = ["TorchtitanExporter", "expert", "nearest_converter", "substrings"]
-
 #: Recipe names of torchtitan's Float8LinearConverter, and plans of the converters that have none.
 _FLOAT8 = ("rowwise", "rowwise_with_gw_hp")
 _OWN = {name: LayerPlan.uniform(BUILTIN_RECIPES[name]) for name in ("mxfp8", "nvfp4")}

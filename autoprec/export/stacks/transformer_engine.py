@@ -18,8 +18,6 @@ from autoprec.export.summary import fast_forward
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
-__all__ = ["TransformerEngineExporter", "builtin_plan", "nearest_te", "nested_recipe", "slot_specs"]
-
 #: The oldest Transformer Engine that each file runs on: Identity- and HybridQuantizer, te.autocast, backward_override.
 _OLDEST = {"factory": "2.19", "nested": "2.9", "override": "2.15"}
 

@@ -12,8 +12,6 @@ from math import prod
 
 from autoprec.graph.trace import Call, Ref, Trace
 
-__all__ = ["RECURRENT", "Gemm", "call_flops", "conv_gemm", "gemm_of"]
-
 #: Fused recurrent kernels: all gates of all steps in one call.
 RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
 

@@ -15,8 +15,6 @@ from autoprec.graph.analysis.linking import Links
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.trace import Trace
 
-__all__ = ["group_name", "merge", "named", "sibling_pairs", "source_of"]
-
 _MOVES = frozenset({"view", "cast", "allocation"})
 _GATHERS = frozenset({"index", "index_select", "gather", "_unsafe_index", "masked_select", "take_along_dim"})
 

@@ -17,8 +17,6 @@ from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.trace import SCRIPT, Call, Trace
 
-__all__ = ["interpret"]
-
 
 def _bytes(trace: Trace, call: Call, cls: str) -> int:
     if cls == "view":

@@ -16,8 +16,6 @@ from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.report import GemmCall, Layer
 from autoprec.graph.trace import SCRIPT, Call, Trace
 
-__all__ = ["LayerRecord", "build_layers", "collect", "mark_output", "mark_positions"]
-
 _ORDER = {"fprop": 0, "dgrad": 1, "wgrad": 2, "recompute": 3}
 
 

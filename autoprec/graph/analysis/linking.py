@@ -9,8 +9,6 @@ from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.analysis.rules import Rules
 from autoprec.graph.trace import FORWARD_PHASES, OTHER_MODEL, Call, Trace
 
-__all__ = ["VECTOR_PRODUCTS", "Links", "Product", "link"]
-
 #: Classes whose result is still "the parameter, in another form" when every input is: casts, transposes, scalings.
 _CARRIES = frozenset({"view", "cast", "pointwise", "reduction", "transcendental", "allocation", "norm"})
 _PRODUCTS = ("gemm", "conv", "attention")

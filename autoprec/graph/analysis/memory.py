@@ -13,9 +13,6 @@ import torch
 from autoprec.graph.analysis.modules import ModelNames
 from autoprec.graph.trace import Trace
 
-__all__ = ["optimizer_bytes", "step_memory"]
-
-
 #: The largest parameter for which an optimizer may be tried out on real zeros.
 _MOST_VALUES = 1 << 26
 

@@ -11,8 +11,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from autoprec.applying.units import clean_name, tunable_units, unwrap
 
-__all__ = ["ModelNames"]
-
 
 class ModelNames:
     """One pass over a model: names, parameters, ties and what a policy can be applied to."""

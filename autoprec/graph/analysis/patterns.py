@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from autoprec.graph.analysis.linking import Links
 from autoprec.graph.trace import Call, Trace
 
-__all__ = ["Pattern", "find_patterns"]
-
 _MOVES = frozenset({"view", "cast", "allocation"})
 _SQUARES = frozenset({"pow", "mul", "square"})
 _MEANS = frozenset({"mean", "sum", "var", "var_mean", "std", "std_mean"})

@@ -13,8 +13,6 @@ from autoprec.errors import FileError, UnknownNameError
 from autoprec.graph.report import GraphReport
 from autoprec.support.files import read_document
 
-__all__ = ["PRECISIONS", "RULES_SCHEMA", "OperatorClass", "Rules", "load_rules", "reclassify"]
-
 RULES_SCHEMA = "autoprec.rules/1"
 #: What a class may ask for.
 PRECISIONS = ("tunable", "fp32", "follow", "keep")

@@ -41,8 +41,6 @@ from autoprec.trial.processes import watch_driver
 from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import HostInfo, TrialSpec
 
-__all__ = ["Agent", "current", "install"]
-
 _agent: Agent | None = None
 _LOADER_NOTE = (
     "DataLoader workers are replaced by loading in the process, so that trials can be forked; that time is not counted"
@@ -441,7 +439,7 @@ def _other_threads() -> list[str]:
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
     """Describe the script at its first training forward."""
     from autoprec.applying.compiling import autotunes, is_compiled
-    from autoprec.applying.policy import tunable_layers
+    from autoprec.applying.units import tunable_layers
     from autoprec.optim.weight_gather import is_sharded
 
     root = found.root

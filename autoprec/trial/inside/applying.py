@@ -7,8 +7,6 @@ from typing import Any
 
 from autoprec.trial.inside.observe.discovery import Found
 
-__all__ = ["apply_document", "state_document", "watch_state"]
-
 
 def apply_document(
     document: dict[str, Any] | None,

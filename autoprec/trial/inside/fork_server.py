@@ -34,8 +34,6 @@ from autoprec.trial.processes import (
 )
 from autoprec.trial.progress import Deadline, steps_file
 
-__all__ = ["TAIL_BYTES", "Request", "can_train_after_fork", "serve_forks", "settle"]
-
 TAIL_BYTES = 16_384
 _GRACE_S = 2.0
 

@@ -30,8 +30,6 @@ from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found, discover
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 
-__all__ = ["APPLIED", "REFUSED", "PolicyRun"]
-
 #: Files beside the configuration that tell the driver what became of the policy.
 APPLIED, REFUSED = "applied", "refused"
 #: After this many training forwards a new optimizer that none of them needed is forgotten.

@@ -34,8 +34,6 @@ from autoprec.trial.processes import die_with_parent
 from autoprec.trial.progress import Deadline
 from autoprec.trial.protocol import Probe, TrialSpec
 
-__all__ = ["Scan", "StateSample", "Weights", "hardly_moved", "is_over"]
-
 #: Mini-batch gradients are compared over this many batches when the caller asks for fewer.
 NOISE_BATCHES = 4
 #: A layer whose weight has less than this share of the squared gradient that an even split over the layers would give

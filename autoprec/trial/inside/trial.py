@@ -47,8 +47,6 @@ from autoprec.trial.inside.observe.turn import take_turn
 from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import MOST_TIMED_S, SMALL_MODEL, TrialResult, TrialSpec
 
-__all__ = ["Trial", "is_out_of_memory", "round_weights"]
-
 #: A step that is under way when a trial has been timed for long enough is waited for so long (s).
 _GRACE_S = 2.0
 

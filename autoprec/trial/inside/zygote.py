@@ -28,8 +28,6 @@ from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.messages import connect, send_message
 from autoprec.trial.processes import die_with_parent, end_group
 
-__all__ = ["leave_zygote", "leave_zygote_at_first_seed", "preload", "preload_compiler"]
-
 #: A copy that nobody has replaced or asked anything of for this long imports ahead for its forks.
 _IDLE_S = 1.5
 _NEEDED = (

@@ -32,19 +32,6 @@ from autoprec.tuning.decide.noise import (
     is_worse_than_benign,
 )
 
-__all__ = [
-    "Candidate",
-    "Decision",
-    "Judgement",
-    "Rules",
-    "beyond_gradient",
-    "choose",
-    "faster_ones",
-    "gradient_limit",
-    "told_error",
-    "told_faster",
-]
-
 #: Divergences below this share of the limit are as good as nothing.
 _NEGLIGIBLE = 0.02
 #: A modelled gain below this is not a reason to change a script.

@@ -14,15 +14,13 @@ from typing import Any
 
 import numpy as np
 
+from autoprec.policy.solver import FloatTable
 from autoprec.tuning.decide.decision import told_error
-from autoprec.tuning.decide.problem import FloatTable, Params, Problem, layer_key
+from autoprec.tuning.decide.problem import Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel
 from autoprec.tuning.decide.sampler.prior import divergence_model, features_of, points_of
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
-
-__all__ = ["Importance", "LayerReason", "explain_layers", "importance", "learned_times"]
-
 
 #: What a choice has to gain of a group's time to be called faster: as much as the fit leaves of one run's time.
 _FASTER = 0.01

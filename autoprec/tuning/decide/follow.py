@@ -14,8 +14,6 @@ from autoprec.precision.recipes import KEEP
 from autoprec.tuning.decide.problem import Params, Problem, layer_key
 from autoprec.tuning.decide.table import SensitivityTable
 
-__all__ = ["follow_section"]
-
 #: Choices that are recorded, at most, and numbers of both tables together: a policy is a file that people read.
 _MOST_CHOICES, _MOST_NUMBERS = 8, 8000
 #: Shares of the largest squared error that the knapsack is solved for, to see what it would take.

@@ -20,8 +20,6 @@ from autoprec.trial.losses import loss_units
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.noise import Baseline
 
-__all__ = ["Reference", "Scored", "curve_slope", "divergence", "effective_speedup", "score", "signed_gap", "step_time"]
-
 
 def divergence(losses: Sequence[float], reference: Sequence[float], window: int | None = None) -> float:
     """Return the mean absolute relative gap between a trial's losses and its paired reference's.

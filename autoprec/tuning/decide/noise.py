@@ -27,22 +27,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = [
-    "BENIGN_RUNS",
-    "BLIND_GRADIENT_ERROR",
-    "Baseline",
-    "blindness",
-    "compare_excess",
-    "compare_gaps",
-    "confidence_bound",
-    "error_over_limit",
-    "has_learnt",
-    "is_worse_than_benign",
-    "needs_more_benign_runs",
-    "screening_limit",
-    "student95",
-]
-
 Vector = npt.NDArray[np.float64]
 
 #: One-sided 95 % quantiles of Student's t by degrees of freedom.

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 
 from autoprec.tuning.study.records import TrialRecord
 
-__all__ = ["front", "nondominated"]
-
 
 def nondominated(points: Sequence[Sequence[float]]) -> list[int]:
     """Return the indices of points that no other point beats or equals in everything and beats in something.

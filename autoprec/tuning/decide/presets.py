@@ -16,8 +16,6 @@ from autoprec.policy.space import Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
 
-__all__ = ["presets", "torchao_filter"]
-
 _MLP = re.compile(
     r"(^|[._])(mlp|ffn|feed_forward|ff|fc\d*|c_fc|up|down|gate|up_proj|down_proj|gate_proj|experts?|w[123])([._]|$)"
 )

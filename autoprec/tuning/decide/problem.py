@@ -27,8 +27,6 @@ from autoprec.tuning.decide.rules import GlobTable, compact_rules
 if TYPE_CHECKING:
     from optuna.distributions import CategoricalDistribution
 
-__all__ = ["Backends", "CanRun", "FloatTable", "GroupVariable", "IntVector", "Params", "Problem", "layer_key"]
-
 CanRun = Callable[[Layer, Recipe], tuple[bool, str]]
 #: (recipes by name, a policy's execution) -> name to who runs it and why, as a policy's evidence keeps it.
 Backends = Callable[[Mapping[str, Recipe], str], dict[str, dict[str, str]]]

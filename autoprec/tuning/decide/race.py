@@ -15,8 +15,6 @@ from autoprec.tuning.decide.decision import Candidate, Judgement, Rules
 from autoprec.tuning.decide.problem import Params
 from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS, MOST_SEEDS, Expectation
 
-__all__ = ["Standings", "fewest_seeds", "standings"]
-
 
 @dataclass(frozen=True)
 class Standings:

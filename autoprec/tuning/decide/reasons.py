@@ -13,14 +13,13 @@ from typing import Any
 
 import numpy as np
 
+from autoprec.policy.solver import FloatTable
 from autoprec.policy.space import Choice
 from autoprec.tuning.decide.explain import LayerReason, explain_layers, importance, learned_times
-from autoprec.tuning.decide.problem import FloatTable, Params, Problem
+from autoprec.tuning.decide.problem import Params, Problem
 from autoprec.tuning.decide.sampler.prior import LayerTime
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.records import TrialRecord
-
-__all__ = ["MOST_REASONS", "error_share", "explanation", "group_times", "stay_explanation", "told", "unmoved"]
 
 #: Rows that are kept of each list: a person reads no more.
 MOST_REASONS, MOST_DECISIONS = 40, 8

@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from autoprec.policy import escape, glob_matches
 
-__all__ = ["GlobTable", "compact_rules"]
-
 
 def _candidates(name: str) -> set[str]:
     """Return globs that a person might write for a layer, from the exact name to ``*``."""

@@ -18,9 +18,10 @@ from itertools import zip_longest
 from typing import Any
 
 from autoprec.graph.report import GraphReport
+from autoprec.policy.solver import FloatTable
 from autoprec.precision.recipes import KEEP
 from autoprec.trial.protocol import Probe
-from autoprec.tuning.decide.problem import FloatTable, Problem
+from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.table import (
     SensitivityTable,
     families,
@@ -29,8 +30,6 @@ from autoprec.tuning.decide.table import (
     parameter_probes,
     plan_probes,
 )
-
-__all__ = ["SensitivityScan", "scan_batches"]
 
 #: Rows (tokens) that a table should rest on, and the most batches that are probed to get there. Over 256 rows the
 #: predicted and the measured error of random mixtures correlate at 0.96 to 0.97 (benchmarks/search_quality.py).

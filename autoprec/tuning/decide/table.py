@@ -21,21 +21,10 @@ from typing import Any
 import numpy as np
 
 from autoprec.errors import UsageError
+from autoprec.policy.solver import FloatTable
 from autoprec.precision.recipes import KEEP
 from autoprec.trial.protocol import Probe
-from autoprec.tuning.decide.problem import FloatTable, Params, Problem, layer_key
-
-__all__ = [
-    "MIXED_PROBES",
-    "Misfit",
-    "SensitivityTable",
-    "families",
-    "group_probe",
-    "mixed_params",
-    "mixed_probes",
-    "parameter_probes",
-    "plan_probes",
-]
+from autoprec.tuning.decide.problem import Params, Problem, layer_key
 
 #: Random mixed assignments that are measured to check that squares add.
 MIXED_PROBES = 4

@@ -32,8 +32,6 @@ from autoprec.tuning.sixteen_bit import over_sixteen_bit, plain_speedup, sixteen
 from autoprec.tuning.study.records import SearchResult, TrialRecord, pooled
 from autoprec.tuning.transfer.law import Growth, error_factor
 
-__all__ = ["Answer", "emitted_policy", "search_result", "settled", "why_nothing", "with_size", "with_unknown"]
-
 #: A gain over the best preset below this is none that anybody would notice.
 _ENOUGH = 0.005
 #: What to fall back to in the long run, in order; short trials see early divergence only.

@@ -35,8 +35,6 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import fastest_plain, plain_speedup, sixteen_bit_speedup
 from autoprec.tuning.study.records import TrialRecord, pooled
 
-__all__ = ["Race", "timing_noise"]
-
 #: Paired seeds under which the script as written may fail before no further one is tried.
 UNUSABLE_SEEDS = 2
 #: Bounds of the relative timing noise of a median over the seeds.

@@ -11,8 +11,6 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import SearchResult
 
-__all__ = ["front_policy", "save_front"]
-
 KEPT = ("speedup", "divergence", "gradient_error", "memory_bytes", "step_time_ms")
 
 

@@ -19,8 +19,6 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
 from autoprec.tuning.study.records import BY_BLOCK, TrialRecord, pooled
 
-__all__ = ["goals_of", "leader", "make_prior", "scored", "with_gain"]
-
 
 def make_prior(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Prior:
     """Return what the cost model and the sensitivity table say before the first trial.

@@ -7,8 +7,6 @@ from autoprec.graph.report import GraphReport
 from autoprec.trial.protocol import TrialSpec
 from autoprec.tuning.workers.local import HostPool
 
-__all__ = ["record_step"]
-
 #: A recorded step is slower than a plain one by the operators it looks at, and may compile: minutes, never hours.
 RECORD_TIMEOUT_S = 600.0
 

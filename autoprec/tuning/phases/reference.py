@@ -15,8 +15,6 @@ from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
-__all__ = ["measure_reference", "reference_of"]
-
 
 def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Reference:
     """Run the reference twice and at least once benignly perturbed; it becomes seed 0's reference.

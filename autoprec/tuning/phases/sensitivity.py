@@ -25,8 +25,6 @@ from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.schedule import EMULATED_STEP, USUAL_PASSES
 from autoprec.tuning.setup import Setup
 
-__all__ = ["measure_errors", "measure_table", "scan_warmup", "worst_of"]
-
 #: A complete scan may take as many passes as this share of the trials has steps, and this many at most; where there is
 #: a time budget, this share of what is left of it. An incomplete one takes the usual number.
 SCAN_SHARE, MOST_PASSES = 0.2, 300

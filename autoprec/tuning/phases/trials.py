@@ -35,8 +35,6 @@ from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import first_presets, is_plain, runs_in_sixteen_bit
 from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
-__all__ = ["run_study"]
-
 #: This many failures in a row end the search: the cause is then not the policy. Where others ran, twice as many do: a
 #: target that cannot run FP8 fails one recipe after the other.
 FAILURES_IN_A_ROW = 5

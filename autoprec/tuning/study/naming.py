@@ -10,8 +10,6 @@ from autoprec.errors import StudyError, nearest
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.options import SearchOptions
 
-__all__ = ["check_named", "free_name", "is_numbered"]
-
 
 def free_name(options: SearchOptions, command: ScriptCommand, held: Collection[str] = ()) -> str:
     """Return the study's name: ``train_gpt``, ``train_gpt-2``, ...; with ``--resume`` the latest one of the script.

@@ -13,8 +13,6 @@ from typing import Any, Self
 from autoprec.support.files import with_checksum, without_checksum
 from autoprec.support.redact import redact_text
 
-__all__ = ["BY_BLOCK", "SearchResult", "TrialRecord", "headline", "pooled"]
-
 #: The tag of records whose trial compiled repeated blocks instead of the whole model.
 BY_BLOCK = "by_block"
 _RATES = ("throughput", "samples_per_s", "effective_speedup", "speedup_over_16bit")

@@ -9,8 +9,6 @@ from urllib.parse import quote
 from autoprec.errors import StudyError
 from autoprec.tuning.study.storage import sqlite_file
 
-__all__ = ["check_sqlite"]
-
 #: Bytes of the smallest page, and so of the smallest database, that SQLite has.
 SMALLEST = 512
 

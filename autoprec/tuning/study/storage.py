@@ -22,17 +22,6 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, InterfaceError, Operationa
 from autoprec.errors import StudyError
 from autoprec.support.redact import redact_uri
 
-__all__ = [
-    "PATIENCE_S",
-    "Claim",
-    "is_server",
-    "open_storage",
-    "patiently",
-    "root_cause",
-    "sqlite_file",
-    "without_password",
-]
-
 R = TypeVar("R")
 
 #: A database server that restarts, fails over or is upgraded is back within minutes: so long a search waits for it.

@@ -28,8 +28,6 @@ from autoprec.tuning.study.records import TrialRecord
 from autoprec.tuning.study.sqlite_check import check_sqlite
 from autoprec.tuning.study.storage import Claim, open_storage, patiently, root_cause, without_password
 
-__all__ = ["StudyStore", "default_storage", "without_password"]
-
 optuna.logging.set_verbosity(optuna.logging.ERROR)
 
 Distributions = Mapping[str, optuna.distributions.BaseDistribution]

@@ -16,8 +16,6 @@ from typing import Any
 
 from autoprec.errors import FileError
 
-__all__ = ["Correction", "segment_name", "split_segment"]
-
 #: Power of a measured ratio that a prediction is multiplied with.
 _TRUST = 0.5
 

@@ -14,8 +14,6 @@ from autoprec.errors import PolicyMismatchError, nearest
 from autoprec.graph.report import GraphReport
 from autoprec.tuning.transfer.roles import Place
 
-__all__ = ["Counterparts", "Edges", "counterparts", "edges_of", "refuse_unknown"]
-
 Choices = Mapping[str, str]
 #: A run of equal blocks at an end is an edge up to this share of the proxy's blocks; a longer one is half a model.
 _EDGE_SHARE = 1 / 3

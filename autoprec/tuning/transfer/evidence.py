@@ -12,8 +12,6 @@ from autoprec.policy import ModelInfo, Policy
 from autoprec.tuning.transfer.plan import Transfer
 from autoprec.tuning.transfer.proxy import Proxy
 
-__all__ = ["with_evidence"]
-
 #: What is repeated of the proxy's own evidence.
 _REPEATED = (
     "target",

@@ -15,16 +15,15 @@ from functools import cached_property
 import numpy as np
 
 from autoprec.policy import Policy
+from autoprec.policy.solver import FloatTable, IntVector
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import KEEP
-from autoprec.tuning.decide.problem import FloatTable, GroupVariable, IntVector, Problem
+from autoprec.tuning.decide.problem import GroupVariable, Problem
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.transfer.correction import Correction, segment_name, split_segment
 from autoprec.tuning.transfer.law import Growth, error_factor, noise_factor
 from autoprec.tuning.transfer.proxy import Proxy
 from autoprec.tuning.transfer.roles import Place
-
-__all__ = ["Forecast", "Prediction", "segment_of"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,6 @@ from dataclasses import asdict, dataclass
 
 from autoprec.graph.report import Layer
 
-__all__ = [
-    "BLOCK_POWERS",
-    "HEAD_POWERS",
-    "MEASURED",
-    "NOISE_POWERS",
-    "SPREAD",
-    "Growth",
-    "error_factor",
-    "growth",
-    "noise_factor",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Growth:

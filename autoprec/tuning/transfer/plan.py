@@ -20,10 +20,10 @@ from autoprec.cost.kernels import LayerCost
 from autoprec.cost.reasons import Rival, layer_reason
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import LayerPlan, LayerRule, Policy
-from autoprec.policy.solver import solve
+from autoprec.policy.solver import IntVector, solve
 from autoprec.policy.space import Choice, SearchSpace
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP, Recipe
-from autoprec.tuning.decide.problem import GroupVariable, IntVector, Problem
+from autoprec.tuning.decide.problem import GroupVariable, Problem
 from autoprec.tuning.decide.rules import GlobTable, compact_rules
 from autoprec.tuning.transfer.correction import Correction
 from autoprec.tuning.transfer.counterparts import Counterparts, counterparts, refuse_unknown
@@ -31,8 +31,6 @@ from autoprec.tuning.transfer.forecast import Forecast, Prediction
 from autoprec.tuning.transfer.law import Growth, growth
 from autoprec.tuning.transfer.proxy import Proxy
 from autoprec.tuning.transfer.roles import Place, places
-
-__all__ = ["Lost", "Transfer", "rendered", "transfer"]
 
 #: What filling the room must gain of the step: less is not worth leaving the mapped policy for.
 _LEAST_GAIN = 0.005

@@ -15,8 +15,6 @@ from autoprec.policy.space import Choice
 from autoprec.support.files import read_document, without_checksum
 from autoprec.tuning.decide.table import SensitivityTable
 
-__all__ = ["Proxy", "averaged", "choice_of_rule", "find_study", "load_proxy"]
-
 #: Policies that a search leaves in its folder.
 _POLICIES = ("best.yaml", "policy.yaml", "front/*.yaml")
 

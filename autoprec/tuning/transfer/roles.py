@@ -17,8 +17,6 @@ from autoprec.errors import UnknownNameError, UsageError
 from autoprec.graph.report import Layer
 from autoprec.policy import glob_matches
 
-__all__ = ["ROLES", "Place", "parse_hints", "places", "shown"]
-
 #: Every role that a layer can have, with what it is called in a table.
 ROLES: dict[str, str] = {
     "embedding": "input projection (patches, features)",

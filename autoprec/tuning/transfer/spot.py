@@ -21,8 +21,6 @@ from autoprec.tuning.transfer.forecast import segment_of
 from autoprec.tuning.transfer.plan import rendered
 from autoprec.tuning.transfer.roles import places
 
-__all__ = ["Row", "Segment", "SpotCheck", "corrected", "judged", "segments", "spot_probes"]
-
 WHOLE = "whole policy"
 #: Measured over predicted gradient error from which on a prediction is called off.
 RANGE = (0.7, 1.4)

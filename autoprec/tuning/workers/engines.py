@@ -18,8 +18,6 @@ from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.workers.local import RunnerFactory
 from autoprec.tuning.workers.slots import SlotRunner, visible_gpus
 
-__all__ = ["gpu_slots", "runner_factory"]
-
 
 def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
     """Return the value of ``CUDA_VISIBLE_DEVICES`` of every slot.

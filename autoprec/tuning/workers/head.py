@@ -13,8 +13,6 @@ from typing import Any
 
 from autoprec.errors import AutoPrecError
 
-__all__ = ["Head"]
-
 
 class Head:
     """The head of one cluster, shared by all who wait for its workers.

@@ -17,9 +17,6 @@ from autoprec.errors import AutoPrecError
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
-__all__ = ["HostPool", "RunnerFactory"]
-
-
 #: (seed offset, folder for logs) -> runner
 RunnerFactory = Callable[[int, Path], Runner]
 

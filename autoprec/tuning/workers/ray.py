@@ -24,8 +24,6 @@ from autoprec.trial.driver.execute import command_from_json, command_to_json
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 from autoprec.tuning.workers.head import Head
 
-__all__ = ["RETRIES", "RayRunner", "connect"]
-
 #: How often a trial is run again after its worker or node was lost.
 RETRIES = 2
 #: How long a worker may wait for room in the cluster: a node that died may be replaced, or may not.

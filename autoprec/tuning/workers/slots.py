@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
-__all__ = ["SlotRunner", "visible_gpus"]
-
 
 def visible_gpus(environment: dict[str, str]) -> list[str]:
     """Return the GPUs this process may use, as ``CUDA_VISIBLE_DEVICES`` names them; nothing is initialised.

@@ -16,8 +16,6 @@ import random
 import tempfile
 from typing import Any
 
-__all__ = ["fork", "repeat_entropy"]
-
 _real_urandom = os.urandom
 _real_seed = random.Random.seed
 

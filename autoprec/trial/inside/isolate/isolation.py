@@ -24,8 +24,6 @@ from typing import Any
 from autoprec.trial.inside.isolate import landlock, namespace, overlay_calls, savers
 from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes
 
-__all__ = ["add_layer", "enforced", "isolate", "programs"]
-
 #: The layers of this process, top first, for the processes that it starts: they must see what it wrote.
 _LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
 #: The directories that the kernel lays a copy over, for the processes that this one starts; empty where it cannot.

@@ -15,8 +15,6 @@ from collections.abc import Iterable
 
 from autoprec.trial.processes import call_libc
 
-__all__ = ["available", "restrict_writes"]
-
 _CREATE, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # the same numbers on every architecture
 _VERSION_FLAG = 1
 _PATH_BENEATH = 1

@@ -14,8 +14,6 @@ from typing import Any
 import torch.utils.data.dataloader as dataloader
 from torch.utils.data import IterableDataset
 
-__all__ = ["Loading", "load_in_process"]
-
 
 class Loading:
     """What was changed, and the CPU seconds spent on loading that worker processes would have done."""

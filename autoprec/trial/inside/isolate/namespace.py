@@ -24,8 +24,6 @@ from pathlib import Path
 from autoprec.trial.inside.isolate.overlay import remove_tree
 from autoprec.trial.processes import call_libc
 
-__all__ = ["Mounts", "enter"]
-
 _NEWNS, _NEWUSER = 0x00020000, 0x10000000
 _BIND, _REC, _PRIVATE, _DETACH = 4096, 16384, 1 << 18, 2
 _MOUNT_SETATTR, _AT_FDCWD, _RDONLY = 442, -100, 1

@@ -23,8 +23,6 @@ import tempfile
 from collections.abc import Iterable
 from typing import Any
 
-__all__ = ["Overlay", "free_prefixes"]
-
 _CACHES = (
     "XDG_CACHE_HOME",
     "HF_HOME",

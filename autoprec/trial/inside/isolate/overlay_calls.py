@@ -17,8 +17,6 @@ from typing import Any
 from autoprec.support.living import referrers
 from autoprec.trial.inside.isolate.overlay import Overlay, kind, real, remove_tree
 
-__all__ = ["install"]
-
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _TMPFILE = getattr(os, "O_TMPFILE", 0)
 _READING = ("stat", "lstat", "access", "readlink", "statvfs", "listxattr", "getxattr")

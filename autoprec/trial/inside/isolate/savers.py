@@ -20,8 +20,6 @@ from urllib.parse import quote, unquote
 
 from autoprec.trial.inside.isolate.overlay import Overlay, real
 
-__all__ = ["PATHS", "SILENT", "charge", "install", "remarks", "suppressed"]
-
 #: What a trial does not do at all: uploads, and the event files of loggers.
 SILENT: tuple[tuple[str, str], ...] = (
     ("tensorboard.summary.writer.event_file_writer", "EventFileWriter.add_event"),

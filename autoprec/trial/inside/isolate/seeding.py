@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["clock_seeds", "offset_seeds", "reseed", "seeded_by_clock"]
-
 #: Who was given the time as a seed in this process, by the name of the function.
 clock_seeds: dict[str, None] = {}
 #: What such a seed is replaced by: the time is another one in every trial.

@@ -9,8 +9,6 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-__all__ = ["stop_timers"]
-
 _TIMERS = (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF)
 _set = signal.setitimer
 

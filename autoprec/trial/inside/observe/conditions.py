@@ -15,17 +15,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "QUERY",
-    "Conditions",
-    "ask_driver",
-    "compiled_steps",
-    "foreign_memory",
-    "read_conditions",
-    "still_compiling",
-    "unreliable",
-]
-
 #: Fields of ``nvidia-smi --query-gpu``, in the order of :class:`Conditions`. Drivers before 535 call the reasons
 #: ``clocks_throttle_reasons``, which newer ones still accept.
 QUERY = (

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 from autoprec.applying.units import tunable_layers
 from autoprec.support.living import living
 
-__all__ = ["Found", "any_shared", "batch_size", "discover", "loss_parameters"]
-
 #: Modules that only carry another one: the user's model is the child that owns the same parameters.
 _WRAPPERS = (
     "torch.nn.parallel",

@@ -18,8 +18,6 @@ from torch import nn
 if TYPE_CHECKING:
     from autoprec.trial.inside.observe.hooks import Hooks
 
-__all__ = ["FunctionalLoop"]
-
 
 class FunctionalLoop:
     """Patches the functional ways to a gradient for one :class:`~autoprec.trial.inside.observe.hooks.Hooks`."""

@@ -23,9 +23,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from autoprec.trial.inside.observe.functional import FunctionalLoop
 
-__all__ = ["Events", "Hooks", "raw_loss"]
-
-
 OnCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 
 

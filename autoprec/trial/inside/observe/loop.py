@@ -16,8 +16,6 @@ from autoprec.trial.inside.observe.measure import StepClock
 from autoprec.trial.inside.observe.memory import SavedBytes, memory_of
 from autoprec.trial.losses import loss_units
 
-__all__ = ["Loop", "annealed", "early_stop", "gradient_norm"]
-
 #: The learning rate of an annealed trial ends at this share of what the script set.
 ANNEAL_END = 0.1
 _SUM_DTYPE = {"mps": torch.float32}  # losses of one step are summed in float64 wherever there is one

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["CpuClock", "CudaClock", "StepClock", "clock_for", "limit_memory"]
-
 #: The allocator holds more than the tensors it hands out (fragments, rounding); the peak is judged by the tensors.
 ALLOCATOR_SLACK = 1.1
 

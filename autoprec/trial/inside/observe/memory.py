@@ -8,8 +8,6 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-__all__ = ["SavedBytes", "memory_of", "state_bytes"]
-
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     to_local = getattr(tensor, "to_local", None)

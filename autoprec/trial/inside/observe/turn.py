@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["take_turn"]
-
 #: Seconds between two looks, and between two signs of life.
 _LOOK_S, _BEAT_S = 0.02, 1.0
 

@@ -18,12 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.policy.solver import Limit
-from autoprec.tuning.decide.problem import FloatTable, Problem
+from autoprec.policy.solver import FloatTable, Limit
+from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.posterior import LinearModel, Points
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of, points_of
-
-__all__ = ["MODELLED", "TIMED", "Bar", "Expectation", "Goals", "Measured", "Outlook"]
 
 Vector = npt.NDArray[np.float64]
 

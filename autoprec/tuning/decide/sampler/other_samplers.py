@@ -22,14 +22,12 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import UnknownNameError
-from autoprec.policy.solver import solve
+from autoprec.policy.solver import IntVector, solve
 from autoprec.support.optional import require
-from autoprec.tuning.decide.problem import IntVector, Problem
+from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
-
-__all__ = ["SAMPLERS", "IlpSampler", "make_sampler"]
 
 #: Names that ``--sampler`` accepts.
 SAMPLERS = ("ours", "tpe", "nsga2", "random", "gp", "ilp", "greedy")

@@ -24,9 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autoprec.tuning.decide.problem import FloatTable, IntVector
-
-__all__ = ["DivergenceModel", "LinearModel", "Points"]
+from autoprec.policy.solver import FloatTable, IntVector
 
 Vector = npt.NDArray[np.float64]
 

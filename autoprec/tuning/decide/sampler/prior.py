@@ -14,12 +14,11 @@ from typing import Any
 import numpy as np
 
 from autoprec.policy import LayerPlan
+from autoprec.policy.solver import FloatTable
 from autoprec.policy.space import Choice
-from autoprec.tuning.decide.problem import FloatTable, GroupVariable, Params, Problem, layer_key
+from autoprec.tuning.decide.problem import GroupVariable, Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, Points
 from autoprec.tuning.decide.table import SensitivityTable
-
-__all__ = ["HEAD_WEIGHT", "LayerTime", "Prior", "build_prior", "divergence_model", "features_of", "points_of"]
 
 #: An error in the output layer moves the loss itself, not only the weights: its squared gradient error counts this many
 #: times, on a small GPT and a small ViT alike (benchmarks/search_quality.py); the fit to the trials corrects it.

@@ -22,8 +22,6 @@ from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.expectation import Expectation, Goals, Measured
 from autoprec.tuning.decide.sampler.prior import Prior, features_of
 
-__all__ = ["NOTHING_NEW", "PrecisionSampler", "Proposal", "told_divergence"]
-
 #: Why a search ends that has asked for everything.
 NOTHING_NEW = "no other policy is on the front of time and error"
 #: Multiples of the budget that are solved for: close together around it, far apart where nothing is decided.
