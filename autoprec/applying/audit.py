@@ -58,7 +58,6 @@ class AuditReport(Shown):
 
     @property
     def mismatches(self) -> tuple[LayerAudit, ...]:
-        """The layers that ran something else."""
         return tuple(layer for layer in self.layers if not layer.ok)
 
     def to_json(self) -> dict[str, Any]:
@@ -142,7 +141,6 @@ def _left_out(units: dict[str, Unit]) -> set[str]:
 
 
 def _compiled_row(row: LayerAudit, unit: Unit, left_out: bool) -> LayerAudit:
-    """Return a layer's row with what is known of it and the compiler."""
     why = getattr(unit_execution(unit), "uncompiled", "")
     if left_out:
         why = "ran uncompiled while the same layer of other blocks was compiled (torch._dynamo.config.recompile_limit?)"

@@ -26,8 +26,6 @@ def timed_backends(policy: Policy, device: str, held: Mapping[str, Backend]) -> 
     What its evidence names and this machine lacks is said, and native runs it.
 
     Args:
-        policy: what is applied.
-        device: what it is applied on.
         held: backends by name that already run layers of the model.
     """
     found = policy.evidence.get("backends")

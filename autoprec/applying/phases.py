@@ -45,7 +45,6 @@ class Phases:
     Args:
         policy: the policy; its base runs until its first phase begins.
         model: the model, wrapped or not.
-        put: puts one stage on the model.
         run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it.
         step: optimizer steps that were taken before (a resumed run).
         on_change: called with a line of text whenever a phase begins.
@@ -99,7 +98,6 @@ class Phases:
 
     @property
     def index(self) -> int:
-        """Which of the stages runs now."""
         return self._index
 
     @property
@@ -194,7 +192,6 @@ class Phases:
         return {"step": torch.tensor(float(self.step), dtype=torch.float64)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Continue from :meth:`state`."""
         if "step" in state:  # an optimizer that is loading its state must not be wrapped anew: after its next step
             self.resume(int(state["step"]), with_optimizers=False)
 

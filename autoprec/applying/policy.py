@@ -54,7 +54,6 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
     carry out the rest.
 
     Args:
-        policy: what each layer runs.
         model: the model, wrapped or not.
         backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`. On a GPU ``auto`` runs a recipe by what the
             policy was found with (``evidence.backends``), where that is installed and can run the layer.
@@ -85,7 +84,6 @@ def put_policy(
     """Do what :func:`apply_policy` does, for one stage of a policy with phases.
 
     Args:
-        policy, model, backend, strict: as there.
         keep: layers whose plan stays the same keep what runs them, with its delayed scales and random streams; for
             policies that follow each other under one backend.
         only_try: change nothing; only raise what would be raised.

@@ -51,7 +51,6 @@ class WeightExecutions:
         self.module, self.executions = module, executions
 
     def describe(self) -> str:
-        """Return what ``print(model)`` shows."""
         return "; ".join(f"{name}: {execution.describe()}" for name, execution in self.executions.items())
 
 
@@ -86,7 +85,6 @@ class RawWeightExecutions(WeightExecutions):
             _let_dynamo_dispatch()
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a forward with the mode active."""
         weights = [(getattr(self.module, name), execution) for name, execution in self.executions.items()]
         before = len(_TRACED)
         with WeightMode(weights, self.module.training):

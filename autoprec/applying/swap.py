@@ -48,7 +48,6 @@ class ShrunkGradient:
         return shrunk
 
     def describe(self) -> str:
-        """Return what ``print(model)`` shows."""
         return f"gradient x {self.factor:g}"
 
 

@@ -33,7 +33,6 @@ class StepEstimate:
     label: str = "modelled, uncalibrated"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return asdict(self)
 
 

@@ -74,7 +74,6 @@ def cast_traffic(
     """Return bytes moved per value and the number of kernels that quantise one operand.
 
     Args:
-        family: of the recipe.
         uses: which of the operand's two reduction dimensions are used: (0,), (1,) or (0, 1).
         source: bytes per value of the high-precision operand.
         layouts: copies that the architecture's GEMM needs of a per-tensor 8-bit operand with two uses.
@@ -148,7 +147,6 @@ class LayerCost:
 
     @property
     def seconds(self) -> float:
-        """GEMMs and casts together."""
         return self.gemm + self.cast
 
 
@@ -179,10 +177,6 @@ def operand_cast_seconds(
     """Return the time to cast one operand to a recipe's format.
 
     Args:
-        target: the device.
-        rates: what it reaches.
-        recipe: of the GEMMs that use the operand.
-        elements: how many values.
         uses: which of the operand's two reduction dimensions are used: (0,), (1,) or (0, 1).
         source: bytes per value in high precision; nothing is cast when the operand has the format already.
         fused: the operator before writes the codes itself (a norm or activation fused with the cast), so one read
@@ -215,7 +209,6 @@ def operand_cast_seconds(
 def _cast_kernels(
     target: Target, recipe: Recipe, uses: tuple[int, ...], work: GemmWork, *, weight: bool, eager: bool
 ) -> int:
-    """Return how many kernels cast one operand."""
     if work.grouped and recipe.scaled:
         return grouped_traffic(uses, 2.0, weight=weight, eager=eager)[1]
     family = recipe_family(recipe)
@@ -240,9 +233,6 @@ def layer_cost(
     """Return the time of one layer's GEMMs and casts under a plan.
 
     Args:
-        target: the device.
-        rates: what it reaches.
-        work: the layer's shapes.
         plan: a recipe per GEMM; ``None`` runs in the dtype of the script or of ``activations``.
         activations: autocast dtype around the model, or keep.
         script: dtype in which the script itself runs this layer.

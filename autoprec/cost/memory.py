@@ -89,9 +89,7 @@ def memory_estimate(
     """Return the modelled bytes of one step; None when the report counted no memory.
 
     Args:
-        report: the recorded step, with its counts.
         scale, parameters: of the model whose memory is asked.
-        plans, activations, optimizer: the policy.
         shards: devices that share parameters, gradients and optimizer state.
         gpu: quantised layers keep their 8-bit weights from forward to backward.
         script: see :func:`autoprec.cost.saved.saved_bytes`.

@@ -58,8 +58,6 @@ class CostModel:
     """Time and memory of one recorded step on a target, under any plan.
 
     Args:
-        report: the recorded step.
-        target: the device.
         scale: shapes of a larger model, see :class:`CostScale`.
         compiled: whether the script's pointwise work is fused by a compiler.
         calibration: measured rates over the defaults, see
@@ -127,7 +125,6 @@ class CostModel:
 
     @property
     def label(self) -> str:
-        """What the figures rest on."""
         scaled = self.scale.describe()
         return self.rates.label + (f", at scale {scaled}" if scaled else "")
 
@@ -144,7 +141,6 @@ class CostModel:
         return number
 
     def at(self, scale: CostScale) -> CostModel:
-        """Return the model of the same step at another scale."""
         out = CostModel(
             self.report,
             self.target,
@@ -186,7 +182,6 @@ class CostModel:
         return out
 
     def works(self, name: str) -> tuple[GemmWork, ...]:
-        """Return the GEMMs of a layer at the scaled shapes."""
         return self._works[name]
 
     def layer_cost(self, name: str, plan: LayerPlan, activations: str = "keep") -> LayerCost:

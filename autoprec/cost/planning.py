@@ -47,7 +47,6 @@ class SweepPoint:
     fits: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return asdict(self)
 
 
@@ -62,11 +61,8 @@ def sweep(
     """Return the verdict at several batch sizes (or sequence lengths).
 
     Args:
-        model: the cost model of the step as recorded (or scaled).
-        choices: as for :meth:`CostModel.verdict`.
         factors: tokens per step relative to the model's.
         sequence: the tokens come from longer sequences, so that attention grows with them.
-        threshold: as for :meth:`CostModel.verdict`.
     """
     largest = max((layer.gemms[0].m for layer in model.report.tunable if layer.gemms), default=0)
     tokens = model.report.batch.get("tokens", 0) or largest
@@ -164,7 +160,6 @@ class ScalePoint:
     fits: bool
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return asdict(self)
 
 
@@ -232,7 +227,6 @@ def scale_out(
         model: cost model of one replica's step, not split.
         plans, baseline: the policy, and what it is compared with.
         gpus: total counts; each is divided into replicas of ``tensor_parallel``.
-        activations: autocast dtype of both.
         tensor_parallel: GPUs that share one replica; at most 8, at least 1.
 
     Gradients travel as float32, reduced inside the node and then across nodes, one link per GPU; they hide behind 80 %
@@ -287,8 +281,6 @@ def scale_notes(
 
     Args:
         model: cost model of one replica's step, not split.
-        points: of :func:`scale_out`.
-        plans, baseline, activations: as for it.
     """
     first, last, notes = points[0], points[-1], []
     ways = first.tensor_parallel

@@ -48,7 +48,6 @@ class Rates:
     label: str = "modelled, uncalibrated"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plain-data form of a calibration file."""
         return {key: value for key, value in asdict(self).items() if key not in ("library", "label")}
 
     def compiled(self) -> Rates:
@@ -190,7 +189,6 @@ def default_rates(target: Target, *, library: bool = False) -> Rates:
     """Return the uncalibrated rates of a target's architecture; an unknown one is taken as Hopper-like.
 
     Args:
-        target: the device.
         library: casts are a library's own kernels (Transformer Engine); compiled by torch otherwise.
     """
     rates = _BY_ARCHITECTURE.get(target.architecture, _HOPPER)

@@ -103,7 +103,6 @@ def model_reason(
 
     Args:
         rows: one per layer, as in :attr:`autoprec.cost.verdict.Verdict.rows`.
-        baseline: the choice they are compared with.
         shares: share of the baseline's step by category; ``tunable`` is what the layers take, casts included.
         cpu: the target is this machine's CPU.
         script: the command line of the script, for the command that is proposed.

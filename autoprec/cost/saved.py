@@ -51,7 +51,6 @@ class _Value:
     counted: bool = True
 
     def keep(self) -> None:
-        """An operator saves the tensor as it is."""
         self.asked = self.kept = True
 
     def bytes(self) -> float:
@@ -86,7 +85,6 @@ class _Walk:
     counted: bool = True
 
     def reads(self, operator: Operator) -> list[_Read]:
-        """Return the inputs in argument order."""
         out = []
         for shape, dtype, maker in zip(operator.shapes, operator.dtypes, operator.sources, strict=False):
             out.append(_Read(self.made.get(maker), prod(shape or (1,)), dtype))
@@ -114,7 +112,6 @@ class _Walk:
 
     @property
     def total(self) -> float:
-        """Saved activations in bytes."""
         return self.copies + sum(value.bytes() for value in self.values)
 
 
@@ -309,10 +306,8 @@ def saved_bytes(
     What was counted for the script, plus what the policy changes; (0, 0) when nothing was counted.
 
     Args:
-        report: the recorded step.
         plans: layer -> plan; layers not named keep the script's dtype.
         activations: autocast dtype around the model, or keep.
-        gpu: see :func:`saved_by_rules`.
         script: what the rules say of the script as written, where the caller knows it already.
     """
     counted = report.memory.get("saved_for_backward", 0)

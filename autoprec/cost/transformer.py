@@ -24,7 +24,6 @@ class DecoderConfig:
     """Sizes of a decoder-only transformer.
 
     Attributes:
-        hidden, layers, heads, kv_heads, head_dim, intermediate, vocab: sizes.
         gated: the MLP has a gate and an up projection (SwiGLU) beside the down projection.
         tied: the head shares the embedding's weight.
     """
@@ -41,12 +40,10 @@ class DecoderConfig:
 
     @property
     def q_size(self) -> int:
-        """Width of the queries."""
         return self.heads * (self.head_dim or self.hidden // self.heads)
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys (and of the values)."""
         return (self.kv_heads or self.heads) * (self.head_dim or self.hidden // self.heads)
 
 
@@ -206,7 +203,6 @@ def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: st
     """Return the step of a decoder trained in bf16 on ``batch`` sequences of ``seq`` tokens.
 
     Args:
-        config: sizes.
         batch, seq: of one device and step.
         recompute: activation checkpointing: "" none, "full" (every forward GEMM of a block runs twice), or
             "selective" (every second one does, as torchtitan's per-operator checkpointing).

@@ -36,7 +36,6 @@ class Verdict:
         low, high: the bound with the model's uncertainty.
         baseline: the choice it is compared with, and ``activations`` the autocast dtype it is judged under.
         best_uniform: the fastest single choice and its speed-up.
-        reason: one sentence for a person.
         bound_over_script: the bound over the script as written, whatever the baseline.
         bound_over_16bit: the bound over the best 16-bit run: bf16 autocast, or the script where it is 16-bit.
         execution: how the script must run for the bound: ``keep``, or ``compile`` where compiling is what gains.
@@ -69,7 +68,6 @@ class Verdict:
         return self.memory_bytes <= self.device_bytes
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return asdict(self) | {"fits": self.fits}
 
 
@@ -172,7 +170,6 @@ def judge(
     """Judge before any trial, in every way of running the script that the space offers.
 
     Args:
-        model: the cost model.
         plans_by_choice: choice name -> layer name -> plan; layers a choice does not name keep the script's dtype.
         activations: autocast dtype under which choices are compared; default bf16 on a GPU (which is what a policy
             has to beat there), keep on the CPU.
@@ -232,7 +229,6 @@ def _judge(
     threshold: float,
     script: str,
 ) -> Verdict:
-    """Judge one way of running the script."""
     cpu = model.target.is_cpu
     cast = activations or ("keep" if cpu else "bf16")
     choices = dict(plans_by_choice)

@@ -59,7 +59,6 @@ class Request:
         return (*rules, RulePlan("*", self.policy.plan_of_rule(None)))
 
     def plans(self) -> dict[str, LayerPlan]:
-        """Return what each known layer runs."""
         return resolve(self.policy, self.layers, strict=False)
 
     def runs(self, plan: LayerPlan) -> bool:
@@ -110,7 +109,6 @@ class Losses:
             self.found.append(loss)
 
     def done(self) -> tuple[Loss, ...]:
-        """Return what was found."""
         return tuple(self.found)
 
 

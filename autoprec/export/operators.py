@@ -29,8 +29,6 @@ def report_operators(request: Request, losses: Losses, kept: Mapping[str, str], 
     how the model is compiled, what attention computes in or what the head returns: ``kept`` may name who sees to it.
 
     Args:
-        request: the policy.
-        losses: filled in.
         kept: operator -> who keeps it in FP32.
         lost: operator -> what the target does instead; every operator must be in one of the two.
     """
@@ -90,8 +88,6 @@ def autocast_operators(
     """Report a target that runs the model under ``torch.autocast``.
 
     Args:
-        request: the policy.
-        losses: filled in.
         output: who casts the model's output to FP32, or
         lost: what the output is instead.
         execution: who compiles the model, or does not, as the policy says; empty for nobody.

@@ -97,7 +97,6 @@ def uncovered_rows(report: GraphReport, audited: Collection[str], policy: Policy
     Args:
         report: a step recorded under the policy.
         audited: names that the audit has rows for.
-        policy: the policy it ran under.
     """
     names = [layer.name for layer in report.layers if layer.name not in audited and "fprop" in layer.roles()]
     plans = resolve(policy, names, strict=False)

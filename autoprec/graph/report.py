@@ -65,7 +65,6 @@ class Layer:
 
     @property
     def total_flops(self) -> int:
-        """FLOPs of all its GEMMs in one step."""
         return sum(self.flops.values())
 
     def roles(self) -> tuple[str, ...]:

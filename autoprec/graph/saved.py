@@ -95,7 +95,6 @@ class SavedTensors:
         self._disable: Any = None
 
     def start(self) -> None:
-        """Install the hooks."""
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _same)
         self._hooks.__enter__()
         original = self._disable = torch.autograd.graph.disable_saved_tensors_hooks
@@ -110,7 +109,6 @@ class SavedTensors:
         graph.disable_saved_tensors_hooks = disable
 
     def stop(self) -> None:
-        """Take the hooks off."""
         if self._disable is not None:
             torch.autograd.graph.disable_saved_tensors_hooks = self._disable
             self._disable = None

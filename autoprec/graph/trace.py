@@ -117,7 +117,6 @@ class Trace:
         return [self.values[index] for index in call.ins]
 
     def outputs(self, call: Call) -> list[Value]:
-        """Return the tensor outputs of a call."""
         return [self.values[index] for index in call.outs]
 
     def producer(self, value: int) -> Call | None:
@@ -133,7 +132,6 @@ class Trace:
         return argument.value if isinstance(argument, Ref) else None
 
     def consumers(self) -> dict[int, list[Call]]:
-        """Return who reads each value."""
         out: dict[int, list[Call]] = {}
         for call in self.calls:
             for value in set(call.ins):

@@ -30,9 +30,6 @@ class Execution(ABC):
     """Runs one layer under its plan.
 
     Attributes:
-        plan: what was asked for.
-        name: the layer's, for messages.
-        backend: name of the backend that runs it.
         note: why something else than the plan runs, if so.
         uncompiled: why it runs outside compiled graphs, if it does.
         called: a forward has run.

@@ -81,7 +81,6 @@ def emulated_multiply(
 
     Args:
         a, b: operands; ``axes`` their contraction axes.
-        out_dtype: dtype of the result.
         product: dtype in which the values are multiplied; see :func:`product_dtype`.
         fast: emulate Hopper's limited-precision accumulator.
         wide: keep the FP32 sums of 16-bit operands.

@@ -35,7 +35,6 @@ class ScaleRule:
 
     @classmethod
     def of(cls, scaling: Scaling) -> ScaleRule:
-        """Return the rule of a recipe."""
         return cls(**{name: getattr(scaling, name) for name in Scaling.model_fields})
 
 
@@ -65,7 +64,6 @@ class Spec:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The torch dtype that stores the codes."""
         return STORAGE[self.format]
 
 
@@ -81,8 +79,6 @@ class QuantizedOperand:
     Attributes:
         codes: the stored values, in the format's dtype; in groups for block, MX and NVFP4.
         scale: float32, constant along the contraction axis, multiplies the GEMM's result; None where there is none.
-        spec: how it was made.
-        rows, columns: shape of the operand.
         groups: scales that lie inside the sum (float32, E8M0 as uint8, or E4M3); None where there are none.
     """
 

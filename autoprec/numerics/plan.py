@@ -71,7 +71,6 @@ class Steps:
 
     @property
     def labels(self) -> dict[str, str]:
-        """What each GEMM runs as."""
         return {"fprop": self.fprop.label, "dgrad": self.dgrad.label, "wgrad": self.wgrad.label}
 
 

@@ -118,7 +118,6 @@ def quantize(
 
     Args:
         x: ``[rows, columns]``, float32, bfloat16 or float16; any strides; may be empty.
-        spec: how; see :func:`spec_of`.
         operand: input, weight or grad_output: delayed scaling keeps a history for each.
         state: delayed scales and random stream of the layer; a fresh one when None.
         update: let delayed scaling take this tensor's amax in.

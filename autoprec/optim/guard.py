@@ -44,7 +44,6 @@ def before_update(check: Callable[[torch.optim.Optimizer], None]) -> Callable[..
 
 
 def _whole(norm: Any) -> Tensor:
-    """Return the norm of all shards of a DTensor."""
     whole: Tensor = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
     return whole
 
@@ -100,7 +99,6 @@ class StepGuard:
         return torch.tensor([*head, *self.norms, *[0.0] * (self.window - len(self.norms))], dtype=torch.float64)
 
     def load_state(self, state: Tensor) -> None:
-        """Continue from :meth:`state`."""
         skipped, nonfinite, consecutive, count, *norms = state.tolist()
         self.skipped, self.nonfinite, self.consecutive = int(skipped), int(nonfinite), int(consecutive)
         self.norms.clear()
@@ -133,7 +131,6 @@ class Stability:
     optimizer then leaves parameters and state alone. Ranks decide alike, since they hold the same gradients.
 
     Attributes:
-        policy: what was asked for.
         embeddings: the parameters that are clipped by themselves.
         guard: what is usual, and how many steps were left out.
         clipped: how many steps had their embedding gradients clipped.
@@ -158,7 +155,6 @@ class Stability:
         return made
 
     def remove(self) -> None:
-        """Take the hooks off again."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

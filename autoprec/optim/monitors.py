@@ -55,7 +55,6 @@ class StateReport:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> StateReport:
-        """Rebuild from :meth:`to_json`."""
         known = {f.name for f in fields(cls)}
         values: dict[str, Any] = {k: math.nan if v is None else v for k, v in document.items() if k in known}
         return cls(**values)
@@ -141,7 +140,6 @@ class StateMonitor:
         self._meant: dict[int, tuple[Tensor, Tensor | None]] = {}
 
     def remove(self) -> None:
-        """Stop watching."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -215,7 +213,6 @@ class StateMonitor:
         return parameter.detach().float().clone() if runtime is None else runtime.weights.read(parameter).clone()
 
     def report(self) -> StateReport:
-        """Return the means so far."""
         s = self._sums
         return StateReport(
             lost_updates=_lost(s.weights),

@@ -80,7 +80,6 @@ class _Shard:
     def after(
         self, outputs: tuple[Tensor, ...], values: int, dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """Decode the shards of all ranks into the whole weight."""
         (packed,) = outputs
         size: torch.Size = self.parameter._orig_size
         if packed.dtype is torch.uint8:
@@ -98,7 +97,6 @@ class _Shard:
 
 
 def _sharded(model: nn.Module) -> Iterator[Any]:
-    """Yield FSDP2's parameters of a model."""
     for module in model.modules():
         state: Any = getattr(module, "_get_fsdp_state", lambda: None)()
         groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
@@ -145,7 +143,6 @@ def install_weight_gather(model: nn.Module, policy: Policy) -> GatheredWeights |
 
     Args:
         model: under ``fully_shard``, or not.
-        policy: what its layers run.
 
     Returns:
         What was done; None when the model is not sharded (nothing is gathered).

@@ -103,7 +103,6 @@ class StoredWeights:
             parameter.copy_(stored.decode())
 
     def __contains__(self, parameter: Tensor) -> bool:
-        """Say whether this parameter or its gradient is in low precision here."""
         found = isinstance(parameter, StoredTensor) or id(parameter) in self.beside or id(parameter) in self.rounded
         return found or isinstance(parameter.grad, StoredTensor)
 

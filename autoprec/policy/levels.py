@@ -50,7 +50,6 @@ class Level:
         }
 
     def policy(self) -> Policy:
-        """Return the whole level: its own recipe on every tunable layer."""
         return Policy(
             recipes={self.recipe_name: self.recipe},
             default=self.recipe_name,

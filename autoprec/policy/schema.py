@@ -185,7 +185,6 @@ class Phase(_Frozen):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The entries of the policy that this phase replaces."""
         parts = {name: getattr(self, name) for name in type(self).model_fields if name != "start"}
         return {name: value for name, value in parts.items() if value is not None}
 
@@ -195,7 +194,6 @@ class Phase(_Frozen):
         return f"step {self.start}" if isinstance(self.start, int) else f"{self.start * 100:g} % of the run"
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plain-data form that is written to a file."""
         out: dict[str, Any] = {"from": self.start}
         for name, value in self.changes.items():
             if name == "layers":
@@ -246,7 +244,6 @@ class Follow(_Frozen):
         return self
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plain-data form that is written to a file."""
         return {
             **self.model_dump(mode="json", exclude={"recipes", "groups"}),
             "recipes": {name: recipe.to_dict() for name, recipe in self.recipes.items()},
@@ -272,7 +269,6 @@ class LayerPlan(_Frozen):
         return self.fprop is None and self.dgrad is None and self.wgrad is None
 
     def recipe(self, gemm: Gemm) -> Recipe | None:
-        """Return the recipe of one GEMM."""
         found: Recipe | None = getattr(self, gemm)
         return found
 

@@ -69,7 +69,6 @@ def solve(time: FloatTable, error2: FloatTable, budget: float, *, limits: Sequen
 
 
 def _enumerate(time: FloatTable, costs: FloatTable, bounds: Vector) -> IntVector | None:
-    """Try every assignment."""
     options = [np.flatnonzero(np.isfinite(row)) for row in time]
     rows, every = np.arange(len(time)), 1
     grid = np.empty((int(np.prod([len(columns) for columns in options])), len(time)), dtype=np.int64)

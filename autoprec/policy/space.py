@@ -58,7 +58,6 @@ class Choice(_Frozen):
         return cls.model_validate({"recipe": recipe, "gemms": dict(part.split("=", 1) for part in overrides)})
 
     def recipe_of(self, gemm: Gemm) -> str:
-        """Return the recipe name of one GEMM."""
         return self.gemms.get(gemm, self.recipe)
 
     def plan(self, recipes: Mapping[str, Recipe]) -> LayerPlan:
@@ -85,7 +84,6 @@ class ChoiceRule(_Frozen):
         return value
 
     def applies(self, name: str, flags: tuple[str, ...] = ()) -> bool:
-        """Say whether the rule is about this layer."""
         return (self.flag is None or self.flag in flags) and glob_matches(self.match, name)
 
 
@@ -201,7 +199,6 @@ class SearchSpace(_Frozen):
 
     @property
     def all_recipes(self) -> dict[str, Recipe]:
-        """Built-in recipes and this space's own (which win)."""
         return {**BUILTIN_RECIPES, **self.recipes}
 
     def rule_for(self, name: str, flags: tuple[str, ...] = ()) -> tuple[Choice, ...]:
@@ -270,7 +267,6 @@ class SearchSpace(_Frozen):
         return self.model_copy(update={"activations": ("keep",), "attention": ("keep",)})
 
     def recipes_with(self, parameters: Mapping[str, Any]) -> dict[str, Recipe]:
-        """Return all recipes with the values of recipe parameters put in."""
         recipes = self.all_recipes
         for path in self.parameters:
             if path in parameters:

@@ -286,7 +286,6 @@ def keep_earlier(path: Path, known: Path) -> Path | None:
     """Copy a file aside (``policy.yaml.1``, ``.2``, ...) before it is overwritten, and return the copy.
 
     Args:
-        path: the file about to be written.
         known: a file with content that may be lost, our own earlier one: None is returned then, or where no file is.
     """
     if not path.is_file():

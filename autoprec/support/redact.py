@@ -88,7 +88,6 @@ _known: list[str] = []
 
 
 def _is_secret(name: str, value: str) -> bool:
-    """Say whether what is given under this name is a secret."""
     value = value.strip("\\\"'")
     if _PLAIN.match(value):
         return False

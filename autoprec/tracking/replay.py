@@ -52,7 +52,6 @@ def sync(
         tracking_uri: the store; else ``MLFLOW_TRACKING_URI``; else the study's own, if that is a file. A server is
             never taken from the study: a folder of somebody else's would name one that is sent the user's token.
         experiment: the experiment; else what each study was opened with.
-        report: called after each study.
     """
     runs = Path(runs_dir)
     spools = sorted(runs.glob("*/tracking/spool.jsonl")) or sorted(runs.glob("tracking/spool.jsonl"))

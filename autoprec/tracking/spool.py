@@ -84,12 +84,10 @@ class Spool:
 
     @property
     def path(self) -> Path:
-        """The file of JSON lines."""
         return self.directory / "spool.jsonl"
 
     @property
     def size(self) -> int:
-        """Bytes spooled so far."""
         try:
             return self.path.stat().st_size
         except OSError:

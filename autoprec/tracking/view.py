@@ -51,7 +51,6 @@ def telling_params(runs: Sequence[Mapping[str, str]], important: Sequence[str] =
 
     Args:
         runs: parameters of each policy, by the name MLflow has for them.
-        important: names in the order of their importance.
     """
     names = dict.fromkeys(name for run in runs for name in run)
     varied = [name for name in names if len({run[name] for run in runs if name in run}) > 1]
@@ -93,8 +92,6 @@ def shared_view(uid: str, study: str, params: Sequence[str] = ()) -> tuple[str, 
     """Return the experiment tag (name, value) that holds the view of one study's trials.
 
     Args:
-        uid: identity of the study.
-        study: its name.
         params: axes of the parallel coordinates, see :func:`telling_params`; without any there is no such chart.
     """
     view: dict[str, Any] = {
@@ -134,7 +131,6 @@ def trials_url(base: str, experiment_id: str, *, uid: str = "", charts: bool = F
 
     Args:
         base: address of the server, e.g. ``http://127.0.0.1:5000``.
-        experiment_id: the experiment.
         uid: identity of the study; without it the table shows every study's trials with default columns.
         charts: the charts beside the list of trials, instead of the table.
     """

@@ -32,7 +32,6 @@ class ScriptCommand:
         kind: ``script``, ``module`` or ``launcher``.
         target: the script's path, the module's dotted name, or the launcher's program.
         args: everything after the target.
-        cwd: the directory it runs in.
     """
 
     kind: str
@@ -116,7 +115,6 @@ class ScriptCommand:
         return 1
 
     def argv(self) -> list[str]:
-        """The command line that starts it with this Python."""
         if self.kind == "script":
             return [sys.executable, self.target, *self.args]
         if self.kind == "module":

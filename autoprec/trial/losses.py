@@ -17,11 +17,7 @@ _LEAST_SHARE = 0.1
 
 
 def loss_units(reference: Sequence[float]) -> list[float]:
-    """Return the unit of a loss gap at every step of a reference: positive, finite where the loss is.
-
-    Args:
-        reference: losses of the reference from its first step on.
-    """
+    """Return the unit of a loss gap at every step of a reference: positive, finite where the loss is."""
     sizes = [abs(v) for v in reference]
     finite = [v for v in sizes if math.isfinite(v)]
     if not any(finite):

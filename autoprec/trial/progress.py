@@ -43,7 +43,6 @@ class Beat:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
 
     def __call__(self) -> None:
-        """One more step is done."""
         self._count += 1
         with contextlib.suppress(OSError):  # a full disk: the deadline then counts from the step before
             os.pwrite(self._file, str(self._count).encode(), 0)

@@ -85,12 +85,10 @@ class TrialSpec:
     memory_limit: int | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrialSpec:
-        """Rebuild from :meth:`to_json`."""
         known = {f.name for f in fields(cls)}
         values = {key: value for key, value in document.items() if key in known}
         values["probes"] = tuple(Probe(**p) for p in values.get("probes", ()))
@@ -153,7 +151,6 @@ class TrialResult:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrialResult:
-        """Rebuild from :meth:`to_json`."""
         known = {f.name for f in fields(cls)}
         values = {key: value for key, value in document.items() if key in known}
         for name in ("losses", "step_ms", "grad_norms"):
@@ -183,12 +180,10 @@ class HostInfo:
     sharded: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> HostInfo:
-        """Rebuild from :meth:`to_json`."""
         values = {f.name: document[f.name] for f in fields(cls) if f.name in document}
         for name in ("layers", "optimizers", "notes"):
             values[name] = tuple(values.get(name, ()))

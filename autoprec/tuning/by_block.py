@@ -53,7 +53,6 @@ class ByBlock:
     """Decides whether runs compile blocks, and reads those that do.
 
     Args:
-        setup, ledger: of the search.
         run: runs one trial under a paired seed.
 
     Attributes:
@@ -83,7 +82,6 @@ class ByBlock:
         """Run the reference by block where that pays; None where all runs compile as the script does.
 
         Args:
-            spec: of the reference.
             whole: its run as the script compiles it, with nothing cached.
         """
         compile_s = max(0.0, whole.training_s - len(whole.step_ms) * step_time(whole.step_ms, whole.warmup) / 1e3)

@@ -73,9 +73,6 @@ class Search:
     """One search of one script.
 
     Args:
-        options: what was asked.
-        command: the script.
-        listener: who is told.
         factory: starts a host; the default runs real processes.
 
     Attributes:

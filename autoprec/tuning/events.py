@@ -71,21 +71,16 @@ class Listeners:
             self._each("note", text)
 
     def phase(self, name: str, detail: str = "") -> None:
-        """Forward :meth:`Listener.phase`."""
         self._each("phase", name, detail)
 
     def started(self, info: SearchInfo) -> None:
-        """Forward :meth:`Listener.started`."""
         self._each("started", info)
 
     def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
-        """Forward :meth:`Listener.trial`."""
         self._each("trial", record, done, total, best, seconds_left)
 
     def note(self, text: str) -> None:
-        """Forward :meth:`Listener.note`."""
         self._each("note", text)
 
     def finished(self, result: SearchResult) -> None:
-        """Forward :meth:`Listener.finished`."""
         self._each("finished", result)

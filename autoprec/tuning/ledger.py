@@ -29,8 +29,6 @@ class Ledger:
     """The books of one search.
 
     Attributes:
-        store: the durable records.
-        listener: who is told what happens.
         limits, objective: what makes a trial acceptable, and better than another.
         started: ``time.monotonic()`` when the search began.
         references: the reference run by paired seed; seed 0 is the script's own.
@@ -39,7 +37,6 @@ class Ledger:
         measured_errors: gradient errors of whole policies, by their records' names; all others are predicted.
         accepted, refused: names of policies that are surely acceptable, and of those that break a limit.
         timings: seconds by phase, and what else is counted.
-        notes: what a person was told.
         cut_short: what was left out for want of time; empty when the search came to its own end.
         stopped: why no further trial was run; empty where none was asked for.
         needed_s: seconds that the whole search usually takes; 0 before the reference was measured.
@@ -122,7 +119,6 @@ class Ledger:
         return self.limits.gradient(self.gradient_noise, baseline)
 
     def exceeded(self, record: TrialRecord) -> tuple[str, ...]:
-        """Name the limits that a measured trial breaks."""
         return self.limits.exceeded(record.metrics, self.gradient_limit())
 
     def told_limit(self, name: str) -> str:
@@ -137,7 +133,6 @@ class Ledger:
         return record.ok and bool(record.metrics) and not self.exceeded(record)
 
     def rank(self, record: TrialRecord) -> float:
-        """Return what the objective minimises."""
         return rank(record.metrics, self.objective)
 
     def acceptable_ones(self) -> list[TrialRecord]:

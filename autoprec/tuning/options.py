@@ -145,8 +145,6 @@ class SearchOptions:
         """Return everything that would change the answer: a resumed search must agree on all of it.
 
         Args:
-            space_text: the search space.
-            fingerprint: of the model.
             calibration: rates laid over the target's.
             sources: file -> digest (:func:`autoprec.trial.source.source_digests`).
         """
@@ -195,7 +193,6 @@ class SearchOptions:
         return replace(self, budget_s=max(self.budget_s, 60.0 * math.ceil(1.5 * needed_s / 60)))
 
     def study_dir(self) -> Path:
-        """Return the folder that holds all files of the study."""
         return Path(self.runs_dir) / self.study
 
 

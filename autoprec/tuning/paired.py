@@ -44,11 +44,6 @@ BUSY = 0.5
 class PairedRunner:
     """Runs the trials of one search.
 
-    Args:
-        setup: what is searched.
-        pool: hosts by paired seed.
-        ledger: where times and notes go.
-
     Attributes:
         by_block: whether runs compile blocks.
     """
@@ -229,7 +224,6 @@ def perturbed_runs(run: Callable[[str], TrialResult], first: TrialResult, budget
     Args:
         run: runs the reference under a perturbation (``TrialSpec.perturb``); it must succeed or raise.
         first: the plain reference of the same paired seed.
-        budget: of the divergence, a fraction.
     """
     results = [run("bf16")]
     while needs_more_benign_runs([divergence(r.losses, first.losses) for r in results], budget):

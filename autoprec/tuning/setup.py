@@ -33,8 +33,6 @@ class ModelledSteps:
     """The cost model's step time and memory of whole policies, each computed once.
 
     Args:
-        cost: the model, for one script and one target.
-        problem: what parameters stand for.
         reference: ``script``, ``fp32`` or ``bf16``: what divergence is measured against.
     """
 
@@ -44,7 +42,6 @@ class ModelledSteps:
     _known: dict[str, StepEstimate] = field(default_factory=dict, repr=False)
 
     def script(self) -> StepEstimate:
-        """Return the step of the script as written."""
         if "" not in self._known:
             self._known[""] = self.cost.estimate({}, activations="keep")
         return self._known[""]
@@ -63,7 +60,6 @@ class ModelledSteps:
         return self._known[key]
 
     def of_reference(self) -> StepEstimate:
-        """Return the step of the reference."""
         if self.reference == "script":
             return self.script()
         plan = LayerPlan.uniform(BUILTIN_RECIPES[self.reference])
@@ -76,9 +72,7 @@ class Setup:
     """What one search is of.
 
     Attributes:
-        options: what was asked.
         host: what the running script looks like from the inside.
-        graph: its recorded training step.
         target: the device the policy is for; ``measured`` when that is this machine and steps are timed.
         space, problem: what may be decided, as a file says it and as a table of groups and choices.
         steps: modelled step times.
@@ -100,12 +94,6 @@ class Setup:
         cls, options: SearchOptions, host: HostInfo, graph: GraphReport, calibration: dict[str, Any] | None = None
     ) -> Setup:
         """Find out what is searched, for which device.
-
-        Args:
-            options: what was asked.
-            host: what the script trains on.
-            graph: one recorded step.
-            calibration: rates laid over the target's defaults.
 
         Raises:
             UsageError: the target does not fit the device the script trains on, or a bad cost scale.
@@ -141,7 +129,6 @@ class Setup:
         )
 
     def restricted(self, space: SearchSpace) -> Setup:
-        """Return the same search in another space."""
         before = self.problem
         problem = Problem.build(self.graph, space, self.cost.can_run, steps=before.steps, backends=before.backends)
         return replace(
@@ -160,7 +147,6 @@ class Setup:
 
     @property
     def cost(self) -> CostModel:
-        """The cost model of the script on the target."""
         return self.steps.cost
 
     @property
@@ -170,7 +156,6 @@ class Setup:
 
     @property
     def study_dir(self) -> Path:
-        """The folder of the study's files."""
         return self.options.study_dir()
 
     def backends_text(self, calibration: Mapping[str, Any] | None) -> str:
@@ -198,8 +183,6 @@ def timed_backends(calibration: Mapping[str, Any] | None, backend: str, *, compi
     """Return who runs which recipe of a policy; None where nobody timed it, or a ``backend`` was asked for by name.
 
     Args:
-        calibration: of the target.
-        backend: as asked for.
         compiled: whether the script compiles its model, which a policy's ``execution`` may change.
     """
     linears = Linears.of(calibration)

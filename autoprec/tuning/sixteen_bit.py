@@ -60,12 +60,7 @@ def _is_named(name: str, plain: str) -> bool:
 
 
 def sixteen_bit_speedup(setup: Setup, records: Iterable[TrialRecord]) -> float | None:
-    """Return the best 16-bit run's speed-up over the reference; None on a CPU, or before it was measured.
-
-    Args:
-        setup: of the search.
-        records: finished trials.
-    """
+    """Return the best 16-bit run's speed-up over the reference; None on a CPU, or before it was measured."""
     if setup.target.is_cpu:
         return None
     plain = plain_speedup(records)

@@ -41,7 +41,6 @@ def calibration_of(options: SearchOptions, device: str = "") -> dict[str, Any] |
     """Return the calibration laid over the default rates of the target; None where none was asked for.
 
     Args:
-        options: what was asked.
         device: what the script trains on; empty before it was started, and then what is certain is refused.
 
     Raises:

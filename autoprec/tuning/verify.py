@@ -73,11 +73,9 @@ class Contender:
 
     @property
     def divergence(self) -> float:
-        """Mean divergence over the seeds."""
         return statistics.fmean(self.divergences) if self.divergences else float("inf")
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         out = asdict(self) | {"speedup": self.speedup}
         return out | {"divergence": self.divergence if self.divergences else None}
 
@@ -105,11 +103,9 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether the policy holds."""
         return self.verdict == "holds"
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return {"ok": self.ok} | asdict(self) | {"rows": [row.to_json() for row in self.rows]}
 
 
@@ -134,7 +130,6 @@ def searched(policy: Policy, model: dict[str, Any] | None = None) -> str:
     """Return what a policy's search found of its losses and gradients, in words; empty where it was not searched.
 
     Args:
-        policy: what is verified.
         model: of the script; figures of another model are left out.
     """
     if model and _is_another(policy, model):
@@ -206,7 +201,6 @@ def contenders(policy: Policy, setup: Setup | None = None) -> dict[str, dict[str
     8 outputs in FP8) keep the baseline.
 
     Args:
-        policy: what is verified.
         setup: of a search on this script for the policy's target; without it presets take every layer.
     """
 
@@ -243,13 +237,11 @@ def verify(
     """Run reference and policies side by side under every paired seed.
 
     Args:
-        pool: hosts by seed.
         policies: name -> document; the first one is verified, the others are compared.
         spec: steps, warm-up and backend of every run.
         seeds: paired seeds.
         first_seed: the first of them; 0 is the script's own.
         timed: whether step times mean anything for the policy's target.
-        max_divergence: the acceptable mean divergence, as a fraction.
         max_gradient_error: the acceptable gradient error, in units of the mini-batch gradient noise.
         tell: receives one line per finished seed.
 
@@ -400,7 +392,6 @@ def _contender(name: str, pairs: Sequence[tuple[TrialResult, TrialResult]], erro
 def _judged(
     rows: Sequence[Contender], baseline: Baseline, max_divergence: float, limit: float | None, noise: float | None
 ) -> list[Contender]:
-    """Return the rows with what the rules of a search say about each."""
     candidates = [
         Candidate(
             row.name,

@@ -130,7 +130,6 @@ class Following:
         self._stop: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
-        """Look from here on."""
         root = self._root()
         assert root is not None
         stop_following(root)
@@ -454,7 +453,6 @@ def stop_following(model: nn.Module) -> None:
 
 
 def _reference(name: str) -> Policy:
-    """Return the policy that errors are counted from."""
     if name == "script":
         return Policy()
     return Policy(recipes={name: BUILTIN_RECIPES[name]}, default=name, activations="bf16" if name == "bf16" else "keep")

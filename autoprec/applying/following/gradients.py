@@ -70,11 +70,9 @@ class Gradients:
         return error, norm
 
     def square(self, slot: int) -> float:
-        """Return the squared norm of a slot."""
         return math.fsum(self.squares(slot))
 
     def squares(self, slot: int) -> list[float]:
-        """Return the squared norm of every parameter's gradient in a slot."""
         return [
             math.fsum(float(torch.dot(piece, piece)) for piece in torch.split(one, PIECE))
             for one in torch.split(self._slots[slot], self._sizes)

@@ -355,7 +355,6 @@ class RecordedStep:
         return total
 
     def forget(self) -> None:
-        """Let go of everything that was recorded."""
         self._leaves.clear()
         self._copies.clear()
         self._micros[:] = [_Micro()]

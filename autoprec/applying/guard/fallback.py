@@ -20,7 +20,6 @@ def fall_back(policy: P, name: str, layers: Sequence[str]) -> P:
     """Return the policy after one fallback, in each of its phases.
 
     Args:
-        policy: what runs now.
         name: one of :data:`FALLBACKS`: ``wgrad_bf16`` and ``dgrad_bf16`` take one GEMM of every quantised layer to
             bf16, ``head_bf16`` the last layer, ``ends_bf16`` first and last, ``all_bf16`` all; ``script`` takes
             the policy off.

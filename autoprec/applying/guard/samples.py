@@ -30,7 +30,6 @@ class OperandSampler:
         self._counts: list[tuple[float, float]] = []
 
     def arm(self) -> None:
-        """Look at the next step."""
         self.disarm()
         self._counts = []
         found = []
@@ -58,7 +57,6 @@ class OperandSampler:
         self._handles.append(module.register_forward_hook(after))
 
     def disarm(self) -> None:
-        """Take the hooks off."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -285,6 +285,5 @@ class CpuCost:
         return float(views * self.rates["dispatch"]) * self.in_situ["fp32"]
 
     def update_seconds(self, parameters: float, tensors: float) -> float:
-        """Return the time of one AdamW step."""
         per_value, per_tensor = self.rates["optimizer"]
         return float(parameters * per_value + tensors * per_tensor) * self.in_situ["optimizer"]

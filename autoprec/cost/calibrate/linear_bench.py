@@ -145,7 +145,6 @@ def time_linears(
     Args:
         target: the device, as the hardware table knows it.
         say: told what is measured, what fails and what is left out.
-        device: where it is.
         limit_s: what is not done by then is left out.
     """
     names = [name for name in BACKENDS if name != "emulated"]

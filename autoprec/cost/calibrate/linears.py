@@ -35,7 +35,6 @@ class Linear:
 
     Attributes:
         recipe: a name of :data:`~autoprec.precision.recipes.BUILTIN_RECIPES`.
-        backend: who ran it.
         how: ``eager`` or ``compiled``.
         shape: tokens, in_features, out_features.
         seconds: of fprop, dgrad and wgrad with all casts, launches included; 0 where it failed.
@@ -54,7 +53,6 @@ class Linear:
     failed: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row of a calibration file."""
         return asdict(self) | {"shape": list(self.shape)}
 
     @classmethod
@@ -122,7 +120,6 @@ class Linears:
         """Return family -> measured over modelled time of a linear, as the backend that runs it runs it.
 
         Args:
-            target: the device.
             rates: what the model believes of it, these factors apart.
             how: ``eager`` or ``compiled``.
             backend: a backend's name, or ``auto`` for the chosen ones.
@@ -190,6 +187,5 @@ def _without_native(
 
 
 def _mean(values: Iterable[float]) -> float:
-    """Return the geometric mean."""
     logs = [math.log(value) for value in values]
     return math.exp(sum(logs) / len(logs))

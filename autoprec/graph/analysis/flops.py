@@ -36,7 +36,6 @@ class Gemm:
 
     @property
     def flops(self) -> int:
-        """Operations of the call."""
         return round(2 * self.m * self.k * self.n * self.batch * self.filled)
 
 

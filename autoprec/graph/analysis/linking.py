@@ -47,7 +47,6 @@ class Links:
     constant: list[bool] = field(default_factory=list)
 
     def other_model(self, gemm: Gemm) -> bool:
-        """Say whether an operand is a parameter of another model."""
         return bool(self.foreign[gemm.a] or self.foreign[gemm.b])
 
 

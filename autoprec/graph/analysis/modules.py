@@ -55,7 +55,6 @@ class ModelNames:
             yield clean_name(name), buffer
 
     def canonical(self, name: str) -> str:
-        """Return the first name of a tied parameter."""
         return self.aliases.get(name, name)
 
     def own_parameter(self, module: str, parameter: str) -> str:

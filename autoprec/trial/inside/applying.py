@@ -20,7 +20,6 @@ def apply_document(
     """Apply a policy document to the primary model and its optimizers; returns the policy, or None.
 
     Args:
-        document, found, backend: what, on what, and who runs the GEMMs.
         run_steps: optimizer steps of the run, for phases that begin at a share of it.
         follow: look again every so many steps (``every=500``).
         say: told whenever a phase begins, or following changes something.

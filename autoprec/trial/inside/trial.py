@@ -325,7 +325,6 @@ class Trial:
         self._exit_action, self.pid = action, os.getpid()
 
     def at_exit(self) -> None:
-        """The script has ended by itself."""
         self._exit_action()
 
     def _too_short(self) -> None:

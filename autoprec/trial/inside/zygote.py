@@ -74,7 +74,6 @@ def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None], part
     """Fork a zygote off this process, which serves forks of itself; returns in this process, and in every fork.
 
     Args:
-        address: the driver's socket.
         configure: called in a fork with its own configuration.
         part: called in this process once the zygote is made: what it writes from now on, no fork of that must see.
 

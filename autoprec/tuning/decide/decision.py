@@ -45,13 +45,11 @@ class Candidate:
     """A finalist as measured.
 
     Attributes:
-        name: what a person calls it.
         speedup: time of the script over its own (1.0 is the script).
         divergences: one per paired seed, fractions.
         excess: signed relative loss gaps, one per paired seed (positive: worse); empty when unknown.
         gradient_error: relative to the gradient's norm; None when unknown.
         memory_bytes: peak of a step; 0 when unknown.
-        preset: it is one of the presets.
         reference: it is the script as written (always acceptable).
         upper: 95 % bound of its mean divergence by everything measured, of its neighbours too; None where only its own
             seeds are known.
@@ -127,7 +125,6 @@ class Rules:
 
     Attributes:
         max_divergence: budget of the mean divergence, a fraction.
-        baseline: what is known of the script itself.
         max_gradient: from :func:`gradient_limit`.
         max_memory: bytes.
         gradient_noise: mini-batch gradient noise, in whose units gradient errors are told.
@@ -146,7 +143,6 @@ class Rules:
 
     @property
     def benign(self) -> tuple[float, ...]:
-        """Gaps of benign changes."""
         return self.baseline.benign or (self.baseline.floor,)
 
     @property
@@ -227,7 +223,6 @@ def choose(
 
     Args:
         candidates: the finalists, presets among them; the script as written may be one.
-        rules: what they have to keep to.
         objective: ``throughput``, ``memory`` or ``balanced``.
         timing_noise: relative noise of a speed-up (0 for modelled times).
         reference_memory: bytes of the script as written, for the memory objectives.
@@ -320,9 +315,7 @@ def faster_ones(
     """Return why each policy that was measured to be faster than the chosen one was not taken, the fastest first.
 
     Args:
-        chosen: what is adopted.
         tried: everything that was, and what is said of it.
-        rules: what candidates have to keep to.
         rejected: why finalists are not acceptable, by name.
         fewest: paired seeds that it takes to be accepted.
         timing_noise: relative difference that two measured speed-ups have by chance; 0 where they are modelled.
@@ -355,7 +348,6 @@ def told_faster(reasons: Mapping[str, str], candidates: Sequence[Candidate], six
 
     Args:
         reasons: by name, the fastest first.
-        candidates: those that the names are of.
         sixteen_bit: speed-up of the best 16-bit run, which gains are told against; None on a CPU.
     """
     name: str | None = next(iter(reasons), None)

@@ -68,10 +68,7 @@ def explain_layers(
     """Return one reason per group, in model order.
 
     Args:
-        problem: the search problem.
-        params: the point that was chosen.
         time_ms: ``[G, C]`` time of each group under each choice.
-        table: the sensitivity table.
         whole_ms: what the whole policy saves of a step, measured; what the groups save is no more in all. None where
             times are modelled, and add up by themselves.
         limit: the largest relative gradient error of a whole policy; None where there is none.
@@ -152,8 +149,6 @@ def _tail(other: str, error: float, whole: float, limit: float | None, noise: fl
     Args:
         other, error: the choice, and the gradient error that it adds by itself.
         whole: the gradient error of the policy with that choice.
-        limit: of a whole policy.
-        noise: of the gradient.
     """
     if not other:
         return ""

@@ -34,12 +34,9 @@ def follow_section(
     """Return what deciding again needs to know, or None where nothing can be decided.
 
     Args:
-        problem, params: what was searched, and the point that was found.
         times: ``[G, C]`` milliseconds; differences within a row are meant.
-        table: of gradient errors.
         max_gradient_error: the budget, in units of the mini-batch noise.
         limit: the largest relative gradient error that the search allowed, None for none.
-        step_time_ms: of the step at that point.
         reference: what errors were counted from.
     """
     if table.noise is None or limit is None or not problem.free_groups:

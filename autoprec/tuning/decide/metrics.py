@@ -183,7 +183,6 @@ def score(
     """Score one trial against its paired reference.
 
     Args:
-        result: the trial.
         reference: the reference run of the same paired seed.
         estimate: the modelled step on the target; None when this machine is the target and was timed.
         gradient_error: relative gradient error predicted from the sensitivity table, in units of the gradient norm.

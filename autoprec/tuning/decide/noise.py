@@ -134,7 +134,6 @@ def blindness(budget: float, baseline: Baseline) -> str:
 
     Args:
         budget: of the divergence, a fraction.
-        baseline: what is known of the script itself.
     """
     if baseline.reach > budget:
         reach = f" (up to {baseline.reach:.3%} at 95 % confidence)" if baseline.floor <= budget else ""

@@ -59,7 +59,6 @@ class Problem:
         groups: in model order, those without a choice included.
         parameters: name -> values, the default first; only those with more than one.
         fixed: name -> value of the parameters with one value.
-        baseline: name of the baseline choice.
         refused: (group, choice, reason) of what the target or a shape rules out.
         steps: training forwards of a trial; longer amax histories are one and the same there. 0: not known.
         backends: who runs which recipe; None: nobody timed that, and policies say nothing of it.
@@ -91,8 +90,6 @@ class Problem:
         """Match a space against a recorded model.
 
         Args:
-            report: the recorded step.
-            space: what may be decided.
             can_run: says whether a layer can run a recipe on the target, and why not; None allows everything.
             steps: training forwards of a trial, 0 where that is not known.
             sharded: FSDP2 gathers weights before they are used, and trials are timed: what travels can pay.
@@ -149,7 +146,6 @@ class Problem:
 
     @property
     def free_groups(self) -> tuple[GroupVariable, ...]:
-        """Groups with more than one choice."""
         return tuple(group for group in self.groups if len(group.choices) > 1)
 
     def size(self) -> float:
@@ -207,7 +203,6 @@ class Problem:
         return {name: value for name, value in out.items() if name in known}
 
     def choice_of(self, params: Params, group: GroupVariable) -> str:
-        """Return the choice of a group."""
         default = self.baseline if self.baseline in group.choices else group.choices[0]
         return str(params.get(layer_key(group.name), default))
 
@@ -291,7 +286,6 @@ class Problem:
 
     @cached_property
     def _recipes_of(self) -> tuple[frozenset[str], ...]:
-        """Return the recipe names of every column."""
         choices = [Choice.parse(name) for name in self.choice_names]
         return tuple(frozenset({choice.recipe, *choice.gemms.values()}) for choice in choices)
 
@@ -324,7 +318,6 @@ class Problem:
         Args:
             params: what was decided; silent parameters take their defaults.
             model: ModelInfo, or its plain-data form; the recorded model's when None.
-            evidence: how it was found, as plain data.
         """
         return self.render(self.complete(params), model=model, evidence=evidence)
 

@@ -52,7 +52,6 @@ def standings(
     Args:
         expectation: fitted to every run so far; its ``best_cost`` becomes that of the best who is surely acceptable.
         entrants: everything that was tried, and how it was measured so far; the script left out.
-        rules: what candidates have to keep to.
         seeds: paired seeds that are asked for: as many are run where the loss cannot judge, else from
             :data:`FEWEST_SEEDS` to :data:`MOST_SEEDS`.
     """

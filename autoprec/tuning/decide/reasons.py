@@ -41,11 +41,8 @@ def explanation(
     """Return the reasons behind a point as plain data.
 
     Args:
-        problem: what parameters stand for.
         layer_time_ms: modelled milliseconds of a layer (by name) under a plan and an autocast dtype.
-        table: measured gradient errors.
         trials: what was tried, failures included.
-        params: the point.
         whole_ms: what it saves of a step against the baseline, measured; None where times are modelled.
         limit: the largest relative gradient error of a whole policy; None where there is none.
 

@@ -63,7 +63,6 @@ def compact_rules(table: GlobTable, assignment: Mapping[str, str], default: str)
     corrects the most names net of those it would spoil. Exact names are candidates, so it always ends.
 
     Args:
-        table: candidate globs of the model.
         assignment: choice per name; names that are absent get ``default``.
         default: what names without a rule get.
     """

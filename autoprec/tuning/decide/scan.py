@@ -53,7 +53,6 @@ class SensitivityScan:
         table = scan.table()
 
     Args:
-        problem: the search problem.
         max_passes: forward and backward passes to spend at most, the reference pass of each round included.
         room: passes that may be spent instead if every group can then be asked under every choice.
         batches: on how many batches, see :func:`scan_batches`, every question should be asked if there is room.

@@ -132,7 +132,6 @@ class SensitivityTable:
         """Build the table from the payload of one or more ``sensitivity`` trials.
 
         Args:
-            problem: the problem the probes were planned for.
             payload: ``{"probes": [{"id", "gradient_error", "nonfinite", ...}], "gradient_noise": float | None}``;
                 probes that are missing or failed are filled in from what is known of the same family and choice.
 
@@ -232,7 +231,6 @@ class SensitivityTable:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> SensitivityTable:
-        """Rebuild from :meth:`to_json`."""
         measured = document.get("measured")
         return cls(
             groups=tuple(document["groups"]),

@@ -58,7 +58,6 @@ class OverPreset:
 
     @property
     def text(self) -> str:
-        """The gain in words."""
         if self.gain < -_ENOUGH:  # cut short before the preset that it should have been compared with
             faster = f"{1 / (1 + self.gain):.2f}x"
             return f"the preset {self.name} was not run, and is predicted to be {faster} as fast as it: search longer"
@@ -348,9 +347,7 @@ def search_result(
     """Assemble the result of a search.
 
     Args:
-        setup, ledger, answer: of the search.
         bound_speedup: the most the cost model expected of any policy.
-        policy_path: where the policy was written.
         one_worker: whether trials ran one after the other, so that what was not training is overhead.
     """
     seconds = ledger.elapsed()

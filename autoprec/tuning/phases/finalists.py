@@ -63,7 +63,6 @@ class Race:
     """Everything that was tried, under every paired seed it was measured with, and what follows.
 
     Args:
-        setup, runner, ledger: of the search.
         expectation: the models that are fitted to every run.
 
     Attributes:
@@ -89,7 +88,6 @@ class Race:
 
     @property
     def seed_s(self) -> float:
-        """Seconds of one more paired seed."""
         return self._ledger.seconds_per_seed(self._setup.host.setup_s, self._runner.final_workers)
 
     @property
@@ -98,7 +96,6 @@ class Race:
         return len(self._unusable) >= UNUSABLE_SEEDS
 
     def runs(self) -> list[Measured]:
-        """Return every run of the pool."""
         return [
             Measured(
                 record.params,
@@ -388,7 +385,6 @@ class Race:
             pass
 
     def answer(self) -> Answer:
-        """Return the answer over everything measured."""
         setup, ledger = self._setup, self._ledger
         decision, candidates, rejected = self._decide()
         if decision is None:

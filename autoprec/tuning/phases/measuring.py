@@ -72,9 +72,6 @@ def scored(
     """Return a planned record with everything that its run measured.
 
     Args:
-        setup, ledger: of the search.
-        plan: what was run.
-        result: the run.
         reference: the reference of the same paired seed.
         gradient_error: the policy's, as predicted or measured.
         began: when, by the wall clock (which may jump) and by the monotonic one (which durations are taken from).

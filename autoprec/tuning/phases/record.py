@@ -15,8 +15,6 @@ def record_step(pool: HostPool, label: str, seed: int = 0) -> GraphReport:
     """Record one training step of the script.
 
     Args:
-        pool: its hosts.
-        label: what to call the script in a message.
         seed: which of them; 0 runs the script under its own seed.
 
     Raises:

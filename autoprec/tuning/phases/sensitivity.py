@@ -41,7 +41,6 @@ def measure_table(
     """Measure (or, on resume, read back) the table of gradient errors.
 
     Args:
-        setup, runner, ledger: of the search.
         others: further steps of the script (``--at``), and what runs trials there: the worst of all ages counts.
 
     Raises:

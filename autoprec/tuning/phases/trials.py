@@ -59,7 +59,6 @@ def reserve(setup: Setup, race: Race, ledger: Ledger, began_s: float) -> float:
     """Return the seconds kept for the further seeds of the best policy there is now; none are kept where there is none.
 
     Args:
-        setup, race, ledger: of the search.
         began_s: when the trials began, seconds into the search: only what was left then is shared with further seeds,
             but the second one, without which nothing is adopted, is always kept.
     """
@@ -77,7 +76,6 @@ class _Loop:
 
     Attributes:
         race: everything measured, and where it stands.
-        sampler: who is asked.
         goal, done: trials that are wanted at most, and that are finished (in earlier sessions, too).
         begun: how many of these earlier sessions finished.
         failures: how many of the last trials failed one after the other.
@@ -197,7 +195,6 @@ class _Loop:
         return 0.0 if self.out_of_time() else self.left()
 
     def left(self) -> float:
-        """Return the same where time does not count."""
         if self.done + len(self.running) >= self.goal or self.used_up:
             return 0.0
         if not isinstance(self.sampler, PrecisionSampler) or self.ledger.store.queued():

@@ -16,7 +16,6 @@ def free_name(options: SearchOptions, command: ScriptCommand, held: Collection[s
 
     Args:
         options: where studies lie, and for which target this one is.
-        command: the script.
         held: names that other searches have begun on and not yet written to.
 
     Raises:

@@ -94,7 +94,6 @@ class TrialRecord:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrialRecord:
-        """Rebuild from :meth:`to_json`."""
         known = {f.name for f in fields(cls)}
         values = {key: value for key, value in document.items() if key in known}
         for name in ("losses", "reference_losses"):
@@ -179,13 +178,11 @@ class SearchResult:
         object.__setattr__(self, "notes", tuple(map(redact_text, self.notes)))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON document."""
         out = {"study" if key == "study_name" else key: value for key, value in asdict(self).items()}
         return out | {"trials": {**self.trials, "stopped": self.stopped}}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        """Rebuild from :meth:`to_json`."""
         known = {f.name for f in fields(cls)}
         named = {"study_name" if key == "study" else key: value for key, value in document.items()}
         values = {key: value for key, value in named.items() if key in known}

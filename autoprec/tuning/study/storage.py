@@ -107,7 +107,6 @@ def patiently(action: Callable[[], R], url: str, tell: Callable[[str], None], *,
 
     Args:
         action: what to do; must do nothing twice.
-        url: the storage's address.
         tell: told once, when the waiting begins, and once when it is over.
         patience_s: how long to wait for the server; then its error is raised.
     """
@@ -156,7 +155,6 @@ class Claim:
     It is an advisory lock of a session of its own. (A file of this machine is locked by ``flock`` instead.)
 
     Args:
-        url: the storage.
         study: the Optuna study; who holds it is noted there, for the message to the second driver.
     """
 
@@ -202,7 +200,6 @@ class Claim:
         return True
 
     def release(self) -> None:
-        """Give the study up."""
         connection, self._connection = self._connection, None
         if connection is not None:
             engine = connection.engine

@@ -57,7 +57,6 @@ class StudyStore:
 
     Args:
         url: an SQLAlchemy URL (SQLite by default, PostgreSQL for several machines).
-        name: study name.
         objectives: names of the minimised objectives, in order.
         resume: continue an existing study; without it an existing one is refused.
         begun: the storage was there before; then a resumed study that is missing was killed before its first
@@ -187,7 +186,6 @@ class StudyStore:
             raise StudyError(error.what, where=where, fix=_DAMAGED) from error
 
     def set_signature(self, signature: dict[str, Any]) -> None:
-        """Remember the setup the study is started with."""
         self._guarded(lambda: self._rdb.set_user_attr("signature", with_checksum(signature)))
 
     # --- asking and telling -----------------------------------------------------------------------------------------
@@ -210,13 +208,11 @@ class StudyStore:
 
     @property
     def live(self) -> optuna.Study:
-        """The in-memory study that is asked."""
         if self._live is None:
             raise StudyError("the study was not started", fix="call start() first")
         return self._live
 
     def queued(self) -> bool:
-        """Say whether presets wait to be asked for."""
         return bool(self.live.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
     def learned(self) -> list[TrialRecord]:
@@ -314,7 +310,6 @@ class StudyStore:
         return {"complete": ok, "failed": len(learned) - ok - pruned, "pruned": pruned}
 
     def next_number(self) -> int:
-        """Return the number of the next record."""
         return 1 + max((record.number for record in self.records), default=-1)
 
 

@@ -116,9 +116,7 @@ def refuse_unknown(
     """Refuse a transfer that would leave more than a quarter of the FLOPs to chance.
 
     Args:
-        report: a step of the big model.
         here, there: places of the layers of the big model and of the proxy.
-        matched: counterparts in the proxy.
 
     Raises:
         PolicyMismatchError: too many layers have no known role, or none has a counterpart; with the nearest guess.

@@ -36,9 +36,7 @@ def with_evidence(
     """Return the policy of a transfer with its evidence.
 
     Args:
-        found: the transfer.
         policy, proxy: what was transferred, and the model it was found on.
-        report: the big model.
         target: the device whose times decided.
         study: name of the proxy's study; empty where it is not known.
         date: of today.

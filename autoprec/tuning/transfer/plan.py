@@ -100,8 +100,6 @@ def transfer(
     """Carry a policy over to a big model, every phase of the run by itself.
 
     Args:
-        policy: what a search found.
-        proxy: the model it was found on.
         report: a step of the big model, recorded or written down; layers alone (no GEMMs) are mapped by name.
         cost: the big model's cost on the target; None drops and fills nothing.
         hints: ``(glob, role)`` where names do not tell.

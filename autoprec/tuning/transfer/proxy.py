@@ -24,7 +24,6 @@ class Proxy:
     """The small model: its step, what the policy runs in every layer, and what a search measured of it.
 
     Attributes:
-        report: its recorded step.
         rules: layer -> number of the policy's rule that names it, -1 for its default.
         choices: layer -> what it runs, as a choice's name.
         table: gradient errors per group and choice; None where no study was found.

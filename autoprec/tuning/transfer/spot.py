@@ -60,7 +60,6 @@ class Row:
         return self.ratio * self.factor
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return asdict(self) | {"ratio": self.ratio, "of_law": self.of_law}
 
 
@@ -80,7 +79,6 @@ class SpotCheck:
 
     @property
     def whole(self) -> Row:
-        """The pass under the whole policy."""
         return self.rows[0]
 
     @property
@@ -99,7 +97,6 @@ class SpotCheck:
         return Correction({row.name: row.of_law for row in self.rows[1:] if 0.0 < row.of_law < math.inf}, self.noise)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         out = {"rows": [row.to_json() for row in self.rows], "noise": self.noise, "limit": self.limit}
         return out | {"within": self.within, "as_predicted": self.as_predicted}
 
@@ -152,7 +149,6 @@ def judged(
     Args:
         payloads: of ``sensitivity`` trials with the probes of :func:`spot_probes`, one per moment; errors count by the
             root of their mean square over moments.
-        policy, asked: what was probed.
         max_gradient_error: the most gradient error, as a share of the mini-batch noise.
     """
     origin = policy.evidence.get("transferred_from") or {}

@@ -42,8 +42,6 @@ def runner_factory(
     """Return the factory of the engine that was asked for.
 
     Args:
-        options: of the search.
-        command: the script.
         at_step: the step of the script at which its trials start.
         aging: told the steps of a host on its way there.
 

@@ -58,7 +58,6 @@ class HostPool:
         return found.result()
 
     def run(self, spec: TrialSpec, seed: int = 0) -> TrialResult:
-        """Run one trial on the host of a seed."""
         self.info(seed)
         return self._runners[seed].run(spec)
 
@@ -68,7 +67,6 @@ class HostPool:
         return self._runners[seed].size
 
     def release(self, seed: int) -> None:
-        """End the host of a seed."""
         runner = self._runners.pop(seed, None)
         self._infos.pop(seed, None)
         if runner is not None:

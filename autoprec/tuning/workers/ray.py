@@ -61,7 +61,6 @@ class _Supervisor:
             return {"error": error.what, "where": error.where, "fix": error.fix}
 
     def close(self) -> None:
-        """End every process."""
         self._runner.close()
 
 
@@ -116,13 +115,9 @@ class RayRunner(Runner):
     """A runner whose trials run in Ray actors.
 
     Args:
-        command: the script.
         run_dir: where actors write logs, on their own node.
-        seed: paired seed.
-        slots: trials at once.
         gpus: GPUs per trial; 0 for CPU trials.
         cores: CPU cores a trial claims.
-        address: of the cluster, empty for one on this machine.
     """
 
     def __init__(

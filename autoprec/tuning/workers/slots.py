@@ -48,7 +48,6 @@ class SlotRunner(Runner):
         return self._slots[0].start()
 
     def run(self, spec: TrialSpec) -> TrialResult:
-        """Wait for a free slot and run one trial on it."""
         slot = self._free.get()
         try:
             return slot.run(spec)
@@ -56,6 +55,5 @@ class SlotRunner(Runner):
             self._free.put(slot)
 
     def close(self) -> None:
-        """End every slot."""
         for slot in self._slots:
             slot.close()

@@ -9,7 +9,6 @@ import sys
 
 
 def _chain() -> None:
-    """Run the sitecustomize that this one hides."""
     import importlib.machinery
     import importlib.util
 

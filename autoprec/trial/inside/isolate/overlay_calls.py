@@ -414,7 +414,6 @@ class _Calls:
         overlay.copy(found[0], True, place)
 
     def _new(self, path: Any, dir_fd: int | None) -> str:
-        """Return where a name that is not taken can be made."""
         found = self._overlay.locate(path, dir_fd, follow=False)
         if found is None:
             raise TypeError(f"a path is needed, not {type(path).__name__}")

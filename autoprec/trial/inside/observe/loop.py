@@ -54,8 +54,6 @@ class Loop(Events):
     """Watches ``total`` steps of the primary optimizer, then calls ``then(self)``; every step may also be ``seen``.
 
     Args:
-        found: the trained models and their optimizers.
-        total: how many steps to watch.
         clock: measures the steps; paused while this class does its own work.
         then: called inside the last step's post hook, after it was counted.
         check: called after each step; may end the process (early stop, non-finite loss).

@@ -70,7 +70,6 @@ class SavedBytes:
         return _Held(tensor, key, self)
 
     def release(self, key: tuple[int, int]) -> None:
-        """One holder of a storage is gone."""
         users = self._users[key] - 1
         if users:
             self._users[key] = users

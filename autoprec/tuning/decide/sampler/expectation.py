@@ -135,8 +135,6 @@ class Expectation:
     """The models of a search, fitted to every run so far, and what they expect.
 
     Args:
-        problem, prior: of the search.
-        goals: what is wanted.
         presets: (name, params) of policies that people run today.
 
     Attributes:
@@ -157,7 +155,6 @@ class Expectation:
         self.fit([])
 
     def points(self, many: Sequence[Mapping[str, Any]]) -> Points:
-        """Return the points of params."""
         return points_of(self.problem, many, self.prior.parameter_error2)
 
     def limits(self, features: Vector, base2: float) -> list[Limit]:
@@ -219,7 +216,6 @@ class Expectation:
         return table, effects * duration + held_effects * size
 
     def outlook(self, points: Points) -> Outlook:
-        """Return what is expected of points."""
         goals, bar = self.goals, self.goals.bar
         cost, cost_sd = self._cost(points)
         log_gap, sd = self.divergence.predict(points)
@@ -275,10 +271,8 @@ class Expectation:
 
 
 def _keys(points: Points) -> list[bytes]:
-    """Return what tells points apart."""
     return [i.tobytes() + z.tobytes() for i, z in zip(points.index, points.features, strict=True)]
 
 
 def _normal(x: Vector) -> Vector:
-    """Return the standard normal distribution function."""
     return np.asarray(0.5 * (1.0 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))))

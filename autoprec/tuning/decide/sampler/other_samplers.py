@@ -50,7 +50,6 @@ class _TableSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         self._proposals = self.proposals()
 
     def infer_relative_search_space(self, *_study_and_trial: Any) -> dict[str, BaseDistribution]:
-        """Return the distributions of everything there is to decide."""
         return dict(self.problem.distributions())
 
     def sample_relative(self, study: optuna.Study, trial: FrozenTrial, *_space: Any) -> dict[str, Any]:
@@ -105,7 +104,6 @@ class GreedySampler(_TableSampler):
     """Walk back from the fastest point by sensitivity until the budget holds, then try to speed up single groups."""
 
     def proposals(self) -> Iterator[IntVector]:
-        """Yield the walk."""
         time, error2 = self.prior.time_ms, self.prior.error2
         current, safest = np.argmin(time, axis=1), np.argmin(error2, axis=1)
         added = error2[np.arange(len(time)), current]
@@ -140,7 +138,6 @@ def make_sampler(
     """Return a sampler by name.
 
     Args:
-        name: one of :data:`SAMPLERS`.
         problem, prior, goals, presets: see :class:`~autoprec.tuning.decide.sampler.sampler.PrecisionSampler`; Optuna's
             own samplers use none of them.
         seed: of Optuna's own samplers; ours draws nothing at random.

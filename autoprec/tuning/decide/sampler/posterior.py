@@ -141,7 +141,6 @@ class DivergenceModel(_Model):
         self._weights = self._normalised()
 
     def _normalised(self) -> Vector:
-        """Return how likely each misfit and spread is."""
         logs = np.array([fit.evidence for fit in self._fits]) + _LOG_PRIOR
         weights = np.exp(logs - logs.max())
         return np.asarray(weights / weights.sum())

@@ -39,7 +39,6 @@ class Prior:
         base_time_ms: time of a step outside the groups.
         memory: ``[G, C]`` bytes against the baseline's, or None when memory is neither limited nor an objective.
         base_memory: bytes of the baseline.
-        parameter_error2: squared error of the parameters of a point (``SensitivityTable.parameter_error2``).
         parameter_time_ms, parameter_memory: (name, value) -> milliseconds and bytes against the parameter's default.
         time_noise: relative noise of one measured step time; tiny for modelled times.
         time_trust: relative uncertainty of ``time_ms``.
@@ -69,10 +68,7 @@ def build_prior(
     """Return the prior.
 
     Args:
-        problem: the search problem.
-        table: its sensitivity table.
         layer_time: additive part of the cost model.
-        step_cost: whole steps.
         measured: trials will be timed (the model is then only roughly right), not modelled by this same model.
         with_memory: also build the table of bytes per group (one whole-step estimate per group and choice).
     """
@@ -135,7 +131,6 @@ def divergence_model(problem: Problem, error2: FloatTable) -> DivergenceModel:
     """Return the divergence model that starts from a table of squared errors.
 
     Args:
-        problem: the search problem.
         error2: ``[G, C]``, see :class:`autoprec.tuning.decide.table.SensitivityTable`.
     """
     weight = np.array([HEAD_WEIGHT if "head" in group.flags else 1.0 for group in problem.groups])

@@ -57,13 +57,10 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
     problem's are drawn at random.
 
     Args:
-        problem: the search problem.
         prior: tables to start from.
-        goals: what is wanted.
         presets: (name, params) of policies that people run today.
 
     Attributes:
-        problem: the search problem.
         expectation: the fitted models.
         last: what was proposed last.
     """
