@@ -216,7 +216,6 @@ class SimulatedRunner(Runner):
             warmup=spec.warmup,
             memory_bytes=sum(script.graph.memory.values()),
             samples=8,
-            tokens=256,
             start_s=0.01,
             wall_s=milliseconds * steps / 1000,
             training_s=milliseconds * steps / 1000 + compile_s,

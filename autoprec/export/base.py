@@ -89,7 +89,6 @@ class Exporter(Protocol):
     """One target; its conformance suite is :mod:`autoprec.testing.exporters`."""
 
     name: str
-    summary: str
 
     def export(self, request: Request) -> Export:
         """Return the files; never refuse because of a loss, but list it."""
@@ -112,13 +111,12 @@ class Losses:
         return tuple(self.found)
 
 
-def state_losses(request: Request, losses: Losses, *, optimizer: bool = True, communication: bool = True) -> None:
+def state_losses(request: Request, losses: Losses, *, communication: bool = True) -> None:
     """List optimizer state and communication precision that a target does not carry."""
     policy = request.policy
-    if optimizer:
-        for name, value in policy.optimizer.model_dump().items():
-            if value != "fp32":
-                losses.add(f"optimizer.{name}: {value}", "kept in the optimizer's own precision (fp32)")
+    for name, value in policy.optimizer.model_dump().items():
+        if value != "fp32":
+            losses.add(f"optimizer.{name}: {value}", "kept in the optimizer's own precision (fp32)")
     if communication and policy.communication.gradients != "fp32":
         losses.add(f"communication.gradients: {policy.communication.gradients}", "gradients travel as they are")
 

@@ -58,10 +58,10 @@ def literal(value: Any, indent: int = 0) -> str:
     return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else repr(value)
 
 
-def header(request: Request, target: str, comment: str = "#") -> str:
+def header(request: Request, target: str) -> str:
     """Return the comment that says where a file comes from."""
     policy = request.policy
     model = f" for {policy.model.class_name}" if policy.model else ""
     # every control character and line separator: a name must not end the comment it stands in
     what = "".join(char if char.isprintable() else " " for char in f"{request.name}{model}")
-    return f"{comment} {target} form of the AutoPrec policy {what}; written by `autoprec export`\n"
+    return f"# {target} form of the AutoPrec policy {what}; written by `autoprec export`\n"

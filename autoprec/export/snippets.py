@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autoprec.export.base import Request
+from autoprec.export.naming import TORCH_DTYPES
 
 PLAN_OF = '''
 def plan_of(name):
@@ -96,6 +99,26 @@ def autocast(device_type="cuda"):
     """The policy's activations: run the forward pass and the loss inside."""
     return torch.autocast(device_type, ACTIVATIONS or torch.bfloat16, enabled=ACTIVATIONS is not None)
 '''
+
+
+def shared(request: Request) -> dict[str, str]:
+    """Return what every exported module is filled in with: the snippets above, and the policy's settings."""
+    policy = request.policy
+    return {
+        "PLAN_OF": PLAN_OF,
+        "LEFT_OUT": LEFT_OUT,
+        "RUN_IN": RUN_IN,
+        "ATTEND": ATTEND,
+        "CONTEXT": CONTEXT,
+        "ACTIVATIONS": TORCH_DTYPES.get(policy.activations, "None"),
+        "ATTENTION": TORCH_DTYPES.get(policy.operators.attention, "None"),
+        "WIDE": str(wide_output(request)),
+    }
+
+
+def dtype_table(plans: Mapping[str, str]) -> str:
+    """Return the source of a mapping from plans to torch dtypes."""
+    return "{" + ", ".join(f'"{name}": {dtype}' for name, dtype in plans.items()) + "}"
 
 
 def wide_output(request: Request) -> bool:

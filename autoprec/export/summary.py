@@ -6,7 +6,7 @@ from collections import Counter
 
 from autoprec.export.base import Losses, Request, RulePlan
 from autoprec.policy import LayerPlan, glob_matches
-from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
+from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe, Scaling
 
 
 def matching_layers(request: Request, index: int) -> tuple[str, ...]:
@@ -33,6 +33,12 @@ def main_plan(request: Request) -> LayerPlan | None:
 def other_dtype(plan: LayerPlan, *dtypes: str) -> bool:
     """Say whether some product of a layer asks for a plain format beside these."""
     return any(recipe is not None and not recipe.scaled and recipe.format not in dtypes for recipe in plan.recipes)
+
+
+def current_scaling(scaling: Scaling) -> Scaling:
+    """Return the scaling with the scale of each tensor's own amax instead of a delayed one."""
+    plain = {"scale": "current", "margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
+    return scaling.model_copy(update=plain)
 
 
 def lose_rule(losses: Losses, rule: RulePlan, instead: str) -> None:

@@ -14,7 +14,7 @@ run. Gradient errors do not see it either. So a few steps of every trial are wat
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -52,12 +52,6 @@ class StateReport:
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form; NaN becomes null."""
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in asdict(self).items()}
-
-    @classmethod
-    def from_json(cls, document: dict[str, Any]) -> StateReport:
-        known = {f.name for f in fields(cls)}
-        values: dict[str, Any] = {k: math.nan if v is None else v for k, v in document.items() if k in known}
-        return cls(**values)
 
     def update_factor(self, reference: StateReport | None) -> float:
         """Return by how much updates are larger (or smaller) than the reference's, as a factor of at least 1.

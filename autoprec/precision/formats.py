@@ -23,29 +23,18 @@ class NumberFormat:
     min_exponent: int
     max: float
     torch_name: str
-    infinity: bool
-
-    @property
-    def epsilon(self) -> float:
-        """Relative spacing at 1.0: ``2 ** -mantissa``."""
-        return float(2.0**-self.mantissa)
-
-    @property
-    def tiny(self) -> float:
-        """Smallest positive subnormal value."""
-        return float(2.0 ** (self.min_exponent - self.mantissa))
 
 
 FORMATS: dict[str, NumberFormat] = {
     f.name: f
     for f in (
-        NumberFormat("fp32", 32, 23, -126, 3.4028234663852886e38, "float32", True),
-        NumberFormat("tf32", 19, 10, -126, 3.4011621342146535e38, "", True),
-        NumberFormat("bf16", 16, 7, -126, 3.3895313892515355e38, "bfloat16", True),
-        NumberFormat("fp16", 16, 10, -14, 65504.0, "float16", True),
-        NumberFormat("e4m3", 8, 3, -6, 448.0, "float8_e4m3fn", False),
-        NumberFormat("e5m2", 8, 2, -14, 57344.0, "float8_e5m2", True),
-        NumberFormat("e2m1", 4, 1, 0, 6.0, "", False),
-        NumberFormat("int8", 8, 7, 0, 127.0, "int8", False),
+        NumberFormat("fp32", 32, 23, -126, 3.4028234663852886e38, "float32"),
+        NumberFormat("tf32", 19, 10, -126, 3.4011621342146535e38, ""),
+        NumberFormat("bf16", 16, 7, -126, 3.3895313892515355e38, "bfloat16"),
+        NumberFormat("fp16", 16, 10, -14, 65504.0, "float16"),
+        NumberFormat("e4m3", 8, 3, -6, 448.0, "float8_e4m3fn"),
+        NumberFormat("e5m2", 8, 2, -14, 57344.0, "float8_e5m2"),
+        NumberFormat("e2m1", 4, 1, 0, 6.0, ""),
+        NumberFormat("int8", 8, 7, 0, 127.0, "int8"),
     )
 }

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from autoprec.support.plain import or_null, rebuild
 
 #: Every way a trial can end other than ``ok`` and ``pruned``.
 FAILURES = (
@@ -89,11 +91,7 @@ class TrialSpec:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrialSpec:
-        known = {f.name for f in fields(cls)}
-        values = {key: value for key, value in document.items() if key in known}
-        values["probes"] = tuple(Probe(**p) for p in values.get("probes", ()))
-        values["reference_losses"] = tuple(values.get("reference_losses", ()))
-        return cls(**values)
+        return rebuild(cls, document | {"probes": [Probe(**probe) for probe in document.get("probes", ())]})
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +107,7 @@ class TrialResult:
             of what: ``cpu_time`` (process CPU time on the CPU) or ``cuda_events``, or ``wall``.
         memory_bytes: peak of the step, of the rank that holds most; ``memory`` splits it (parameters, gradients,
             optimizer, saved, ...).
-        samples, tokens: per step, as seen in the batch; 0 when they could not be seen.
+        samples: per step, as seen in the batch; 0 when they could not be seen.
         skipped_steps: optimizer steps a GradScaler (the script's or ours) skipped.
         start_s: from the request to the first training step.
         unreliable: why the times are not to be trusted (a throttled or shared GPU, compilation in timed steps); empty
@@ -124,11 +122,9 @@ class TrialResult:
     step_ms: tuple[float, ...] = ()
     warmup: int = 0
     clock: str = "cpu_time"
-    grad_norms: tuple[float, ...] = ()
     memory_bytes: int = 0
     memory: dict[str, int] = field(default_factory=dict)
     samples: int = 0
-    tokens: int = 0
     skipped_steps: int = 0
     start_s: float = 0.0
     wall_s: float = 0.0
@@ -144,18 +140,11 @@ class TrialResult:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form; non-finite losses are written as null."""
-        out = asdict(self)
-        for name in ("losses", "step_ms", "grad_norms"):
-            out[name] = [value if value == value and abs(value) != float("inf") else None for value in out[name]]
-        return out
+        return asdict(self) | {"losses": or_null(self.losses), "step_ms": or_null(self.step_ms)}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrialResult:
-        known = {f.name for f in fields(cls)}
-        values = {key: value for key, value in document.items() if key in known}
-        for name in ("losses", "step_ms", "grad_norms"):
-            values[name] = tuple(float("nan") if v is None else float(v) for v in values.get(name, ()))
-        return cls(**values)
+        return rebuild(cls, document)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +173,4 @@ class HostInfo:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> HostInfo:
-        values = {f.name: document[f.name] for f in fields(cls) if f.name in document}
-        for name in ("layers", "optimizers", "notes"):
-            values[name] = tuple(values.get(name, ()))
-        return cls(**values)
+        return rebuild(cls, document)

@@ -47,4 +47,3 @@ def test_state_that_a_target_does_not_carry_is_lost_part_by_part() -> None:
     state = ["optimizer.weights: fp16_scaled", "optimizer.exp_avg: e4m3", "optimizer.exp_avg_sq: fp16_scaled"]
     assert lost() == [*state, "communication.gradients: fp8"]
     assert lost(communication=False) == state
-    assert lost(optimizer=False) == ["communication.gradients: fp8"]

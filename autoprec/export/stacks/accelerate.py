@@ -97,7 +97,6 @@ class AccelerateExporter:
     """Hugging Face accelerate: YAML and kwargs."""
 
     name = "accelerate"
-    summary = "accelerate: config YAML, and Python kwargs for what the YAML cannot say"
 
     def export(self, request: Request) -> Export:
         """Return ``accelerate_config.yaml`` and, unless the backend is Transformer Engine, a Python module."""

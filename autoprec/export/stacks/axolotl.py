@@ -30,7 +30,6 @@ class AxolotlExporter:
     """axolotl."""
 
     name = "axolotl"
-    summary = "axolotl: fp8 / bf16 / fp16 keys (whole model)"
 
     def export(self, request: Request) -> Export:
         """Return ``axolotl_precision.yaml``: keys to merge into a configuration."""

@@ -24,7 +24,6 @@ class DeepSpeedExporter:
     """DeepSpeed JSON."""
 
     name = "deepspeed"
-    summary = "DeepSpeed: torch_autocast and communication precision (no FP8, no layers)"
 
     def export(self, request: Request) -> Export:
         """Return ``ds_config.json``: the precision part of a DeepSpeed configuration."""

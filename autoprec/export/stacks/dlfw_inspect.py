@@ -47,7 +47,6 @@ class DlfwInspectExporter:
     """nvidia-dlfw-inspect for Transformer Engine models."""
 
     name = "dlfw-inspect"
-    summary = "nvidia-dlfw-inspect: YAML that switches layers and GEMMs of a Transformer Engine model"
 
     def export(self, request: Request) -> Export:
         """Return ``dlfw_inspect.yaml``."""

@@ -41,7 +41,6 @@ class LightningExporter:
     """Lightning: Fabric and Trainer."""
 
     name = "lightning"
-    summary = "Lightning: Precision plugins for Fabric and the Trainer"
 
     def export(self, request: Request) -> Export:
         """Return ``precision_policy.py`` and ``precision_lightning.py``."""

@@ -13,7 +13,7 @@ from autoprec.export.base import Export, Losses, Request, scaling_losses
 from autoprec.export.naming import header, name_plans
 from autoprec.export.operators import report_operators
 from autoprec.export.stacks.transformer_engine import builtin_plan
-from autoprec.export.summary import changes, lose_rule, other_dtype
+from autoprec.export.summary import changes, current_scaling, lose_rule, other_dtype
 from autoprec.policy import LayerPlan, dump_yaml
 from autoprec.precision.recipes import Recipe
 
@@ -38,8 +38,7 @@ def _runs(recipe: Recipe, delayed: bool) -> LayerPlan:
     if first.format == "nvfp4":
         return LayerPlan.uniform(first.model_copy(update=_ALL_ON))
     if first.scaling is not None and first.scaling.scale == "delayed" and not delayed:
-        plain = {"scale": "current", "margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
-        return builtin_plan(first.model_copy(update={"scaling": first.scaling.model_copy(update=plain)}))
+        return builtin_plan(first.model_copy(update={"scaling": current_scaling(first.scaling)}))
     return plan
 
 
@@ -117,7 +116,6 @@ class MegatronExporter:
     """Megatron-LM / Megatron-Core."""
 
     name = "megatron"
-    summary = "Megatron-LM: --te-precision-config-file YAML and launch flags"
 
     def export(self, request: Request) -> Export:
         """Return ``te_precision_config.yaml`` and ``megatron_flags.txt``."""

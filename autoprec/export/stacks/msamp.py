@@ -9,9 +9,9 @@ from __future__ import annotations
 import json
 
 from autoprec.export.base import Export, Losses, Request, scaling_losses
-from autoprec.export.naming import TORCH_DTYPES, header, name_plans, rule_table
+from autoprec.export.naming import header, name_plans, rule_table
 from autoprec.export.operators import autocast_operators
-from autoprec.export.snippets import CONTEXT, PLAN_OF, fill
+from autoprec.export.snippets import fill, shared
 from autoprec.export.stacks.python import SCALER
 from autoprec.export.summary import changes, fast_forward, lose_rule, other_dtype
 from autoprec.policy import CommunicationPolicy, LayerPlan, OptimizerPolicy, Policy
@@ -60,7 +60,6 @@ class MsAmpExporter:
     """Microsoft MS-AMP (FP8-LM)."""
 
     name = "msamp"
-    summary = "MS-AMP: opt level, DeepSpeed section, layers it leaves alone"
 
     def export(self, request: Request) -> Export:
         """Return ``precision_msamp.py`` and ``ds_msamp.json``."""
@@ -87,9 +86,8 @@ class MsAmpExporter:
         scaling_losses(request, losses, False, SCALER)
         autocast_operators(request, losses, lost="the autocast dtype: cast the logits in the script")
         own_level = "O2" if name == "O3" else name
-        activations = TORCH_DTYPES.get(policy.activations, "None")
         source = fill(_BODY, RULES=rule_table(rules, names), FP8=json.dumps(sorted(set(eight))), LEVEL=own_level)
-        source = fill(source, ACTIVATIONS=activations, PLAN_OF=PLAN_OF, CONTEXT=CONTEXT)
+        source = fill(source, **shared(request))
         te = _runs_te([rule.plan for rule in rules])
         section = {"msamp": {"enabled": True, "opt_level": name, "use_te": te}}
         files = {

@@ -67,7 +67,6 @@ class PythonExporter:
     """A dependency-free module with ``apply(model)`` and ``remove(model)``."""
 
     name = "python"
-    summary = "one module that needs only PyTorch: apply(model), remove(model)"
 
     def export(self, request: Request) -> Export:
         """Return ``precision_policy.py``."""

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
 from autoprec.export.naming import TORCH_DTYPES, header, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
-from autoprec.export.snippets import ATTEND, CONTEXT, LEFT_OUT, PLAN_OF, RUN_IN, fill, wide_output
+from autoprec.export.snippets import dtype_table, fill, shared
 from autoprec.export.stacks.python import SCALER
-from autoprec.export.summary import changes, fast_forward
+from autoprec.export.summary import changes, current_scaling, fast_forward
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Gemm, Operand, Recipe
 
@@ -74,8 +74,7 @@ def _nearest_recipe(recipe: Recipe | None) -> tuple[Recipe | None, str]:
         near = recipe.model_copy(update={"scaling": recipe.scaling.model_copy(update={"granularity": "row"})})
         return near, near.describe()
     if recipe.scaling.scale == "delayed":
-        plain = {"scale": "current", "margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
-        near = recipe.model_copy(update={"scaling": recipe.scaling.model_copy(update=plain)})
+        near = recipe.model_copy(update={"scaling": current_scaling(recipe.scaling)})
         return near, f"{near.describe()} with current scaling"
     return recipe, ""
 
@@ -262,22 +261,7 @@ def torchao_source(request: Request, losses: Losses) -> str:
     """Return the module that converts a model with torchao."""
     eight, plain, rules = float8_configs(request, losses)
     configs = "{\n" + "".join(f'        "{name}": {source},\n' for name, source in eight.items()) + "    }"
-    dtypes = "{" + ", ".join(f'"{name}": {dtype}' for name, dtype in plain.items()) + "}"
-    activations = TORCH_DTYPES.get(request.policy.activations, "None")
-    body = fill(
-        _BODY,
-        RULES=rules,
-        DTYPES=dtypes,
-        ACTIVATIONS=activations,
-        CONFIGS=configs,
-        PLAN_OF=PLAN_OF,
-        LEFT_OUT=LEFT_OUT,
-        RUN_IN=RUN_IN,
-        ATTEND=ATTEND,
-        ATTENTION=TORCH_DTYPES.get(request.policy.operators.attention, "None"),
-        WIDE=str(wide_output(request)),
-        CONTEXT=CONTEXT,
-    )
+    body = fill(_BODY, RULES=rules, DTYPES=dtype_table(plain), CONFIGS=configs, **shared(request))
     return header(request, "torchao") + body
 
 
@@ -285,7 +269,6 @@ class TorchaoExporter:
     """torchao's FP8 training, layer by layer."""
 
     name = "torchao"
-    summary = "torchao.float8: one convert_to_float8_training per distinct recipe"
 
     def export(self, request: Request) -> Export:
         """Return ``precision_torchao.py`` with ``apply(model)`` and ``autocast()``."""

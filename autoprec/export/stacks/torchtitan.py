@@ -100,7 +100,6 @@ class TorchtitanExporter:
     """torchtitan."""
 
     name = "torchtitan"
-    summary = "torchtitan: one quantization converter per recipe, with the names it takes or skips"
 
     def export(self, request: Request) -> Export:
         """Return ``precision_torchtitan.py``."""

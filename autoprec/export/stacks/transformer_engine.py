@@ -12,9 +12,9 @@ from typing import Any
 from autoprec.export.base import Export, Losses, Request, scaling_losses, state_losses
 from autoprec.export.naming import TORCH_DTYPES, header, literal, name_plans, rule_table
 from autoprec.export.operators import IN_FORWARD, autocast_operators
-from autoprec.export.snippets import ATTEND, CONTEXT, LEFT_OUT, PLAN_OF, RUN_IN, fill, wide_output
+from autoprec.export.snippets import dtype_table, fill, shared
 from autoprec.export.stacks.python import SCALER
-from autoprec.export.summary import fast_forward
+from autoprec.export.summary import current_scaling, fast_forward
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS, Gemm, Recipe
 
@@ -38,8 +38,7 @@ def _nearest_recipe(recipe: Recipe | None, mixed: bool) -> tuple[Recipe | None, 
         pair = (recipe.operands.input, recipe.operands.weight, recipe.operands.grad_output)
         if mixed or pair not in (("e4m3", "e4m3", "e4m3"), ("e4m3", "e4m3", "e5m2")):
             why = "inside a layer of mixed precision" if mixed else "for this mix of formats"
-            plain = {"scale": "current", "margin": 0, "amax_history_len": 16, "amax_compute_algo": "max"}
-            scaling = scaling.model_copy(update=plain)
+            scaling = current_scaling(scaling)
             changes.append(f"current scaling ({why} delayed scaling is not offered)")
         elif scaling.power_of_2:
             scaling = scaling.model_copy(update={"power_of_2": False})
@@ -394,7 +393,6 @@ class TransformerEngineExporter:
     """Transformer Engine, per layer and per GEMM."""
 
     name = "transformer-engine"
-    summary = "Transformer Engine: CustomRecipe factory (>= 2.19) and nested autocasts (>= 2.9)"
 
     def export(self, request: Request) -> Export:
         """Return ``precision_te.py`` and, where some layer is quantised, ``precision_te_nested.py``."""
@@ -432,28 +430,16 @@ class TransformerEngineExporter:
         output = "the exported module casts the model's output"
         autocast_operators(request, losses, output=output, attention=IN_FORWARD)
         state_losses(request, losses)
-        shared = {
-            "RULES": rule_table(rules, names),
-            "DTYPES": "{" + ", ".join(f'"{name}": {dtype}' for name, dtype in plain.items()) + "}",
-            "ACTIVATIONS": TORCH_DTYPES.get(request.policy.activations, "None"),
-            "PLAN_OF": PLAN_OF,
-            "SWAP": _SWAP,
-            "LEFT_OUT": LEFT_OUT,
-            "RUN_IN": RUN_IN,
-            "ATTEND": ATTEND,
-            "ATTENTION": TORCH_DTYPES.get(request.policy.operators.attention, "None"),
-            "WIDE": str(wide_output(request)),
-            "CONTEXT": CONTEXT,
-        }
+        common = {"RULES": rule_table(rules, names), "DTYPES": dtype_table(plain), "SWAP": _SWAP, **shared(request)}
         top = header(request, "Transformer Engine")
         source = fill(_FACTORY, ACCUMULATING=_ACCUMULATING, MMPARAMS="MMParams", ACCUMULATORS=literal(full))
-        source = fill(source, QUANTIZED=literal(specs), OLDEST=_OLDEST["factory"], **shared)
+        source = fill(source, QUANTIZED=literal(specs), OLDEST=_OLDEST["factory"], **common)
         files = {"precision_te.py": top + source}
         if builtin:
             recipes = "{\n" + "".join(f'    "{name}": {source},\n' for name, source in builtin.items()) + "}"
             main = f'"{next(iter(builtin))}"'
             oldest = _OLDEST["override" if "backward_override" in recipes else "nested"]
             source = fill(_NESTED, ACCUMULATING=_ACCUMULATING, MMPARAMS="recipe.MMParams", OLDEST=oldest)
-            files["precision_te_nested.py"] = top + fill(source, RECIPES=recipes, MAIN=main, **shared)
+            files["precision_te_nested.py"] = top + fill(source, RECIPES=recipes, MAIN=main, **common)
             notes.append(f"precision_te_nested.py needs {oldest} or newer")
         return Export(self.name, files, losses.done(), tuple(notes), losses.kept)

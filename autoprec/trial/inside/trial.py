@@ -100,7 +100,7 @@ class Trial:
         self._path, self._asked, self._writer = result, asked, writer
         self._start = self._begun = self._first_step = time.monotonic()
         self._policy: Any = None
-        self._batch = (0, 0)
+        self._batch = 0
         self._device = next(iter(found.parameters)).device
         self._recorder: Any = None
         self._payload: dict[str, Any] = {}
@@ -387,11 +387,9 @@ class Trial:
             losses=tuple(loop.losses[:asked]),
             step_ms=tuple(loop.clock.milliseconds()[: loop.steps]),
             clock=loop.clock.name,
-            grad_norms=tuple(loop.grad_norms[:asked]),
             memory=memory,
             memory_bytes=peak,
-            samples=self._batch[0] * max(loop.backwards // loop.steps, 1),
-            tokens=self._batch[1] * max(loop.backwards // loop.steps, 1),
+            samples=self._batch * max(loop.backwards // loop.steps, 1),
             skipped_steps=loop.skipped,
             unreliable=doubt or still_compiling(compiling, self.spec.warmup, loop.steps),
         )

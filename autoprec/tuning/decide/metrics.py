@@ -18,35 +18,27 @@ import numpy as np
 from autoprec.cost import StepEstimate
 from autoprec.trial.losses import loss_units
 from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.decide.noise import Baseline
+from autoprec.tuning.decide.noise import Baseline, Vector
 
 
-def divergence(losses: Sequence[float], reference: Sequence[float], window: int | None = None) -> float:
+def divergence(losses: Sequence[float], reference: Sequence[float]) -> float:
     """Return the mean absolute relative gap between a trial's losses and its paired reference's.
+
+    The last half of the common steps is scored: the first steps are nearly equal under any precision.
 
     Args:
         losses: losses of the trial, one per optimizer step.
         reference: losses of the run with the same initial weights, data order and random streams.
-        window: how many of the last common steps are scored; the last half when None. The first steps are nearly
-            equal under any precision and would dilute the gap.
 
     Returns:
         A fraction (0.0025 is 0.25 %) of the reference's loss, or of the unit that takes its place where it goes to
         zero (:func:`autoprec.trial.losses.loss_units`); infinity when a scored loss of the trial is not finite, NaN
         never.
     """
-    count = min(len(losses), len(reference))
-    if count == 0:
-        return math.inf
-    scored = max(1, count - count // 2) if window is None else max(1, min(window, count))
-    a = np.asarray(losses[count - scored : count], dtype=np.float64)
-    b = np.asarray(reference[count - scored : count], dtype=np.float64)
-    if not np.isfinite(a).all():
-        return math.inf
+    a, b, unit = _last_half(losses, reference)
     usable = np.isfinite(b)
-    if not usable.any():
+    if not np.isfinite(a).all() or not usable.any():
         return math.inf
-    unit = np.asarray(loss_units(reference)[count - scored : count])
     return float(np.mean(np.abs(a[usable] - b[usable]) / unit[usable]))
 
 
@@ -55,12 +47,16 @@ def signed_gap(losses: Sequence[float], reference: Sequence[float]) -> float:
 
     NaN where a scored loss is not finite or there are none.
     """
+    a, b, unit = _last_half(losses, reference)
+    gaps = (a - b) / unit
+    return float(np.mean(gaps)) if len(gaps) and np.isfinite(gaps).all() else math.nan
+
+
+def _last_half(losses: Sequence[float], reference: Sequence[float]) -> tuple[Vector, Vector, Vector]:
+    """Return the last half of the common steps: losses, those of the reference, and the units of their gaps."""
     count = min(len(losses), len(reference))
-    start = count // 2
-    a = np.asarray(losses[start:count], dtype=np.float64)
-    b = np.asarray(reference[start:count], dtype=np.float64)
-    gaps = (a - b) / np.asarray(loss_units(reference)[start:count])
-    return float(np.mean(gaps)) if count and np.isfinite(gaps).all() else math.nan
+    a, b, unit = (np.asarray(row[count // 2 : count]) for row in (losses, reference, loss_units(reference)))
+    return a.astype(np.float64), b.astype(np.float64), unit
 
 
 def step_time(step_ms: Sequence[float], warmup: int = 0) -> float:
@@ -72,7 +68,7 @@ def step_time(step_ms: Sequence[float], warmup: int = 0) -> float:
     return float(np.median(kept)) if kept else math.inf
 
 
-def curve_slope(losses: Sequence[float], window: int | None = None) -> tuple[float, float]:
+def curve_slope(losses: Sequence[float]) -> tuple[float, float]:
     """Fit ``loss = a - slope * ln(step)`` over the last half of a loss curve.
 
     Returns:
@@ -81,7 +77,7 @@ def curve_slope(losses: Sequence[float], window: int | None = None) -> tuple[flo
         batch size and of how many steps a trial has.
     """
     values = np.asarray(losses, dtype=np.float64)
-    first = len(values) // 2 if window is None else max(0, len(values) - window)
+    first = len(values) // 2
     steps = np.arange(1, len(values) + 1)[first:]
     values = values[first:]
     finite = np.isfinite(values)
@@ -111,9 +107,7 @@ def effective_speedup(speedup: float, losses: Sequence[float], reference: Sequen
     gap_share = divergence(losses, reference)
     if count == 0 or not math.isfinite(gap_share):
         return 0.0
-    start = count // 2
-    a = np.asarray(losses[start:count], dtype=np.float64)
-    b = np.asarray(reference[start:count], dtype=np.float64)
+    a, b, _ = _last_half(losses, reference)
     finite = np.isfinite(b)
     gap = max(0.0, float(np.mean((a - b)[finite])))
     slope, error = curve_slope(reference[:count])

@@ -22,11 +22,12 @@ def nondominated(points: Sequence[Sequence[float]]) -> list[int]:
     return kept
 
 
-def front(records: Sequence[TrialRecord], metrics: Sequence[str] = ("step_time_ms", "divergence")) -> list[TrialRecord]:
-    """Return the records on the Pareto front of the named metrics (all minimised), fastest first.
+def front(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+    """Return the records on the Pareto front of step time and divergence, fastest first.
 
-    Only records that were measured to their end and have every metric take part.
+    Only records that were measured to their end and have both metrics take part.
     """
+    metrics = ("step_time_ms", "divergence")
     usable = [r for r in records if r.ok and all(name in r.metrics for name in metrics)]
     points = [[r.metrics[name] for name in metrics] for r in usable]
     return [usable[i] for i in nondominated(points)]

@@ -24,13 +24,12 @@ _ATTENTION = re.compile(
 )
 
 
-def presets(problem: Problem, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:
+def presets(problem: Problem) -> list[tuple[str, dict[str, Any]]]:
     """Return (name, params) of the presets that this problem can express, each numerically different from the others.
 
     The script as written, all bf16, each uniform choice (``head X`` where only the head offers it), each of them with
     the first and last block in the baseline, with attention in the baseline, in the MLPs only, with the head out, and
-    where torchao's filter would put it; and the presets of the space. Names are unique. ``limit`` is how many are kept;
-    uniform ones come first.
+    where torchao's filter would put it; and the presets of the space. Names are unique.
     """
     found: list[tuple[str, dict[str, Any]]] = []
     seen: dict[tuple[Any, ...], int] = {}
@@ -42,7 +41,7 @@ def presets(problem: Problem, limit: int | None = None) -> list[tuple[str, dict[
         elif key not in seen and name not in {n for n, _ in found}:
             seen[key] = len(found)
             found.append((name, params))
-    return found[:limit]
+    return found
 
 
 def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:

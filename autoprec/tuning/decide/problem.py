@@ -312,21 +312,20 @@ class Problem:
             known[choice] = Choice.parse(choice).plan(recipes)
         return {name: known[choice] for name, choice in self.assignment(params).items()}
 
-    def policy(self, params: Params, *, model: Any = None, evidence: Mapping[str, Any] | None = None) -> Policy:
+    def policy(self, params: Params, *, evidence: Mapping[str, Any] | None = None) -> Policy:
         """Return the policy of a point, its layers as few glob rules as say it exactly.
 
         Args:
             params: what was decided; silent parameters take their defaults.
-            model: ModelInfo, or its plain-data form; the recorded model's when None.
         """
-        return self.render(self.complete(params), model=model, evidence=evidence)
+        return self.render(self.complete(params), evidence=evidence)
 
     def quiet(self) -> dict[str, Any]:
         """Return full params, perhaps outside the space, that leave everything as the script wrote it."""
         params = {**self.complete({}), "activations": "keep", "attention": "keep", "execution": "keep"}
         return params | {layer_key(group.name): KEEP for group in self.groups}
 
-    def render(self, params: Params, *, model: Any = None, evidence: Mapping[str, Any] | None = None) -> Policy:
+    def render(self, params: Params, *, evidence: Mapping[str, Any] | None = None) -> Policy:
         """Return the policy of full params without asking whether they lie in the space (see :meth:`quiet`)."""
         if not self._globs:
             self._globs.append(GlobTable([layer.name for layer in self.report.layers]))
@@ -340,7 +339,6 @@ class Problem:
         used = {name for rule in rules for name in (rule.recipe, *rule.gemms.values())} - {KEEP}
         activations = params["activations"]
         fp16 = activations == "fp16" or any(recipes[name].format == "fp16" for name in used)
-        info = model if model is not None else self.report.model
         policy_recipes = {name: recipe for name, recipe in recipes.items() if name in used}
         run_by = self.backends(policy_recipes, str(params["execution"])) if self.backends is not None else {}
         return Policy.model_validate(
@@ -354,7 +352,7 @@ class Problem:
                 "stability": {n.split(".")[1]: v for n, v in params.items() if n.startswith("stability.")},
                 "execution": params["execution"],
                 "loss_scaling": "dynamic" if fp16 and self.space.loss_scaling == "dynamic" else "none",
-                "model": info if info is None or isinstance(info, ModelInfo) else ModelInfo.model_validate(dict(info)),
+                "model": ModelInfo.model_validate(dict(self.report.model)),
                 "evidence": {**({"backends": run_by} if run_by else {}), **(evidence or {})},
             }
         )

@@ -59,20 +59,20 @@ def parameter_probes(problem: Problem) -> list[Probe]:
     return out
 
 
-def mixed_params(problem: Problem, number: int, seed: int = 0) -> dict[str, Any]:
+def mixed_params(problem: Problem, number: int) -> dict[str, Any]:
     """Return the ``number``-th random assignment (activations and attention as written): full params."""
-    rng = np.random.default_rng([seed, number, 7])
+    rng = np.random.default_rng([0, number, 7])
     params = problem.quiet()
     for group in problem.groups:
         params[layer_key(group.name)] = str(rng.choice(np.array(group.choices)))
     return params
 
 
-def mixed_probes(problem: Problem, count: int = MIXED_PROBES) -> list[Probe]:
+def mixed_probes(problem: Problem) -> list[Probe]:
     """Return the random mixed assignments that check the addition of squares."""
     if len(problem.free_groups) < 2:
         return []
-    return [Probe(f"mixed|{k}", problem.render(mixed_params(problem, k)).to_dict()) for k in range(count)]
+    return [Probe(f"mixed|{k}", problem.render(mixed_params(problem, k)).to_dict()) for k in range(MIXED_PROBES)]
 
 
 def plan_probes(problem: Problem) -> list[Probe]:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Self
 
 from autoprec.support.files import with_checksum, without_checksum
+from autoprec.support.plain import or_null, rebuild
 from autoprec.support.redact import redact_text
 
 #: The tag of records whose trial compiled repeated blocks instead of the whole model.
@@ -74,10 +75,8 @@ class TrialRecord:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form; non-finite losses become null."""
-        out = asdict(self)
-        for name in ("losses", "reference_losses"):
-            out[name] = [v if v == v and abs(v) != float("inf") else None for v in out[name]]
-        return out
+        curves = {"losses": or_null(self.losses), "reference_losses": or_null(self.reference_losses)}
+        return asdict(self) | curves
 
     def to_stored(self) -> dict[str, Any]:
         """Return the form that a study's database holds: :meth:`to_json` and its checksum."""
@@ -94,12 +93,7 @@ class TrialRecord:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrialRecord:
-        known = {f.name for f in fields(cls)}
-        values = {key: value for key, value in document.items() if key in known}
-        for name in ("losses", "reference_losses"):
-            values[name] = tuple(float("nan") if v is None else float(v) for v in values.get(name, ()))
-        values["tags"] = tuple(values.get("tags", ()))
-        return cls(**values)
+        return rebuild(cls, document)
 
 
 def pooled(records: Iterable[TrialRecord]) -> dict[str, TrialRecord]:
@@ -183,10 +177,6 @@ class SearchResult:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
-        known = {f.name for f in fields(cls)}
         named = {"study_name" if key == "study" else key: value for key, value in document.items()}
-        values = {key: value for key, value in named.items() if key in known}
-        for name in ("presets", "front", "sensitivity", "notes"):
-            values[name] = tuple(values.get(name, ()))
-        values["trials"] = {name: count for name, count in values["trials"].items() if name != "stopped"}
-        return cls(**values)
+        named["trials"] = {name: count for name, count in named["trials"].items() if name != "stopped"}
+        return rebuild(cls, named)

@@ -28,7 +28,7 @@ from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes
 _LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
 #: The directories that the kernel lays a copy over, for the processes that this one starts; empty where it cannot.
 _MOUNTED_VARIABLE = "AUTOPREC_TRIAL_MOUNTED"
-_state: dict[str, Any] = {"overlay": None, "enforced": False, "mounts": None, "programs": set()}
+_state: dict[str, Any] = {"overlay": None, "mounts": None, "programs": set()}
 #: Programs whose work is to write files.
 _WRITERS = re.compile(r"(?:(?:ba)?sh|rm|mv|cp|mkdir|rmdir|ln|touch|tee|sed|tar|(?:un|g)?zip|rsync|dd|wget|curl)$")
 
@@ -58,14 +58,14 @@ def isolate(config: dict[str, Any]) -> Overlay:
     if mounted := _mounted(guarded, ours, layer):
         overlay = Overlay(layer, [], [*mounted, *ours], below)
         overlay.mounted = mounted
-        _state["enforced"] = True
     else:
         crowded, beside = _split(free_prefixes(()), guarded)
         if inside:
             _own_temporary_directory(folder, cache)
         overlay = Overlay(layer, [*crowded, *guarded], [*beside, *ours], below)
         writable = [*(free_prefixes(()) - set(crowded)), *beside, *ours]
-        _state["enforced"] = sys.platform == "linux" and landlock.restrict_writes(writable)
+        if sys.platform == "linux":
+            landlock.restrict_writes(writable)
     if not mounted:
         _watch_programs()
     _state["overlay"] = overlay
@@ -115,11 +115,6 @@ def _mounted(guarded: list[str], ours: list[str], layer: str) -> tuple[str, ...]
 def _mounts_of(layer: str) -> str:
     """Return where the layers of mounts lie, beside what the overlay in Python keeps."""
     return os.path.join(layer, ".mounts")
-
-
-def enforced() -> bool:
-    """True when the kernel refuses what goes past the overlay."""
-    return bool(_state["enforced"])
 
 
 def add_layer(overlay: Overlay, folder: Path) -> None:

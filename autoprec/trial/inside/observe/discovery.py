@@ -189,8 +189,8 @@ def _is_shared(tensor: torch.Tensor) -> bool:
         return False
 
 
-def batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
-    """Return ``(samples, tokens)`` of one call's inputs; tokens is 0 unless an integer ``[batch, length]`` is seen."""
+def batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
+    """Return the samples of one call's inputs, of an integer ``[batch, length]`` where there is one; 0 if unseen."""
     flat: list[torch.Tensor] = []
     stack: list[Any] = [*reversed(list(kwargs.values())), *reversed(list(args))]
     while stack and len(flat) < 32:
@@ -202,9 +202,5 @@ def batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[int, int]:
         elif isinstance(value, dict):
             stack.extend(reversed(list(value.values())))
     shaped = [t for t in flat if t.dim() >= 1]
-    if not shaped:
-        return 0, 0
-    for tensor in shaped:
-        if tensor.dim() == 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool:
-            return tensor.shape[0], tensor.shape[0] * tensor.shape[1]
-    return shaped[0].shape[0], 0
+    tokens = [t for t in shaped if t.dim() == 2 and not t.is_floating_point() and t.dtype != torch.bool]
+    return next((t.shape[0] for t in [*tokens, *shaped]), 0)

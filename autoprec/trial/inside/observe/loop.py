@@ -39,17 +39,6 @@ def early_stop(losses: Sequence[float], reference: Sequence[float], limit: float
     return sum(gaps) / len(gaps) > limit
 
 
-def gradient_norm(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm over all gradients as one scalar tensor; local shards only under FSDP2."""
-    grads = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if hasattr(g, "to_local") else g for g in grads]
-    dense = [g for g in local if g.layout is torch.strided]
-    if not dense:
-        return torch.tensor(float("nan"))
-    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack([n.float() for n in torch._foreach_norm(dense)]))
-    return norm
-
-
 class Loop(Events):
     """Watches ``total`` steps of the primary optimizer, then calls ``then(self)``; every step may also be ``seen``.
 
@@ -85,10 +74,8 @@ class Loop(Events):
         self._primary = found.optimizers[0] if found.optimizers else None
         self._other_steps = 0
         self._losses: list[torch.Tensor] = []
-        self._norms: list[torch.Tensor] = []
         self._pending: list[torch.Tensor] = []
         self._vectors: list[torch.Tensor] = []
-        self._clip: torch.Tensor | None = None
         self._closure_call = 0
         self._rates: list[tuple[dict[str, Any], Any]] = []
         self._saved = SavedBytes(found.parameters) if count_memory else None
@@ -110,11 +97,6 @@ class Loop(Events):
     def losses(self) -> list[float]:
         """The objective of every step: the sum of the scalars that backward was called on."""
         return [float(x) for x in self._losses]
-
-    @property
-    def grad_norms(self) -> list[float]:
-        """The gradient norm of every step, before clipping where the script clips."""
-        return [float(x) for x in self._norms]
 
     # ---------------------------------------------------------------- events
     def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
@@ -138,10 +120,6 @@ class Loop(Events):
     def before_closure(self, optimizer: Optimizer, call: int) -> None:
         if self._is_primary(optimizer):
             self._closure_call = call
-
-    def clipped(self, parameters: list[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:  # noqa: ARG002
-        if isinstance(norm, torch.Tensor):
-            self._clip = norm.full_tensor() if hasattr(norm, "full_tensor") else norm.detach()
 
     def gradients_ready(self, optimizer: Optimizer) -> None:
         if self._is_primary(optimizer):
@@ -197,10 +175,8 @@ class Loop(Events):
         device = parameters[0].device if parameters else torch.device("cpu")
         seen = self._pending or self._vectors
         loss = torch.stack([p.to(device) for p in seen]).sum() if seen else torch.tensor(float("nan"))
-        norm = self._clip if self._clip is not None else gradient_norm(parameters)
         self._losses.append(loss)
-        self._norms.append(norm)
-        self._pending, self._vectors, self._clip, self._closure_call = [], [], None, 0
+        self._pending, self._vectors, self._closure_call = [], [], 0
         self.steps += 1
         self._beat()
         self.graphs.append(compiled_graphs())

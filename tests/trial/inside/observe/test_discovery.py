@@ -64,7 +64,7 @@ def test_nothing_owned_is_nothing_found() -> None:
 
 def test_batch_size() -> None:
     tokens = torch.zeros(4, 16, dtype=torch.long)
-    assert batch_size((tokens,), {}) == (4, 64)
-    assert batch_size((), {"mask": torch.ones(4, 16), "input_ids": tokens}) == (4, 64)
-    assert batch_size((torch.zeros(8, 3, 2, 2),), {}) == (8, 0)
-    assert batch_size(([torch.tensor(1.0)],), {"n": 3}) == (0, 0)
+    assert batch_size((tokens,), {}) == 4
+    assert batch_size((), {"mask": torch.ones(4, 16), "input_ids": tokens}) == 4
+    assert batch_size((torch.zeros(8, 3, 2, 2),), {}) == 8
+    assert batch_size(([torch.tensor(1.0)],), {"n": 3}) == 0
