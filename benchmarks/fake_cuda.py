@@ -96,6 +96,7 @@ def _answers(capability: tuple[int, int]) -> None:
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
     cuda.device = cuda._DeviceGuard = _Device
     torch.version.cuda = "13.0"
+    torch.__config__.show = lambda: "-DUSE_MSLK"  # as torch's own wheels for CUDA are built
     torch._C._cuda_getCurrentRawStream = lambda _: 0  # type: ignore[attr-defined]
     library = torch.library.Library("aten", "IMPL")
     library.impl("empty.memory_format", lambda size, dtype=None, **_: torch.empty(size, dtype=dtype), "CUDA")

@@ -431,7 +431,7 @@ def main() -> int:
     asked += [("eager", r, "native", "9.0") for r in ("bf16", *HOPPER)]
     asked += [("compiled", r, "native", "9.0") for r in ("bf16", *HOPPER)]
     asked += [("experts", r, "native", "9.0") for r in ("bf16", "fp8_rowwise")]
-    asked += [("experts", "rowwise", "torchao", "9.0")]
+    asked += [("experts", "mxfp8", "native", "10.0"), ("experts", "rowwise", "torchao", "9.0")]
     asked += [("compiled", r, "torchao", "9.0") for r in ("tensorwise", "rowwise")]
     asked += [("compiled", r, "native", "10.0") for r in BLACKWELL]
     if arguments.only:

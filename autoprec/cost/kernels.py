@@ -107,13 +107,27 @@ def cast_traffic(
 _EAGER_OPERATORS = {"int8": 28, "mxfp8": 34}
 
 
-def grouped_traffic(uses: tuple[int, ...], source: float, *, weight: bool, eager: bool) -> tuple[float, int]:
+#: The same of MXFP8 tokens of experts, whose groups are padded and whose scales are arranged group by group: along
+#: their rows, and for sums over each expert's rows; and kernels per use that a compiler makes of an operand.
+_GROUPED_MX_OPERATORS, _GROUPED_MX_KERNELS = (57, 100), 3
+
+
+def grouped_traffic(
+    family: str, uses: tuple[int, ...], source: float, *, weight: bool, eager: bool
+) -> tuple[float, int]:
     """Return bytes moved per value and kernels launched that cast one operand of a grouped GEMM (``backends.experts``).
 
     Along its rows as any operand with row scales. For the sum over an expert's rows by one kernel that reads them twice
-    and pads them; in a compiled graph weights, whose groups are known, are left to the compiler.
+    and pads them; in a compiled graph weights, whose groups are known, are left to the compiler. MXFP8 has no
+    kernels of its own.
     """
     along_row, along_column = int(0 in uses), int(1 in uses)
+    if family == "mxfp8":
+        if not eager:
+            return cast_traffic(family, uses, source, layouts=2)[0], len(uses) * _GROUPED_MX_KERNELS
+        moved, launched = eager_traffic(family, uses, source)
+        row, column = _GROUPED_MX_OPERATORS
+        return moved, launched if weight else along_row * row + along_column * column
     compiled = cast_traffic("fp8_row", uses, source, layouts=2, weight=weight)
     if eager:
         return (along_row + along_column) * (2 * source + 1.0), 2 * along_row + along_column
@@ -192,7 +206,7 @@ def operand_cast_seconds(
         )
         fixed = rates.quantise_us.get(family, 5.0) * 1e-6
         if grouped:
-            moved, kernels = grouped_traffic(uses, source, weight=weight, eager=eager)
+            moved, kernels = grouped_traffic(family, uses, source, weight=weight, eager=eager)
         elif eager:
             moved, kernels = eager_traffic(family, uses, source)
         if eager:
@@ -210,7 +224,7 @@ def _cast_kernels(
     target: Target, recipe: Recipe, uses: tuple[int, ...], work: GemmWork, *, weight: bool, eager: bool
 ) -> int:
     if work.grouped and recipe.scaled:
-        return grouped_traffic(uses, 2.0, weight=weight, eager=eager)[1]
+        return grouped_traffic(recipe_family(recipe), uses, 2.0, weight=weight, eager=eager)[1]
     family = recipe_family(recipe)
     if eager and recipe.scaled:
         return eager_traffic(family, uses, 2.0)[1]

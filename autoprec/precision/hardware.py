@@ -53,24 +53,30 @@ def alignment(family: str) -> int:
     return _ALIGNMENT.get(family, 1)
 
 
-def grouped_refusal(recipe: Recipe, capability: tuple[int, int]) -> str:
+#: kind of grouped GEMM -> the compute capability it runs on, and its name
+_GROUPED = {"row": ((9, 0), "FP8"), "mxfp8": ((10, 0), "MXFP8")}
+
+
+def grouped_refusal(recipe: Recipe, capability: tuple[int, int] | None) -> str:
     """Return why torch has no grouped GEMM (3-D weights of experts) for a recipe on an NVIDIA GPU, or nothing.
 
-    ``_scaled_grouped_mm`` takes E4M3 and a scale for each row; torch's own tests of it (2.11 and 2.13) run on compute
-    capability 9.0 alone.
+    ``_scaled_grouped_mm`` takes E4M3 with a scale for each row, or as MXFP8; torch's own tests of these (2.11 and 2.13)
+    run on compute capability 9.0 and 10.0 alone. ``capability`` None: on whichever GPU has one.
     """
     what = recipe.describe()
     if recipe.output == "fp32":
         return f"no grouped GEMM runs {what}: what it returns is rounded to 16 bits"
     if not recipe.scaled:
-        return "" if recipe.format == "bf16" else f"no grouped GEMM runs {what}: torch groups bf16 and FP8"
-    if recipe.format != "fp8" or recipe.scaling is None or recipe.scaling.granularity != "row":
-        return f"no grouped GEMM runs {what}: torch's takes FP8 with a scale for each row only"
+        return "" if recipe.format == "bf16" else f"no grouped GEMM runs {what}: torch groups bf16, FP8 and MXFP8"
+    kind = recipe.scaling.granularity if recipe.format == "fp8" and recipe.scaling is not None else recipe.format
+    if kind not in _GROUPED:
+        return f"no grouped GEMM runs {what}: torch's takes FP8 with a scale for each row, or MXFP8"
     if {recipe.operand_format(operand) for operand in OPERANDS} != {"e4m3"}:
         return f"torch's grouped GEMM multiplies E4M3 by E4M3 only: {what} has E5M2"
-    if capability != (9, 0):
+    needed, name = _GROUPED[kind]
+    if capability not in (None, needed):
         here = f"this is {capability[0]}.{capability[1]}" if capability > (0, 0) else "this device has none"
-        return f"torch's grouped FP8 GEMM runs on compute capability 9.0 only, {here}"
+        return f"torch's grouped {name} GEMM runs on compute capability {needed[0]}.{needed[1]} only, {here}"
     return ""
 
 

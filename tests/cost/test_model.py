@@ -291,8 +291,8 @@ def test_grouped_products_run_what_torch_groups(large: GraphReport) -> None:
     hopper, blackwell = CostModel(report, TARGETS["h100"]), CostModel(report, TARGETS["b200"])
     assert hopper.can_run(name, R["fp8_rowwise"])[0]
     for model, recipe, why in (
-        (hopper, "fp8_tensorwise", "a scale for each row only"),
-        (hopper, "fp8_delayed", "a scale for each row only"),
+        (hopper, "fp8_tensorwise", "a scale for each row, or MXFP8"),
+        (hopper, "fp8_delayed", "a scale for each row, or MXFP8"),
         (hopper, "bf16_fp32_output", "rounded to 16 bits"),
         (blackwell, "fp8_rowwise", "compute capability 9.0 only"),
     ):
@@ -301,6 +301,7 @@ def test_grouped_products_run_what_torch_groups(large: GraphReport) -> None:
         assert reason.startswith("its weights are multiplied by a grouped GEMM")
         assert why in reason
     assert hopper.can_run(name, R["bf16"])[0]
+    assert blackwell.can_run(name, R["mxfp8"])[0]
 
 
 def test_grouped_products_read_the_weights_of_all_experts(large: GraphReport) -> None:

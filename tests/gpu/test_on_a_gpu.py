@@ -108,15 +108,16 @@ class Experts(nn.Module):
 @pytest.mark.filterwarnings("ignore")  # the own deprecations of Dynamo and Inductor
 @pytest.mark.parametrize("compiled", [False, True])
 def test_grouped_experts_agree_with_the_emulation(compiled: bool) -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("torch's grouped FP8 GEMM runs on compute capability 9.0 only")
+    name = {(9, 0): "fp8_rowwise", (10, 0): "mxfp8"}.get(torch.cuda.get_device_capability())
+    if name is None:
+        pytest.skip("torch's grouped GEMMs run FP8 on compute capability 9.0 and MXFP8 on 10.0 only")
     torch.manual_seed(0)
     model, x = Experts(), torch.randn(301, 256, device="cuda", dtype=torch.bfloat16)
     gradient = torch.randn(301, 512, device="cuda", dtype=torch.bfloat16) * 1e-3
     ends = torch.tensor([37, 37, 100, 290, 301], device="cuda", dtype=torch.int32)
     found = {}
     for backend in ("emulated", "native"):
-        policy = uniform("fp8_rowwise")
+        policy = uniform(name)
         policy.apply(model, backend=backend)
         torch._dynamo.reset()
         model.zero_grad()

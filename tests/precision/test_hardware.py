@@ -273,13 +273,17 @@ def test_a_no_is_false() -> None:
         ("fp8_rowwise", (9, 0), ""),
         ("fp8_rowwise", (10, 0), "compute capability 9.0 only, this is 10.0"),
         ("fp8_rowwise", (0, 0), "this device has none"),
-        ("fp8_tensorwise", (9, 0), "a scale for each row only"),
-        ("mxfp8", (10, 0), "a scale for each row only"),
-        ("fp16", (9, 0), "torch groups bf16 and FP8"),
+        ("fp8_tensorwise", (9, 0), "a scale for each row, or MXFP8"),
+        ("mxfp8", (10, 0), ""),
+        ("mxfp8", (9, 0), "compute capability 10.0 only, this is 9.0"),
+        ("mxfp8", (10, 3), "this is 10.3"),
+        ("mxfp8", None, ""),
+        ("nvfp4", None, "a scale for each row, or MXFP8"),
+        ("fp16", (9, 0), "torch groups bf16, FP8 and MXFP8"),
         ("bf16_fp32_output", (9, 0), "rounded to 16 bits"),
     ],
 )
-def test_grouped_gemms_say_what_they_run(recipe: str, capability: tuple[int, int], reason: str) -> None:
+def test_grouped_gemms_say_what_they_run(recipe: str, capability: tuple[int, int] | None, reason: str) -> None:
     found = grouped_refusal(BUILTIN_RECIPES[recipe], capability)
     assert reason in found
     assert bool(found) == bool(reason)

@@ -1,8 +1,9 @@
 """Grouped GEMMs in FP8: the tokens of all experts, sorted by expert, times one weight each, through one torch call.
 
-``torch._scaled_grouped_mm`` (compute capability 9.0, E4M3, bfloat16 results) multiplies rows ``ends[e - 1]`` to
-``ends[e]`` by the weight of expert ``e``, with a scale for each row of either operand. Every expert is quantised as a
-layer of its own, as the loop of :meth:`~autoprec.numerics.execution.Execution.grouped` does it, bit for bit:
+``torch._scaled_grouped_mm`` (E4M3, bfloat16 results) multiplies rows ``ends[e - 1]`` to ``ends[e]`` by the weight of
+expert ``e``: on compute capability 9.0 with a scale for each row of either operand, as below, on 10.0 in MXFP8
+(``experts.mx``). Every expert is quantised as a layer of its own, as the loop of
+:meth:`~autoprec.numerics.execution.Execution.grouped` does it, bit for bit:
 
 ======  =============================  ============================  ==========================
 GEMM    first operand, scales          second operand, scales        result
@@ -28,10 +29,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from autoprec.backends.fused import FusedCasts, agreed, constants_of, has_kernels, launch
+from autoprec.backends.experts.mx import (
+    mx_columns,
+    mx_matrices,
+    mx_product,
+    mx_rows,
+    padded_ends,
+    padded_rows,
+    padded_width,
+)
 from autoprec.numerics.linear import LinearExecution, only_once
 from autoprec.numerics.operand import ScaleRule, Spec
 from autoprec.numerics.plan import GemmStep, Steps
@@ -48,21 +57,15 @@ __all__ = ["GroupedProducts"]
 #: What the sum over an expert's tokens is padded to, and the least it may be.
 _MULTIPLE = 16
 _TILE = (128, 64)
+#: scheme of operands -> a recipe with it, and what its contraction dimensions must be a multiple of
+_OF_SCHEME = {"row": BUILTIN_RECIPES["fp8_rowwise"], "mx": BUILTIN_RECIPES["mxfp8"]}
+_SIDES = {"row": _MULTIPLE, "mx": 32}
+#: The libraries that bring MXFP8's grouped kernel into torch: MSLK, and FBGEMM before torch 2.11.
+_HAS_MX = ("USE_MSLK", "USE_FBGEMM_GENAI")
 
 
 def _on_gpu(x: Tensor) -> bool:
     return x.device.type == "cuda"
-
-
-def _padded_ends(ends: Tensor) -> Tensor:
-    """Return where groups end once each has a multiple of 16 rows, at least 16."""
-    sizes = torch.diff(ends, prepend=ends.new_zeros(1))
-    return (((sizes + (_MULTIPLE - 1)) // _MULTIPLE).clamp(min=1) * _MULTIPLE).cumsum(0, dtype=torch.int32)
-
-
-def _width(rows: int, count: int) -> int:
-    """Return an upper bound of the last padded end, a multiple of 16, that needs no look at the groups."""
-    return (rows + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE + _MULTIPLE * count
 
 
 Columns = tuple[Tensor, Tensor, Tensor]
@@ -71,7 +74,7 @@ Columns = tuple[Tensor, Tensor, Tensor]
 def _columns_by_torch(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
     """Do what :func:`_columns` does with torch's operators."""
     count, rows = ends.shape[0], x.shape[0]
-    padded, width = _padded_ends(ends), _width(rows, count)
+    padded, width = padded_ends(ends, _MULTIPLE), padded_width(rows, count, _MULTIPLE)
     at = torch.arange(rows, dtype=torch.int32, device=x.device)
     index = torch.searchsorted(ends, at, right=True).unsqueeze(1).expand(rows, x.shape[1])
     # bits of magnitudes: as integers NaN is the largest, so that a maximum carries it; a last cell is for no group
@@ -79,18 +82,14 @@ def _columns_by_torch(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
     found = cells.scatter_reduce(0, index, x.float().view(torch.int32) & 0x7FFFFFFF, "amax")
     amax, rule = found[:-1].view(torch.float32), spec.rule
     scale = scale_of(amax, FORMATS[spec.format].max, power_of_2=rule.power_of_2, epsilon=rule.amax_epsilon)
-    at = torch.arange(width, dtype=torch.int32, device=x.device)
-    group = torch.searchsorted(padded, at, right=True).clamp(max=count - 1)
-    begins, starts = (F.pad(stops, (1, 0))[:-1][group] for stops in (padded, ends))
-    source = at - begins + starts
-    held = source < ends[group]
-    values = x.float()[torch.where(held, source, 0)] * scale[group]
+    source, held, group = padded_rows(ends, padded, width)
+    values = x.float()[source] * scale[group]
     codes = encode(torch.where(held.unsqueeze(1), values, 0.0), spec.format, bounded=True)
     return codes.t().contiguous(), inverse_of(scale, amax), padded
 
 
 def _columns_by_kernel(x: Tensor, ends: Tensor, spec: Spec) -> Columns:
-    columns, count, width = x.shape[1], ends.shape[0], _width(x.shape[0], ends.shape[0])
+    columns, count, width = x.shape[1], ends.shape[0], padded_width(x.shape[0], ends.shape[0], _MULTIPLE)
     codes = x.new_empty((columns, width), dtype=torch.uint8)
     inverse = x.new_empty((count, columns), dtype=torch.float32)
     padded = torch.empty_like(ends)
@@ -135,7 +134,8 @@ def _cast_groups(x: Tensor, ends: Tensor, format_name: str, power_of_2: bool, ep
 
 @_cast_groups.register_fake
 def _cast_groups_shape(x: Tensor, ends: Tensor, format_name: str, _power_of_2: bool, _epsilon: float) -> Columns:
-    codes = x.new_empty((x.shape[1], _width(x.shape[0], ends.shape[0])), dtype=STORAGE[format_name])
+    width = padded_width(x.shape[0], ends.shape[0], _MULTIPLE)
+    codes = x.new_empty((x.shape[1], width), dtype=STORAGE[format_name])
     return codes, x.new_empty((ends.shape[0], x.shape[1]), dtype=torch.float32), torch.empty_like(ends)
 
 
@@ -149,9 +149,13 @@ def _scaled(spec: Spec) -> bool:
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def _refused_here() -> str:
-    """Return why the GPU in use has no grouped FP8 kernel; Dynamo takes the answer, the question it cannot trace."""
-    return grouped_refusal(BUILTIN_RECIPES["fp8_rowwise"], torch.cuda.get_device_capability())
+def _refused_here(schemes: str) -> str:
+    """Return why the GPU in use lacks a grouped kernel; Dynamo takes the answer, the question it cannot trace."""
+    here = torch.cuda.get_device_capability()
+    why = next(filter(None, (grouped_refusal(_OF_SCHEME[scheme], here) for scheme in schemes.split())), "")
+    if why or "mx" not in schemes.split() or any(name in torch.__config__.show() for name in _HAS_MX):
+        return why
+    return f"torch {torch.__version__} is built without MSLK, whose kernel groups MXFP8"
 
 
 class GroupedProducts:
@@ -166,8 +170,10 @@ class GroupedProducts:
         self.plan, self.casts = plan, casts
         # asked here, because Dynamo of torch 2.11 cannot look into recipes
         recipes = [recipe for gemm in GEMMS if (recipe := plan.recipe(gemm)) is not None]
-        self.refused = next(filter(None, (grouped_refusal(recipe, (9, 0)) for recipe in recipes)), "")
-        self.scaled = any(recipe.scaled for recipe in recipes)
+        self.refused = next(filter(None, (grouped_refusal(recipe, None) for recipe in recipes)), "")
+        kinds = {"mx" if recipe.format == "mxfp8" else "row" for recipe in recipes if recipe.scaled}
+        self.schemes = " ".join(sorted(kinds))
+        self.multiple = max((_SIDES.get(kind, 1) for kind in kinds), default=1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedProducts:
         """A copied layer casts by what its own casts are."""
@@ -177,11 +183,12 @@ class GroupedProducts:
         """Return why torch has no grouped GEMM for a weight ``[E, K, N]`` where it lies, or nothing."""
         if not _on_gpu(weight):
             return f"no grouped kernels on {weight.device.type}"
-        if self.refused or not self.scaled:
+        if self.refused or not self.schemes:
             return self.refused
-        if weight.shape[1] % _MULTIPLE or weight.shape[2] % _MULTIPLE:
-            return f"a weight of {weight.shape[1]} x {weight.shape[2]} is not a multiple of {_MULTIPLE} on both sides"
-        why: str = _refused_here()
+        if weight.shape[1] % self.multiple or weight.shape[2] % self.multiple:
+            sides = f"{weight.shape[1]} x {weight.shape[2]}"
+            return f"a weight of {sides} is not a multiple of {self.multiple} on both sides"
+        why: str = _refused_here(self.schemes)
         return why
 
     def run(
@@ -193,9 +200,13 @@ class GroupedProducts:
         out: Tensor = _Experts.apply(input, weight, ends, self, layer, steps, out_dtype, grad)  # type: ignore[no-untyped-call]
         return out
 
-    def rows(self, x: Tensor, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
-        """Quantise a 2-D tensor along its rows: codes of its shape, inverse scales ``[rows]``."""
-        spec = replace(spec, axis=1)
+    def rows(self, x: Tensor, ends: Tensor, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
+        """Quantise a 2-D tensor along its rows: codes of its shape, inverse scales ``[rows]`` or E8M0 in tiles."""
+        if spec.scheme == "mx":
+            return mx_rows(x, ends, spec, operand)
+        return self._rows(x, replace(spec, axis=1), operand)
+
+    def _rows(self, x: Tensor, spec: Spec, operand: str) -> tuple[Tensor, Tensor]:
         made = None
         if self.casts is not None and not torch.compiler.is_compiling():
             made = self.casts.pair(x, spec, None, operand)[0]
@@ -206,7 +217,9 @@ class GroupedProducts:
         return made.codes.contiguous(), made.scale.reshape(-1)
 
     def columns(self, x: Tensor, ends: Tensor, spec: Spec) -> Columns:
-        """Quantise ``[M, columns]`` for sums over each group: codes, inverse scales and padded ends."""
+        """Quantise ``[M, columns]`` for sums over each group: codes, inverse scales (E8M0 in tiles) and padded ends."""
+        if spec.scheme == "mx":
+            return mx_columns(x, ends, spec)
         if not torch.compiler.is_compiling():
             return _columns(x, ends, spec)
         rule = spec.rule
@@ -214,14 +227,19 @@ class GroupedProducts:
         return found
 
     def matrices(self, weight: Tensor, spec: Spec) -> tuple[Tensor, Tensor]:
-        """Quantise ``[E, outer, sum]``: codes of that shape, contiguous along the sum, inverses ``[E, outer]``."""
+        """Quantise ``[E, outer, sum]``: codes of that shape, contiguous along the sum, inverses ``[E, outer]``.
+
+        MX scales come in tiles, ``[E, ...]``.
+        """
+        if spec.scheme == "mx":
+            return mx_matrices(weight, spec)
         count, outer, summed = weight.shape
         turned = weight.transpose(1, 2)
         if turned.is_contiguous() and not torch.compiler.is_compiling():  # as groups of rows, of a multiple of 16
             ends = torch.arange(summed, count * summed + 1, summed, dtype=torch.int32, device=weight.device)
             codes, inverse, _ = _columns(turned.reshape(count * summed, outer), ends, spec)
             return codes[:, : count * summed].view(outer, count, summed).transpose(0, 1), inverse
-        codes, inverse = self.rows(weight.reshape(count * outer, summed), spec, "weight")
+        codes, inverse = self._rows(weight.reshape(count * outer, summed), replace(spec, axis=1), "weight")
         return codes.view(count, outer, summed), inverse.view(count, outer)
 
 
@@ -229,8 +247,11 @@ def _product(
     a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], ends: Tensor, step: GemmStep, dtype: torch.dtype
 ) -> Tensor:
     """Multiply codes and inverse scales; the second operand comes as ``[..., outer, sum]``."""
+    if step.first.scheme == "mx":
+        return _as(mx_product(a, b, ends), dtype)
+    first, second = a[1].reshape(-1), b[1].reshape(-1) if b[0].ndim == 2 else b[1]
     out: Tensor = torch._scaled_grouped_mm(
-        a[0], b[0].transpose(-2, -1), a[1], b[1], offs=ends, out_dtype=torch.bfloat16, use_fast_accum=step.fast
+        a[0], b[0].transpose(-2, -1), first, second, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=step.fast
     )
     return _as(out, dtype)
 
@@ -252,7 +273,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:
         step = steps.fprop
         if _scaled(step.first):
-            a = products.rows(input, step.first, "input")
+            a = products.rows(input, ends, step.first, "input")
             out = _product(a, products.matrices(weight.transpose(1, 2), step.second), ends, step, out_dtype)
         else:
             first, second = _as(input, step.first.dtype), _as(weight, step.second.dtype)
@@ -287,7 +308,7 @@ def _gradients(
     if weight is not None:
         step = steps.dgrad
         if _scaled(step.first):
-            a = products.rows(g, step.first, "grad_output")
+            a = products.rows(g, ends, step.first, "grad_output")
             grad_input = _product(a, products.matrices(weight, step.second), ends, step, x_dtype)
         else:
             first, second = _as(g, step.first.dtype).contiguous(), _as(weight, step.second.dtype).transpose(1, 2)
@@ -298,8 +319,7 @@ def _gradients(
         if _scaled(step.first):
             # the gradient is laid out as the weight is stored
             mine, other = products.columns(g, ends, step.first)[:2], (x, x_inverse)
-            pair = (other, mine) if turned else (mine, other)
-            a, b = ((codes, inverse.reshape(-1)) for codes, inverse in pair)
+            a, b = (other, mine) if turned else (mine, other)
             found = _product(a, b, padded, step, w_dtype)
         else:
             g = _as(g, step.first.dtype).contiguous()

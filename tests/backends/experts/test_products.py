@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import sys
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -14,75 +12,28 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from autoprec.backends import experts, fused
+from autoprec.backends import fused
 from autoprec.backends.experts import GroupedProducts
+from autoprec.backends.experts import products as experts
 from autoprec.backends.fused import FusedCasts
-from autoprec.backends.native import NativeBackend
 from autoprec.numerics import rounding
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState, ScaleRule, Spec
 from autoprec.numerics.quantize import quantize
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+from tests.backends.experts.helpers import BF16, ENDS, MX, ROWWISE, native, step
 
-ROWWISE, BF16 = BUILTIN_RECIPES["fp8_rowwise"], BUILTIN_RECIPES["bf16"]
 PLANS = {
     "rowwise": LayerPlan.uniform(ROWWISE),
     "wgrad in bf16": LayerPlan(fprop=ROWWISE, dgrad=ROWWISE, wgrad=BF16),
     "wgrad alone": LayerPlan(fprop=BF16, dgrad=BF16, wgrad=ROWWISE),
     "bf16": LayerPlan.uniform(BF16),
 }
-ENDS = [10, 10, 43, 90, 97]  # an expert without tokens, sizes that no kernel likes, four tokens of nobody
 needs_triton = pytest.mark.skipif(
     importlib.util.find_spec("triton") is None or importlib.metadata.version("triton").startswith("3.6"),
     reason="triton is not installed, or its interpreter (3.6) has no loops with bounds from memory",
 )
-
-
-def _reference(
-    a: Tensor,
-    b: Tensor,
-    scale_a: Tensor,
-    scale_b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    scale_result: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-    use_fast_accum: bool = False,
-) -> Tensor:
-    """What ``torch._scaled_grouped_mm`` computes, group by group; where it goes wrong on a GPU it does so here."""
-    held = [x.to("meta") for x in (a, b, scale_a, scale_b, offs)]
-    shape: Any = torch.ops.aten._scaled_grouped_mm.default(*held, bias, scale_result, out_dtype, use_fast_accum)
-    assert a.shape[-1] % 16 == b.shape[-1] % 16 == b.shape[-2] % 16 == 0
-    out, start = torch.full(shape.shape, torch.nan, dtype=out_dtype), 0
-    for group, end in enumerate(offs.tolist()):
-        if b.ndim == 3:
-            product = a[start:end].float() @ b[group].float()
-            out[start:end] = (product * scale_a[start:end, None] * scale_b[group]).to(out.dtype)
-        else:
-            assert end > start, "the kernel takes no empty sum"
-            assert (end - start) % 16 == 0
-            product = a[:, start:end].float() @ b[start:end].float()
-            rows, columns = (x.view(len(offs), -1)[group] for x in (scale_a, scale_b))
-            out[group] = (product * rows[:, None] * columns).to(out.dtype)
-        start = end
-    return out
-
-
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Take the CPU for a Hopper GPU: torch's operator has a stand-in there, its meta function is its own."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("_scaled_grouped_mm", _reference, "CPU")
-    monkeypatch.setattr(experts, "_on_gpu", lambda _: True)
-    monkeypatch.setattr(experts, "has_kernels", lambda: False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    yield
-    library._destroy()
-
-
-def native(plan: LayerPlan) -> LinearExecution:
-    return NativeBackend().bind(plan, torch.nn.Identity(), name="experts", seed=0)
 
 
 def tensors(turned: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor, Tensor]:
@@ -91,20 +42,6 @@ def tensors(turned: bool, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, 
     weight = torch.randn(5, 96, 64, generator=generator) * 0.1
     weight = weight.transpose(1, 2).contiguous() if turned else weight
     return x.to(dtype), weight.to(dtype), torch.randn(101, 96, generator=generator).to(dtype)
-
-
-def step(
-    layer: LinearExecution, x: Tensor, weight: Tensor, gradient: Tensor, *, turned: bool = False, ends: Any = None
-) -> tuple[Tensor, ...]:
-    """Return what a layer gives for the tokens of experts, and both gradients."""
-    x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
-    stops = torch.tensor(ENDS if ends is None else ends, dtype=torch.int32)
-    last = int(stops[-1])
-    out = layer.grouped(x, weight if turned else weight.transpose(1, 2), stops)
-    out[:last].backward(gradient[:last])
-    assert x.grad is not None
-    assert weight.grad is not None
-    return out.detach()[:last], x.grad[:last], weight.grad
 
 
 @pytest.mark.usefixtures("hopper")
@@ -169,23 +106,27 @@ def test_no_tokens_at_all() -> None:
     assert (out.shape, dx.shape, dw.count_nonzero()) == ((0, 96), (0, 64), 0)
 
 
-@pytest.mark.usefixtures("hopper")
-def test_the_host_waits_for_no_size() -> None:
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("plan", [PLANS["rowwise"], LayerPlan.uniform(MX)], ids=["rowwise", "mxfp8"])
+def test_the_host_waits_for_no_size(plan: LayerPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9 + (plan.fprop is MX), 0))
     with FakeTensorMode():  # which raises where data is asked for
         x, weight = torch.randn(101, 64, requires_grad=True), torch.randn(5, 96, 64, requires_grad=True)
-        out = native(PLANS["rowwise"]).grouped(x, weight.transpose(1, 2), torch.zeros(5, dtype=torch.int32))
+        out = native(plan).grouped(x, weight.transpose(1, 2), torch.zeros(5, dtype=torch.int32))
         out.sum().backward()
     assert weight.grad is not None
     assert weight.grad.shape == weight.shape
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.usefixtures("hopper")
-def test_one_graph_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("blackwell")
+@pytest.mark.parametrize("plan", [PLANS["rowwise"], LayerPlan.uniform(MX)], ids=["rowwise", "mxfp8"])
+def test_one_graph_for_all_batches(plan: LayerPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9 + (plan.fprop is MX), 0))
     monkeypatch.setattr(rounding, "stores_values", lambda _: False)  # as on a GPU
     torch._dynamo.reset()
     counters.clear()
-    layer, (x, weight, gradient) = native(PLANS["rowwise"]), tensors(turned=False)
+    layer, (x, weight, gradient) = native(plan), tensors(turned=False)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def compiled(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
@@ -200,12 +141,12 @@ def test_one_graph_for_all_batches(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]
         assert torch.equal(v.grad, w.grad)  # type: ignore[arg-type]
     assert counters["stats"]["unique_graphs"] == 2  # one for the first size, one for every other
-    assert layer.traced == dict.fromkeys(("fprop", "dgrad", "wgrad"), ROWWISE.describe())
+    assert layer.traced == dict.fromkeys(("fprop", "dgrad", "wgrad"), plan.recipes[0].describe())
     torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("hopper")
-@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4", "int8", "fp16"])
+@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_delayed", "fp8_block", "nvfp4", "int8", "fp16"])
 def test_what_has_no_grouped_kernel_is_refused_with_a_reason(name: str) -> None:
     products = GroupedProducts(LayerPlan.uniform(BUILTIN_RECIPES[name]), None)
     assert "no grouped GEMM runs" in products.refusal(torch.zeros(5, 64, 96))
@@ -223,7 +164,17 @@ def test_formats_sizes_and_devices_are_refused_with_a_reason(monkeypatch: pytest
     assert "rounded to 16 bits" in refusal(LayerPlan.uniform(BUILTIN_RECIPES["bf16_fp32_output"]), weight)
     assert not refusal(PLANS["bf16"], weight[..., :90])
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
-    assert "this is 10.0" in refusal(PLANS["rowwise"], weight)
+    assert "9.0 only, this is 10.0" in refusal(PLANS["rowwise"], weight)
+    both = LayerPlan(fprop=MX, dgrad=ROWWISE)
+    assert "is built without MSLK" in refusal(LayerPlan.uniform(MX), weight)
+    monkeypatch.setattr(torch.__config__, "show", lambda: "-DUSE_MSLK")
+    assert not refusal(LayerPlan.uniform(MX), weight)
+    assert "64 x 48 is not a multiple of 32" in refusal(LayerPlan.uniform(MX), weight[..., :48])
+    assert "9.0 only" in refusal(both, weight)
+    e5m2 = Recipe.model_validate({"format": "mxfp8", "operands": {"grad_output": "e5m2"}})
+    assert "E4M3 by E4M3" in refusal(LayerPlan.uniform(e5m2), weight)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    assert "10.0 only, this is 9.0" in refusal(LayerPlan.uniform(MX), weight)
 
 
 @needs_triton
