@@ -31,7 +31,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoprec.backends.fused import FusedCasts, agreed, constants_of, has_kernels, launch
 from autoprec.backends.experts.mx import (
     mx_columns,
     mx_matrices,
@@ -41,6 +40,7 @@ from autoprec.backends.experts.mx import (
     padded_rows,
     padded_width,
 )
+from autoprec.backends.fused import FusedCasts, agreed, constants_of, has_kernels, launch
 from autoprec.numerics.linear import LinearExecution, only_once
 from autoprec.numerics.operand import ScaleRule, Spec
 from autoprec.numerics.plan import GemmStep, Steps
