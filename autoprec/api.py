@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shlex
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Self
 from autoprec.errors import StudyError, UsageError
 from autoprec.support.optional import require
 from autoprec.support.tables import Shown, Table
+from autoprec.trial.protocol import STEPS
 from autoprec.tuning.study import records
 
 if TYPE_CHECKING:
@@ -91,7 +93,7 @@ def search(
     space: str = "",
     trials: int = 30,
     budget_s: float | None = None,
-    steps: int = 20,
+    steps: int = STEPS,
     warmup: int = 3,
     max_divergence: float = 0.0025,
     max_gradient_error: float = 0.12,
@@ -177,6 +179,7 @@ def _run(
     from autoprec.tuning.events import Listener, Listeners
     from autoprec.tuning.options import SearchOptions
 
+    began = time.monotonic()
     checked = _checked(asked)
     options = SearchOptions(command=_tokens(script, Path(checked["runs_dir"])), **checked)
     command = ScriptCommand.parse(options.command)
@@ -189,13 +192,14 @@ def _run(
             stack.callback(terminal.close)
             listeners.append(terminal)
         if not options.track:
-            return SearchResult.of(Search(options, command, Listeners(*listeners)).run(), options.storage)
+            engine = Search(options, command, Listeners(*listeners), started=began)
+            return SearchResult.of(engine.run(), options.storage)
         from autoprec.tracking.listener import TrackingListener
 
         tracker = TrackingListener(options.runs_dir)
         stack.callback(tracker.close)
-        engine = Search(options, command, Listeners(*listeners, tracker))
-        return SearchResult.of(tracker.attach(engine.run(), engine.study_dir), options.storage)
+        engine = Search(options, command, Listeners(*listeners, tracker), started=began)
+        return SearchResult.of(engine.timed(tracker.attach(engine.run(), engine.study_dir)), options.storage)
 
 
 def _tokens(script: Any, runs_dir: Path) -> tuple[str, ...]:

@@ -83,3 +83,18 @@ def test_a_search_from_python_refuses_what_the_command_refuses(
 
 def test_every_error_can_be_caught_as_one() -> None:
     assert issubclass(ScriptError, autoprec.AutoPrecError)
+
+
+def test_the_steps_of_a_trial_have_one_default() -> None:
+    """Where it is 21, it is 21 for the command, the function and the options: runs are timed longer by it."""
+    code = (
+        "import autoprec.trial.protocol as protocol\n"
+        "protocol.STEPS = 21\n"
+        "import inspect, autoprec\n"
+        "from autoprec.cli.scripts.search import search\n"
+        "from autoprec.tuning.options import SearchOptions\n"
+        "shown = next(one.default for one in search.params if one.name == 'steps')\n"
+        "print(shown, inspect.signature(autoprec.search).parameters['steps'].default, SearchOptions(('a',)).steps)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["21", "21", "21"]

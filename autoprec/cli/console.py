@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,7 +20,7 @@ from rich.segment import Segment
 from autoprec.support.tables import Table
 from autoprec.support.text import visible
 
-__all__ = ["clock", "duration", "plain_table", "print_json", "stderr_console", "stdout_console"]
+__all__ = ["clock", "command_began", "duration", "plain_table", "print_json", "stderr_console", "stdout_console"]
 
 #: Columns of a table that goes to a file or a pipe, where there is not a terminal to ask.
 PIPE_WIDTH = 160
@@ -60,6 +61,15 @@ def clock(seconds: float) -> str:
     """Return seconds as ``m:ss``."""
     whole = max(0, round(seconds))
     return f"{whole // 60}:{whole % 60:02d}"
+
+
+def command_began() -> float:
+    """Return the ``time.monotonic()`` at which the command was started, Python's own start included.
+
+    Now, where it is not known: in a call from Python.
+    """
+    context = click.get_current_context(silent=True)
+    return context.obj if context is not None and isinstance(context.obj, float) else time.monotonic()
 
 
 def duration(seconds: float) -> str:

@@ -18,7 +18,7 @@ import time
 
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
-from autoprec.cli.console import clock, stderr_console
+from autoprec.cli.console import clock, command_began, stderr_console
 
 __all__ = ["Phases"]
 
@@ -41,11 +41,11 @@ class Phases:
         self._console = stderr_console()
         self._quiet, self._still_s = quiet, still_s
         self.live = not quiet and sys.stderr.isatty()
-        self._began = self._phase_began = time.monotonic()
+        self._began, self._phase_began = command_began(), time.monotonic()
         self._text, self._done, self._total = "", 0, 0
         self._ends: float | None = None
         self._at_most = ""
-        self._said = self._began
+        self._said = self._phase_began
         self._bar: Progress | None = None
         self._task: TaskID | None = None
         self._over = threading.Event()
@@ -76,18 +76,21 @@ class Phases:
             self._ticker = threading.Thread(target=self._tick, name="autoprec-phases", daemon=True)
             self._ticker.start()
 
-    def advance(self, done: int, total: int = 0, *, text: str = "", most_s: float | None = None) -> None:
+    def advance(
+        self, done: int, total: int = 0, *, text: str = "", ends_s: float | None = None, at_most: bool = False
+    ) -> None:
         """Report how much of the phase is done.
 
         Args:
             done: how many are done.
             total: of how many, where that has changed.
             text: what the ticking line shows from now on.
-            most_s: seconds left at most, where somebody knows better than the average so far.
+            ends_s: seconds left, where somebody knows better than the average so far.
+            at_most: they are a bound.
         """
         self._done, self._total, self._text = done, total or self._total, text or self._text
-        self._ends = None if most_s is None else time.monotonic() + most_s
-        self._at_most = "" if most_s is None else "at most "
+        self._ends = None if ends_s is None else time.monotonic() + ends_s
+        self._at_most = "at most " if at_most else ""
         self._show()
 
     def say(self, text: str) -> None:

@@ -42,6 +42,7 @@ class TerminalProgress:
     def __init__(self, verbosity: int = 0) -> None:
         self._verbosity = verbosity
         self._phases = Phases(quiet=verbosity < 0)
+        self._bounded = False
 
     def phase(self, name: str, detail: str = "") -> None:
         """Announce a phase."""
@@ -53,6 +54,7 @@ class TerminalProgress:
     def started(self, info: SearchInfo) -> None:
         """Show what was found in the script."""
         model = info.model
+        self._bounded = bool(info.options.get("budget_s"))
         groups = f"{counted(len(info.groups), 'group')} of layers"
         self._phases.say(
             f"{model['class']}, {model['parameters'] / 1e6:.1f} M parameters, {groups}; "
@@ -71,12 +73,13 @@ class TerminalProgress:
         further = f"seed {record.seed + 1} of" if record.seed else "whole model of"
         count = further if record.kind == "finalist" else f"{done}/{total}"
         if not self._phases.live or self._verbosity > 0:
-            left = f"at most about {clock(seconds_left)} left"  # it may converge before
+            # without a budget nobody knows how many further seeds a decision takes, and it may converge before
+            left = f"{'at most ' if self._bounded else ''}about {clock(seconds_left)} left"
             self._phases.say(f"{count} {record.name}: {describe(record)}   [{leader}; {left}]")
+        what = "trials"
         if record.kind == "finalist":  # how many there will be depends on what they show
-            self._phases.advance(0, 0, text=f"further paired seeds, {leader}", most_s=seconds_left)
-            return
-        self._phases.advance(done, total, text=f"trials, {leader}", most_s=seconds_left)
+            done, total, what = 0, 0, "further paired seeds"
+        self._phases.advance(done, total, text=f"{what}, {leader}", ends_s=seconds_left, at_most=self._bounded)
 
     def note(self, text: str) -> None:
         """Show a note."""

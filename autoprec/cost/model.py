@@ -14,6 +14,7 @@ from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.kernels import LayerCost, kept_family, layer_cost
 from autoprec.cost.memory import MemoryEstimate, memory_estimate
 from autoprec.cost.rates import Rates, default_rates
+from autoprec.cost.reasons import AS_WRITTEN
 from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
 from autoprec.cost.saved import saved_by_rules, saved_bytes
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
@@ -409,6 +410,7 @@ class CostModel:
         baseline: str | None = None,
         threshold: float = 0.03,
         script: str = "SCRIPT",
+        written: str = AS_WRITTEN,
         executions: Sequence[str] = (),
     ) -> Verdict:
         """Say what could be gained at most, where, and whether a search is worth it: :func:`.verdict.judge`."""
@@ -419,5 +421,6 @@ class CostModel:
             baseline=baseline,
             threshold=threshold,
             script=script,
+            written=written,
             executions=executions,
         )

@@ -142,8 +142,11 @@ class ScalePoint:
         accumulation: steps of this size between two reductions of gradients from which on waiting for those takes less
             than 5 % of the time; 1 where they hide.
         accumulated_speedup: ``early_casts_speedup`` with so many.
-        state_bytes, fits: parameters, gradients and optimizer state of one GPU's share (optimizer state sharded over
-            replicas), and whether they fit into its memory.
+        state_bytes: parameters, gradients and optimizer state of one GPU's share (optimizer state sharded over
+            replicas).
+        saved_bytes: what it saves for backward, as the baseline or the policy does, whichever is more; None where the
+            recorded step counted none.
+        fits: whether both together fit into its memory.
     """
 
     gpus: int
@@ -157,6 +160,7 @@ class ScalePoint:
     accumulation: int
     accumulated_speedup: float
     state_bytes: int
+    saved_bytes: int | None
     fits: bool
 
     def to_json(self) -> dict[str, Any]:
@@ -241,6 +245,7 @@ def scale_out(
     shards = [tensor_parallel_share(model, ways, early_casts=early) for early in (False, True)]
     plans = {name: plan if _runs(shards[0], name, plan) else baseline.get(name, _KEEP) for name, plan in plans.items()}
     exchanged = _exchanged_bytes(model, ways) / links["scale_up"]
+    saved = _saved_bytes(model, plans, baseline, activations, ways)
     out = []
     for count in gpus:
         replicas = count // ways
@@ -263,10 +268,28 @@ def scale_out(
             accumulation=again,
             accumulated_speedup=slow.seconds(again) / faster.seconds(again),
             state_bytes=state,
-            fits=state < model.target.memory_bytes,
+            saved_bytes=saved,
+            fits=state + (saved or 0) <= model.target.memory_bytes,
         )
         out.append(point)
     return out
+
+
+def _saved_bytes(
+    model: CostModel,
+    plans: Mapping[str, LayerPlan],
+    baseline: Mapping[str, LayerPlan],
+    activations: str,
+    ways: int,
+) -> int | None:
+    """Return the bytes that one of ``ways`` GPUs saves for backward; None where the report counted none.
+
+    Without sequence parallelism 10 of the 34 bytes that a block saves per element of its input are whole on every GPU
+    (Korthikanti et al., arXiv:2205.05198). A configuration does not say what a policy changes there.
+    """
+    asked = (baseline,) if model.report.source == "analytic" else (baseline, plans)
+    held = [found for one in asked if (found := model.memory(one, activations=activations)) is not None]
+    return max((int(one.saved * (10 + 24 / ways) / 34 + one.weight_casts / ways) for one in held), default=None)
 
 
 def scale_notes(

@@ -17,6 +17,8 @@ from autoprec.cost.kernels import LayerCost
 from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
+#: What the run without a policy is called, where nobody says otherwise.
+AS_WRITTEN = "the script as written"
 #: Choices whose modelled times differ by less are the same precision under two names.
 SAME_PRECISION = 0.01
 #: A GEMM of full size gains 30 % or more from 8 bits; one that gains less than half of that is held back by its size.
@@ -97,7 +99,13 @@ def _on_the_cpu(rows: list[dict[str, Any]], baseline: str, shares: Mapping[str, 
 
 
 def model_reason(
-    rows: list[dict[str, Any]], baseline: str, shares: Mapping[str, float], *, cpu: bool, script: str = "SCRIPT"
+    rows: list[dict[str, Any]],
+    baseline: str,
+    shares: Mapping[str, float],
+    *,
+    cpu: bool,
+    script: str = "SCRIPT",
+    written: str = AS_WRITTEN,
 ) -> str:
     """Return why all choices together gain next to nothing.
 
@@ -106,13 +114,14 @@ def model_reason(
         shares: share of the baseline's step by category; ``tunable`` is what the layers take, casts included.
         cpu: the target is this machine's CPU.
         script: the command line of the script, for the command that is proposed.
+        written: what the run without a policy is called.
     """
     if all(row["gain_ms"] > 0 for row in rows):
         best = max(row["gain"] for row in rows)
         return f"every layer gains, by {best:.0%} at most, but {time_shares(shares)}"
     times = [time / row["baseline_ms"] for row in rows if row["baseline_ms"] for time in row["times_ms"].values()]
     if times and all(abs(ratio - 1.0) < SAME_PRECISION for ratio in times):
-        return f"the script already runs its GEMMs in the precision that the choices would give; {time_shares(shares)}"
+        return f"{written} already runs its GEMMs in the precision that the choices would give; {time_shares(shares)}"
     if cpu:
         return _on_the_cpu(rows, baseline, shares, script)
     losing = [row for row in rows if row["gain_ms"] <= 0]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from autoprec.cost.estimate import Estimator, StepEstimate
-from autoprec.cost.reasons import Rival, blocked_reason, layer_reason, model_reason, time_shares
+from autoprec.cost.reasons import AS_WRITTEN, Rival, blocked_reason, layer_reason, model_reason, time_shares
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP
@@ -42,6 +42,8 @@ class Verdict:
         memory_bytes, device_bytes: modelled peak of the baseline's step (0: not known), and what one device has.
         shares: share of the baseline's step by category; ``tunable`` is what the layers take, casts included.
         rows: one per tunable layer: shapes, time per choice, best choice, gain, why (not), and what blocks quantising.
+        written: what the run without a policy is called.
+        cause: why nothing gains beyond the baseline; empty where something does.
     """
 
     kind: str
@@ -61,6 +63,13 @@ class Verdict:
     device_bytes: int = 0
     shares: dict[str, float] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    written: str = AS_WRITTEN
+    cause: str = ""
+
+    @property
+    def baseline_run(self) -> str:
+        """The run of the baseline in words."""
+        return _run(self.baseline, self.written)
 
     @property
     def fits(self) -> bool:
@@ -165,6 +174,7 @@ def judge(
     baseline: str | None = None,
     threshold: float = 0.03,
     script: str = "SCRIPT",
+    written: str = AS_WRITTEN,
     executions: Sequence[str] = (),
 ) -> Verdict:
     """Judge before any trial, in every way of running the script that the space offers.
@@ -176,14 +186,15 @@ def judge(
         baseline: the choice to beat; default ``bf16`` on a GPU where it is among the choices, else keep.
         threshold: a bound below 1 + threshold means stay; on a GPU only where the script is in 16 bits already.
         script: the script's command line, for the command that a reason proposes.
+        written: what the run without a policy is called.
         executions: values of ``execution`` that a policy may set (``compile``, ``eager``): the bound is over them too,
             and is told against the baseline as the script runs it.
     """
-    found = _judge(model, plans_by_choice, activations, baseline, threshold, script)
+    found = _judge(model, plans_by_choice, activations, baseline, threshold, script, written)
     for execution in executions:
         other = model.executed(execution)
         if other is not model and not model.target.is_cpu:
-            rival = _judge(other, plans_by_choice, activations, baseline, threshold, script)
+            rival = _judge(other, plans_by_choice, activations, baseline, threshold, script, written)
             found = _executed(model, found, rival, execution, threshold)
     return found
 
@@ -195,16 +206,18 @@ def _executed(model: Estimator, found: Verdict, rival: Verdict, execution: str, 
     if not rival.rows or bound < 1.0 + threshold or fastest >= before:
         return found
     alone = found.step_ms / rival.step_ms
-    way, doing = ("compiled", "compiling") if execution == "compile" else ("not compiled", "not compiling")
+    way, before_it, doing = "compiled", "not compiled", "compiling"
+    if execution != "compile":
+        way, before_it, doing = before_it, way, "not compiling"
     gains = (
-        f"{doing} alone takes a step of {_run(found.baseline)} from {found.step_ms:.3g} to {rival.step_ms:.3g} ms "
+        f"{doing} alone takes a step of {found.baseline_run} from {found.step_ms:.3g} to {rival.step_ms:.3g} ms "
         f"({alone:.2f}x) on {model.target.title}"
     )
     kind = "search"
     if rival.kind == "stay":
         kind, reason = "adopt", f"{gains}, and other precisions add next to nothing: {rival.reason}"
     else:
-        reason = f"about {bound:.2f}x over {_run(found.baseline)} as the script runs it: {gains}; {way}, {rival.reason}"
+        reason = f"about {bound:.2f}x over {found.baseline_run}, {before_it}: {gains}; {way}, {rival.reason}"
     return replace(
         rival,
         kind=kind,
@@ -228,6 +241,7 @@ def _judge(
     baseline: str | None,
     threshold: float,
     script: str,
+    written: str,
 ) -> Verdict:
     cpu = model.target.is_cpu
     cast = activations or ("keep" if cpu else "bf16")
@@ -253,11 +267,11 @@ def _judge(
     shares["tunable"] = sum(row["baseline_ms"] for row in rows) / total
     spread = (base.high_ms - base.low_ms) / (2 * base.time_ms) if base.time_ms else 0.0
     gain = speedup - 1.0
-    kind, reason = _decide(model, rows, first, speedup, over_script, uniform, shares, threshold, script)
+    kind, reason, cause = _decide(model, rows, first, speedup, over_script, uniform, shares, threshold, script, written)
     if kind != "stay" and over_script < 1.0 + threshold and first != KEEP:  # a gain over a baseline that loses
         over_script = max(over_script, _as_written(model, choices, script_ms))
         if over_script < 1.0 + threshold:
-            most = f"at most {over_script:.2f}x over the script as written on {model.target.title}"
+            most = f"at most {over_script:.2f}x over {written} on {model.target.title}"
             kind, reason = "stay", f"{most}, which is faster than {first} here: {time_shares(shares)}"
     return Verdict(
         kind=kind,
@@ -276,6 +290,8 @@ def _judge(
         device_bytes=model.target.memory_bytes,
         shares=shares,
         rows=sorted(rows, key=lambda row: -row["baseline_ms"]),
+        written=written,
+        cause=cause,
     )
 
 
@@ -309,35 +325,31 @@ def _decide(
     shares: Mapping[str, float],
     threshold: float,
     script: str,
-) -> tuple[str, str]:
-    where, cpu = model.target.title, model.target.is_cpu
+    written: str,
+) -> tuple[str, str, str]:
+    """Return the verdict, its reason, and why nothing gains beyond the baseline (empty where something does)."""
+    run, where, cpu = _run(baseline, written), model.target.title, model.target.is_cpu
     if not rows:
-        return "stay", "the model has no tunable layer"
+        return "stay", "the model has no tunable layer", "the model has no tunable layer"
     if speedup < 1.0 + threshold:
         if all(row["blocked"] for row in rows):
             cause = str(max(rows, key=lambda row: row["baseline_ms"])["blocked"])
         else:
-            cause = model_reason(rows, baseline, shares, cpu=cpu, script=script)
+            cause = model_reason(rows, baseline, shares, cpu=cpu, script=script, written=written)
         if baseline != KEEP and over_script >= 1.0 + threshold:
-            return "adopt", (
-                f"{baseline} is about {over_script:.2f}x over the script as written on {where}, and no other choice "
-                f"gains more than {speedup:.2f}x over it: {cause}"
-            )
-        return "stay", f"at most {speedup:.2f}x over {_run(baseline)} on {where}: {cause}"
+            gain = f"{baseline} is about {over_script:.2f}x over {written} on {where}"
+            return "adopt", f"{gain}, and no other choice gains more than {speedup:.2f}x over it: {cause}", cause
+        return "stay", f"at most {speedup:.2f}x over {run} on {where}: {cause}", cause
     losing = [row for row in rows if row["gain_ms"] <= 0]
     if not losing and uniform[1] >= 1.0 + (speedup - 1.0) * 0.98:
-        return "adopt", (
-            f"{uniform[0]} wherever it is offered reaches the bound of {speedup:.2f}x over {_run(baseline)} on "
-            f"{where}; a search can only make it safer, not faster"
-        )
+        reached = f"{uniform[0]} wherever it is offered reaches the bound of {speedup:.2f}x over {run} on {where}"
+        return "adopt", f"{reached}; a search can only make it safer, not faster", ""
     blocked = sum(bool(row["blocked"]) for row in losing)
     mixed = f"{len(losing) - blocked} of {len(rows)} layers are below break-even"
     mixed += f", {blocked} without a quantised choice" if blocked else ""
-    return "search", (
-        f"about {speedup:.2f}x over {_run(baseline)} on {where}, by layers alone; the best single choice is "
-        f"{uniform[0]} with {uniform[1]:.2f}x; {mixed}"
-    )
+    best = f"the best single choice is {uniform[0]} with {uniform[1]:.2f}x"
+    return "search", f"about {speedup:.2f}x over {run} on {where}, by layers alone; {best}; {mixed}", ""
 
 
-def _run(baseline: str) -> str:
-    return "the script as written" if baseline == KEEP else baseline
+def _run(baseline: str, written: str) -> str:
+    return written if baseline == KEEP else baseline

@@ -73,11 +73,18 @@ def _stability(policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Modul
         elif found is not None and guards is not None:
             live, reason = guards.outlier, f"{guards.skipped} steps left out"
         out[f"stability.{name}"] = _entry(f"{value:g}", f"{live:g}", reason)
-    narrow = policy.activations == "fp16" or any(r.scaled or r.format == "fp16" for r in policy.recipes.values())
-    if narrow and not any(group.get("weight_decay") for group in optimizer.param_groups):
-        hint = "a hint: without weight decay weights and logits grow until FP16 or FP8 saturates (GLM-130B: 0.1)"
-        out["weight_decay"] = {"requested": "-", "executed": "0", "ok": True, "reason": hint}
     return out
+
+
+def optimizer_hints(policy: Policy, optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return what a policy makes worth a look at an optimizer, but does not ask of it."""
+    narrow = policy.activations == "fp16" or any(r.scaled or r.format == "fp16" for r in policy.recipes.values())
+    if not narrow or any(group.get("weight_decay") for group in optimizer.param_groups):
+        return []
+    return [
+        f"{type(optimizer).__name__} has no weight decay: without it weights and logits grow until FP16 or FP8 "
+        "saturates (GLM-130B: 0.1)"
+    ]
 
 
 def audit_optimizer(
@@ -86,8 +93,7 @@ def audit_optimizer(
     """Return ``{part: {requested, executed, ok, reason}}`` after at least one real step.
 
     Parts are weights, gradients, exp_avg, exp_avg_sq, loss_scaling and, where the model is distributed or the policy
-    asks for it, communication; the guards of ``stability`` that are asked for, and ``weight_decay`` where a hint is
-    due.
+    asks for it, communication; and the guards of ``stability`` that are asked for.
     Emulated weight storage is executed (the numerics are) and says why its bytes are not saved. A part that nothing
     has used yet is not ok and says so.
     """

@@ -14,7 +14,7 @@ from autoprec.errors import FileError, PolicyError, nearest
 from autoprec.policy.checksum import checksum_line, verify_checksum
 from autoprec.policy.schema import SCHEMA, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, KEEP
-from autoprec.support.files import check_writable, parse_document, read_text, write_atomic
+from autoprec.support.files import check_kind, parse_document, read_text, write_atomic
 
 P = TypeVar("P", bound=Policy)
 
@@ -208,20 +208,11 @@ def check_replaceable(path: Path | str) -> Path:
     Raises:
         FileError: it cannot be written, or holds something else, such as a training script or its configuration.
     """
-    path = check_writable(path)
-    if not path.is_file() or not path.stat().st_size:
-        return path
-    try:
-        kind = parse_document(read_text(path), where=str(path)).get("schema")
-    except FileError:
-        kind = None
-    if not str(kind).startswith(SCHEMA.partition("/")[0]):
-        raise FileError(
-            "this file exists and is not an AutoPrec policy: it is not replaced by one",
-            where=str(path),
-            fix="choose another path with --output",
-        )
-    return path
+
+    def ours(text: str) -> bool:
+        return str(parse_document(text).get("schema")).startswith(SCHEMA.partition("/")[0])
+
+    return check_kind(path, "an AutoPrec policy", ours)
 
 
 def save_policy(policy: Policy, path: Path | str) -> Path:

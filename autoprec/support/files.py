@@ -20,7 +20,7 @@ import shutil
 import socket
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,46 @@ def check_writable(path: Path | str) -> Path:
     if path.exists() and not os.access(path, os.W_OK):
         raise FileError("this file exists and is read-only", where=str(path), fix="choose another path with --output")
     return path
+
+
+def check_kind(
+    path: Path | str, what: str, ours: Callable[[str], bool], *, option: str = "--output", most_bytes: int = MAX_BYTES
+) -> Path:
+    """Find out early whether ``path`` can be written, and that nothing but a file of the same kind would be replaced.
+
+    An empty file may be replaced.
+
+    Args:
+        path: where something will be written.
+        what: what that is, e.g. ``an audit``.
+        ours: says of a file's text whether it is one; it may raise ValueError or FileError where it is not.
+        option: which option names the path.
+        most_bytes: the largest file of that kind.
+
+    Raises:
+        FileError: it cannot be written, or holds something else, such as a training script.
+    """
+    path = check_writable(path)
+    if not path.is_file() or not path.stat().st_size:
+        return path
+    with contextlib.suppress(FileError, ValueError, RecursionError):
+        if ours(read_text(path, most_bytes=most_bytes)):
+            return path
+    raise FileError(
+        f"this file exists and is not {what}: it is not replaced by one",
+        where=str(path),
+        fix=f"choose another path with {option}",
+    )
+
+
+def holds_keys(*keys: str) -> Callable[[str], bool]:
+    """Return what says whether a text is a JSON object with these keys."""
+
+    def holds(text: str) -> bool:
+        document = json.loads(text)
+        return isinstance(document, dict) and document.keys() >= set(keys)
+
+    return holds
 
 
 @contextlib.contextmanager

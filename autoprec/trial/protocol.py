@@ -19,6 +19,8 @@ FAILURES = (
 )
 
 
+#: Measured steps of a trial where nobody says how many; only then may it be timed for longer.
+STEPS = 20
 #: Seconds that a trial is timed at most beyond the steps it was asked for.
 MOST_TIMED_S = 10.0
 #: Up to this many parameters a model may be a throw-away (a warm-up fit, a probe), and its steps cost next to nothing.

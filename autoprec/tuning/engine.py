@@ -37,15 +37,14 @@ from autoprec.tuning.decide.reasons import stay_explanation
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
-from autoprec.tuning.paired import PairedRunner, timed_share
+from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result, settled, with_size, with_unknown
 from autoprec.tuning.phases.concluded import asked, keep_answer, kept_answer
 from autoprec.tuning.phases.front import save_front
 from autoprec.tuning.phases.record import record_step
-from autoprec.tuning.phases.reference import measure_reference
+from autoprec.tuning.phases.reference import expected, measure_reference
 from autoprec.tuning.phases.sensitivity import measure_table
 from autoprec.tuning.phases.trials import run_study
-from autoprec.tuning.schedule import Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
@@ -74,6 +73,7 @@ class Search:
 
     Args:
         factory: starts a host; the default runs real processes.
+        started: ``time.monotonic()`` of what a person waits for and a time budget counts from; default: now.
 
     Attributes:
         study_dir: folder of the study's files.
@@ -82,7 +82,13 @@ class Search:
     """
 
     def __init__(
-        self, options: SearchOptions, command: ScriptCommand, listener: Listener, factory: RunnerFactory | None = None
+        self,
+        options: SearchOptions,
+        command: ScriptCommand,
+        listener: Listener,
+        factory: RunnerFactory | None = None,
+        *,
+        started: float | None = None,
     ) -> None:
         name = options.study or free_name(options, command)
         self.options = replace(options, study=name)
@@ -94,7 +100,7 @@ class Search:
         self.ledger: Ledger | None = None
         self._factory = factory
         self._aged = 0  # steps of the host that is on its way to where trials start
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started is None else started
         self._calibration: dict[str, Any] | None = None
         self._store: StudyStore | None = None
         self._info: SearchInfo | None = None
@@ -103,6 +109,12 @@ class Search:
     def records(self) -> list[TrialRecord]:
         """Every finished record of the study, references and finalists included."""
         return list(self._store.records) if self._store else []
+
+    def timed(self, result: SearchResult) -> SearchResult:
+        """Return a result with the seconds until now: what follows a search, MLflow, takes its time as well."""
+        timings = result.timings | {"total_s": round(time.monotonic() - self._started, 3)}
+        seconds = self._store.seconds() if self._store is not None else result.seconds
+        return replace(result, seconds=seconds, timings=timings)
 
     def run(self) -> SearchResult:
         """Search, and return the answer.
@@ -248,17 +260,17 @@ class Search:
             self.listener.phase("reference")
             measure_reference(setup, runner, ledger)
             runner.doubt_load()
-            for line in _expected(setup, runner, ledger):
+            for line in expected(setup, runner, ledger):
                 if not self.options.resume:
                     self.listener.note(line)
             self.listener.phase("sensitivity")
             table = measure_table(setup, runner, ledger, self._runners_at(self.options.ages[1:], setup, ledger))
             answer = with_unknown(settled(run_study(setup, runner, ledger, table), ledger), setup, ledger)
             if narrow is not None:
-                answer = replace(answer, reason=f"{answer.reason}. Only 16 bit was tried: {verdict.reason}")
+                most = f"by the cost model nothing else gains more than {verdict.bound_speedup:.2f}x over that"
+                answer = replace(answer, reason=f"{answer.reason}. Only 16 bit was tried: {most}: {verdict.cause}")
                 ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict
-            else:
-                answer = with_size(answer, setup, ledger)
+            answer = with_size(answer, setup, ledger)
             self.listener.phase("answer")
         return self._finish(setup, ledger, answer, verdict.bound_speedup, one_worker=runner.workers == 1)
 
@@ -434,49 +446,6 @@ def _changes_nothing(path: Path) -> bool:
         return load_policy(path).evidence.get("verdict") == "stay"
     except AutoPrecError:
         return False
-
-
-def _expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
-    """Tell how long the search will take, from what the reference took, and how its trials are run to that end."""
-    options, timings = setup.options, ledger.timings
-    starts, steps = max(timings.get("starts", 1.0), 1.0), options.steps + options.warmup
-    training_s = timings.get("training_s", 0.0) / starts
-    step_s = ledger.reference.step_ms / 1e3 if setup.measured else training_s / steps
-    start_s = timings.get("start_s_sum", 0.0) / starts
-    compile_s = timings.get("compile_s", 0.0) if setup.measured else 0.0
-    blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
-    longer, shared = timed_share(setup), runner.shares_device
-    pace = Pace(start_s, step_s, compile_s, blocks, longer)
-
-    def counted(*, usual: bool) -> Schedule:
-        return schedule(
-            options,
-            pace,
-            pace if setup.measured and setup.target.is_cpu else pace.of_trials(measured=setup.measured),
-            setup_s=setup.host.setup_s,
-            host_s=None if setup.host.launch == "fork" else start_s,
-            workers=runner.workers,
-            final_workers=runner.final_workers,
-            shared=shared,
-            usual=usual,
-        )
-
-    usual = counted(usual=True)
-    ledger.needed_s = ledger.elapsed() + usual.rest_s
-    told = [describe(usual, counted(usual=False), options.budget_s, ledger.elapsed())]
-    if longer:
-        told.append(
-            f"a run is timed for up to {longer:.0%} of its own duration beyond its {options.steps} steps, for less "
-            "noise in times (any other --steps N: exactly N; losses are those of the steps asked for)"
-        )
-    if shared:
-        told.append(
-            f"--workers {options.workers}: trials start and compile while another is timed on the same GPU; they take "
-            "turns at training, and their times are noisier, and slower than the reference's, which runs alone"
-        )
-    elif alone := runner.refused_sharing():
-        told.append(f"--workers {options.workers}: trials run one at a time all the same: {alone}")
-    return told
 
 
 def _late(age: int, launch: str, seconds: float) -> str:

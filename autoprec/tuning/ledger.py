@@ -16,12 +16,12 @@ from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.limits import Limits, rank
+from autoprec.tuning.schedule import CLOSING_S
 from autoprec.tuning.study.records import TrialRecord
 from autoprec.tuning.study.study import StudyStore
 
-#: Seconds to write the policy and the reports, and to record the answer in MLflow, where the machine is idle (3 on two
-#: cores), and how many times as many they may be where it is not (14 s at a load of 9 on two cores).
-CLOSING_S, MOST_LOADED = 4.0, 4.0
+#: How many times :data:`CLOSING_S` they may be where the machine is not idle (14 s at a load of 9 on two cores).
+MOST_LOADED = 4.0
 
 
 @dataclass(slots=True)

@@ -17,9 +17,8 @@ from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
+from autoprec.trial.protocol import STEPS
 
-#: Measured steps of a trial where nobody says how many.
-STEPS = 20
 #: Fewer timed steps than these have no median and no second half.
 FEWEST_STEPS = 4
 #: What the options that are one of a few words may be.

@@ -15,12 +15,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import STEPS, TrialResult, TrialSpec
 from autoprec.tuning.by_block import ByBlock
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign_runs
 from autoprec.tuning.ledger import Ledger
-from autoprec.tuning.options import STEPS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
 

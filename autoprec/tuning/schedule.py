@@ -2,7 +2,7 @@
 
 A run is a start of the script, compilation and a few steps; on a GPU the steps are the least of it. Two schedules are
 told before the trials begin, when the reference has shown what a run takes, and by ``search --dry-run``: what a search
-usually does, which ends when nothing left is worth a run, and the most that its options allow.
+usually does, which ends when nothing left is worth a run, and what it does where that never happens.
 """
 
 from __future__ import annotations
@@ -16,10 +16,12 @@ from autoprec.support.units import counted
 from autoprec.trial.protocol import MOST_TIMED_S
 from autoprec.tuning.options import SearchOptions
 
-__all__ = ["Pace", "Schedule", "describe", "repeated_blocks", "schedule"]
+__all__ = ["CLOSING_S", "Pace", "Schedule", "describe", "repeated_blocks", "schedule"]
 
 #: Passes of a scan of gradient errors that has no time budget (``phases.sensitivity``).
 USUAL_PASSES = 60
+#: Seconds to write the policy and the reports, and to record the answer in MLflow, on an idle machine (3 on two cores).
+CLOSING_S = 4.0
 #: Policies that usually need further paired seeds before one of them is adopted; the reference runs beside them. At
 #: most as many acceptable ones are compiled as a whole.
 CONTENDERS = 2
@@ -76,7 +78,7 @@ class Schedule:
     """Seconds of a search by phase.
 
     ``trials``, ``runs`` (those under ``seeds`` further paired seeds) and ``whole`` (those that compile the whole model,
-    where the others compile one block) are counts.
+    where the others compile one block) are counts; ``closing_s`` is for the answer: policy, reports, MLflow.
     """
 
     trials: int
@@ -88,16 +90,17 @@ class Schedule:
     finalists_s: float
     whole_s: float
     seeds: int = 1
+    closing_s: float = 0.0
 
     @property
     def total_s(self) -> float:
         """Return the seconds of all phases."""
-        return self.reference_s + self.scan_s + self.trials_s + self.finalists_s + self.whole_s
+        return self.reference_s + self.scan_s + self.trials_s + self.finalists_s + self.whole_s + self.closing_s
 
     @property
     def least_s(self) -> float:
         """Return the seconds of what is run whatever the budget says: one trial, and one further seed of it."""
-        return self.trials_s / max(1, self.trials) + self.finalists_s / max(1, self.seeds)
+        return self.trials_s / max(1, self.trials) + self.finalists_s / max(1, self.seeds) + self.closing_s
 
     @property
     def rest_s(self) -> float:
@@ -109,7 +112,7 @@ def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, ela
     """Return one line for a person, told when the reference has been measured.
 
     Args:
-        usual, most: what a search usually does, and the most that its options allow.
+        usual, most: what a search usually does, and what it does if it never converges.
         budget_s: the time budget, None without one.
         elapsed_s: since the search began.
     """
@@ -119,9 +122,12 @@ def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, ela
     )
     if usual.whole:
         parts += f", compiling the whole model {_time(usual.whole_s)}"
+    if usual.closing_s:
+        parts += f", the answer {_time(usual.closing_s)}"
     text = f"expected from here on: about {_time(usual.rest_s)} ({parts})"
     if most.rest_s > usual.rest_s:
-        text += f", at most {_time(most.rest_s)} ({counted(most.trials, 'trial')}, {counted(most.runs, 'run')})"
+        runs = f"{counted(most.trials, 'trial')}, {counted(most.runs, 'run')}"
+        text += f", about {_time(most.rest_s)} if nothing converges ({runs})"
     least_s = elapsed_s + usual.least_s
     if budget_s is not None and least_s > budget_s:
         text += f"; --budget is too short: one trial and one further seed end it after about {_time(least_s)} in all"
@@ -143,8 +149,9 @@ def schedule(
     final_workers: int = 1,
     shared: bool = False,
     usual: bool = False,
+    closing_s: float = 0.0,
 ) -> Schedule:
-    """Return how long a search takes at most (an upper bound in runs, an estimate in seconds), or usually.
+    """Return how long a search takes if it never converges, or usually; the decision may take more seeds.
 
     Args:
         options: what was asked.
@@ -154,6 +161,7 @@ def schedule(
         passes: forward and backward passes for gradient errors.
         workers, final_workers: trials, and runs under further paired seeds, at once.
         shared: the trials share one device, and take turns at training.
+        closing_s: for the policy, the reports and MLflow.
         usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
     steps, trials, seeds = options.steps + options.warmup, options.trials, options.seeds
@@ -177,6 +185,7 @@ def schedule(
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
         seeds=max(1, seeds - 1),
+        closing_s=closing_s,
     )
 
 

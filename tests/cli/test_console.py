@@ -2,11 +2,14 @@
 
 import io
 import json
+import time
 from contextlib import redirect_stdout
 
+import click
 import pytest
 
-from autoprec.cli.console import clock, duration, plain_table, print_json, stdout_console
+from autoprec.__main__ import main
+from autoprec.cli.console import clock, command_began, duration, plain_table, print_json, stdout_console
 
 
 def printed(*rows: tuple[str, ...]) -> str:
@@ -48,3 +51,14 @@ def test_many_days_and_times_that_have_passed() -> None:
 def test_json_is_strict_where_a_figure_is_not_finite(capsys: pytest.CaptureFixture[str]) -> None:
     print_json({"a": [float("nan"), (float("inf"), 1.5)], "b": {"c": True, "d": None}})
     assert json.loads(capsys.readouterr().out) == {"a": [None, [None, 1.5]], "b": {"c": True, "d": None}}
+
+
+def test_a_command_began_with_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search told its time from after Python's own start and the imports."""
+    assert command_began() == pytest.approx(time.monotonic(), abs=0.5), "a call from Python begins when it is made"
+    with click.Context(click.Command("search"), obj=12.5):
+        assert command_began() == 12.5
+    given = {}
+    monkeypatch.setattr("autoprec.cli.cli.main", lambda **values: given.update(values))
+    main()
+    assert given["obj"] <= time.monotonic()

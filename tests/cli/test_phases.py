@@ -43,7 +43,7 @@ def test_what_can_be_counted_tells_the_time_left(capsys: pytest.CaptureFixture[s
 def test_an_estimate_that_was_passed_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     with Phases(still_s=0.05) as phases:
         phases.begin("gradient errors")
-        phases.advance(1, most_s=0.0)
+        phases.advance(1, ends_s=0.0)
         told = wait_for("still", capsys)
     assert "left" not in told
 
@@ -51,7 +51,7 @@ def test_an_estimate_that_was_passed_says_nothing(capsys: pytest.CaptureFixture[
 def test_a_bound_is_told_as_one(capsys: pytest.CaptureFixture[str]) -> None:
     with Phases(still_s=0.05) as phases:
         phases.begin("trials")
-        phases.advance(1, 4, most_s=60.0)
+        phases.advance(1, 4, ends_s=60.0, at_most=True)
         assert "still trials (1/4, 0:00, at most about 1:00 left)" in wait_for("still", capsys)
 
 

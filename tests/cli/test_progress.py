@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autoprec.cli.progress import PHASES, TerminalProgress, describe
@@ -39,7 +41,7 @@ def test_every_trial_is_a_line_where_there_is_not_a_terminal(capsys: pytest.Capt
     assert lines[0] == "[0:00] trials"
     assert [line.split()[1] for line in lines[1:]] == ["1/30", "2/30", "3/30"]
     assert "1.50x over the script  divergence 0.120%" in lines[1]
-    assert lines[1].endswith("[best 1.50x over the script (trial 3); at most about 1:05 left]")
+    assert lines[1].endswith("[best 1.50x over the script (trial 3); about 1:05 left]")
 
 
 def test_what_was_found_is_told_before_the_first_trial(capsys: pytest.CaptureFixture[str]) -> None:
@@ -59,10 +61,12 @@ def test_what_was_found_is_told_before_the_first_trial(capsys: pytest.CaptureFix
 
 def test_further_seeds_say_how_long_they_may_take(capsys: pytest.CaptureFixture[str]) -> None:
     """They said "0:00 left" each, as if the search had ended."""
-    progress = TerminalProgress()
-    progress.trial(record("finalist", seed=1), 1, 0, record(), 65.0)
-    progress.close()
-    assert capsys.readouterr().err.rstrip().endswith("at most about 1:05 left]")
+    for budget, told in ((None, "; about 1:05 left]"), (90.0, "; at most about 1:05 left]")):
+        progress = TerminalProgress()
+        progress.started(replace(INFO, options={"budget_s": budget}))
+        progress.trial(record("finalist", seed=1), 1, 0, record(), 65.0)
+        progress.close()
+        assert capsys.readouterr().err.rstrip().endswith(told), "only a budget is a bound"
 
 
 def test_quiet_leaves_notes_only(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,24 @@ def test_one_gpu_is_the_model_itself(large: GraphReport, uniform: Uniform) -> No
     assert not alone.fits  # 8B parameters with Adam take 128 GB
 
 
+def test_what_is_saved_for_backward_has_to_fit_as_well(uniform: Uniform) -> None:
+    report = decoder_report(PRESETS["llama3-8b"], batch=4, seq=8192)
+    plans, model = uniform(report), CostModel(report, H100)
+    whole, split = (
+        scale_out(model, plans["fp8_delayed"], plans["bf16"], [64], tensor_parallel=ways)[0] for ways in (1, 8)
+    )
+    held = model.memory(plans["bf16"])
+    assert held is not None
+    assert whole.saved_bytes == pytest.approx(held.saved + held.weight_casts, rel=1e-6)
+    assert whole.state_bytes < H100.memory_bytes < whole.state_bytes + whole.saved_bytes
+    assert not whole.fits
+    assert held.saved / 8 < split.saved_bytes < held.saved / 2  # what every rank holds whole is not divided
+    model.report.memory.clear()
+    (unknown,) = scale_out(model, plans["fp8_delayed"], plans["bf16"], [64])
+    assert unknown.saved_bytes is None
+    assert unknown.fits
+
+
 def test_more_gpus_wait_more_and_gain_less(uniform: Uniform) -> None:
     large = decoder_report(PRESETS["llama3-8b"], batch=1, seq=4096)
     plans = uniform(large)
@@ -87,7 +105,7 @@ def test_more_gpus_wait_more_and_gain_less(uniform: Uniform) -> None:
     assert [p.data_parallel for p in points] == [8, 64, 1024]
     assert points[0].exposed <= points[1].exposed <= points[2].exposed > 0
     assert points[-1].speedup <= points[0].speedup
-    assert points[0].fits
+    assert points[-1].state_bytes < points[0].state_bytes < H100.memory_bytes  # optimizer state is shared
 
 
 def test_tensor_parallelism_divides_the_work_and_shrinks_the_gain(large: GraphReport, uniform: Uniform) -> None:

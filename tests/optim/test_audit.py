@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.optim.audit import audit_optimizer
+from autoprec.optim.audit import audit_optimizer, optimizer_hints
 from autoprec.optim.optimizer import wrap_optimizer
 from autoprec.policy import Policy
 from autoprec.policy.levels import LEVELS
@@ -96,9 +96,11 @@ def test_the_scripts_own_scaler_counts():
 @pytest.mark.parametrize(("name", "decay", "told"), [("te", 0.0, True), ("te", 0.1, False), ("amp-bf16", 0.0, False)])
 def test_a_quantised_model_without_weight_decay_gets_a_hint(name, decay, told):
     model, policy = nn.Linear(8, 8), LEVELS[name].policy()
-    found = audit_optimizer(policy, torch.optim.AdamW(model.parameters(), weight_decay=decay), model)
-    assert ("weight_decay" in found) == told
-    assert not told or "weights and logits grow" in found["weight_decay"]["reason"]
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=decay)
+    assert "weight_decay" not in audit_optimizer(policy, optimizer, model), "nobody asked for it"
+    found = optimizer_hints(policy, optimizer)
+    assert bool(found) == told
+    assert not told or "weights and logits grow" in found[0]
 
 
 def test_state_that_an_optimizer_does_not_keep_was_not_executed():

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from autoprec.cli.progress import TerminalProgress
 from autoprec.errors import NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
@@ -61,6 +61,19 @@ def test_a_mistake_in_the_scripts_arguments_leaves_nothing_behind(here: Path) ->
     with pytest.raises(ScriptError, match="exit code 2"):
         made.run()
     assert [path.name for path in here.iterdir()] == ["train.py"]
+
+
+def test_the_time_told_is_that_of_the_whole_process(here: Path) -> None:
+    """It began after Python's start and the imports, and ended before MLflow was written."""
+    made = engine(script(), options(trials=2))
+    late = Search(made.options, made.command, made.listener, made._factory, started=time.monotonic() - 100)
+    result = late.run()
+    assert 100 < result.seconds < 130
+    assert result.timings["total_s"] > 100
+    time.sleep(0.2)
+    after = late.timed(result)
+    assert after.seconds >= result.seconds + 0.2
+    assert after.timings["total_s"] >= result.timings["total_s"] + 0.2
 
 
 def trained(simulated: SimulatedScript) -> list[tuple[int, str, bool]]:
@@ -468,21 +481,3 @@ def test_a_policy_file_that_was_there_is_kept_and_our_own_is_not_copied(here: Pa
     assert (here / "policy.yaml.1").read_text() == by_hand
     search(script(), options(study="mine", trials=12, resume=True))
     assert sorted(path.name for path in here.glob("policy.yaml*")) == ["policy.yaml", "policy.yaml.1"]
-
-
-def test_where_only_16_bit_can_gain_the_answer_says_so_once_and_why(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = script(graph=simulated_graph(2, width=128, tokens=512), device="cpu")
-    made = engine(small, options(force=False, target="h100", trials=4))
-    progress = TerminalProgress()
-    made.listener = Listeners(progress)
-    result = made.run()
-    progress.close()
-    told = [line for line in capsys.readouterr().err.splitlines() if "too small to pay for casts" in line]
-    assert len(told) == 1
-    assert "what could be gained: bf16 is about" in told[0]
-    assert any("only 16-bit policies are tried" in note for note in result.notes)
-    assert any("--cost-scale" in note for note in result.notes)
-    assert "Only 16 bit was tried: bf16 is about" in result.reason
-    assert "too small to pay for casts" in result.reason

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 
 from autoprec.errors import NoSpaceError
-from autoprec.trial.protocol import TrialResult, TrialSpec
+from autoprec.trial.protocol import STEPS, TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.options import STEPS
 from autoprec.tuning.paired import BEFORE_REFERENCE_S, LEAST_TIMEOUT_S, TIMED_SHARE, PairedRunner, fit_together
 from autoprec.tuning.workers.local import HostPool
 from tests.simulated import SimulatedRunner

@@ -85,8 +85,8 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     usual, most = (schedule(OPTIONS, pace, pace, setup_s=10.0, usual=usual) for usual in (True, False))
     told = describe(usual, most)
     parts = "gradient errors 11 s, 4 trials 109 s, 3 runs under further paired seeds 62 s"
-    assert told == (
-        f"expected from here on: about 3 min ({parts}), at most 17 min (30 trials, 9 runs)".replace("109 s", "2 min")
+    assert told.replace("4 trials 2 min", "4 trials 109 s") == (
+        f"expected from here on: about 3 min ({parts}), about 17 min if nothing converges (30 trials, 9 runs)"
     )
     assert describe(usual, most, 600.0) == told + "; --budget would end it after 10 min in all"
     assert describe(usual, most, 250.0, 80.0) == told + "; --budget ends it after 4 min in all"
@@ -94,7 +94,10 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
         f"{told}; --budget is too short: one trial and one further seed end it after about 2 min in all"
     )
     assert describe(usual, most, 86_400.0) == told
-    assert ", at most" not in describe(usual, usual)
+    assert "if nothing converges" not in describe(usual, usual)
+    closing = schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True, closing_s=7.0)
+    assert closing.rest_s == pytest.approx(usual.rest_s + 7)
+    assert "paired seeds 62 s, the answer 7 s)" in describe(closing, closing)
 
 
 def test_runs_are_timed_for_a_share_of_their_own_duration_more_and_for_no_longer_than_ten_seconds() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from autoprec.cli.progress import TerminalProgress
 from autoprec.errors import ScriptError
 from autoprec.policy import load_policy
 from autoprec.policy.space import load_space
@@ -22,7 +23,7 @@ from autoprec.tuning.sixteen_bit import (
 )
 from autoprec.tuning.study.records import headline
 from tests.simulated import SimulatedRunner, simulated_graph
-from tests.tuning.test_engine import here, options, script, search, trained  # noqa: F401
+from tests.tuning.test_engine import engine, here, options, script, search, trained  # noqa: F401
 
 
 def in_dtype(dtype: str, **shape: int) -> object:
@@ -135,3 +136,23 @@ def test_a_script_that_fails_at_once_leaves_no_study(here: Path) -> None:  # noq
     with pytest.raises(ScriptError):
         made.run()
     assert not made.study_dir.exists()
+
+
+def test_where_only_16_bit_can_gain_the_answer_says_so_once_and_why(
+    here: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    small = script(graph=simulated_graph(2, width=128, tokens=512), device="cpu")
+    made = engine(small, options(force=False, target="h100", trials=4))
+    progress = TerminalProgress()
+    made.listener = Listeners(progress)
+    result = made.run()
+    progress.close()
+    told = [line for line in capsys.readouterr().err.splitlines() if "too small to pay for casts" in line]
+    assert len(told) == 1
+    assert "what could be gained: bf16 is about" in told[0]
+    assert any("only 16-bit policies are tried" in note for note in result.notes)
+    assert any("--cost-scale" in note for note in result.notes)
+    assert "Only 16 bit was tried: by the cost model nothing else gains more than 1.0" in result.reason
+    assert "bf16 is about" not in result.reason, "what it gains was measured, and is said once"
+    assert "too small to pay for casts" in result.reason

@@ -62,6 +62,12 @@ def _bench(name: str) -> tuple[Any, Any, str]:
     return CudaBench(), found, device
 
 
+def _check_output(path: Path) -> Path:
+    from autoprec.support.files import check_kind, holds_keys
+
+    return check_kind(path, "a calibration", holds_keys("schema", "device", "rates"))
+
+
 @click.command("calibrate")
 @click.option(
     "--device",
@@ -75,7 +81,7 @@ def _bench(name: str) -> tuple[Any, Any, str]:
 @click.option("--json", "as_json", is_flag=True, help="The document on stdout as well.")
 def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> int:
     """Measure GEMMs, casts and whole linears by every backend on this device, for the cost model and for `auto`."""
-    from autoprec.support.files import check_writable, write_json
+    from autoprec.support.files import write_json
 
     if device == "auto" and not (target or output or _has_gpu()):
         echo("torch sees no CUDA or ROCm device here: the CPU is measured, as with --device cpu", err=True)
@@ -89,9 +95,9 @@ def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> i
             )
         return _cpu(as_json)
     if output is not None:
-        check_writable(output)
+        _check_output(output)
     bench, found, name = _bench(target)
-    path = check_writable(output or Path(f"calibration-{found.name}.json"))
+    path = _check_output(output or Path(f"calibration-{found.name}.json"))
     from autoprec.cost.calibrate.calibration import calibrate as measure
     from autoprec.cost.calibrate.calibration import kept_file
 

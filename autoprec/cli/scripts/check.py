@@ -213,5 +213,7 @@ def _conclude(parts: dict[str, dict[str, Any]], policy: Path, *, quiet: bool) ->
         silent = {row["name"] for row in audit["layers"] if not row["executed"]} | set(audit.get("did_not_run", ()))
         where = f", in each of {len(parts)} phases" if len(parts) > 1 else ""
         echo(f"every one of {len(audit['layers']) - len(silent)} layers executed what was asked{where}")
+        for note in dict.fromkeys(note for part in parts.values() for note in part.get("notes", ())):
+            echo(f"note: {note}")
         if silent:
             echo(f"{len(silent)} more did not run in these steps, wholly or in part: {', '.join(sorted(silent))}")

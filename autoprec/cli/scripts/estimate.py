@@ -5,7 +5,6 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,17 +52,8 @@ def _ms(value: float) -> str:
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
-#: What a verdict calls the run without a policy, and what that is where there is a configuration and no script.
-_WRITTEN, _CONFIGURED = "the script as written", "the model in pure bf16"
-
-
-def _baseline(verdict: Any) -> str:
-    return _WRITTEN if verdict.baseline == "keep" else str(verdict.baseline)
-
-
-def _told(text: str, config: str) -> str:
-    """Return text as it is told of a script, or of a model from a configuration."""
-    return text.replace(_WRITTEN, _CONFIGURED) if config else text
+#: What the run without a policy is where there is a configuration and no script.
+_CONFIGURED = "the model in pure bf16"
 
 
 def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
@@ -72,8 +62,8 @@ def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
         f"{name} {value:.0%}" for name, value in verdict.shares.items() if value >= 0.005 and name != "tunable"
     )
     low, high = _ms(estimate.low_ms), _ms(estimate.high_ms)
-    baseline = _baseline(verdict)
-    over_script = f", {verdict.bound_over_script:.2f}x over {_WRITTEN}" if verdict.baseline != "keep" else ""
+    baseline = verdict.baseline_run
+    over_script = f", {verdict.bound_over_script:.2f}x over {verdict.written}" if verdict.baseline != "keep" else ""
     return [
         f"verdict   {verdict.kind}",
         f"why       {verdict.reason}",
@@ -132,7 +122,7 @@ def _memory_line(memory: dict[str, Any], verdict: Any) -> str:
     parts += [("optimizer", base["optimizer"]), ("saved for backward", saved)]
     listed = ", ".join(f"{name} {memory_text(size)}" for name, size in parts)
     other = f"; {memory_text(best['total'])} with {verdict.best_uniform[0]}" if best else ""
-    line = f"memory    {memory_text(base['total'])} as {_baseline(verdict)} ({listed}){other}; "
+    line = f"memory    {memory_text(base['total'])} as {verdict.baseline_run} ({listed}){other}; "
     if memory["fits"]:
         return f"{line}one device has {memory_text(device)}"
     return f"{line}MORE than the {memory_text(device)} of one device: shard, checkpoint, or cut the batch"
@@ -158,7 +148,7 @@ def _more(
     paid = planning.payback(verdict.step_ms, verdict.bound_speedup, verdict.bound_over_script)
     out: dict[str, Any] = {"payback": paid}
     if not model.compiled and not model.target.is_cpu:  # a policy may say `execution: compile`
-        out["compiled"] = model.executed("compile").verdict(plans, threshold=threshold)
+        out["compiled"] = model.executed("compile").verdict(plans, threshold=threshold, written=verdict.written)
     if sweep:
         out["batch_sweep"] = planning.sweep(model, plans, threshold=threshold)
         out["sequence_sweep"] = planning.sweep(model, plans, sequence=True, threshold=threshold)
@@ -200,16 +190,20 @@ def _break_even(points: list[Any], found: int | None) -> str:
 
 def scale_lines(points: Sequence[Any], notes: Sequence[str]) -> list[str]:
     """Return the table of an extrapolation to many GPUs, and why it says what it says."""
-    split = points[0].tensor_parallel > 1
+    split, saved = points[0].tensor_parallel > 1, points[0].saved_bytes
+    counted = "not what is saved for backward, which is not known"
+    if saved is not None:
+        counted = f"and {memory_text(saved)} saved for backward, the batch of a replica being that of this step"
     lines = [
-        f"  GPUs  TP    DP  baseline ms   policy ms  speed-up  {'cast early  ' if split else ''}waiting  state fits"
+        f"fits: weights, gradients, optimizer state of one GPU, {counted}",
+        f"  GPUs  TP    DP  baseline ms   policy ms  speed-up  {'cast early  ' if split else ''}waiting  fits",
     ]
     for p in points:
         early = f"{p.early_casts_speedup:>9.2f}x  " if split else ""
         lines.append(
             f"{p.gpus:>6,}  {p.tensor_parallel:>2}  {p.data_parallel:>4}  {_ms(p.baseline_ms):>11}  "
             f"{_ms(p.policy_ms):>10}  {p.speedup:>7.2f}x  {early}{p.exposed:>7.0%}  "
-            f"{'yes' if p.fits else 'no'} ({memory_text(p.state_bytes)})"
+            f"{'yes' if p.fits else 'no'} ({memory_text(p.state_bytes + (p.saved_bytes or 0))})"
         )
     return lines + [textwrap.fill(note, 110, subsequent_indent="  ") for note in notes]
 
@@ -228,7 +222,7 @@ def _more_lines(more: dict[str, Any], best: str) -> list[str]:
     if "compiled" in more:
         other = more["compiled"]
         lines.append(
-            f"compiled  the step takes {_ms(other.step_ms)} ms as {_baseline(other)}; the bound there is "
+            f"compiled  the step takes {_ms(other.step_ms)} ms as {other.baseline_run}; the bound there is "
             f"{other.bound_speedup:.2f}x, verdict {other.kind}: a policy may say `execution: compile`"
         )
     for key, what in (("batch_sweep", "tokens per step"), ("sequence_sweep", "tokens, longer sequences")):
@@ -239,7 +233,7 @@ def _more_lines(more: dict[str, Any], best: str) -> list[str]:
     if "scale_out" in more:
         lines += [
             "",
-            f"extrapolated to many GPUs, {best} wherever it runs; state: weights, gradients and optimizer of one GPU",
+            f"extrapolated to many GPUs, {best} wherever it runs",
         ]
         lines += scale_lines(more["scale_out"], more["scale_out_notes"])
     return lines
@@ -304,6 +298,7 @@ def estimate(
     from autoprec.cost import CostModel
     from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
     from autoprec.cost.planning import check_layout
+    from autoprec.cost.reasons import AS_WRITTEN
     from autoprec.policy.space import default_space, load_space
     from autoprec.tuning.checks import check_scale
     from autoprec.tuning.decide.problem import Problem
@@ -332,8 +327,8 @@ def estimate(
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
     named = shlex.join(redact_arguments(script)) or "SCRIPT"
-    verdict = model.verdict(plans, threshold=threshold, script=named, executions=chosen.execution)
-    verdict = replace(verdict, reason=_told(verdict.reason, config))
+    called = {"script": named, "written": _CONFIGURED if config else AS_WRITTEN}
+    verdict = model.verdict(plans, threshold=threshold, executions=chosen.execution, **called)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
     asked_more: dict[str, Any] = {"threshold": threshold, "sweep": sweep, "gpus": counts}
     more = _more(model, verdict, plans, **asked_more, tensor_parallel=tensor_parallel)
@@ -353,5 +348,5 @@ def estimate(
     else:
         offered = f"{', '.join(problem.choice_names)} (space {chosen.name})"
         head = [*_lines(verdict, step, offered), _memory_line(memory, verdict), *_layer_lines(verdict, 12)]
-        echo(_told("\n".join([*head, *_more_lines(more, verdict.best_uniform[0])]), config))
+        echo("\n".join([*head, *_more_lines(more, verdict.best_uniform[0])]))
     return 0

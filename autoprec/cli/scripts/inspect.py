@@ -81,15 +81,18 @@ def inspect(
     """Record one training step: every operator, its class and precision, and what share of the step is tunable."""
     from autoprec.cli.console import print_json
     from autoprec.graph.analysis.rules import load_rules, reclassify
-    from autoprec.graph.report import load_report
-    from autoprec.support.files import check_writable, write_atomic
+    from autoprec.graph.report import MAX_GRAPH_BYTES, load_report
+    from autoprec.support.files import check_kind, holds_keys, write_atomic
 
     if bool(script) == (graph is not None):
         raise UsageError("give either a script or --graph FILE", fix="autoprec inspect train.py [script args]")
     chosen: Any = load_rules(rules) if rules is not None else None  # a bad file is refused before the script starts
-    for path in (page, save):
+    for path, option, what, ours in (
+        (page, "--html", "a page of operators", lambda text: "Point at an operator to see what it is" in text),
+        (save, "--save", "a recorded step", holds_keys("operators", "layers")),
+    ):
         if path is not None:
-            check_writable(path)
+            check_kind(path, what, ours, option=option, most_bytes=MAX_GRAPH_BYTES)
     report = load_report(graph) if graph is not None else _recorded(script, timeout)
     if chosen is not None:
         report = reclassify(report, chosen)

@@ -1,4 +1,4 @@
-"""``autoprec search --dry-run``: what a search would try on this script, and how long that would take at most.
+"""``autoprec search --dry-run``: what a search would try on this script, and how long that would take.
 
 The script is started, one step is recorded and two short runs are timed: one as written and one under the first preset
 of the target, which costs what a trial costs. Everything else is counted. No study is begun and nothing is written.
@@ -30,7 +30,7 @@ _TIMED_STEPS = 5
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What a search would do; times in seconds, each ``*_s`` an upper bound from the runs that were timed.
+    """What a search would do; times in seconds, each ``*_s`` an estimate from the runs that were timed.
 
     ``trials`` is a maximum: a search ends when nothing left is worth a trial, and after ``--budget``. ``usual_s`` is
     what searches take that end as they usually do; ``limited`` says why less would be tried than the space offers.
@@ -54,14 +54,15 @@ class Plan:
     scan_s: float
     trials_s: float
     finalists_s: float
+    closing_s: float
     usual_s: float
     output: str
     budget_s: float | None
 
     @property
     def total_s(self) -> float:
-        """Return the seconds that the whole search takes at most, cut to the budget where there is one."""
-        total = self.setup_s + self.scan_s + self.trials_s + self.finalists_s
+        """Return the seconds of a search that never converges, cut to the budget where there is one."""
+        total = self.setup_s + self.scan_s + self.trials_s + self.finalists_s + self.closing_s
         return min(total, self.budget_s) if self.budget_s else total
 
     def to_json(self) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
     from autoprec.trial.protocol import TrialSpec
     from autoprec.tuning.checks import check_early
     from autoprec.tuning.decide.presets import presets
-    from autoprec.tuning.schedule import Pace, schedule
+    from autoprec.tuning.schedule import CLOSING_S, Pace, schedule
 
     check_early(asked)
     with running(asked.command, phases) as (runner, host, label):
@@ -112,7 +113,8 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
     steps = asked.steps + asked.warmup  # a run that was timed from its start: all of it is told per step
     paces = Pace(0.0, reference_s / steps), Pace(0.0, trial_s / steps)
     asked = replace(asked, trials=int(min(asked.trials, problem.size())))  # none is run twice
-    how: dict[str, Any] = {"setup_s": host.setup_s, "passes": min(passes, max(60, asked.trials))}
+    how: dict[str, Any] = {"setup_s": host.setup_s, "closing_s": CLOSING_S}
+    how["passes"] = min(passes, max(60, asked.trials))
     expected, usual = schedule(asked, *paces, **how), schedule(asked, *paces, usual=True, **how)
     return Plan(
         target=setup.target.name,
@@ -133,6 +135,7 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         scan_s=expected.scan_s,
         trials_s=expected.trials_s,
         finalists_s=expected.finalists_s,
+        closing_s=expected.closing_s,
         usual_s=min(usual.total_s, asked.budget_s or usual.total_s),
         output=asked.output,
         budget_s=asked.budget_s,
@@ -185,9 +188,9 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         f"trials    at most {plan.trials}, then {counted(plan.finalist_runs, 'run')} under further paired seeds",
         f"one run   {duration(plan.reference_s)} as written, {duration(plan.trial_s)} as a trial (timed just now)",
         f"duration  usually about {duration(plan.usual_s)}, as a search ends when nothing left is worth a run",
-        f"          at most {duration(plan.total_s)} one after the other: reference {duration(plan.setup_s)}, "
+        f"          about {duration(plan.total_s)} if nothing converges: reference {duration(plan.setup_s)}, "
         f"gradient errors {duration(plan.scan_s)}, trials {duration(plan.trials_s)}, "
-        f"further seeds {duration(plan.finalists_s)}{limit}",
+        f"further seeds {duration(plan.finalists_s)}, the answer {duration(plan.closing_s)}{limit}",
         f"writes    {plan.output} and {asked.runs_dir}/ when it is run without --dry-run",
     ]
     echo("\n".join(lines))

@@ -34,7 +34,7 @@ def run(
     The exit code is the script's own. Its output, files and arguments are untouched.
     """
     from autoprec.policy import load_policy
-    from autoprec.support.files import check_writable
+    from autoprec.support.files import check_kind, holds_keys
     from autoprec.trial.command import ScriptCommand
     from autoprec.trial.driver.script import run_script
 
@@ -45,7 +45,7 @@ def run(
     if follow is not None and loaded is None:
         raise UsageError("--follow is about a policy", fix="give one with --policy")
     if audit is not None:
-        check_writable(audit)
+        check_kind(audit, "an audit", holds_keys("ok", "layers", "operators"), option="--audit")
     code = run_script(
         command,
         loaded,

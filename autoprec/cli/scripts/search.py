@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.script import script_command
 from autoprec.errors import AutoPrecError, NothingAcceptableError
+from autoprec.trial.protocol import STEPS
 
 if TYPE_CHECKING:
     from autoprec.tuning.engine import Search
@@ -53,7 +55,7 @@ EXAMPLES = (
 @click.option(
     "--budget", "budget_s", callback=options.parsed("parse_duration"), metavar="TIME", help="Stop in time: 20m, 90s."
 )
-@click.option("--steps", default=20, show_default=True, metavar="N", help="Measured steps per trial.")
+@click.option("--steps", default=STEPS, show_default=True, metavar="N", help="Measured steps per trial.")
 @click.option("--warmup", default=3, show_default=True, metavar="N", help="Steps before measuring.")
 @options.max_divergence
 @click.option("--max-gradient-error", default=0.12, show_default=True, metavar="X",
@@ -137,6 +139,7 @@ def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, Search
     Returns:
         The engine, its result, and the report files that could be written, by name.
     """
+    from autoprec.cli.console import command_began
     from autoprec.cli.progress import TerminalProgress
     from autoprec.tracking.listener import TrackingListener
     from autoprec.trial.command import ScriptCommand
@@ -149,12 +152,13 @@ def perform(asked: SearchOptions, *, verbosity: int = 0) -> tuple[Search, Search
     tracker = TrackingListener(asked.runs_dir) if asked.track else None
     if tracker is not None:
         listeners.append(tracker)
-    engine = Search(asked, command, Listeners(*listeners))
+    engine = Search(asked, command, Listeners(*listeners), started=command_began())
     try:
         result = engine.run()
         if tracker is not None:
             progress.phase("tracking")
             result = tracker.attach(result, engine.study_dir)
+        result = engine.timed(result)
         return engine, result, write_reports(engine, result)
     finally:
         if tracker is not None:
@@ -187,7 +191,7 @@ def write_reports(engine: Search, result: SearchResult) -> Files:
 def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     """Print the final table and what to do next, on stdout."""
     from autoprec import report
-    from autoprec.cli.console import stdout_console
+    from autoprec.cli.console import clock, command_began, stdout_console
 
     console = stdout_console()
     console.print(report.terminal_table(result, engine.records))
@@ -203,6 +207,7 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     uri = result.mlflow.get("tracking_uri")
     if uri:
         lines.append("trials:  autoprec ui")
+    lines.append(f"took:    {clock(time.monotonic() - command_began())}, the reports and MLflow included")
     if result.policy:
         lines.append(f"load it: autoprec.load({result.policy!r}).apply(model)")
     console.print("\n".join(lines), markup=False, soft_wrap=True)

@@ -239,7 +239,7 @@ def _of_ways(ways: int) -> str:
 def _print_plan(points: list[Any], notes: list[str]) -> None:
     from autoprec.cli.scripts.estimate import scale_lines
 
-    echo("\nextrapolated, nothing of this table was measured; state: weights, gradients and optimizer of one GPU")
+    echo("\nextrapolated, nothing of this table was measured")
     echo("\n".join([*scale_lines(points, notes), ""]))
 
 

@@ -54,8 +54,8 @@ def watch_state(policy: Any, found: Found, steps: int) -> list[Any]:
 
 
 def state_document(policy: Any, found: Found, monitors: list[Any]) -> dict[str, Any]:
-    """Return what was seen of weights and state: penalty (to be added to the divergence), problems, reports, audit."""
-    from autoprec.optim.audit import audit_optimizer
+    """Return what was seen of weights and state: penalty (added to the divergence), problems, reports, audit, hints."""
+    from autoprec.optim.audit import audit_optimizer, optimizer_hints
     from autoprec.optim.optimizer import skipped_steps
 
     reports = [monitor.report() for monitor in monitors]
@@ -70,4 +70,5 @@ def state_document(policy: Any, found: Found, monitors: list[Any]) -> dict[str, 
         "skipped_steps": sum(skipped_steps(optimizer) for optimizer in found.optimizers),
         "reports": [report.to_json() for report in reports],
         "audit": audit,
+        "hints": list(dict.fromkeys(hint for one in found.optimizers for hint in optimizer_hints(policy, one))),
     }

@@ -401,8 +401,9 @@ class Trial:
     def _audited(self, result: TrialResult) -> TrialResult:
         if self._policy is None or result.status != "ok":
             return result
-        audit = self._policy.audit(self.found.root).to_json()
-        for part, row in self._payload.get("state", {}).get("audit", {}).items():
+        audit, state = self._policy.audit(self.found.root).to_json(), self._payload.get("state", {})
+        audit["notes"] = state.get("hints", [])
+        for part, row in state.get("audit", {}).items():
             audit["operators"][f"optimizer.{part}"] = row
             audit["ok"] = audit["ok"] and row["ok"]
         return replace(result, audit=audit)

@@ -76,7 +76,8 @@ class Answer:
 
     ``chosen`` holds the finalist statistics, ``interval`` the half width of the interval of their mean divergence;
     ``caveat`` says how the policy was judged where the loss could not do it; ``explanation`` why each layer stays,
-    where that was known before any trial; ``rejected`` why finalists (by name) are not acceptable; ``over_preset`` what
+    where that was known before any trial; ``rejected`` why finalists (by name) are not acceptable, ``not_taken`` why
+    others that were measured to be faster are not the answer; ``over_preset`` what
     it gains over what people run today; ``phases`` are the parts of the run in bf16 that it needs, or was asked for.
     """
 
@@ -89,6 +90,7 @@ class Answer:
     caveat: str = ""
     explanation: dict[str, Any] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
+    not_taken: dict[str, str] = field(default_factory=dict)
     over_preset: OverPreset | None = None
     phases: tuple[str, ...] = ()
 
@@ -323,14 +325,13 @@ def _measured_saving(setup: Setup, ledger: Ledger, answer: Answer) -> float:
     return script_ms / (plain or 1.0) - float(final_metrics(setup, ledger, answer)["step_time_ms"])
 
 
-def _row(
-    record: TrialRecord, sixteen_bit: float | None, rejected: Mapping[str, str], errors: Mapping[str, float]
-) -> dict[str, Any]:
-    """Return a trial as a row of the result; ``reason`` says why it failed or was rejected as a finalist.
+def _row(record: TrialRecord, sixteen_bit: float | None, answer: Answer, errors: Mapping[str, float]) -> dict[str, Any]:
+    """Return a trial as a row of the result; ``reason`` says why it failed, was rejected, or was not taken.
 
     ``errors`` are gradient errors that were measured for policies as a whole; those of other policies are predicted.
     """
-    why = record.reason or (f"rejected: {rejected[record.name]}" if record.name in rejected else "")
+    said = (("rejected", answer.rejected), ("not taken", answer.not_taken))
+    why = record.reason or next((f"{what}: {found[record.name]}" for what, found in said if record.name in found), "")
     kept: dict[str, Any] = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
     kept |= {"seeds": int(record.metrics.get("seeds", record.ok))}
     kept |= over_sixteen_bit(kept, sixteen_bit)
@@ -357,7 +358,7 @@ def search_result(
     sixteen_bit = sixteen_bit_speedup(setup, ledger.store.records)
     tried = pooled(ledger.store.records)
     known = [tried.get(record.name, record) for record in ledger.store.learned()]
-    row = partial(_row, sixteen_bit=sixteen_bit, rejected=answer.rejected, errors=ledger.measured_errors)
+    row = partial(_row, sixteen_bit=sixteen_bit, answer=answer, errors=ledger.measured_errors)
     return SearchResult(
         verdict=answer.verdict,
         reason=answer.reason,
@@ -389,6 +390,7 @@ def search_result(
         resume=setup.options.with_budget_for(ledger.needed_s).resume_command(stored=True) if ledger.cut_short else "",
         explanation=_explanation(setup, ledger, answer),
         rejected=answer.rejected,
+        not_taken=answer.not_taken,
     )
 
 

@@ -405,29 +405,32 @@ class Race:
             return Answer(decision.verdict, why, None, seeds=0, interval=decision.interval, rejected=rejected)
         chosen = candidates[decision.index]
         over = self._over_preset(chosen, ledger.timings["timing_noise"])
+        faster, not_taken = self._faster(chosen, rejected)
         return Answer(
             decision.verdict,
-            decision.reason + self._faster(chosen, rejected) + (f"; {over.text}" if over is not None else ""),
+            decision.reason + faster + (f"; {over.text}" if over is not None else ""),
             chosen.tag,
             seeds=len(chosen.divergences),
             chosen=chosen,
             interval=decision.interval,
             caveat=decision.caveat,
             rejected=rejected,
+            not_taken=not_taken,
             over_preset=over,
             phases=setup.options.phase_names or (("last-bf16",) if self._needs_end(chosen) else ()),
         )
 
-    def _faster(self, chosen: Candidate, rejected: dict[str, str]) -> str:
-        """Return why the fastest of what was measured to be faster is not adopted; the same of the others is noted."""
+    def _faster(self, chosen: Candidate, rejected: dict[str, str]) -> tuple[str, dict[str, str]]:
+        """Return why the fastest of what was measured to be faster is not adopted, and the same of all not rejected."""
         ledger, now, noise = self._ledger, self.now, self._ledger.timings["timing_noise"]
         if self._setup.options.objective != "throughput":
-            return ""
+            return "", {}
         tried = list(zip(now.candidates, now.judged, strict=True))
         found = faster_ones(chosen, tried, self._rules(), rejected, fewest=self.fewest, timing_noise=noise)
-        for name in (n for n in found if n not in rejected):
-            ledger.note(f"{name} is faster, but was not taken: {found[name]}")
-        return told_faster(found, now.candidates, sixteen_bit_speedup(self._setup, ledger.store.records))
+        others = {name: why for name, why in found.items() if name not in rejected}
+        for name, why in others.items():
+            ledger.note(f"{name} is faster, but was not taken: {why}")
+        return told_faster(found, now.candidates, sixteen_bit_speedup(self._setup, ledger.store.records)), others
 
     def _needs_end(self, candidate: Candidate) -> bool:
         """Whether a candidate is within the limit on gradient errors only if its run ends in bf16."""

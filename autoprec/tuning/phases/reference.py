@@ -11,7 +11,8 @@ from autoprec.tuning.decide.metrics import Reference, divergence, step_time
 from autoprec.tuning.decide.noise import blindness
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
-from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs
+from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs, timed_share
+from autoprec.tuning.schedule import Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
@@ -81,6 +82,50 @@ def reference_of(setup: Setup, *results: TrialResult) -> Reference:
         samples=first.samples if estimate is None else round(first.samples * scale.tokens / scale.seq),
         warmup=first.warmup,
     )
+
+
+def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
+    """Tell how long the search will take, from what the reference took, and how its trials are run to that end."""
+    options, timings = setup.options, ledger.timings
+    starts, steps = max(timings.get("starts", 1.0), 1.0), options.steps + options.warmup
+    training_s = timings.get("training_s", 0.0) / starts
+    step_s = ledger.reference.step_ms / 1e3 if setup.measured else training_s / steps
+    start_s = timings.get("start_s_sum", 0.0) / starts
+    compile_s = timings.get("compile_s", 0.0) if setup.measured else 0.0
+    blocks = repeated_blocks(setup.host.layers) if runner.by_block.active else 1
+    longer, shared = timed_share(setup), runner.shares_device
+    pace = Pace(start_s, step_s, compile_s, blocks, longer)
+
+    def counted(*, usual: bool) -> Schedule:
+        return schedule(
+            options,
+            pace,
+            pace if setup.measured and setup.target.is_cpu else pace.of_trials(measured=setup.measured),
+            setup_s=setup.host.setup_s,
+            host_s=None if setup.host.launch == "fork" else start_s,
+            workers=runner.workers,
+            final_workers=runner.final_workers,
+            shared=shared,
+            usual=usual,
+            closing_s=ledger.seconds_to_close(),
+        )
+
+    usual = counted(usual=True)
+    ledger.needed_s = ledger.elapsed() + usual.rest_s
+    told = [describe(usual, counted(usual=False), options.budget_s, ledger.elapsed())]
+    if longer:
+        told.append(
+            f"a run is timed for up to {longer:.0%} of its own duration beyond its {options.steps} steps, for less "
+            "noise in times (any other --steps N: exactly N; losses are those of the steps asked for)"
+        )
+    if shared:
+        told.append(
+            f"--workers {options.workers}: trials start and compile while another is timed on the same GPU; they take "
+            "turns at training, and their times are noisier, and slower than the reference's, which runs alone"
+        )
+    elif alone := runner.refused_sharing():
+        told.append(f"--workers {options.workers}: trials run one at a time all the same: {alone}")
+    return told
 
 
 def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:

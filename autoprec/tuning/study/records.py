@@ -138,7 +138,8 @@ class SearchResult:
     divergence's confidence interval over the finalist seeds. ``explanation`` is that of
     :func:`autoprec.tuning.decide.reasons.explanation`, or of ``stay_explanation`` where no trial was needed.
     ``study_name`` is ``study`` in JSON.
-    ``rejected`` says, by name, why a finalist is not acceptable.
+    ``rejected`` says, by name, why a finalist is not acceptable, ``not_taken`` why another that was measured to be
+    faster is not the answer: too few paired seeds, or faster by no more than the timing noise.
     """
 
     verdict: str
@@ -161,6 +162,7 @@ class SearchResult:
     notes: tuple[str, ...] = ()
     explanation: dict[str, Any] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
+    not_taken: dict[str, str] = field(default_factory=dict)
     cut_short: str = ""
     resume: str = ""
     stopped: str = ""

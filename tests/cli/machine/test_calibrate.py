@@ -92,6 +92,17 @@ def test_an_unwritable_output_is_found_before_measuring(fake_gpu: None, tmp_path
         CliRunner().invoke(command.calibrate, ["-o", str(tmp_path)], catch_exceptions=False)
 
 
+def test_a_calibration_replaces_nothing_but_a_calibration(fake_gpu: None, tmp_path: Path) -> None:
+    script, earlier = tmp_path / "train.py", tmp_path / "calibration.json"
+    script.write_text("print('hello')\n")
+    with pytest.raises(FileError, match="is not a calibration") as error:
+        CliRunner().invoke(command.calibrate, ["-o", str(script)], catch_exceptions=False)
+    assert "another path with --output" in error.value.fix
+    assert script.read_text() == "print('hello')\n"
+    for _ in range(2):
+        assert CliRunner().invoke(command.calibrate, ["-o", str(earlier)], catch_exceptions=False).exit_code == 0
+
+
 def test_without_a_gpu_it_says_what_to_do() -> None:
     import torch
 

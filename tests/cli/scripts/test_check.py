@@ -58,6 +58,8 @@ def test_what_is_asked_is_executed(script: Path, policy: Path) -> None:
     assert rows["0"]["requested"]["wgrad"] == rows["0"]["executed"]["wgrad"] == "bf16"
     assert rows["0"]["executed"]["fprop"].startswith("fp8 tensor")
     assert set(rows["2"]["executed"].values()) == {"bf16"}
+    assert not [name for name in document["operators"] if "weight_decay" in name], "the policy asks for none"
+    assert "SGD has no weight decay" in document["notes"][0]
     (phase,) = document["phases"]
     assert (phase["from"], phase["ok"]) == (0.85, True)
     rows = {row["name"]: set(row["executed"].values()) for row in phase["layers"]}

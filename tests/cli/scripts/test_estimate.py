@@ -74,6 +74,17 @@ def test_sweeps_and_many_gpus() -> None:
     assert "extrapolated to many GPUs" in found.output
     assert "pays " in found.output
     assert "the script as written" not in found.output, "there is no script"
+    assert "optimizer state of one GPU, and " in found.output
+    assert " saved for backward, the batch of a replica being that of this step" in found.output
+
+
+def test_where_there_is_no_script_no_part_of_the_document_speaks_of_one(tmp_path: Path) -> None:
+    space = tmp_path / "space.yaml"
+    space.write_text("schema: autoprec.space/1\nname: rows\nchoices: [{match: '*', choices: [keep, fp8_rowwise]}]\n")
+    args = ("--config", "nanochat-d12", "--seq", "128", "--space", str(space), "--eager", "--json")
+    document = json.loads(run("--target", "h100", *args).output)
+    for verdict in (document["verdict"], document["compiled"]):
+        assert "over the model in pure bf16 on" in verdict["reason"]
 
 
 def test_memory_is_shown_and_held_against_the_device(graph: str, wide: str) -> None:

@@ -50,6 +50,20 @@ def test_json_has_the_documented_keys(saved):
     assert not list(Path(saved[1]).parent.glob("autoprec-runs"))
 
 
+@pytest.mark.parametrize("option", ["--save", "--html"])
+def test_nothing_but_a_file_of_its_kind_is_replaced(saved, tmp_path, option):
+    _, step, page = saved
+    script = tmp_path / "train.py"
+    script.write_text(TRAIN)
+    with pytest.raises(FileError, match="it is not replaced by one") as error:
+        CliRunner().invoke(inspect, [option, str(script), "--graph", str(step)], catch_exceptions=False)
+    assert option in error.value.fix
+    assert script.read_text() == TRAIN
+    again = tmp_path / "again"
+    again.write_bytes({"--save": step, "--html": page}[option].read_bytes())
+    assert CliRunner().invoke(inspect, [option, str(again), "--graph", str(step)]).exit_code == 0
+
+
 def test_a_saved_step_is_shown_again(saved):
     document, step, page = saved
     assert json.loads(step.read_text()) == document

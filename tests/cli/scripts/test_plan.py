@@ -24,7 +24,7 @@ def test_the_plan_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert plan["trials"] == 12
     assert plan["trials_s"] == pytest.approx(12 * plan["trial_s"])
     assert plan["finalist_runs"] == 3 * 3
-    parts = plan["setup_s"] + plan["scan_s"] + plan["trials_s"] + plan["finalists_s"]
+    parts = plan["setup_s"] + plan["scan_s"] + plan["trials_s"] + plan["finalists_s"] + plan["closing_s"]
     assert 0 < plan["total_s"] == pytest.approx(min(parts, 1800))
     assert "all fp8_rowwise" in plan["presets"]
     assert "timing a run under a preset" in found.err

@@ -48,6 +48,19 @@ def test_policy_backend_and_audit_are_passed_on(
     assert (backend, where, rest) == ("emulated", audit, [9, "every=500"])
 
 
+def test_an_audit_replaces_nothing_but_an_audit(
+    ran: list[object], script: Path, policy_file: Path, tmp_path: Path
+) -> None:
+    found = autoprec("run", "--policy", policy_file, "--audit", script, script, "0")
+    assert (found.code, ran) == (2, [])
+    assert "is not an audit" in found.err
+    assert "choose another path with --audit" in found.err
+    assert script.read_text(encoding="utf-8") == "print('hello')\n"
+    earlier = tmp_path / "audit.json"
+    earlier.write_text('{"ok": true, "layers": [], "operators": {}, "did_not_run": {}}', encoding="utf-8")
+    assert autoprec("run", "--policy", policy_file, "--audit", earlier, script, "0").code == 0
+
+
 def test_what_cannot_be_followed_is_refused_before_the_script_starts(script: Path, policy_file: Path) -> None:
     assert "--policy" in autoprec("run", "--follow", "every=500", script).err
     for given, why in (("every=500", "does not record"), ("often", "every=500")):

@@ -21,6 +21,7 @@ from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.limits import Limits
 from autoprec.tuning.options import SearchOptions
+from autoprec.tuning.phases import finalists
 from autoprec.tuning.phases.finalists import LEAST_NOISE, MOST_NOISE, Race, timing_noise
 from autoprec.tuning.sixteen_bit import NAMES
 from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
@@ -53,6 +54,21 @@ def test_seeds_are_given_only_to_who_may_still_change_the_answer(here: Path) -> 
     assert {record.seed for record in further} == {1}  # everything is far within the budget: two seeds are enough
     assert result.best["seeds"] == 2
     assert len(further) < len(made.ledger.store.learned()) if made.ledger else False
+
+
+def test_what_the_verdict_says_was_not_taken_is_in_the_document_too(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A faster policy with too few seeds was named in the reason alone: neither ``rejected`` nor its row told of it."""
+    why = "it was measured under 1 of the 2 paired seeds that it takes"
+    monkeypatch.setattr(finalists, "faster_ones", lambda *_, **__: {"all bf16": why})
+    _, result = search(script(), options(trials=6))
+    assert f"all bf16 was measured as 1.00x over 16-bit, but is not taken: {why}" in result.reason
+    assert result.to_json()["not_taken"] == {"all bf16": why}
+    assert not result.rejected, "it is not beyond any limit"
+    (row,) = (row for row in result.presets if row["name"] == "all bf16")
+    assert row["reason"] == f"not taken: {why}"
 
 
 class Unsteady(SimulatedRunner):
@@ -247,7 +263,7 @@ def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script
         return Decision("adopt", index, "", 0.0), candidates, {}
 
     race._measure_error, race.measured_whole, race._decide = measure_error, measured_whole, decide
-    race._over_preset, race._faster = (lambda *_: None), (lambda *_: "")
+    race._over_preset, race._faster = (lambda *_: None), (lambda *_: ("", {}))
     assert race.answer().record is tags[2]
     assert asked == ["B"]
 

@@ -11,7 +11,7 @@ from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from tests.simulated import SimulatedRunner
-from tests.tuning.test_engine import here, options, script, search  # noqa: F401
+from tests.tuning.test_engine import engine, here, options, script, search  # noqa: F401
 
 
 def searching(result: dict[str, object]) -> Search:
@@ -85,3 +85,29 @@ def test_samples_are_those_of_the_scaled_step(here: Path) -> None:  # noqa: F811
         assert made.ledger is not None
         assert made.ledger.reference.samples == 8 * grown
         assert result.reference["samples_per_s"] == pytest.approx(8 * grown * result.reference["throughput"])
+
+
+class Notes:
+    """A listener that keeps what a person is told."""
+
+    def __init__(self) -> None:
+        self.kept: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.kept.append(text)
+
+    def phase(self, *_: object) -> None: ...
+    def started(self, *_: object) -> None: ...
+    def trial(self, *_: object) -> None: ...
+    def finished(self, *_: object) -> None: ...
+
+
+def test_what_follows_the_last_run_is_expected_too(here: Path) -> None:  # noqa: F811
+    """A search said 48 s, and took 4 more to write the policy, the reports and MLflow."""
+    made, notes = engine(script(), options(trials=2)), Notes()
+    made.listener = Listeners(notes)
+    made.run()
+    (told,) = (text for text in notes.kept if text.startswith("expected from here on"))
+    assert ", the answer " in told
+    assert made.ledger is not None
+    assert made.ledger.needed_s > 4

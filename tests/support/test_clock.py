@@ -1,0 +1,25 @@
+"""The time of a command is that of its process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from autoprec.support.clock import process_began
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
+def test_a_process_began_before_its_first_line() -> None:
+    code = "import time; time.sleep(0.3); from autoprec.support.clock import process_began; print(process_began())"
+    before = time.monotonic()
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    began, after = float(found.stdout), time.monotonic()
+    assert before - 0.02 < began < after - 0.3
+
+
+def test_where_the_system_does_not_say_it_begins_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pathlib.Path.read_text", lambda *_, **__: "7 (a name with ) in it) S 1 2")
+    assert process_began() == pytest.approx(time.monotonic(), abs=0.5)
