@@ -7,8 +7,6 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["process_began"]
-
 
 def process_began() -> float:
     """Return the ``time.monotonic()`` at which this process was started; now where the system does not say (no /proc).
