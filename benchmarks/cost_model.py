@@ -278,7 +278,7 @@ def llama() -> Lines:
 
 def environment() -> str:
     """Hardware, versions and command, in one line."""
-    from autoprec.cost.calibrate.cpu import _cpu_model
+    from autoprec.cost.calibrate.cpu import cpu_model
     from autoprec.support.optional import installed_version
 
     versions = [
@@ -286,7 +286,7 @@ def environment() -> str:
     ]
     command = " ".join(["python", "benchmarks/cost_model.py", *sys.argv[1:]])
     load = os.getloadavg()[0]
-    return f"{_cpu_model()}, load {load:.0f}, Python {platform.python_version()}, {', '.join(versions)}; `{command}`"
+    return f"{cpu_model()}, load {load:.0f}, Python {platform.python_version()}, {', '.join(versions)}; `{command}`"
 
 
 def main() -> None:

@@ -63,7 +63,8 @@ FALLBACK: dict[str, Any] = {
 }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
+    """Return the name of this machine's processor."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -87,7 +88,7 @@ def cache_file() -> Path:
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch_version = "none"
-    key = hashlib.sha256(f"{_SCHEMA}|{_cpu_model()}|{torch_version}".encode()).hexdigest()[:16]
+    key = hashlib.sha256(f"{_SCHEMA}|{cpu_model()}|{torch_version}".encode()).hexdigest()[:16]
     return cache_folder() / f"cpu-{key}.json"
 
 
@@ -128,7 +129,7 @@ def _load(path: str, refresh: bool) -> tuple[dict[str, Any], str]:
     if measured is None:
         return FALLBACK, "modelled, uncalibrated (the CPU micro-benchmark could not run)"
     with contextlib.suppress(AutoPrecError, OSError):  # a cache that cannot be written costs seconds, never a search
-        write_json(file, {**measured, "cpu": _cpu_model()})
+        write_json(file, {**measured, "cpu": cpu_model()})
     return measured, "modelled, rates of this CPU"
 
 

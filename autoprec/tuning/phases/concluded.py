@@ -8,7 +8,6 @@ So its answer is kept beside the study, with everything that it depends on and t
 from __future__ import annotations
 
 import hashlib
-import platform
 import shlex
 from dataclasses import asdict
 from importlib import metadata
@@ -26,6 +25,7 @@ from autoprec.trial.source import source_digests
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.workers.slots import devices_here
 
 __all__ = ["asked", "keep_answer", "kept_answer"]
 
@@ -50,8 +50,8 @@ def asked(options: SearchOptions, command: ScriptCommand) -> dict[str, Any]:
     out["script"] = shlex.join(redact_arguments(options.command))
     files = {name: Path(name) for name in (options.space, options.calibration) if name}
     digests = {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items() if path.is_file()}
-    versions = {"autoprec": __version__, "torch": metadata.version("torch"), "machine": platform.node()}
-    return out | {"sources": source_digests(command), "files": digests, "versions": versions}
+    versions = {"autoprec": __version__, "torch": metadata.version("torch")}
+    return out | {"sources": source_digests(command), "files": digests, "versions": versions, "device": devices_here()}
 
 
 def keep_answer(folder: Path, question: dict[str, Any], info: SearchInfo, result: SearchResult, records: int) -> None:

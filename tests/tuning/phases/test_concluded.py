@@ -87,12 +87,26 @@ def test_an_edited_file_asks_something_else(folder: Path, name: str) -> None:
     assert kept_answer(folder, question(), 5) is None
 
 
-@pytest.mark.parametrize(("name", "other"), [("metadata.version", "2.0"), ("platform.node", "elsewhere")])
-def test_another_version_or_machine_asks_something_else(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, other: str
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("phases.concluded.metadata.version", "2.0"),
+        ("workers.slots.platform.node", "elsewhere"),
+        ("workers.slots.cpu_model", "another processor"),
+        ("workers.slots._listed", ["GPU 0: NVIDIA H100 (UUID: GPU-1)", "  MIG 1g.10gb Device 0: (UUID: MIG-2)"]),
+    ],
+)
+def test_another_version_machine_or_device_asks_something_else(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, other: object
 ) -> None:
     keep_answer(folder, question(), INFO, RESULT, 5)
-    monkeypatch.setattr(f"autoprec.tuning.phases.concluded.{name}", lambda *_: other)
+    monkeypatch.setattr(f"autoprec.tuning.{name}", lambda *_: other)
+    assert kept_answer(folder, question(), 5) is None
+
+
+def test_another_visible_gpu_asks_something_else(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_answer(folder, question(), INFO, RESULT, 5)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     assert kept_answer(folder, question(), 5) is None
 
 
