@@ -30,7 +30,7 @@ _COMPILED = "_compiled_call_impl"
 _NOT_PICKLED = (
     "a model under a precision policy is pickled without its policy; "
     "call policy.apply(model) again where it is loaded, or save model.state_dict(), which "
-    "torch.load(weights_only=True) reads"
+    "torch.load(weights_only=True) reads (of the pickle, with copyreg._reconstructor and object among the safe globals)"
 )
 #: (id of a class, kind) -> the class made from it. Not held: it lives while a module has it, and holds its base.
 _CLASSES: weakref.WeakValueDictionary[tuple[int, str], type[nn.Module]] = weakref.WeakValueDictionary()

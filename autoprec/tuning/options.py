@@ -184,8 +184,7 @@ class SearchOptions:
     def with_budget_for(self, needed_s: float) -> SearchOptions:
         """Return these options with a time budget that is enough for a search of about ``needed_s`` seconds.
 
-        A resumed search starts the script and measures the reference again. The budget is never shortened; without one
-        nothing changes.
+        A resumed search starts the script again. The budget is never shortened; without one nothing changes.
         """
         if self.budget_s is None:
             return self

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import copyreg
 import gc
 import io
 import pickle
 import pickletools
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -116,6 +118,19 @@ def test_a_pickle_says_that_it_leaves_the_policy_out_and_only_then() -> None:
     copy.deepcopy(model)
     policy.remove(model)
     pickle.dumps(model)
+
+
+def test_a_pickle_is_read_with_weights_only_where_its_classes_are_named(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(8, 8))
+    bf16().apply(model)
+    with pytest.warns(UserWarning, match="copyreg._reconstructor and object among the safe globals"):
+        torch.save(model, tmp_path / "model.pt")
+    found = torch.serialization.get_unsafe_globals_in_checkpoint(str(tmp_path / "model.pt"))
+    assert not [name for name in found if "autoprec" in name]
+    named = [nn.Sequential, nn.Linear, copyreg._reconstructor, object]  # type: ignore[attr-defined]
+    with torch.serialization.safe_globals(named):
+        loaded = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch.equal(loaded[0].weight, model[0].weight)
 
 
 class Counted(nn.Sequential):

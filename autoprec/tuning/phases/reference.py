@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
-from autoprec.errors import NothingAcceptableError, ScriptError
+from autoprec.errors import FileError, NothingAcceptableError, ScriptError
+from autoprec.support.files import finite, read_document, with_checksum, without_checksum, write_json
+from autoprec.support.plain import rebuild
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
-from autoprec.tuning.decide.noise import blindness
+from autoprec.tuning.decide.noise import Baseline, blindness
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
 from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs, timed_share
+from autoprec.tuning.phases.concluded import measured_here
 from autoprec.tuning.schedule import Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
+
+#: The reference beside the study, and how far its steps may be from what they took, to be as fast.
+_FILE, _AS_FAST = "reference.json", 0.05
 
 
 def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Reference:
@@ -30,6 +37,10 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
         ScriptError: the reference itself fails in the script's own code.
         NothingAcceptableError: the script has fewer steps than asked for, or its loss is not finite.
     """
+    if setup.options.resume and (kept := _kept(setup, runner, ledger)) is not None:
+        ledger.references[0] = kept
+        _tell_blindness(setup, ledger)
+        return kept
     began = time.monotonic()
     whole = _run(setup, runner) if setup.host.compiled else None
     blocks = runner.by_block.begin(runner.spec(setup.reference_policy()), whole) if whole is not None else None
@@ -63,11 +74,70 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
             record = _record(setup, reference, result, ledger.store.next_number(), kind, label)
             ledger.store.add(record)
             ledger.listener.trial(record, 0, setup.options.trials, None, 0.0)
+    if whole is None:  # what compiles is run as a whole and by block, and each must be known
+        _keep(setup, ledger, reference)
+    _tell_blindness(setup, ledger)
+    return reference
+
+
+def _tell_blindness(setup: Setup, ledger: Ledger) -> None:
+    baseline = ledger.reference.baseline
     blind = blindness(setup.limits.divergence, baseline)
     if blind:
         benign = " and by the gaps of benign changes" if baseline.reach > setup.limits.divergence else ""
         ledger.note(f"policies are judged by their gradient error{benign}: {blind.replace('judge it', 'judge them')}")
-    return reference
+
+
+def _bound_to(setup: Setup, ledger: Ledger) -> dict[str, Any]:
+    """Return what a reference holds for: the study's setup, with the script's files, and this machine."""
+    return {"setup": ledger.store.signature, "device": setup.host.device} | {"here": measured_here()}
+
+
+def _keep(setup: Setup, ledger: Ledger, reference: Reference) -> None:
+    """Write the reference beside the study, for a session that resumes it."""
+    starts = max(ledger.timings.get("starts", 1.0), 1.0)
+    pace = {name: ledger.timings.get(name, 0.0) / starts for name in ("training_s", "start_s_sum")}
+    document = {
+        "bound_to": _bound_to(setup, ledger),
+        "reference": asdict(reference),
+        "timings": {"reference_run_s": ledger.timings["reference_run_s"], "starts": 1.0, **pace},
+    }
+    write_json(setup.study_dir / _FILE, with_checksum(finite(document)), indent=None)
+
+
+def _kept(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Reference | None:
+    """Return the reference of an earlier session; None where there is none, or it was measured elsewhere.
+
+    Where steps are timed, it is run once more: a machine that is as fast as it was keeps the time that the study's
+    trials were compared with.
+    """
+    path = setup.study_dir / _FILE
+    try:
+        document = without_checksum(read_document(path), where=str(path))
+        found = document["reference"]
+        kept = replace(rebuild(Reference, found), baseline=rebuild(Baseline, found["baseline"]))
+        timings = {name: float(value) for name, value in document["timings"].items()}
+    except (FileError, KeyError, TypeError, ValueError):  # not there, or damaged
+        return None
+    if document["bound_to"] != finite(_bound_to(setup, ledger)):
+        return None
+    if not setup.measured:
+        ledger.timings |= timings
+        ledger.note("the reference is that of the earlier session")
+        return kept
+    began = time.monotonic()
+    again = _run(setup, runner)
+    ledger.timings["reference_run_s"] = time.monotonic() - began
+    if kept.deterministic and again.losses != kept.losses:
+        ledger.note("the script does not repeat the losses of the earlier session: its reference is measured again")
+        return None
+    now = step_time(again.step_ms, again.warmup)
+    same = abs(now / kept.step_ms - 1.0) <= _AS_FAST
+    told = ": run once more, it is as fast"
+    if not same:
+        told = f", but a step takes {now:.4g} ms now, where it took {kept.step_ms:.4g}"
+    ledger.note(f"the reference is that of the earlier session{told}")
+    return kept if same else replace(kept, step_ms=now)
 
 
 def reference_of(setup: Setup, *results: TrialResult) -> Reference:

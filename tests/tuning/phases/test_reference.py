@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from autoprec.errors import NothingAcceptableError, ScriptError
+from autoprec.support.files import with_checksum
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from tests.simulated import SimulatedRunner
+from tests.simulated import SimulatedRunner, SimulatedScript
 from tests.tuning.test_engine import engine, here, options, script, search  # noqa: F401
 
 
@@ -111,3 +113,57 @@ def test_what_follows_the_last_run_is_expected_too(here: Path) -> None:  # noqa:
     assert ", the answer " in told
     assert made.ledger is not None
     assert made.ledger.needed_s > 4
+
+
+def references(simulated: SimulatedScript) -> int:
+    """How often the script ran without a policy."""
+    return sum(spec.kind == "train" and spec.policy is None for _, spec in simulated.calls)
+
+
+@pytest.mark.parametrize(("target", "runs"), [("auto", 1), ("b200", 0)])
+def test_a_resumed_study_keeps_its_reference(here: Path, target: str, runs: int) -> None:  # noqa: F811
+    """It was measured again: the script twice, and with its weights rounded."""
+    asked = options(study="mine", target=target, sampler="random", trials=2, seeds=1, resume=False)
+    first, before = search(first_script := script(), asked)[0], 0
+    before = references(first_script)
+    assert before >= 3
+    second_script = script()
+    second, result = search(second_script, replace(asked, trials=4, resume=True))
+    assert references(second_script) == runs
+    assert any("the reference is that of the earlier session" in note for note in result.notes)
+    assert first.ledger is not None
+    assert second.ledger is not None
+    assert second.ledger.reference == first.ledger.reference
+    assert second.ledger.timings["starts"] > 0
+
+
+def test_a_reference_of_another_machine_or_another_loss_curve_is_measured_again(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = options(study="mine", sampler="random", trials=2, seeds=1)
+    search(script(), asked)
+    monkeypatch.setattr("autoprec.tuning.workers.slots.cpu_model", lambda: "another processor")
+    search(elsewhere := script(), replace(asked, trials=3, resume=True))
+    assert references(elsewhere) >= 3
+    changed = here / "autoprec-runs" / "mine" / "reference.json"
+    document = {key: value for key, value in json.loads(changed.read_text()).items() if key != "checksum"}
+    document["reference"]["losses"][3] += 0.001
+    changed.write_text(json.dumps(with_checksum(document)))
+    _, result = search(apart := script(), replace(asked, trials=4, resume=True))
+    assert references(apart) >= 4
+    assert any("does not repeat the losses" in note for note in result.notes)
+
+
+def test_a_machine_that_is_slower_now_times_its_reference_now(here: Path) -> None:  # noqa: F811
+    asked = options(study="mine", sampler="random", trials=2, seeds=1)
+    first, _ = search(script(), asked)
+    kept = here / "autoprec-runs" / "mine" / "reference.json"
+    document = {key: value for key, value in json.loads(kept.read_text()).items() if key != "checksum"}
+    document["reference"]["step_ms"] *= 0.8
+    kept.write_text(json.dumps(with_checksum(document)))
+    again, result = search(script(), replace(asked, trials=3, resume=True))
+    assert any("but a step takes" in note for note in result.notes)
+    assert first.ledger is not None
+    assert again.ledger is not None
+    assert again.ledger.reference.step_ms == pytest.approx(first.ledger.reference.step_ms, rel=0.05)
