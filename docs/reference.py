@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def _option_row(option: click.Option, context: click.Context) -> str:
 def _section(name: str, command: click.Command) -> list[str]:
     context = click.Context(command, info_name=f"autoprec {name}", parent=None)
     usage = " ".join([f"autoprec {name}", *command.collect_usage_pieces(context)])
-    lines = [f"## {name}", "", "```text", usage, "```", "", *(command.help or "").split("\n"), ""]
+    lines = [f"## {name}", "", "```text", usage, "```", "", *inspect.cleandoc(command.help or "").split("\n"), ""]
     for heading, options in _groups(command, context).items():
         if options:
             lines += [f"| {heading} | default | |", "|---|---|---|"]

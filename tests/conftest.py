@@ -1,7 +1,9 @@
 """Shared by all tests: one thread, no network, no user's settings, and GPU tests skipped with the reason."""
 
 import os
+import shutil
 import signal
+import sys
 from collections.abc import Iterator
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,8 +57,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if "gpu" not in config.option.markexpr and shutil.which("nvidia-smi"):
+        # Scripts are forks of the processes that test, and autograd starts a thread per GPU, which a fork has not.
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if config.getoption("--record-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(Recorder())
+
+
+def pytest_collection_finish() -> None:
+    """A build with CUDA starts such threads without a GPU as well, if its first backward is one that Dynamo traced."""
+    torch = sys.modules.get("torch")
+    if torch is not None and not torch.cuda.is_available():
+        torch.ones((), requires_grad=True).backward()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -69,4 +81,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
         return
     for item in marked:
-        item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU; torch.cuda.is_available() is False here"))
+        item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU and -m gpu"))

@@ -65,6 +65,14 @@ class TrialStorage(optuna.storages.RDBStorage):  # type: ignore[misc]
     ours has one distribution per parameter from the beginning.
     """
 
+    def __init__(self, url: str, engine_kwargs: dict[str, Any]) -> None:
+        try:
+            super().__init__(url, engine_kwargs=engine_kwargs)
+        except BaseException:
+            if hasattr(self, "engine"):  # a database that cannot be read: its connection is closed all the same
+                self.engine.dispose()
+            raise
+
     def _get_prepared_new_trial(self, study_id: int, template_trial: FrozenTrial | None, session: Any) -> Any:
         if template_trial is None:
             return super()._get_prepared_new_trial(study_id, template_trial, session)

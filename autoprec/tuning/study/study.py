@@ -14,6 +14,7 @@ import contextlib
 import math
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -83,6 +84,8 @@ class StudyStore:
         check_sqlite(url, may_be_empty=begun or not resume, holds_studies=resume)
         self._address, self._tell = url, tell
         self._storage = self._guarded(lambda: open_storage(url))
+        # Its connections are closed, not left to the collector; but not at the end of a process, which may be a fork.
+        weakref.finalize(self, self._storage.engine.dispose).atexit = False
         existing = name in {s.study_name for s in self._guarded(self._storage.get_all_studies)}
         if existing and not resume:
             raise StudyError(

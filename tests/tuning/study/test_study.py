@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import gc
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -102,6 +104,18 @@ def test_existing_and_missing_studies(tmp_path: Path) -> None:
         store(tmp_path)
 
 
+def test_a_study_that_is_given_up_leaves_no_connection_open(tmp_path: Path) -> None:
+    study = store(tmp_path)
+    pool = study._storage.engine.pool
+    assert pool.checkedin() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        closed: list[bool] = []
+        patch.setattr(pool, "dispose", lambda: closed.append(True))
+        del study
+        gc.collect()
+    assert closed
+
+
 @pytest.mark.parametrize("damage", [b"", b"this is not a database, and long enough to be read as one" * 40])
 def test_a_damaged_file_is_a_study_error(tmp_path: Path, damage: bytes) -> None:
     study = store(tmp_path)
@@ -118,14 +132,13 @@ def test_each_trial_is_one_transaction(tmp_path: Path) -> None:
     study = store(tmp_path)
     study.start(optuna.samplers.RandomSampler(seed=0), SPACE, [])
     trial = study.ask()
-    with sqlite3.connect(tmp_path / "study.db") as before:
+    path = tmp_path / "study.db"
+    with contextlib.closing(sqlite3.connect(path)) as before:
         assert before.execute("select count(*) from trials").fetchone() == (0,)
     study.tell(trial, record(0, dict(trial.params)))
-    with sqlite3.connect(tmp_path / "study.db") as after:
+    with contextlib.closing(sqlite3.connect(path)) as after:
         assert after.execute("select count(*) from trials").fetchone() == (1,)
         assert after.execute("select count(*) from trial_params").fetchone() == (len(SPACE),)
-    before.close()
-    after.close()
 
 
 def test_optuna_sees_every_parameter_of_a_large_study(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import builtins
 import contextlib
 import errno
 import functools
+import glob
 import io
 import os
 import shutil
@@ -60,6 +61,9 @@ def install(overlay: Overlay) -> None:
         replace(os, name, calls.making(getattr(os, name)))
     for name in ("symlink", "link", "listdir", "scandir", "chdir", "fchdir", "getcwd", "getcwdb"):
         replace(os, name, getattr(calls, name))
+    globber: Any = getattr(glob, "_StringGlobber", None)  # pathlib's since Python 3.13: a class with os.scandir in it
+    if globber is not None:
+        globber.scandir = calls.scandir
     # In a fork, looking at every name of every module would copy 60 MB of them: the collector only reads.
     keepers = {id(keeper) for keeper in referrers(original for original, _ in changed.values())}
     for module in list(sys.modules.values()):
