@@ -296,7 +296,6 @@ class RootExecution:
         )
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call the model's forward under the policy."""
         self.called = True
         if torch.compiler.is_compiling():
             self.traced = True

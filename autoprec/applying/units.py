@@ -42,7 +42,6 @@ class Unit:
 
     @property
     def weight(self) -> Tensor:
-        """The weight, as it is now."""
         found: Any = _attribute(self.module, self.parameter)
         held: Any = found.weight if isinstance(found, nn.Module) else found
         weight: Tensor = held

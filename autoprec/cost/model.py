@@ -16,7 +16,7 @@ from autoprec.cost.memory import MemoryEstimate, memory_estimate
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.cost.reasons import AS_WRITTEN
 from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
-from autoprec.cost.saved import saved_by_rules, saved_bytes
+from autoprec.cost.saved import saved_by_rules
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
 from autoprec.cost.verdict import Verdict, judge
 from autoprec.graph.report import GraphReport, Layer
@@ -246,7 +246,6 @@ class CostModel:
         return self.layer_cost(name, plan, activations).seconds * 1e3
 
     def rest(self, activations: str = "keep", attention: str = "keep") -> RestCost:
-        """Return the time of everything that is not a layer's GEMM."""
         found = self._rests.get((activations, attention))
         if found is None:
             found = self._rests[(activations, attention)] = self._rest(activations, attention)
@@ -342,10 +341,6 @@ class CostModel:
             gpu=gpu,
             script=self._saved_as_written,
         )
-
-    def saved_bytes(self, plans: Mapping[str, LayerPlan], *, activations: str = "keep") -> int:
-        """Return the modelled bytes saved for backward at the recorded shapes."""
-        return saved_bytes(self.report, plans, activations, gpu=not self.target.is_cpu)[0]
 
     def _memory_bytes(self, plans: Mapping[str, LayerPlan], activations: str, state: OptimizerPolicy) -> int:
         key = (*(self._plan_key(plans.get(name, _KEEP)) for name in self._layers), activations, state)

@@ -358,7 +358,6 @@ class _Step:
         return cls(whole - update + exchanged, update, max(0.0, traffic - _OVERLAP * whole * 2 / 3))
 
     def seconds(self, accumulated: int = 1) -> float:
-        """Return the seconds of so many passes with one reduction and one update."""
         return accumulated * self.passes + self.update + self.waiting
 
     @property

@@ -98,7 +98,6 @@ class GemmWork:
 
     @property
     def flops(self) -> float:
-        """Floating-point operations of all roles in one step."""
         return 2.0 * self.tokens * self.inp * self.out * self.batch * self.copies * len(self.roles)
 
     def elements(self, operand: str) -> float:

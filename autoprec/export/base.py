@@ -102,7 +102,6 @@ class Losses:
     kept: dict[str, str] = field(default_factory=dict)
 
     def add(self, what: str, instead: str, match: str = "") -> None:
-        """Add one, unless it is there."""
         loss = Loss(what, instead, match)
         if loss not in self.found:
             self.found.append(loss)

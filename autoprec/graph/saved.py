@@ -73,7 +73,6 @@ class StorageTable:
         )
 
     def release(self) -> None:
-        """Give the weak references back."""
         free: Any = torch.UntypedStorage._free_weak_ref
         for weak, _ in self._weak.values():
             free(weak)

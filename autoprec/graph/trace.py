@@ -113,7 +113,6 @@ class Trace:
     source: str = "real"
 
     def inputs(self, call: Call) -> list[Value]:
-        """Return the tensor inputs of a call, in argument order."""
         return [self.values[index] for index in call.ins]
 
     def outputs(self, call: Call) -> list[Value]:
@@ -139,5 +138,4 @@ class Trace:
         return out
 
     def in_phase(self, *phases: str) -> Iterator[Call]:
-        """Iterate over the calls of some phases, in order."""
         return (call for call in self.calls if call.phase in phases)

@@ -274,7 +274,6 @@ class LayerPlan(_Frozen):
 
     @property
     def recipes(self) -> tuple[Recipe | None, ...]:
-        """The three recipes, in GEMM order."""
         return (self.fprop, self.dgrad, self.wgrad)
 
     @property
@@ -291,7 +290,6 @@ class LayerPlan(_Frozen):
 
     @classmethod
     def uniform(cls, recipe: Recipe | None) -> LayerPlan:
-        """Return the plan that runs all three GEMMs under one recipe."""
         return cls(fprop=recipe, dgrad=recipe, wgrad=recipe)
 
 

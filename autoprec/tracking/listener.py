@@ -41,7 +41,6 @@ class TrackingListener:
         """Notes are in the result."""
 
     def started(self, info: SearchInfo) -> None:
-        """Open the tracker of the study and record what it was asked to do."""
         self._study_dir = Path(info.study_dir)
         self._tracker = Tracker.open(
             self._study_dir, study=info.study, tracking_uri=self._uri, experiment=self._experiment
@@ -55,7 +54,6 @@ class TrackingListener:
         self._tracker.study_started(document)
 
     def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:  # noqa: ARG002
-        """Record one trial, with the choice of each layer group."""
         if self._tracker is not None:
             self._tracker.trial(record, _groups(record))
 

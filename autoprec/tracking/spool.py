@@ -12,13 +12,14 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 from autoprec.errors import AutoPrecError, UsageError
 from autoprec.support.files import finite, sqlite_url, write_json
+from autoprec.support.plain import rebuild
 from autoprec.support.redact import redact_uri
 
 
@@ -177,10 +178,9 @@ class Spool:
         """Read a store's state; a missing or damaged file means that it knows nothing yet."""
         try:
             document = json.loads(self.state_path(uri).read_text(encoding="utf-8"))
-            return State(**{f.name: document[f.name] for f in fields(State) if f.name in document})
+            return rebuild(State, document)
         except (OSError, ValueError, TypeError, AutoPrecError):
             return State(tracking_uri=redact_uri(uri))
 
     def save_state(self, uri: str, state: State) -> None:
-        """Write a store's state atomically."""
         write_json(self.state_path(uri), asdict(state))

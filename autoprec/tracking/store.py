@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -92,10 +90,11 @@ class Store:
                 raise
             return str(found.experiment_id)
 
-    def open_parent(self, info: Mapping[str, Any], started: float) -> str:
+    def open_parent(self, info: Mapping[str, Any], started: float) -> None:
         """Find or create the study's own run, mark it running, and log what the study was asked to do."""
         record = f"{self.uid}/study"
-        found = self._find(f"tags.`autoprec.record` = '{record}'")
+        is_ours = f"tags.`autoprec.record` = '{record}'"
+        found = self.client.search_runs([self.experiment_id], filter_string=is_ours, max_results=1)
         if found:
             self.run_id = found[0].info.run_id
             self.client.update_run(self.run_id, status="RUNNING")
@@ -114,7 +113,6 @@ class Store:
         # a resumed study may be given more trials, and MLflow never lets a parameter change
         tags = {"autoprec.trials": settings.pop("trials")} if "trials" in settings else {}
         self._log(self.run_id, params=settings, tags=tags, refuse_change=False)
-        return self.run_id
 
     def _share_view(self, params: Sequence[str] = ()) -> None:
         """Store the view that ``autoprec ui`` opens; a server that refuses it shows its default table."""
@@ -123,9 +121,6 @@ class Store:
         with contextlib.suppress(MlflowException):
             self.client.set_experiment_tag(self.experiment_id, *shared_view(self.uid, self.study, params))
             self.client.set_experiment_tag(self.experiment_id, "mlflow.experimentKind", "custom_model_development")
-
-    def _find(self, condition: str, limit: int = 1) -> list[Any]:
-        return list(self.client.search_runs([self.experiment_id], filter_string=condition, max_results=limit))
 
     def _trials(self) -> list[Any]:
         """Return the runs of the study's trials, those of earlier sessions included."""
@@ -143,7 +138,7 @@ class Store:
             if not token:
                 return found
 
-    def write_trial(self, record: TrialRecord, groups: Mapping[str, str] | None) -> str:
+    def write_trial(self, record: TrialRecord, groups: Mapping[str, str] | None) -> None:
         """Write one trial as a child run and return its run id; an existing run of this trial is brought up to date."""
         identity = f"{self.uid}/{record.kind}/{record.number}/{record.seed}"
         run_id = self._children.get(identity, "")
@@ -166,12 +161,11 @@ class Store:
         }
         self._log(run_id, params=params, metrics=_metrics(record), tags=_tags(record, self.study))
         if record.policy:
-            self._text(run_id, dump_yaml(record.policy), "policy.yaml")
+            self.client.log_text(run_id, dump_yaml(record.policy), "policy.yaml")
         if record.tail and not record.ok:
-            self._text(run_id, redact_text(record.tail), "output-tail.txt")
+            self.client.log_text(run_id, redact_text(record.tail), "output-tail.txt")
         end = int((record.started + record.seconds) * 1000)
         self.client.set_terminated(run_id, status=_STATUS.get(record.status, "FAILED"), end_time=end)
-        return run_id
 
     def close_parent(self, status: str = "FINISHED") -> None:
         """End the study's run: FINISHED, FAILED, or KILLED when the search was interrupted."""
@@ -202,13 +196,12 @@ class Store:
         trials = self._trials()
         self._fold(trials, result, stamp)
         important = [f"layer/{row['name'][6:]}" for row in result.explanation.get("importance", ())]
-        policies = [run.data.params for run in trials if run.data.tags.get("autoprec.row") == "policy"]
-        self._share_view(telling_params(policies, list(map(safe_key, important))))
+        chosen = [run.data.params for run in trials if run.data.tags.get("autoprec.row") == "policy"]
+        self._share_view(telling_params(chosen, list(map(safe_key, important))))
         self.write_files(artifacts)
-        if result.verdict == "adopt" and any(
-            path.suffix in (".yaml", ".json") and path.is_file() for path in artifacts
-        ):
-            self._register(next(path for path in artifacts if path.suffix in (".yaml", ".json")).name)
+        policies = [path for path in artifacts if path.suffix in (".yaml", ".json")]
+        if result.verdict == "adopt" and any(path.is_file() for path in policies):
+            self._register(policies[0].name)
 
     def _fold(self, trials: Sequence[Any], result: SearchResult, stamp: int) -> None:
         """Give each policy's row the figures that became known after its trial.
@@ -299,12 +292,6 @@ class Store:
         labels = [RunTag(safe_key(k), visible(str(v))) for k, v in (tags or {}).items()]
         for start in range(0, len(labels), 90):
             self.client.log_batch(run_id, tags=labels[start : start + 90])
-
-    def _text(self, run_id: str, text: str, name: str) -> None:
-        with tempfile.TemporaryDirectory(prefix="autoprec-") as folder:
-            path = Path(folder) / name
-            path.write_text(text, encoding="utf-8")
-            self.client.log_artifact(run_id, os.fspath(path))
 
 
 def _plain_speedup(result: SearchResult) -> float | None:

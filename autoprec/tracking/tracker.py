@@ -91,25 +91,17 @@ class Tracker:
         self._spool.append("trial", record=record.to_json(), groups=dict(groups) if groups else None)
         self._start()
 
-    def finished(
-        self,
-        result: SearchResult,
-        artifacts: Sequence[Path | str] = (),
-        records: Sequence[TrialRecord] = (),
-    ) -> dict[str, Any]:
+    def finished(self, result: SearchResult, artifacts: Sequence[Path | str] = ()) -> dict[str, Any]:
         """Record the outcome and return the ``mlflow`` part of ``--json``.
 
         Args:
             result: the outcome; the winner table in the run's description is made from it.
             artifacts: files to attach to the study's run.
-            records: trials whose tags changed since they were recorded (pareto, best).
 
         Returns:
             ``{"tracking_uri", "experiment_id", "run_id"}``; the ids are None while the store has not answered, and
             then ``pending`` names the command that sends the rest.
         """
-        for record in records:
-            self.trial(record)
         names = [self._spool.keep(path) for path in artifacts]
         self._spool.append("finished", result=result.to_json(), artifacts=names, time=time.time())
         self._start()

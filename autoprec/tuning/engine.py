@@ -161,7 +161,6 @@ class Search:
         return self.options.with_budget_for(self.ledger.needed_s if self.ledger else 0.0).resume_command()
 
     def _factory_at(self, age: int) -> RunnerFactory:
-        """Return what starts hosts whose trials begin at a step of the script."""
         if self._factory is not None:
             return self._factory
         return runner_factory(self.options, self.command, age, partial(setattr, self, "_aged"))

@@ -60,11 +60,9 @@ class Ledger:
     needed_s: float = 0.0
 
     def elapsed(self) -> float:
-        """Return seconds since the search began."""
         return time.monotonic() - self.started
 
     def note(self, text: str) -> None:
-        """Tell the listener, and keep the note for the report."""
         self.notes.append(text)
         self.listener.note(text)
 

@@ -136,7 +136,6 @@ class Setup:
         )
 
     def verdict(self) -> Verdict:
-        """Return what could be gained, by the cost model."""
         problem = self.problem
         plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
         return self.cost.verdict(

@@ -61,7 +61,7 @@ def begun(runs: ByBlock, script: Script) -> ByBlock:
     whole = script(REFERENCE, 0)
     blocks = runs.begin(REFERENCE, whole)
     if blocks is not None:
-        pair = [Reference(r.losses, r.step_ms[0], r.memory_bytes, 1, 1) for r in (whole, blocks)]
+        pair = [Reference(r.losses, r.step_ms[0], r.memory_bytes, 1) for r in (whole, blocks)]
         runs.calibrate(pair[0], pair[1], 12)
     return runs
 

@@ -163,7 +163,6 @@ class Desk:
         return base.model_copy(update={"recipes": taken, "layers": (*rules, *base.layers)})
 
     def told(self, index: IntVector) -> str:
-        """Return what an assignment changes, in words."""
         moves: dict[tuple[int, int], list[str]] = {}
         for g, (before, after) in enumerate(zip(self.now.tolist(), index.tolist(), strict=True)):
             if before != after:

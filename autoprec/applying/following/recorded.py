@@ -259,7 +259,6 @@ class RecordedStep:
         random: Any = None,
         sync: Any = None,
     ) -> None:
-        """Put a call on the tape and follow its outputs."""
         kind = self._device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         differentiable = torch.is_grad_enabled()

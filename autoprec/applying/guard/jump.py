@@ -39,7 +39,6 @@ class LossJump:
         self._medians = {n: deque[float](maxlen=length - n) for n in SCALES}
 
     def clear(self) -> None:
-        """Forget the past: what is usual changes."""
         for kept in (self._values, self._norms, *self._medians.values()):
             kept.clear()
 

@@ -338,7 +338,6 @@ class _Stage:
         return best
 
     def modelled(self, policy: Policy, rates: dict[str, Any]) -> float:
-        """Return what the model says of the same step."""
         plans = resolve(policy, [layer.name for layer in self.report.tunable])
         cost = CostModel(self.report, target("cpu"), cpu=rates)
         return cost.estimate(plans, activations=policy.activations).time_ms / 1e3

@@ -82,7 +82,6 @@ class BackendChoice:
     reason: str
 
     def to_json(self) -> dict[str, str]:
-        """Return what a policy's evidence keeps."""
         return asdict(self)
 
 

@@ -78,8 +78,3 @@ def classify(result: TrialResult | None, code: int, *, timed_out: bool, timeout_
     if code == 0:
         return TrialResult("too_short", "the script ended before the asked number of steps", tail=shown)
     return TrialResult("crashed", f"the trial {describe_exit(code)}", tail=shown)
-
-
-def exit_code(wait_status: int) -> int:
-    """Turn a wait status into a subprocess-style code."""
-    return os.waitstatus_to_exitcode(wait_status)

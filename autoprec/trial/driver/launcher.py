@@ -43,12 +43,10 @@ class ZygoteProcess(ProcessTree):
         self._ended = threading.Event()
 
     def set_pid(self, pid: int) -> None:
-        """The zygote has forked it."""
         self.pid = pid
         self.known.set()
 
     def set_end(self, wait_status: int) -> None:
-        """The zygote has reaped it."""
         self._code = os.waitstatus_to_exitcode(wait_status)
         self.known.set()
         self._ended.set()
@@ -76,11 +74,12 @@ class Launcher:
         self._runners = 0
         self._count = 0
         self._lock = threading.Lock()
-        self._folder, self._held = private_folder()
+        #: the private directory in which every process of the command may write
+        self.folder, self._held = private_folder()
         self._connection: socket.socket | None = None
         self._children: dict[int, ZygoteProcess] = {}
         self._folders = 0
-        self.address = str(self._folder / "zygote")
+        self.address = str(self.folder / "zygote")
         self._listener = listen(self.address, 4)
         threading.Thread(target=self._accept, name="autoprec-zygote", daemon=True).start()
 
@@ -95,7 +94,6 @@ class Launcher:
             return launcher
 
     def leave(self) -> None:
-        """A runner has closed."""
         with _guard:
             self._runners -= 1
             if self._runners:
@@ -106,13 +104,8 @@ class Launcher:
         self._listener.close()
         self._replace(None)
         sweep(self.mark)
-        remove_folder(self._folder)
+        remove_folder(self.folder)
         os.close(self._held)
-
-    @property
-    def folder(self) -> Path:
-        """The private directory in which every process of the command may write."""
-        return self._folder
 
     def new_folder(self) -> Path:
         """Make the private directory of one more runner.
@@ -121,7 +114,7 @@ class Launcher:
         """
         with self._lock:
             self._folders += 1
-            path = self._folder / f"runner-{self._folders}"
+            path = self.folder / f"runner-{self._folders}"
         path.mkdir()
         return path
 

@@ -69,7 +69,6 @@ class ProcessTree(ABC):
 
     @property
     def tail(self) -> str:
-        """The last output."""
         return bytes(self._tail).decode("utf-8", "replace")
 
     def settle(self) -> None:

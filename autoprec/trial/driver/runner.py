@@ -22,7 +22,7 @@ from typing import Any
 from autoprec.errors import NoSpaceError, NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.base import Runner
-from autoprec.trial.driver.classify import classify, describe_exit, exit_code, last_lines
+from autoprec.trial.driver.classify import classify, describe_exit, last_lines
 from autoprec.trial.driver.failures import first_step_failed, nothing_trained, script_failed
 from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
@@ -370,7 +370,7 @@ class TrialRunner(Runner):
         self._lost = 0  # only hosts that are lost in a row count: the machine can run this script
         result = classify(
             written,
-            exit_code(int(answer["wait_status"])),
+            os.waitstatus_to_exitcode(int(answer["wait_status"])),
             timed_out=bool(answer["timed_out"]),
             timeout_s=spec.timeout_s,
             tail=str(answer["tail"]),

@@ -228,7 +228,6 @@ class Agent:
         self._stop_at_call(found)
 
     def transformed(self) -> None:
-        """The model is differentiated by a transform of torch.func."""
         self._give_up("functional")
 
     def _searched_in_vain(self) -> bool:

@@ -225,7 +225,6 @@ def learned_times(
 def _fitted(
     problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[TrialRecord]
 ) -> tuple[DivergenceModel, LinearModel]:
-    """Return the sampler's models, fitted to the finished trials."""
     divergence = divergence_model(problem, table.error2)
     time = LinearModel(time_ms, 0.0, np.zeros(len(features_of(problem))), noise=0.01)
     done = [record for record in records if record.ok]

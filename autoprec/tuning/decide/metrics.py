@@ -127,7 +127,6 @@ class Reference:
     step_ms: float
     memory_bytes: int
     samples: int
-    warmup: int
     baseline: Baseline = field(default_factory=Baseline)
     deterministic: bool = True
 

@@ -164,7 +164,6 @@ class Problem:
         return out
 
     def distributions(self) -> dict[str, CategoricalDistribution]:
-        """Return the Optuna distributions of everything there is to decide."""
         return dict(self._distributions)
 
     @cached_property
@@ -241,7 +240,6 @@ class Problem:
         return out | {name: parameters.get(name, values[0]) for name, values in self.parameters.items()}
 
     def value(self, params: Params, name: str) -> Any:
-        """Return the value of a parameter that is not a layer's choice."""
         if name in params:
             return params[name]
         return self.fixed[name] if name in self.fixed else self.parameters[name][0]
@@ -301,7 +299,6 @@ class Problem:
 
     # --- policies ---------------------------------------------------------------------------------------------------
     def assignment(self, params: Params) -> dict[str, str]:
-        """Return the choice name of every layer that is decided about."""
         return {name: self.choice_of(params, group) for group in self.groups for name in group.layers}
 
     def plans(self, params: Params) -> dict[str, LayerPlan]:

@@ -98,7 +98,6 @@ class SensitivityScan:
         return probes
 
     def add(self, *payloads: Mapping[str, Any]) -> None:
-        """Take in the payloads of one round, one per batch."""
         for row in _averaged(payloads):
             self._rows[str(row["id"])] = row
         self.unanswered = len(self._asked - self._rows.keys())
@@ -112,7 +111,6 @@ class SensitivityScan:
             self._noise = float(noise) if self._noise is None and noise is not None else self._noise
 
     def table(self) -> SensitivityTable:
-        """Return the table of everything measured so far."""
         payload = {"probes": list(self._rows.values()), "gradient_noise": self._noise, **self._lost}
         payload["hardly_moved"] = self._hardly_moved or ()
         return replace(SensitivityTable.from_probes(self.problem, payload), passes=self.passes)

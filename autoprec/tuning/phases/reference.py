@@ -150,7 +150,6 @@ def reference_of(setup: Setup, *results: TrialResult) -> Reference:
         step_ms=measured if estimate is None else estimate.time_ms,
         memory_bytes=first.memory_bytes if estimate is None else estimate.memory_bytes,
         samples=first.samples if estimate is None else round(first.samples * scale.tokens / scale.seq),
-        warmup=first.warmup,
     )
 
 

@@ -118,7 +118,6 @@ class _Loop:
         self._teach()
 
     def trial(self, number: int, kind: str, name: str, params: dict[str, Any]) -> TrialRecord:
-        """Run one policy of the study and return its scored record."""
         setup, ledger = self.setup, self.ledger
         policy = setup.problem.policy(params).to_dict()
         tags = ("preset",) if kind == "preset" else ()
@@ -204,7 +203,6 @@ class _Loop:
         return best.worth if best is not None else 0.0
 
     def wants_more(self) -> bool:
-        """Say whether another trial should be asked for now."""
         gain = self.expected()
         return gain > 0 and gain >= self.race.now.gain
 

@@ -223,36 +223,26 @@ class StudyStore:
         return sorted((r for r in self.records if r.kind in LEARNED), key=lambda r: r.number)
 
     def ask(self) -> optuna.Trial:
-        """Ask the sampler (or the queue of presets) for the next trial."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return self.live.ask(self._distributions)
 
     def tell(self, trial: optuna.Trial, record: TrialRecord) -> None:
-        """Finish a trial: durable first, then known to the sampler."""
         self.add(record)
-        if self._live is None:
-            return
-        for key, value in (("metrics", record.metrics), ("status", record.status)):
-            trial.set_user_attr(key, value)
-        values = self._values(record)
-        if values is not None:
-            self._live.tell(trial, values)
-        else:
-            state = TrialState.PRUNED if record.status == "pruned" else TrialState.FAIL
-            self._live.tell(trial, state=state)
+        self._tell_live(trial, record, record.status)
 
     def forget(self, trial: optuna.Trial, known: TrialRecord) -> None:
         """Answer a proposal that was measured before with what is known, without running or storing it again."""
+        self._tell_live(trial, known, "duplicate")
+
+    def _tell_live(self, trial: optuna.Trial, record: TrialRecord, status: str) -> None:
         if self._live is None:
             return
-        values = self._values(known)
-        trial.set_user_attr("metrics", known.metrics)
-        trial.set_user_attr("status", "duplicate")
-        if values is not None:
-            self._live.tell(trial, values)
-        else:
-            self._live.tell(trial, state=TrialState.FAIL)
+        trial.set_user_attr("metrics", record.metrics)
+        trial.set_user_attr("status", status)
+        values = self._values(record)
+        failed = TrialState.PRUNED if status == "pruned" else TrialState.FAIL
+        self._live.tell(trial, values, state=failed if values is None else None)
 
     def add(self, record: TrialRecord) -> None:
         """Store one finished record in one transaction, waiting for a server that is away for a while."""

@@ -58,7 +58,6 @@ class Transfer:
         matched: counterparts in the proxy.
         rules: layer -> number of the proxy's rule that its counterpart obeys.
         lost, filled: what the proxy's policy had and the big model's has not; (layer, before, after) of the other way.
-        unused: numbers of rules that no layer of the big model corresponds to.
         growth: how many times as wide, as deep, and of as many tokens per step the big model is.
         predicted: gradient errors on the big model.
         baseline, step: modelled steps with every layer in the baseline, and under the policy; None without shapes.
@@ -73,7 +72,6 @@ class Transfer:
     rules: dict[str, int]
     lost: tuple[Lost, ...]
     filled: tuple[tuple[str, str, str], ...]
-    unused: tuple[int, ...]
     growth: Growth
     predicted: Prediction
     baseline: StepEstimate | None = None
@@ -349,7 +347,6 @@ class _Job:
             rules=rules,
             lost=tuple(Lost(tuple(layers), choice, why) for (choice, why), layers in lost.items()),
             filled=tuple(filled),
-            unused=tuple(n for n in range(len(self.policy.layers)) if n not in set(rules.values())),
             growth=self.grown,
             predicted=self.forecast.prediction(index, self.budget) if self.forecast is not None else Prediction(),
             baseline=self._estimate(plain),

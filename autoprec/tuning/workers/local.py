@@ -88,7 +88,6 @@ class HostPool:
         threads.shutdown()
 
     def close(self) -> None:
-        """End every host, and whatever runs there."""
         with self._lock:
             self._closed = True
         self._starter.shutdown(wait=False, cancel_futures=True)

@@ -144,7 +144,6 @@ class RayRunner(Runner):
 
     @property
     def size(self) -> int:
-        """How many trials run at once."""
         return self._slots
 
     def _actor(self) -> Any:

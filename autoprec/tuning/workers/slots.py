@@ -59,7 +59,6 @@ class SlotRunner(Runner):
 
     @property
     def size(self) -> int:
-        """How many trials run at once."""
         return len(self._slots)
 
     def start(self) -> HostInfo:

@@ -86,7 +86,7 @@ def test_a_diverged_run_is_worth_nothing() -> None:
     assert effective_speedup(2.0, [1.0, math.nan], [1.0, 1.0]) == 0.0
 
 
-REFERENCE = Reference(losses=(3.0, 2.5, 2.2, 2.0), step_ms=100.0, memory_bytes=1000, samples=8, warmup=1)
+REFERENCE = Reference(losses=(3.0, 2.5, 2.2, 2.0), step_ms=100.0, memory_bytes=1000, samples=8)
 
 
 def result(losses: tuple[float, ...] = (3.0, 2.5, 2.2, 2.0), **changes: object) -> TrialResult:

@@ -124,11 +124,6 @@ def test_every_phase_is_carried_over_at_its_boundary() -> None:
     assert out.speedup > out.later[0].speedup > out.later[1].speedup == pytest.approx(1.0)
 
 
-def test_rules_without_a_place_are_named() -> None:
-    big = report([x for x in llama(layers=4).layers if ".mlp." in x.name])
-    assert moved((("*.attn.*", "fp8_rowwise"), ("*.mlp.*", "fp8_rowwise")), big).unused == (0,)
-
-
 def test_the_evidence_says_where_it_comes_from_and_that_nothing_was_measured() -> None:
     found, there = policy(*ROWWISE), llama()
     proxy = Proxy.of(found, gpt(), table())

@@ -104,7 +104,6 @@ class Hooks:
         self._patch_clip()
 
     def remove(self) -> None:
-        """Take every patch off again."""
         self.unwatch()
         while self._undo:
             self._undo.pop()()

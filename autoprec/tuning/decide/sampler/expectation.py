@@ -178,7 +178,6 @@ class Expectation:
 
     # --- learning ---------------------------------------------------------------------------------------------------
     def fit(self, runs: Sequence[Measured]) -> None:
-        """Refit the models to every run so far."""
         prior = self.prior
         self.divergence = divergence_model(self.problem, prior.error2)
         self.time = LinearModel(
