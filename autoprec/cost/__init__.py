@@ -10,6 +10,6 @@ policy gains on a model by the share of its step that lies in such layers. Launc
 from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.model import CostModel
 from autoprec.cost.scale import CostScale
-from autoprec.cost.verdict import Verdict
+from autoprec.cost.verdict import Verdict, judge
 
-__all__ = ["CostModel", "CostScale", "StepEstimate", "Verdict"]
+__all__ = ["CostModel", "CostScale", "StepEstimate", "Verdict", "judge"]

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
-
-from autoprec.cost.kernels import LayerCost
-from autoprec.cost.scale import GemmWork
-from autoprec.graph.report import GraphReport, Layer
-from autoprec.policy.schema import LayerPlan
-from autoprec.precision.hardware import Target
-from autoprec.precision.recipes import Recipe
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,18 +26,3 @@ class StepEstimate:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class Estimator(Protocol):
-    """What a verdict asks of a cost model."""
-
-    report: GraphReport
-    target: Target
-
-    @property
-    def label(self) -> str: ...
-    def works(self, name: str) -> tuple[GemmWork, ...]: ...
-    def executed(self, execution: str) -> Estimator: ...
-    def can_run(self, layer: Layer | str, recipe: Recipe | None) -> tuple[bool, str]: ...
-    def layer_cost(self, name: str, plan: LayerPlan, activations: str = "keep") -> LayerCost: ...
-    def estimate(self, plans: Mapping[str, LayerPlan], *, activations: str = "keep") -> StepEstimate: ...

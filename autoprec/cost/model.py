@@ -14,11 +14,9 @@ from autoprec.cost.estimate import StepEstimate
 from autoprec.cost.kernels import LayerCost, kept_family, layer_cost
 from autoprec.cost.memory import MemoryEstimate, memory_estimate
 from autoprec.cost.rates import Rates, default_rates
-from autoprec.cost.reasons import AS_WRITTEN
 from autoprec.cost.rest import RestCost, optimizer_bytes, rest_cost, rest_operators
 from autoprec.cost.saved import saved_by_rules
 from autoprec.cost.scale import CostScale, GemmWork, layer_works, scaled_parameters, short_dtype
-from autoprec.cost.verdict import Verdict, judge
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy.schema import LayerPlan, OptimizerPolicy
 from autoprec.precision.hardware import Target, alignment, grouped_refusal, recipe_family
@@ -396,26 +394,3 @@ class CostModel:
                 if size % multiple:
                     return False, f"{what} {size} is not a multiple of {multiple}, which {family} needs"
         return True, device.reason
-
-    def verdict(
-        self,
-        plans_by_choice: Mapping[str, Mapping[str, LayerPlan]],
-        *,
-        activations: str | None = None,
-        baseline: str | None = None,
-        threshold: float = 0.03,
-        script: str = "SCRIPT",
-        written: str = AS_WRITTEN,
-        executions: Sequence[str] = (),
-    ) -> Verdict:
-        """Say what could be gained at most, where, and whether a search is worth it: :func:`.verdict.judge`."""
-        return judge(
-            self,
-            plans_by_choice,
-            activations=activations,
-            baseline=baseline,
-            threshold=threshold,
-            script=script,
-            written=written,
-            executions=executions,
-        )

@@ -9,6 +9,7 @@ from typing import Any
 
 from autoprec.cost.model import CostModel
 from autoprec.cost.scale import GemmWork
+from autoprec.cost.verdict import judge
 from autoprec.errors import UsageError
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target
@@ -72,7 +73,7 @@ def sweep(
             model.scale, tokens=model.scale.tokens * factor, seq=model.scale.seq * (factor if sequence else 1.0)
         )
         scaled = model.at(scale)
-        found = scaled.verdict(choices, threshold=threshold)
+        found = judge(scaled, choices, threshold=threshold)
         held = scaled.estimate(choices.get(found.baseline, {}), activations=found.activations).memory_bytes
         out.append(
             SweepPoint(

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autoprec.cost.estimate import Estimator
 from autoprec.cost.kernels import LayerCost
+from autoprec.cost.model import CostModel
 from autoprec.precision.hardware import cpu_bf16_units
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
@@ -34,7 +34,7 @@ class Rival:
     quantised: bool
 
 
-def blocked_reason(model: Estimator, name: str, refused: Mapping[str, str]) -> str:
+def blocked_reason(model: CostModel, name: str, refused: Mapping[str, str]) -> str:
     """Return why a layer has no quantised choice: the device, its sizes, or the space (which drops what cannot run)."""
     if refused:
         return next(iter(refused.values()))

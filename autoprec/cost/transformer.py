@@ -259,15 +259,13 @@ def decoder_report(config: DecoderConfig, *, batch: int, seq: int, recompute: st
     )
 
 
-def config_from(value: str | Mapping[str, Any]) -> DecoderConfig:
+def config_from(value: str) -> DecoderConfig:
     """Return a preset by name, or the configuration in a file.
 
     Raises:
         UnknownNameError: neither a preset nor a path.
         FileError: see :func:`load_config`.
     """
-    if isinstance(value, Mapping):
-        return DecoderConfig(**value)
     if value in PRESETS:
         return PRESETS[value]
     if Path(value).name == value and not Path(value).suffix and not Path(value).exists():

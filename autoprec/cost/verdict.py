@@ -13,7 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from autoprec.cost.estimate import Estimator, StepEstimate
+from autoprec.cost.estimate import StepEstimate
+from autoprec.cost.model import CostModel
 from autoprec.cost.reasons import AS_WRITTEN, Rival, blocked_reason, layer_reason, model_reason, time_shares
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import Target
@@ -80,7 +81,7 @@ class Verdict:
         return asdict(self) | {"fits": self.fits}
 
 
-def _allowed(model: Estimator, name: str, plan: LayerPlan) -> tuple[bool, str]:
+def _allowed(model: CostModel, name: str, plan: LayerPlan) -> tuple[bool, str]:
     why = ""
     for gemm in GEMMS:
         ok, reason = model.can_run(name, plan.recipe(gemm))
@@ -90,7 +91,7 @@ def _allowed(model: Estimator, name: str, plan: LayerPlan) -> tuple[bool, str]:
     return True, why
 
 
-def _row(model: Estimator, name: str, baseline: str, choices: Choices, activations: str) -> tuple[dict[str, Any], str]:
+def _row(model: CostModel, name: str, baseline: str, choices: Choices, activations: str) -> tuple[dict[str, Any], str]:
     layer, cpu = model.report.layer(name), model.target.is_cpu
     plain = choices.get(baseline, {}).get(name, _KEEP_PLAN)
     standing = model.layer_cost(name, plain if _allowed(model, name, plain)[0] else _KEEP_PLAN, activations)
@@ -143,7 +144,7 @@ def _speedup(base: StepEstimate, other: StepEstimate) -> float:
 
 
 def _best_uniform(
-    model: Estimator, choices: Choices, names: list[str], baseline: str, base: StepEstimate, activations: str
+    model: CostModel, choices: Choices, names: list[str], baseline: str, base: StepEstimate, activations: str
 ) -> tuple[str, float]:
     """Return the fastest single choice and its speed-up; layers that cannot run it take the baseline."""
     best = (baseline, 1.0)
@@ -159,7 +160,7 @@ def _best_uniform(
     return best
 
 
-def _sixteen_bit_ms(model: Estimator, names: list[str], script_ms: float) -> float:
+def _sixteen_bit_ms(model: CostModel, names: list[str], script_ms: float) -> float:
     """Return the step of the best 16-bit run: bf16 autocast, or the script where all its layers are 16-bit."""
     autocast = model.estimate(dict.fromkeys(names, _BF16), activations="bf16").time_ms
     already = all(model.report.layer(name).dtype in ("bf16", "fp16") for name in names)
@@ -167,11 +168,9 @@ def _sixteen_bit_ms(model: Estimator, names: list[str], script_ms: float) -> flo
 
 
 def judge(
-    model: Estimator,
+    model: CostModel,
     plans_by_choice: Choices,
     *,
-    activations: str | None = None,
-    baseline: str | None = None,
     threshold: float = 0.03,
     script: str = "SCRIPT",
     written: str = AS_WRITTEN,
@@ -179,27 +178,27 @@ def judge(
 ) -> Verdict:
     """Judge before any trial, in every way of running the script that the space offers.
 
+    Choices are compared under bf16 autocast on a GPU, which is what a policy has to beat there, and as the script runs
+    on the CPU; the one to beat is ``bf16`` on a GPU where it is among them, else ``keep``.
+
     Args:
         plans_by_choice: choice name -> layer name -> plan; layers a choice does not name keep the script's dtype.
-        activations: autocast dtype under which choices are compared; default bf16 on a GPU (which is what a policy
-            has to beat there), keep on the CPU.
-        baseline: the choice to beat; default ``bf16`` on a GPU where it is among the choices, else keep.
         threshold: a bound below 1 + threshold means stay; on a GPU only where the script is in 16 bits already.
         script: the script's command line, for the command that a reason proposes.
         written: what the run without a policy is called.
         executions: values of ``execution`` that a policy may set (``compile``, ``eager``): the bound is over them too,
             and is told against the baseline as the script runs it.
     """
-    found = _judge(model, plans_by_choice, activations, baseline, threshold, script, written)
+    found = _judge(model, plans_by_choice, threshold, script, written)
     for execution in executions:
         other = model.executed(execution)
         if other is not model and not model.target.is_cpu:
-            rival = _judge(other, plans_by_choice, activations, baseline, threshold, script, written)
+            rival = _judge(other, plans_by_choice, threshold, script, written)
             found = _executed(model, found, rival, execution, threshold)
     return found
 
 
-def _executed(model: Estimator, found: Verdict, rival: Verdict, execution: str, threshold: float) -> Verdict:
+def _executed(model: CostModel, found: Verdict, rival: Verdict, execution: str, threshold: float) -> Verdict:
     """Return the verdict under another execution, against the baseline of ``found``, where that is the faster one."""
     fastest, before = rival.step_ms / rival.bound_speedup, found.step_ms / found.bound_speedup
     bound = found.step_ms / fastest if fastest else 1.0
@@ -234,19 +233,11 @@ def _executed(model: Estimator, found: Verdict, rival: Verdict, execution: str, 
     )
 
 
-def _judge(
-    model: Estimator,
-    plans_by_choice: Choices,
-    activations: str | None,
-    baseline: str | None,
-    threshold: float,
-    script: str,
-    written: str,
-) -> Verdict:
+def _judge(model: CostModel, plans_by_choice: Choices, threshold: float, script: str, written: str) -> Verdict:
     cpu = model.target.is_cpu
-    cast = activations or ("keep" if cpu else "bf16")
+    cast = "keep" if cpu else "bf16"
     choices = dict(plans_by_choice)
-    first = baseline or ("bf16" if not cpu and "bf16" in choices else KEEP)
+    first = "bf16" if not cpu and "bf16" in choices else KEEP
     choices.setdefault(KEEP, {})
     names = [layer.name for layer in model.report.tunable]
     rows, assignment = [], {}
@@ -295,7 +286,7 @@ def _judge(
     )
 
 
-def _as_written(model: Estimator, choices: Choices, script_ms: float) -> float:
+def _as_written(model: CostModel, choices: Choices, script_ms: float) -> float:
     """Return the bound over the script as written of choices that leave its activations as they are (TF32)."""
     assignment = {}
     for layer in model.report.tunable:
@@ -316,7 +307,7 @@ def too_large(memory_bytes: float, target: Target, run: str) -> str:
 
 
 def _decide(
-    model: Estimator,
+    model: CostModel,
     rows: list[dict[str, Any]],
     baseline: str,
     speedup: float,

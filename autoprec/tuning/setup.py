@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from autoprec.cost import CostModel, CostScale, StepEstimate, Verdict
+from autoprec.cost import CostModel, CostScale, StepEstimate, Verdict, judge
 from autoprec.cost.calibrate.linears import Linears
 from autoprec.graph.report import GraphReport
 from autoprec.policy import LayerPlan, Policy
@@ -138,7 +138,8 @@ class Setup:
     def verdict(self) -> Verdict:
         problem = self.problem
         plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
-        return self.cost.verdict(
+        return judge(
+            self.cost,
             plans,
             script=shlex.join(redact_arguments(self.options.command)),
             executions=problem.parameters.get("execution", ()),

@@ -143,12 +143,12 @@ def _more(
     model: Any, verdict: Any, plans: Any, *, threshold: float, sweep: bool, gpus: list[int], tensor_parallel: int
 ) -> dict[str, Any]:
     """Return payback, what compiling would change, and where asked sweeps and the extrapolation to many GPUs."""
-    from autoprec.cost import planning
+    from autoprec.cost import judge, planning
 
     paid = planning.payback(verdict.step_ms, verdict.bound_speedup, verdict.bound_over_script)
     out: dict[str, Any] = {"payback": paid}
     if not model.compiled and not model.target.is_cpu:  # a policy may say `execution: compile`
-        out["compiled"] = model.executed("compile").verdict(plans, threshold=threshold, written=verdict.written)
+        out["compiled"] = judge(model.executed("compile"), plans, threshold=threshold, written=verdict.written)
     if sweep:
         out["batch_sweep"] = planning.sweep(model, plans, threshold=threshold)
         out["sequence_sweep"] = planning.sweep(model, plans, sequence=True, threshold=threshold)
@@ -295,7 +295,7 @@ def estimate(
     as_json: bool,
 ) -> int:
     """Say what a precision policy could gain for SCRIPT on a target, where, and why not."""
-    from autoprec.cost import CostModel
+    from autoprec.cost import CostModel, judge
     from autoprec.cost.calibrate.calibration import check_target, kept_calibration, load_calibration
     from autoprec.cost.planning import check_layout
     from autoprec.cost.reasons import AS_WRITTEN
@@ -328,7 +328,7 @@ def estimate(
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
     named = shlex.join(redact_arguments(script)) or "SCRIPT"
     called = {"script": named, "written": _CONFIGURED if config else AS_WRITTEN}
-    verdict = model.verdict(plans, threshold=threshold, executions=chosen.execution, **called)
+    verdict = judge(model, plans, threshold=threshold, executions=chosen.execution, **called)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
     asked_more: dict[str, Any] = {"threshold": threshold, "sweep": sweep, "gpus": counts}
     more = _more(model, verdict, plans, **asked_more, tensor_parallel=tensor_parallel)

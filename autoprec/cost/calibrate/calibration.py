@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.files import read_document
 from autoprec.support.optional import installed_version
+
+if TYPE_CHECKING:
+    from autoprec.cost.calibrate.cuda_bench import CudaBench
 
 SCHEMA = "autoprec.calibration/2"
 #: Schemas that are read: the first had no timed linears.
@@ -64,31 +67,6 @@ class Point:
     seconds: float
 
 
-class Bench(Protocol):
-    """What can be measured on a device; None or an exception where it cannot run, and then the default stays."""
-
-    def warm(self) -> None:
-        """Bring the device to the clocks of a running training."""
-
-    def gemm(self, family: str, m: int, k: int, n: int) -> float | None:
-        """Return seconds of one GEMM on operands that are quantised already."""
-
-    def cast(self, family: str, rows: int, columns: int) -> float | None:
-        """Return seconds to quantise one bf16 operand for both of its uses."""
-
-    def copy(self, size: int) -> float | None:
-        """Return seconds to copy ``size`` bytes inside the device."""
-
-    def launch(self) -> float | None:
-        """Return seconds between two kernels that do nothing."""
-
-    def host(self) -> float | None:
-        """Return seconds of CPU time to launch one eager operator."""
-
-    def versions(self) -> dict[str, str]:
-        """Return the versions the figures depend on."""
-
-
 def _quiet(_line: str) -> None:
     return None
 
@@ -108,7 +86,7 @@ def _plan(target: Target) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def measure_points(
-    bench: Bench, target: Target, say: Callable[[str], None] = _quiet, limit_s: float = LIMIT_S
+    bench: CudaBench, target: Target, say: Callable[[str], None] = _quiet, limit_s: float = LIMIT_S
 ) -> list[Point]:
     """Measure every point that the device can run within ``limit_s`` seconds; what fails is said and left out."""
     points: list[Point] = []
@@ -136,7 +114,7 @@ def measure_points(
     return points
 
 
-def _drift(bench: Bench, points: Sequence[Point]) -> float | None:
+def _drift(bench: CudaBench, points: Sequence[Point]) -> float | None:
     """Return how much slower the first GEMM runs at the end than it did: what heat and power limits took."""
     first = next((point for point in points if point.kind == "gemm"), None)
     if first is None:
@@ -199,7 +177,7 @@ def _fit_cast(target: Target, family: str, points: Sequence[Point], default_us: 
 
 
 def calibrate(
-    bench: Bench, target: Target, device: str, date: str, say: Callable[[str], None] = _quiet
+    bench: CudaBench, target: Target, device: str, date: str, say: Callable[[str], None] = _quiet
 ) -> dict[str, Any]:
     """Measure a device and return the document that :func:`load_calibration` reads.
 

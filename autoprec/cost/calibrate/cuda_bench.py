@@ -32,7 +32,7 @@ _CYCLES_PER_CALL = 170_000
 
 
 class CudaBench:
-    """Measures the current accelerator; see :class:`autoprec.cost.calibrate.calibration.Bench`."""
+    """Measures the current accelerator; None or an exception where it cannot run, and then the default rate stays."""
 
     def __init__(self, device: str = "cuda", repeats: int = 5) -> None:
         self.device, self.repeats = torch.device(device), repeats
