@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from autoprec.applying.raw_weights import WeightExecutions
 
-__all__ = ["AttentionExecutions", "attention_refusal"]
-
 _PARTS = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 

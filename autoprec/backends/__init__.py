@@ -10,10 +10,12 @@ was found with (:mod:`autoprec.applying.binding`).
 
 from __future__ import annotations
 
-from autoprec.backends.base import Backend, BackendFactory, Capability, Execution
+from autoprec.backends.base import Backend, BackendFactory
 from autoprec.backends.emulated import EmulatedBackend
 from autoprec.backends.native import NativeBackend
 from autoprec.errors import UnknownNameError
+from autoprec.numerics.execution import Execution
+from autoprec.precision.hardware import Capability
 
 __all__ = ["BACKENDS", "Backend", "Capability", "Execution", "choose", "get"]
 

@@ -14,8 +14,6 @@ from autoprec.policy import LayerPlan
 from autoprec.precision.hardware import Capability
 from autoprec.precision.recipes import Gemm, Recipe
 
-__all__ = ["Backend", "Capability", "Execution", "feature_sizes"]
-
 
 class Backend(ABC):
     """Who runs a GEMM; what a backend does not need to say has a default."""

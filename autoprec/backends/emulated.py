@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from autoprec.backends.base import Backend, Capability
+from autoprec.backends.base import Backend
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
 from autoprec.policy import LayerPlan
+from autoprec.precision.hardware import Capability
 from autoprec.precision.recipes import Gemm, Recipe
-
-__all__ = ["EmulatedBackend"]
 
 
 class EmulatedBackend(Backend):

@@ -26,8 +26,6 @@ from autoprec.backends.scaled_mm import nvfp4_layout
 from autoprec.numerics.grouped import NEGATIVE, quantize_grouped
 from autoprec.numerics.operand import QuantizedOperand, Spec
 
-__all__ = ["packed_pair"]
-
 #: Programs of the first kernel, whose findings every program of the second one reads.
 _PROGRAMS = 512
 #: Tiles of either kernel. With 128 x 128 the second needs all registers and spills (ptxas for 10.0), with this 98.

@@ -44,8 +44,6 @@ from autoprec.numerics.quantize import quantize
 from autoprec.precision.formats import FORMATS
 from autoprec.support.optional import require
 
-__all__ = ["FusedCasts", "agreed", "constants_of", "fused_casts", "has_kernels", "launch"]
-
 _GROUP = 128
 _CHUNK = 1 << 20
 _TILE = (64, 128)

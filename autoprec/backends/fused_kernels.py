@@ -13,8 +13,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["cast_kernel", "fp4_cast_kernel", "fp4_largest_kernel", "groups_kernel", "largest_kernel"]
-
 #: Passed to ``tl.reduce``: the interpreter knows them, and a maximum of integers needs no care for NaN.
 _maximum = tl.standard._elementwise_max
 _sum = tl.standard._sum_combine

@@ -22,8 +22,6 @@ from autoprec.numerics.sharded import is_dtensor
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, KEEP
 
-__all__ = ["LibraryExecution", "plan_labels", "wants_bf16"]
-
 
 def plan_labels(plan: LayerPlan) -> dict[str, str]:
     """Return what each GEMM of a plan is called in an audit."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.backends.base import Backend, Capability, feature_sizes
+from autoprec.backends.base import Backend, feature_sizes
 from autoprec.backends.experts import GroupedProducts
 from autoprec.backends.fp4 import packed_pair
 from autoprec.backends.fused import fused_casts, has_kernels
@@ -21,9 +21,8 @@ from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
 from autoprec.numerics.plan import Multiply
 from autoprec.policy import LayerPlan
+from autoprec.precision.hardware import Capability
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
-
-__all__ = ["NativeBackend"]
 
 _CASTS = ("fp32", "tf32", "bf16", "fp16")
 

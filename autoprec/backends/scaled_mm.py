@@ -30,8 +30,6 @@ from autoprec.numerics.grouped import GROUP_SIZES
 from autoprec.numerics.operand import QuantizedOperand
 from autoprec.numerics.plan import GemmStep, multiply_emulated
 
-__all__ = ["blocked_multiply", "nvfp4_layout", "scaled_multiply", "tiled"]
-
 #: What rows and columns of a product are padded to.
 _MULTIPLE = 16
 #: Before CUDA 12.9 row scales with full accumulation run in CUTLASS's kernel, which is slow at that. As in torchao, the

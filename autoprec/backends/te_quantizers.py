@@ -14,17 +14,6 @@ from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, Gemm, Operand, Recipe
 
-__all__ = [
-    "SLOT_GEMMS",
-    "QuantizerFactory",
-    "accumulation",
-    "builtin_recipe",
-    "check_pairs",
-    "is_delayed",
-    "refusal",
-    "with_accumulation",
-]
-
 #: GEMMs that read an operand along its rows and along its columns; see te.Linear's quantizer slots.
 SLOT_GEMMS: dict[Operand, tuple[Gemm, Gemm]] = {
     "input": ("fprop", "wgrad"),

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from autoprec.support.living import living
 from autoprec.support.optional import require
 
-__all__ = ["DelayedMemory", "EngineState", "delayed_buffers"]
-
 
 class EngineState:
     """TE's ``autocast`` and its ``FP8GlobalStateManager``, for one policy."""

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.backends.base import Backend, Capability, feature_sizes
+from autoprec.backends.base import Backend, feature_sizes
 from autoprec.backends.library import LibraryExecution, plan_labels, wants_bf16
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.rounding import STORAGE
 from autoprec.policy import LayerPlan
+from autoprec.precision.hardware import Capability
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
 from autoprec.support.optional import require
-
-__all__ = ["TorchaoBackend", "float8_config"]
 
 _HIGH = ("bf16",)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-from autoprec.backends.base import Backend, Capability, feature_sizes
+from autoprec.backends.base import Backend, feature_sizes
 from autoprec.backends.library import LibraryExecution, plan_labels
 from autoprec.backends.te_quantizers import (
     QuantizerFactory,
@@ -32,10 +32,9 @@ from autoprec.backends.te_state import DelayedMemory, EngineState, delayed_buffe
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.linear import in_backward
 from autoprec.policy import LayerPlan
+from autoprec.precision.hardware import Capability
 from autoprec.precision.recipes import GEMMS, Gemm, Recipe
 from autoprec.support.optional import installed_version, require
-
-__all__ = ["TransformerEngineBackend"]
 
 _PURPOSE = "backend 'transformer_engine'"
 #: Multiples TE's kernels need of every dimension.

@@ -20,8 +20,6 @@ from rich.segment import Segment
 from autoprec.support.tables import Table
 from autoprec.support.text import visible
 
-__all__ = ["clock", "command_began", "duration", "plain_table", "print_json", "stderr_console", "stdout_console"]
-
 #: Columns of a table that goes to a file or a pipe, where there is not a terminal to ask.
 PIPE_WIDTH = 160
 

@@ -6,8 +6,6 @@ import click
 
 from autoprec.support.text import visible
 
-__all__ = ["echo"]
-
 
 def echo(line: str, *, err: bool = False) -> None:
     """Print a line as :func:`click.echo` does, characters that act on a terminal spelled out."""

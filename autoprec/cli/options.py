@@ -13,8 +13,6 @@ import click
 
 from autoprec.errors import AutoPrecError
 
-__all__ = ["as_json", "backend", "max_divergence", "parsed", "quiet", "timeout"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

@@ -20,8 +20,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn
 
 from autoprec.cli.console import clock, command_began, stderr_console
 
-__all__ = ["Phases"]
-
 #: Where no line ticks, a phase that lasts longer is told about at this interval, in seconds.
 STILL_S = 15.0
 

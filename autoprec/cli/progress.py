@@ -8,8 +8,6 @@ from autoprec.support.units import counted, memory_text
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult, TrialRecord, headline
 
-__all__ = ["TerminalProgress", "describe"]
-
 PHASES = {
     "script": "starting the script",
     "graph": "recording one training step",

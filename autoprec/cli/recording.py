@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from autoprec.trial.driver.runner import TrialRunner
     from autoprec.trial.protocol import HostInfo, TrialResult
 
-__all__ = ["configured_step", "payload_of", "record", "record_step", "run_failed", "running", "tunable"]
-
 
 @contextmanager
 def running(

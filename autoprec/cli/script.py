@@ -12,8 +12,6 @@ import click
 
 from autoprec.cli.echo import echo
 
-__all__ = ["TakesScript", "script_command", "split_script"]
-
 #: Options that hardly any training script has: after the script's name they are probably in the wrong place.
 OURS_ALONE = frozenset(
     {

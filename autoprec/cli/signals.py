@@ -10,8 +10,6 @@ import time
 from collections.abc import Iterator
 from types import FrameType
 
-__all__ = ["EXIT_INTERRUPTED", "EXIT_TERMINATED", "ended_once"]
-
 EXIT_INTERRUPTED = 130
 EXIT_TERMINATED = 143
 

@@ -27,8 +27,6 @@ from torch import Tensor
 
 from autoprec.errors import UnsupportedError
 
-__all__ = ["Groups", "is_dtensor", "reduced", "run_sharded"]
-
 #: Operand (input, weight, grad_output) -> the process groups over which it is cut into parts.
 Groups = Mapping[str, tuple[Any, ...]]
 

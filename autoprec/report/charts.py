@@ -9,8 +9,6 @@ from autoprec.report.summary import Curve, Summary
 from autoprec.report.svg import Axis, Chart
 from autoprec.report.text import time_text
 
-__all__ = ["gap_chart", "loss_chart", "pareto_chart"]
-
 _KINDS = {"preset": "presets", "search": "found by the search", "finalist": "re-measured on several paired seeds"}
 #: Presets drawn as curves, each in a colour of its own (``p0`` ... in the style sheet).
 _COLOURS = 6

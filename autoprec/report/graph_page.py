@@ -10,8 +10,6 @@ from autoprec.graph.report import GraphReport, Operator
 from autoprec.graph.summary import alignment, class_shares, coverage_line, shape_text
 from autoprec.support.text import visible
 
-__all__ = ["COLOURS", "render_page"]
-
 #: Class -> colour; a class of a user's own is grey.
 COLOURS = {
     "gemm": "#2563eb",

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
     from autoprec.report.svg import Chart
 
-__all__ = ["html_report", "write_charts", "write_html"]
-
 _GLOSSARY = (
     ("over 16-bit", "steps per second against the fastest 16-bit run that was measured, which is what most people run "
      "today: bf16 autocast, or the script itself where it trains in 16 bits"),

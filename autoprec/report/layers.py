@@ -12,8 +12,6 @@ from autoprec.policy import policy_from_dict, resolve
 from autoprec.precision.recipes import GEMMS, Recipe
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["LayerCell", "best_policy", "layer_map", "layer_rows"]
-
 _WORDS = {"fprop": "forward", "dgrad": "backward to the input", "wgrad": "backward to the weight"}
 
 

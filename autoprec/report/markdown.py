@@ -13,8 +13,6 @@ from autoprec.support.text import markdown_text, visible
 from autoprec.support.units import counted
 from autoprec.tuning.study.records import SearchResult, TrialRecord
 
-__all__ = ["markdown", "write_markdown"]
-
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     marks = ["---" if index == 0 else "---:" for index in range(len(headings))]

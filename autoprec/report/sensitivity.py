@@ -9,8 +9,6 @@ from typing import Any
 
 from autoprec.report.summary import number
 
-__all__ = ["heat_colour", "heat_map"]
-
 #: From harmless to harmful, readable under black text.
 _COLOURS = ((232, 243, 238), (250, 226, 166), (235, 140, 110))
 #: Where harmless ends, where the search's own limit lies, where training always suffers: first as a share of the

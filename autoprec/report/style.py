@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["CSS", "LIGHT"]
-
 CSS = """
 :root{--bg:#fbfbfa;--card:#fff;--ink:#1c1d20;--soft:#62656c;--line:#e3e3df;--accent:#0b7a5c;--ref:#4b5563;--pre:#c2883a;
 --find:#5b7bd5;--bad:#b4432f;--band:#9aa3b2}

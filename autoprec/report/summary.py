@@ -16,18 +16,6 @@ from typing import Any
 from autoprec.tuning.decide.reasons import error_share
 from autoprec.tuning.study.records import SearchResult, TrialRecord, pooled
 
-__all__ = [
-    "Curve",
-    "Payback",
-    "Point",
-    "Row",
-    "Summary",
-    "important",
-    "metrics_row",
-    "number",
-    "summarise",
-]
-
 #: Formats of 16 bits; a policy that uses no other is one of the runs people have today.
 _SIXTEEN_BITS = frozenset({"bf16", "fp16"})
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-__all__ = ["Axis", "Chart", "nice_ticks"]
-
 #: Characters of a point's name that are written into a chart; the tooltip has all of them.
 _LONGEST_LABEL = 32
 

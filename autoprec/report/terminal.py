@@ -13,8 +13,6 @@ from autoprec.tuning.study.records import SearchResult, TrialRecord
 if TYPE_CHECKING:
     from rich.table import Table
 
-__all__ = ["result_table", "terminal_table"]
-
 
 def result_table(result: SearchResult) -> Plain:
     """Return the same rows as text, for what has a result and not its trials: ``print(result)``, a notebook."""

@@ -6,8 +6,6 @@ from autoprec.report.summary import Payback, Row, Summary
 from autoprec.support.units import counted, memory_text
 from autoprec.tuning.decide.decision import told_error
 
-__all__ = ["duration", "gradient_limit", "headings", "percent", "ratio", "row_cells", "search_time", "time_text"]
-
 _MISSING = "–"
 
 

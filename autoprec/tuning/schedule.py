@@ -16,8 +16,6 @@ from autoprec.support.units import counted
 from autoprec.trial.protocol import MOST_TIMED_S
 from autoprec.tuning.options import SearchOptions
 
-__all__ = ["CLOSING_S", "Pace", "Schedule", "describe", "repeated_blocks", "schedule"]
-
 #: Passes of a scan of gradient errors that has no time budget (``phases.sensitivity``).
 USUAL_PASSES = 60
 #: Seconds to write the policy and the reports, and to record the answer in MLflow, on an idle machine (3 on two cores).

@@ -20,8 +20,6 @@ from autoprec.policy.solver import FloatTable, IntVector, solve
 from autoprec.policy.space import Choice
 from autoprec.precision.recipes import Recipe
 
-__all__ = ["Desk", "segments_to_ask"]
-
 #: A new assignment must be predicted to stay within this share of the budget, so that the next scan does not undo it.
 _MARGIN = 0.8
 #: Over the budget by this factor counts at once; over it at all counts the second time in a row.

@@ -45,8 +45,6 @@ from autoprec.policy.solver import IntVector
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.active_run import log_to_active_run
 
-__all__ = ["Following", "Look", "following_of", "stop_following"]
-
 _LOG = logging.getLogger("autoprec.following")
 #: Gradients of this many steps, the one looked at last, say how noisy mini-batches are.
 _NOISE_STEPS = 4

@@ -8,8 +8,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-__all__ = ["PIECE", "Gradients", "local_part", "relative_error"]
-
 #: Values compared at a time: a temporary of a whole embedding could be the last free gigabyte of a GPU.
 PIECE = 1 << 22
 

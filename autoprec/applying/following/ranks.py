@@ -24,8 +24,6 @@ from torch import nn
 from autoprec.errors import AutoPrecError
 from autoprec.numerics.delayed import not_reduced
 
-__all__ = ["EndedError", "Ranks", "RanksApartError", "average", "fill", "playing_alone", "replicas", "world_size"]
-
 T = TypeVar("T")
 #: A pass that takes this much longer on one rank than on another has not slowed down: it waits for one that failed.
 TIMEOUT_S = 300.0

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from autoprec.applying.following.gradients import local_part
 
-__all__ = ["RecordedStep", "eager", "random_state", "set_random_state"]
-
 #: Its functions about the stack of modes have no types.
 _modes: Any = torch.overrides
 

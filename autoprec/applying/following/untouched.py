@@ -13,8 +13,6 @@ from torch import nn
 
 from autoprec.applying.following.recorded import eager, random_state, set_random_state
 
-__all__ = ["untouched"]
-
 
 @contextlib.contextmanager
 def untouched(root: nn.Module, parameters: Sequence[nn.Parameter], device: torch.device) -> Iterator[None]:

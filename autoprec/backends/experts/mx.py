@@ -31,8 +31,6 @@ from autoprec.backends.scaled_mm import tiled
 from autoprec.numerics.operand import Spec
 from autoprec.numerics.quantize import quantize
 
-__all__ = ["mx_columns", "mx_matrices", "mx_product", "mx_rows", "padded_ends", "padded_rows", "padded_width"]
-
 _GROUP = 32
 _TILE = (128, 4)
 

@@ -52,8 +52,6 @@ from autoprec.precision.formats import FORMATS
 from autoprec.precision.hardware import grouped_refusal
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS
 
-__all__ = ["GroupedProducts"]
-
 #: What the sum over an expert's tokens is padded to, and the least it may be.
 _MULTIPLE = 16
 _TILE = (128, 64)

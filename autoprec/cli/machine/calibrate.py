@@ -13,8 +13,6 @@ from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.errors import FileError, UnsupportedError, UsageError
 
-__all__ = ["calibrate", "chosen_backends"]
-
 
 def _cpu(as_json: bool) -> int:
     from autoprec.cost.calibrate.cpu import cache_file, cpu_rates

@@ -16,8 +16,6 @@ import click
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.machine.here import cores, look_here
 
-__all__ = ["diagnose", "doctor"]
-
 #: Sizes of the GEMM that recipes are tried on: a multiple of every alignment rule.
 PROBE_SIZE = 1024
 

@@ -17,8 +17,6 @@ from autoprec.precision.hardware import cpu_bf16_units
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Here", "cores", "look_here"]
-
 #: A GEMM of this size takes 10 ms in fp32, and half a second where bf16 is emulated by the library.
 _SIZE = 512
 #: bf16 GEMMs that save less than this share of the fp32 time gain nothing once operands are cast.

@@ -13,8 +13,6 @@ from autoprec.errors import FileError
 if TYPE_CHECKING:
     from autoprec.tracking.replay import SyncReport
 
-__all__ = ["sync"]
-
 
 def _print(done: SyncReport) -> None:
     if not done.ok:

@@ -14,8 +14,6 @@ from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.support.units import memory_text
 
-__all__ = ["targets"]
-
 _FORMATS = ("fp32", "tf32", "bf16", "fp8", "nvfp4", "int8")
 
 

@@ -18,8 +18,6 @@ from autoprec.cli.phases import Phases
 if TYPE_CHECKING:
     from autoprec.tracking.server import Study
 
-__all__ = ["ui"]
-
 
 @contextlib.contextmanager
 def serve_told(study: Study, port: int, phases: Phases) -> Iterator[str]:

@@ -11,8 +11,6 @@ import click
 from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 
-__all__ = ["diff"]
-
 
 def _text(value: Any) -> str:
     if value is None:

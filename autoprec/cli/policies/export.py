@@ -9,8 +9,6 @@ import click
 from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
-__all__ = ["export", "layer_names"]
-
 _TARGETS = (
     "python, torchao, transformer-engine, accelerate, megatron, dlfw-inspect, lightning, deepspeed, msamp, axolotl, "
     "torchtitan"

@@ -9,8 +9,6 @@ import click
 from autoprec.cli.echo import echo
 from autoprec.errors import FileError
 
-__all__ = ["import_"]
-
 
 @click.command("import", short_help="Read another stack's configuration as a policy.")
 @click.argument("file", type=click.Path(path_type=Path))

@@ -8,8 +8,6 @@ import click
 
 from autoprec.cli.echo import echo
 
-__all__ = ["schema"]
-
 
 @click.command("schema")
 @click.argument("kind", type=click.Choice(["policy", "space"]))

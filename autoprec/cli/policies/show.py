@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
     from autoprec.policy import LayerRule, Phase, Policy
 
-__all__ = ["show"]
-
 _FRACTIONS = ("divergence", "noise_floor", "interval")
 
 

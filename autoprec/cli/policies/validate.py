@@ -11,8 +11,6 @@ from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.errors import AutoPrecError, FileError
 
-__all__ = ["validate"]
-
 
 def _describe(path: Path) -> str:
     """Validate one file by the schema it names; return what it is.

@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from autoprec.trial.protocol import TrialResult
     from autoprec.tuning.transfer.spot import SpotCheck
 
-__all__ = ["check"]
-
 _REFUSALS: dict[str, type[AutoPrecError]] = {"mismatch": PolicyMismatchError, "unsupported": UnsupportedError}
 
 

@@ -18,8 +18,6 @@ import click
 
 from autoprec.cli.echo import echo
 
-__all__ = ["demo", "example"]
-
 POLICY = "demo-policy.yaml"
 #: 8 times as wide (3072), 4 times as deep (12 blocks), 32 times the tokens (16,384 per step): 1.4 B parameters, which
 #: with their gradients, optimizer state and activations fit on one such GPU.

@@ -20,8 +20,6 @@ from autoprec.errors import UsageError
 from autoprec.support.redact import redact_arguments
 from autoprec.support.units import memory_text
 
-__all__ = ["counts_of", "estimate", "scale_lines"]
-
 
 def _graph(
     script: tuple[str, ...], graph: Path | None, config: str, batch: int, seq: int, timeout_s: float

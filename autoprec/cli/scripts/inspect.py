@@ -19,8 +19,6 @@ from autoprec.errors import UsageError
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport, Layer
 
-__all__ = ["inspect"]
-
 
 def _row(layer: Layer, total: int) -> tuple[str, ...]:
     from autoprec.graph.summary import alignment, shape_text

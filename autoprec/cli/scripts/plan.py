@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from autoprec.tuning.options import SearchOptions
     from autoprec.tuning.setup import Setup
 
-__all__ = ["Plan", "make_plan", "print_plan"]
-
 #: Steps of the runs that are timed: they need not last as long as a trial.
 _TIMED_STEPS = 5
 

@@ -10,8 +10,6 @@ from autoprec.cli import options
 from autoprec.cli.script import script_command
 from autoprec.errors import UsageError
 
-__all__ = ["run"]
-
 
 @script_command("run")
 @click.option("--policy", type=click.Path(path_type=Path), help="Policy file; without one the script runs as written.")

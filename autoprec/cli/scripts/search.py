@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from autoprec.tuning.options import SearchOptions
     from autoprec.tuning.study.records import SearchResult
 
-__all__ = ["perform", "print_result", "search"]
-
 Files = dict[str, Path]
 
 

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from autoprec.tuning.decide.scan import SensitivityScan
     from autoprec.tuning.decide.table import SensitivityTable
 
-__all__ = ["sensitivity"]
-
 
 def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, passes: int) -> SensitivityTable:
     from autoprec.cost import CostModel

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from autoprec.trial.protocol import HostInfo
     from autoprec.tuning.transfer.spot import SpotCheck
 
-__all__ = ["ask", "print_spot", "settle"]
-
 #: Training steps before the passes, at each of two moments: the first gradients are those of the initial weights, and
 #: errors at one step differ from those some steps on by more than two batches of one step do.
 MOMENTS = (5, 25)

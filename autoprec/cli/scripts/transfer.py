@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from autoprec.tuning.transfer.plan import Transfer
     from autoprec.tuning.transfer.proxy import Proxy
 
-__all__ = ["transfer"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Asked:

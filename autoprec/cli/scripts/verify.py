@@ -18,8 +18,6 @@ from autoprec.support.units import counted, memory_text
 if TYPE_CHECKING:
     from autoprec.tuning.verify import Verification
 
-__all__ = ["verify"]
-
 
 @script_command("verify")
 @click.option("--policy", "policy_path", required=True, metavar="FILE", help="Policy file to verify.")

@@ -6,8 +6,6 @@ from abc import ABC, abstractmethod
 
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
 
-__all__ = ["Runner"]
-
 
 class Runner(ABC):
     """Runs the trials of one script under one paired seed; safe to call from several threads at once."""

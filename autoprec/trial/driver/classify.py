@@ -11,8 +11,6 @@ from pathlib import Path
 
 from autoprec.trial.protocol import TrialResult
 
-__all__ = ["TAIL_LINES", "classify", "describe_exit", "is_own_fault", "last_lines"]
-
 TAIL_LINES = 25
 
 

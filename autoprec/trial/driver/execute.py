@@ -20,8 +20,6 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import TrialResult, TrialSpec
 
-__all__ = ["command_from_json", "command_to_json", "execute", "main", "request"]
-
 
 def command_to_json(command: ScriptCommand) -> dict[str, Any]:
     """Return the JSON form of a command."""

@@ -16,8 +16,6 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.classify import describe_exit, is_own_fault, last_lines
 from autoprec.trial.protocol import TrialResult
 
-__all__ = ["first_step_failed", "nothing_trained", "script_failed"]
-
 _SESSION = (
     "name the model and its steps: session = autoprec.Session(model, optimizer), and session.step(loss) in place of "
     "backward, step and zero_grad (or session.observe(loss) after your own update)"

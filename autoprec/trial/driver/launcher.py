@@ -24,8 +24,6 @@ from autoprec.trial.driver.process_tree import ProcessTree
 from autoprec.trial.messages import listen, receive_messages, send_message
 from autoprec.trial.processes import private_folder, remove_folder, start_ticks, sweep
 
-__all__ = ["Launcher", "ZygoteProcess"]
-
 _launchers: dict[ScriptCommand, Launcher] = {}
 _guard = threading.Lock()
 #: How often a process is looked for while the zygote does not report its end.

@@ -14,8 +14,6 @@ from pathlib import Path
 from autoprec.support.redact import redact_text
 from autoprec.trial.processes import end_group, sweep
 
-__all__ = ["NewProcess", "ProcessTree"]
-
 _TAIL_BYTES = 32_768
 _LOG_BYTES = 4 * 1024 * 1024
 

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from autoprec.trial.protocol import TrialResult
 
-__all__ = ["load_result", "over_ranks"]
-
 
 def load_result(path: Path) -> TrialResult | None:
     """Return what a trial wrote, and remove it; None where it is not there, or not whole."""

@@ -33,8 +33,6 @@ from autoprec.trial.processes import remove_folder, start_ticks
 from autoprec.trial.progress import Deadline, steps_file
 from autoprec.trial.protocol import SMALL_MODEL, HostInfo, TrialResult, TrialSpec
 
-__all__ = ["TrialRunner"]
-
 #: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
 _RETRIES = 2
 _MAX_LOST = 3

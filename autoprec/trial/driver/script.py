@@ -22,8 +22,6 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.environment import run_environment
 from autoprec.trial.processes import die_with_parent, private_folder, sweep
 
-__all__ = ["run_script"]
-
 #: What a job scheduler, a shell or a person sends to the command is meant for the script.
 _MEANT_FOR_THE_SCRIPT = frozenset(
     {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2}

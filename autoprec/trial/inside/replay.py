@@ -24,8 +24,6 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity import NOISE_BATCHES, StateSample, Weights, hardly_moved, is_over
 from autoprec.trial.protocol import TrialSpec
 
-__all__ = ["Replay"]
-
 
 class Replay(Events):
     """Answers the probes of one ``sensitivity`` trial without forking; ``done`` receives the payload."""

@@ -27,8 +27,6 @@ from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.workers.slots import devices_here
 
-__all__ = ["asked", "keep_answer", "kept_answer"]
-
 #: How :attr:`SearchResult.stopped` begins where no option of :data:`_MAXIMA` can make the search go on.
 _ENDED = ("converged", "exhausted")
 #: Maxima, which a search by our sampler that ended before them has not felt (others plan by the number of trials), and
