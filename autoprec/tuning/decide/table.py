@@ -22,7 +22,8 @@ import numpy as np
 
 from autoprec.errors import UsageError
 from autoprec.policy.solver import FloatTable
-from autoprec.precision.recipes import KEEP
+from autoprec.policy.space import Choice
+from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.trial.protocol import Probe
 from autoprec.tuning.decide.problem import Params, Problem, layer_key
 
@@ -30,6 +31,14 @@ from autoprec.tuning.decide.problem import Params, Problem, layer_key
 MIXED_PROBES = 4
 #: Squared relative error of one float32 rounding: what cannot be told from zero.
 _TINY = 1e-14
+#: Relative gradient errors of models whose GEMMs all run in a format, as they usually are: the first guess where no
+#: probe of a choice was answered. (``keep`` is not guessed.)
+_USUAL_ERRORS = {
+    **{"fp32": 1e-6, "tf32": 6e-4, "fp16": 6e-4, "bf16": 5e-3},
+    **{"fp8": 5e-2, "mxfp8": 5e-2, "int8": 5e-2, "nvfp4": 0.2},
+}
+#: Rounds in which levels of groups and choices are fitted; they converge in fewer where each has a probe in common.
+_FIT_ROUNDS = 30
 #: Parameters that change one forward and backward pass, and so can be probed; optimizer state and communication cannot.
 _PROBED = ("activations", "attention")
 
@@ -286,7 +295,7 @@ def _share_out(
     if KEEP in problem.choice_names:
         column = problem.choice_names.index(KEEP)
         error2[:, column] = np.where(problem.allowed[:, column], 0.0, np.inf)
-    return _fill_in(error2), measured
+    return _fill_in(error2, _usual_logs(problem)), measured
 
 
 def _along(segments: Mapping[tuple[int, ...], float], profile: FloatTable) -> dict[int, float]:
@@ -304,21 +313,37 @@ def _along(segments: Mapping[tuple[int, ...], float], profile: FloatTable) -> di
     return out
 
 
-def _fill_in(error2: FloatTable) -> FloatTable:
-    """Replace what no probe answered (NaN) by group level times choice level, in logarithms; pessimistic if unknown."""
+def _usual_logs(problem: Problem) -> FloatTable:
+    """Return ``[C]``: the logarithm of the squared error that each choice usually adds, where GEMMs share it evenly."""
+    recipes, out = problem.space.all_recipes, []
+    for name in problem.choice_names:
+        plan = Choice.parse(name).plan(recipes)
+        formats = ["fp32" if recipe is None else recipe.format for recipe in map(plan.recipe, GEMMS)]
+        out.append(math.log(sum(_USUAL_ERRORS[one] ** 2 for one in formats) / len(formats)))
+    return np.array(out)
+
+
+def _fill_in(error2: FloatTable, usual: FloatTable) -> FloatTable:
+    """Replace what no probe answered (NaN) by group level times choice level, in logarithms.
+
+    Levels are fitted beside what choices of their formats usually add: a choice that no probe is about, as in a scan
+    that was cut off, is told from its format, not from the choices that were probed.
+    """
     missing = np.isnan(error2)
     if not missing.any():
         return error2
-    with np.errstate(divide="ignore"):
-        logs = np.where(np.isfinite(error2) & (error2 > 0), np.log(np.maximum(error2, _TINY)), np.nan)
-    known = np.isfinite(logs)
+    known = np.isfinite(error2) & (error2 > 0)
     if not known.any():
         return np.where(missing, np.inf, error2)
-    overall = float(logs[known].mean())
-    column = np.array([c[k].mean() if k.any() else logs[known].max() for c, k in zip(logs.T, known.T, strict=True)])
-    row = np.array([(r[k] - column[k]).mean() if k.any() else 0.0 for r, k in zip(logs, known, strict=True)])
-    guess = np.exp(column[None, :] + row[:, None]) if math.isfinite(overall) else np.full(error2.shape, np.inf)
-    return np.where(missing, guess, error2)
+    logs = np.log(np.where(known, np.maximum(error2, _TINY), 1.0)) - usual
+    asked, groups = known.any(axis=0), known.any(axis=1)
+    column, row = np.zeros(known.shape[1]), np.zeros(known.shape[0])
+    for _ in range(_FIT_ROUNDS):
+        row = np.where(known, logs - column, 0.0).sum(axis=1) / np.maximum(known.sum(axis=1), 1)
+        column = np.where(known, logs - row[:, None], 0.0).sum(axis=0) / np.maximum(known.sum(axis=0), 1)
+        column = np.where(asked, column - column[asked].mean(), 0.0)
+    row = np.where(groups, row, row[groups].mean())
+    return np.where(missing, np.exp(usual + column + row[:, None]), error2)
 
 
 def _beyond_layers(problem: Problem, error2: FloatTable, parameters: Mapping[str, float]) -> dict[str, float]:

@@ -96,6 +96,20 @@ def test_missing_probes_are_filled_in_from_group_and_choice() -> None:
     assert not table.measured.all()
 
 
+def test_a_choice_that_no_probe_is_about_is_told_from_its_format() -> None:
+    """A scan that was cut off had asked about bf16 alone, and predicted all fp8_delayed like bf16."""
+    rows = [{"id": f"{g}|bf16", "gradient_error": 0.001 * (g + 1)} for g in range(4)]
+    table = SensitivityTable.from_probes(HOPPER, {"probes": rows})
+    found = {name: table.predict(HOPPER, HOPPER.params_of(name)) for name in ("bf16", "fp8_rowwise", "fp8_delayed")}
+    assert found["fp8_delayed"] == pytest.approx(10 * found["bf16"], rel=0.3)
+    assert found["fp8_rowwise"] == pytest.approx(10 * found["bf16"], rel=0.3)
+    # one probe of a choice, of the group that errs least, is not the level of all groups
+    least = [*rows, {"id": "0|fp8_delayed", "gradient_error": 0.012}]
+    table = SensitivityTable.from_probes(HOPPER, {"probes": least})
+    column = table.error2[:4, HOPPER.choice_names.index("fp8_delayed")]
+    np.testing.assert_allclose(np.sqrt(column), [0.012, 0.024, 0.036, 0.048], rtol=0.02)
+
+
 def test_one_pass_per_family_is_shared_out_along_the_profile() -> None:
     depth = np.geomspace(1, 8, 4)
     rows = []
