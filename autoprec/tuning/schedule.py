@@ -131,7 +131,8 @@ def describe(usual: Schedule, most: Schedule, budget_s: float | None = None, ela
         text += f"; --budget is too short: one trial and one further seed end it after about {_time(least_s)} in all"
     elif budget_s is not None and elapsed_s + most.rest_s > budget_s:
         sure = "ends it" if elapsed_s + usual.rest_s > budget_s else "would end it"
-        text += f"; --budget {sure} after {_time(budget_s)} in all"
+        exactly = f"{budget_s:.0f} s" if budget_s % 60 else _time(budget_s)
+        text += f"; --budget {sure} after {exactly} in all"
     return text
 
 
@@ -195,6 +196,6 @@ def repeated_blocks(layers: Iterable[str]) -> int:
 
 
 def _time(seconds: float) -> str:
-    if seconds < 90:
+    if seconds < 120:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -17,7 +17,10 @@ if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
     from autoprec.policy import LayerRule, Phase, Policy
 
-_FRACTIONS = ("divergence", "noise_floor", "interval")
+_FRACTIONS = (
+    *("divergence", "noise_floor", "interval", "max_divergence"),
+    *("gradient_error", "gradient_noise", "gain_over_preset"),
+)
 
 
 def _rows_of_layers(policy: Policy, graph: GraphReport) -> list[tuple[str, ...]]:
@@ -39,7 +42,7 @@ def _rows_of_layers(policy: Policy, graph: GraphReport) -> list[tuple[str, ...]]
 
 def _value(name: str, value: Any) -> str:
     if name in _FRACTIONS and isinstance(value, (int, float)):
-        return f"{value:.4%}"
+        return f"{100 * value:.4g}%"
     if "speedup" in name and isinstance(value, (int, float)):
         return f"{value:.2f}x"
     if name == "memory_bytes" and isinstance(value, (int, float)):

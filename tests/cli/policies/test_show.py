@@ -42,13 +42,20 @@ def test_rules_settings_evidence_and_guard_are_shown(policy_file: Path) -> None:
     assert "head (optional) keep keep keep keep" in text
     assert "every other layer bf16 bf16 bf16 bf16" in text
     assert "speedup 1.91x" in text
-    assert "divergence 0.0710%" in text
+    assert "divergence 0.071%" in text
     assert "memory_bytes 49.6 MiB" in text
     assert "loss_gap 0.01" in text
     assert "1 all bf16 2 script" in text
     assert "execution as the script wrote it" in text or "execution keep" in text
     policy_file.write_text(policy_file.read_text(encoding="utf-8") + "execution: compile\n", encoding="utf-8")
     assert "execution compile" in squeezed(autoprec("show", policy_file).out)
+
+
+def test_shares_are_told_in_percent_all_of_them() -> None:
+    """The divergence was, its limit and the gradient error beside it were not."""
+    assert _value("max_divergence", 0.0025) == "0.25%"
+    assert _value("gradient_error", 0.0006952) == "0.06952%"
+    assert _value("gain_over_preset", -0.28) == "-28%"
 
 
 def test_why_and_what_mattered_have_sections_of_their_own(policy_file: Path) -> None:
