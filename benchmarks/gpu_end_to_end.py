@@ -18,12 +18,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.gpu_parts import ROOT, TRAIN, Parts, environment
+from benchmarks.gpu_figures import gap
+from benchmarks.gpu_parts import ROOT, TRAIN, Parts, environment, write_whole
 
 PRESETS = ("bf16", "torchao-tensorwise", "torchao-rowwise", "torchao-auto", "te-delayed", "te-current", "te-block")
 
@@ -89,13 +91,8 @@ def verified(model: str, compiled: bool, steps: int, timeout_s: float, policy: s
     return {"holds": code == 0, "output": out[-3000:], "seconds": time.monotonic() - began}
 
 
-def gap(losses: list[float], reference: list[float]) -> float:
-    pairs = list(zip(losses, reference, strict=False))[1:]
-    return sum(abs(a - b) / b for a, b in pairs) / max(1, len(pairs))
-
-
 def table(model: str, rows: dict[str, dict[str, Any]], found: dict[str, Any]) -> list[str]:
-    reference = rows["bf16"]
+    reference = rows.get("bf16", {"failed": "not run"})
     lines = [f"### {model}", "", "| what | items/s | vs bf16 | memory GB | divergence |", "|---|---|---|---|---|"]
     for name, row in rows.items():
         if "failed" in row:
@@ -104,7 +101,9 @@ def table(model: str, rows: dict[str, dict[str, Any]], found: dict[str, Any]) ->
         speed = row["items_per_s"] / reference["items_per_s"] if "failed" not in reference else float("nan")
         distance = gap(row["losses"], reference["losses"]) if "failed" not in reference else float("nan")
         lines.append(f"| {name} | {row['items_per_s']:.0f} | {speed:.3f}x | {row['memory_gb']:.2f} | {distance:.3%} |")
-    if "failed" in found:
+    if not found:
+        lines += ["", "search: not done"]
+    elif "failed" in found:
         lines += ["", f"search failed after {found['seconds']:.0f} s: {found['failed'][-200:]}"]
     else:
         lines += ["", f"search: {found['wall_s']:.0f} s, {found['trials']['complete']} trials; {found['reason']}"]
@@ -131,29 +130,46 @@ def main() -> None:
         [] if gpu else ["No GPU here: tiny models on the CPU rehearse the path; the figures say nothing of a GPU.", ""]
     )
     for model in models:
-        rows = {
-            precision: parts.get(
-                f"{model}-{precision}", lambda m=model, p=precision: training(m, p, compiled, arguments.steps, 240.0)
-            )
-            for precision in arguments.presets.split(",")
-        }
-        found = parts.get(
-            f"{model}-search", lambda m=model: search(m, compiled, arguments.trials, arguments.budget, out.absolute())
-        )
-        if "policy_file" in found:
-            rows["AutoPrec"] = parts.get(
-                f"{model}-autoprec",
-                lambda m=model, f=found: training(m, "bf16", compiled, arguments.steps, 240.0, policy=f["policy_file"]),
-            )
-        lines += table(model, rows, found)
-        if arguments.verify and "policy_file" in found:
-            held = parts.get(
-                f"{model}-verify",
-                lambda m=model, f=found: verified(m, compiled, arguments.steps, 400.0, f["policy_file"]),
-            )
-            lines += ["```", held.get("output", held.get("failed", "")).strip(), "```", ""]
+        before = list(lines)
+        for rows, found, held in measured(parts, model, compiled, arguments, out.absolute()):
+            lines = [*before, *table(model, rows, found)]
+            lines += ["```", held.get("output", held.get("failed", "")).strip(), "```", ""] if held else []
+            write_whole(out / f"{'-'.join(models)}.md", "\n".join(lines))  # what is known if the rest takes too long
     print("\n".join(lines))
-    (out / "eager.md" if arguments.eager else out / "end_to_end.md").write_text("\n".join(lines))
+
+
+def measured(
+    parts: Parts, model: str, compiled: bool, arguments: argparse.Namespace, out: Path
+) -> Iterator[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]:
+    """Yield rows by name, the search and its verification after each that is added, what matters most first.
+
+    bf16, the search and its policy come before the presets that it is compared with: the time may run out.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    found: dict[str, Any] = {}
+    held: dict[str, Any] = {}
+    presets = arguments.presets.split(",")
+
+    def row(name: str, precision: str, policy: str = "") -> dict[str, Any]:
+        return parts.get(
+            f"{model}-{name}", lambda: training(model, precision, compiled, arguments.steps, 240.0, policy)
+        )
+
+    for name in ("bf16", "search", "AutoPrec", *(name for name in presets if name != "bf16")):
+        if name == "search":
+            found = parts.get(
+                f"{model}-search", lambda: search(model, compiled, arguments.trials, arguments.budget, out)
+            )
+        elif name != "AutoPrec":
+            rows[name] = row(name, name)
+        elif "policy_file" in found:
+            # the archive may have been unpacked elsewhere since the search
+            rows[name] = row("autoprec", "bf16", str(out / Path(found["policy_file"]).name))
+        yield rows, found, held
+    if arguments.verify and "policy_file" in found:
+        policy = str(out / Path(found["policy_file"]).name)
+        held = parts.get(f"{model}-verify", lambda: verified(model, compiled, arguments.steps, 400.0, policy))
+        yield rows, found, held
 
 
 if __name__ == "__main__":

@@ -1,14 +1,15 @@
 """Is the rehearsal true? Emulated against native numerics, and modelled against measured time, on this device.
 
     python benchmarks/gpu_fidelity.py [--model gpt2-124m] [--recipes ...] [--calibration FILE] [--out FILE]
+                                      [--sections gradients,times,curves]
 
 One host of the same script answers everything, in one run: the gradient error of every group and recipe by the
 ``emulated`` backend and by the device's own (``native``, and torchao's and
-Transformer Engine's where they are installed), loss curves of
-50 steps beside the noise floor, the step time of uniform and mixed policies beside the cost model's, and what share of
-the layers executed what was asked. Curves compile the script's blocks, not its whole model. Every answer is kept beside
-``FILE``, where a second call finds it. A CPU's own FP8 products are slow but real, so a machine without a GPU rehearses
-all but the times, and the table says so.
+Transformer Engine's where they are installed), the step time of uniform and mixed policies beside the cost model's,
+loss curves of 50 steps beside the noise floor, and what share of the layers executed what was asked. Curves compile
+the script's blocks, not its whole model. Every answer is kept beside ``FILE``, where a second call finds it, and so
+are, row by row, the figures that the day's report draws from them (``gpu_figures.py``). A CPU's own FP8 products are
+slow but real, so a machine without a GPU rehearses all but the times, and the table says so.
 """
 
 from __future__ import annotations
@@ -35,15 +36,17 @@ from autoprec.policy import Policy, policy_from_dict, resolve  # noqa: E402
 from autoprec.precision.recipes import BUILTIN_RECIPES  # noqa: E402
 from autoprec.trial.command import ScriptCommand  # noqa: E402
 from autoprec.trial.driver.runner import TrialRunner  # noqa: E402
-from autoprec.trial.protocol import Probe, TrialResult, TrialSpec  # noqa: E402
+from autoprec.trial.protocol import HostInfo, Probe, TrialResult, TrialSpec  # noqa: E402
 from autoprec.tuning.decide.metrics import divergence, step_time  # noqa: E402
 from autoprec.tuning.target import resolve_target  # noqa: E402
-from benchmarks.gpu_parts import TRAIN, Parts  # noqa: E402
+from benchmarks.gpu_figures import FIGURES_FILE  # noqa: E402
+from benchmarks.gpu_parts import TRAIN, Parts, write_whole  # noqa: E402
 
 RECIPES = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed")
 #: The one whose products a CPU runs at a bearable speed (per-tensor E5M2 takes seconds a step even for a tiny model).
 ON_CPU = "fp8_rowwise"
 CURVE_STEPS = 50
+SECTIONS = ("gradients", "times", "curves")
 
 
 def document(assignment: dict[str, str]) -> dict[str, Any]:
@@ -89,7 +92,23 @@ class Subject:
         return {row["id"]: row["gradient_error"] for row in rows if row.get("gradient_error")}
 
 
-def gradient_table(subject: Subject, graph: GraphReport, recipes: Sequence[str], backends: Sequence[str]) -> list[str]:
+class Kept:
+    """The figures of the day's report, written whenever one is added: a part may be ended at any time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.values = path, dict[str, Any]()
+        if path.exists():
+            self.values = json.loads(path.read_text())
+
+    def put(self, section: str, value: Any) -> None:
+        """Replace a section."""
+        self.values[section] = value
+        write_whole(self.path, json.dumps(self.values, indent=1))
+
+
+def gradient_table(
+    subject: Subject, graph: GraphReport, recipes: Sequence[str], backends: Sequence[str], kept: Kept
+) -> list[str]:
     """Compare gradient errors of every group and recipe between the emulation and each other backend."""
     probes = tuple(
         Probe(f"{group}|{recipe}", document(dict.fromkeys(members, recipe)))
@@ -101,15 +120,20 @@ def gradient_table(subject: Subject, graph: GraphReport, recipes: Sequence[str],
         "| backend | probes | rank correlation | median difference | largest difference |",
         "|---|---|---|---|---|",
     ]
+    figures: dict[str, Any] = {}
     for backend in backends:
         other = subject.errors(probes, backend)
         both = [name for name in emulated if name in other]
+        figures[backend] = {"probes": len(both), "of": len(probes)}
         if not both:
+            kept.put("gradients", figures)
             lines.append(f"| {backend} | 0 of {len(probes)} | - | - | - |")
             continue
         a, b = ([source[name] for name in both] for source in (emulated, other))
         off = np.abs(np.asarray(b) / np.asarray(a) - 1)
         rank = rank_correlation(a, b)
+        figures[backend] |= {"median": float(np.median(off)), "largest": float(off.max())}
+        kept.put("gradients", figures)
         lines.append(
             f"| {backend} | {len(both)} of {len(probes)} | {rank:.4f} | {np.median(off):.2%} | {off.max():.2%} |"
         )
@@ -147,34 +171,45 @@ def curve_table(
 
 
 def time_table(
-    subject: Subject, graph: GraphReport, device: str, compiled: bool, recipes: Sequence[str], calibration: Path | None
+    subject: Subject,
+    graph: GraphReport,
+    host: HostInfo,
+    recipes: Sequence[str],
+    calibration: Path | None,
+    kept: Kept,
 ) -> list[str]:
     """Compare measured with modelled step times: relative to the script as written, and absolutely."""
-    target, _ = resolve_target("auto", device)
+    compiled = host.compiled
+    target, _ = resolve_target("auto", host.device)
     measured_rates = load_calibration(calibration) if calibration and calibration.exists() else None
     cost = CostModel(graph, target, compiled=compiled, calibration=measured_rates)
     run_by = Linears.of(measured_rates).record({name: BUILTIN_RECIPES[name] for name in recipes}, compiled=compiled)
     names = [layer.name for layer in graph.tunable]
     policies: dict[str, dict[str, Any]] = {"as written": {"schema": "autoprec.policy/1"}}
-    for recipe in ("bf16", *recipes):
-        policies[f"all {recipe}"] = document(dict.fromkeys(names, recipe))
-        policies[f"every second {recipe}"] = document(dict.fromkeys(names[::2], recipe))
-    seen, said, rows = [], [], []
+    # each is compiled for up to a minute, so one mixed policy has to do
+    policies |= {f"all {recipe}": document(dict.fromkeys(names, recipe)) for recipe in recipes}
+    policies[f"every second {recipes[0]}"] = document(dict.fromkeys(names[::2], recipes[0]))
+    seen, said, rows = list[float](), list[float](), list[str]()
+    figures: dict[str, Any] = {"label": cost.label, "calibrated": measured_rates is not None, "rows": []}
     for name, policy in policies.items():
         # by the backends that the calibration found fastest, as the model charges them
         done = subject.run(steps=12, warmup=4, policy=policy | {"evidence": {"backends": run_by}})
         if not done.ok:
+            rows.append(f"| {name} | {done.status}: {done.reason[:60]} | | |")
             continue
         plans = resolve(policy_from_dict(policy), names, strict=False)
         seen.append(step_time(done.step_ms, done.warmup))
         said.append(cost.estimate(plans).time_ms)
+        figures["rows"].append({"policy": name, "measured_ms": seen[-1], "modelled_ms": said[-1]})
+        kept.put("times", figures)
         doubt = f" ({done.unreliable})" if done.unreliable else ""
         rows.append(f"| {name}{doubt} | {seen[-1]:.2f} | {said[-1]:.2f} | {said[-1] / seen[-1] - 1:+.1%} |")
-    off = np.abs(np.asarray(said) / np.asarray(seen) - 1)
+    off = np.abs(np.asarray(said) / np.asarray(seen) - 1) if seen else np.asarray([float("nan")])
     return [
         f"Cost model: {cost.label}.",
         *(f"- {row['reason']}" for row in run_by.values()),
-        f"Median error {np.median(off):.1%}, rank correlation {rank_correlation(seen, said):.3f}.",
+        f"Error: median {np.median(off):.1%}, largest {off.max():.1%}; "
+        f"rank correlation {rank_correlation(seen, said):.3f}.",
         "",
         "| policy | measured ms | modelled ms | error |",
         "|---|---|---|---|",
@@ -188,8 +223,10 @@ def main() -> None:
     parser.add_argument("--recipes", default="", help=f"default: {', '.join(RECIPES)}; on a CPU {ON_CPU}")
     parser.add_argument("--backends", default="", help="default: native,torchao,transformer_engine; on a CPU native")
     parser.add_argument("--calibration", type=Path, default=None)
+    parser.add_argument("--sections", default=",".join(SECTIONS), help="default: %(default)s")
     parser.add_argument("--curve-steps", type=int, default=CURVE_STEPS)
     parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--answers", type=Path, default=None, help="where answers are kept; default: beside FILE")
     asked = parser.parse_args()
     import torch
 
@@ -204,8 +241,9 @@ def main() -> None:
         TrialRunner(ScriptCommand.parse(words), run_dir=Path(folder)) as runner,
     ):
         info = runner.start()
-        kept = Path(folder) if asked.out is None else asked.out.with_suffix("")
-        subject = Subject(runner, None if info.launch == "fork" else 0, Parts(kept))
+        answers = asked.answers or (Path(folder) if asked.out is None else asked.out.with_suffix(""))
+        subject = Subject(runner, None if info.launch == "fork" else 0, Parts(answers))
+        kept = Kept(answers / FIGURES_FILE)
         graph = GraphReport.from_json(subject.run(kind="record", steps=1).payload["graph"])
         names = [layer.name for layer in graph.tunable]
         lines = [f"## {model} on {info.device}, torch {torch.__version__}", ""]
@@ -214,14 +252,22 @@ def main() -> None:
                 "No GPU: a rehearsal. FP8 products of a CPU are real and slow, so only numerics mean anything.",
                 "",
             ]
-        lines += ["### Gradient errors, emulated against the device's own products", ""]
-        lines += [*gradient_table(subject, graph, recipes, backends), "", "### Loss curves", ""]
-        lines += [*curve_table(subject, names, recipes, backends, asked.curve_steps), "", "### Step times", ""]
-        lines += time_table(subject, graph, info.device, info.compiled, recipes, asked.calibration)
-    text = "\n".join(lines)
-    print(text)
+        told = 0
+        for section in asked.sections.split(","):
+            if section == "gradients":
+                lines += ["### Gradient errors, emulated against the device's own products", ""]
+                lines += gradient_table(subject, graph, recipes, backends, kept)
+            elif section == "times":
+                lines += ["### Step times", ""]
+                lines += time_table(subject, graph, info, recipes, asked.calibration, kept)
+            else:
+                lines += ["### Loss curves", ""]
+                lines += curve_table(subject, names, recipes, backends, asked.curve_steps)
+            lines.append("")
+            print("\n".join(lines[told:]), flush=True)  # what is known if the rest takes too long
+            told = len(lines)
     if asked.out is not None:
-        asked.out.write_text(json.dumps({"markdown": text}) if asked.out.suffix == ".json" else text + "\n")
+        asked.out.write_text("\n".join(lines))
 
 
 if __name__ == "__main__":

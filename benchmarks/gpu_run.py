@@ -1,20 +1,24 @@
 """``make gpu``: everything a GPU is needed for, in one command, resumable in parts, within a time limit.
 
-    python benchmarks/gpu_run.py [--limit 480] [--out DIR] [--pack FILE] [--parts doctor,tests,products,...]
+    python benchmarks/gpu_run.py [--limit 530] [--out DIR] [--pack FILE] [--parts doctor,calibrate,fidelity,...]
     python benchmarks/gpu_run.py --rehearse     the same parts on a CPU with tiny models: the path, not the figures
 
 A part takes at most nine minutes, then it is ended with every process that it started. Parts that finished are kept
-in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again. After each part all of ``DIR``
-is packed into ``FILE`` (default: ``DIR.tar.gz``): give it to another machine with ``--pack`` and it goes on from there.
-The parts: what works here (doctor); tests that need a GPU, one compiled step per recipe among them; the conformance
-suite on every backend; calibration, with linears by every backend; FP8 products by scales and accumulation; four blocks
-of width 4096 in every precision; emulated against native and modelled against measured for a compiled script; searches
-of compiled scripts against what people set by hand; a search of a script that is not compiled, and ``autoprec verify``
-on what it adopts.
+in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again. After each part all of ``DIR``,
+the report of what is known so far among it, is packed into ``FILE`` (default: ``DIR.tar.gz``): give it to another
+machine with ``--pack`` and it goes on from there.
+
+What the day's figures are made of comes first, for a machine may be had for half an hour: what works here (doctor);
+calibration, with linears by every backend; gradient errors of every backend against emulated, and modelled against
+measured step times (fidelity); four blocks of width 4096 by torchao and by us (blocks); searches of compiled scripts,
+timed, against what people set by hand (gpt2, billion). After that: tests that need a GPU, one compiled step per recipe
+among them; the conformance suite on every backend; the other blocks; loss curves; FP8 products by scales and
+accumulation; a search of a script that is not compiled, with ``autoprec verify`` on what it adopts; a ViT.
 Parts that keep rows of their own go on where they were ended; the others are not begun with less than they need.
-The report is ``benchmarks/results/<date>_<gpu>.{json,md}`` with commands, versions and hardware. Wheels of the folder
-that ``make gpu-bundle`` wrote are installed into a temporary folder first, and a Transformer Engine kit beside them is
-unpacked; nothing is downloaded here.
+The report is ``benchmarks/results/<date>_<gpu>.{json,md}``, in ``DIR`` as well, with commands, versions and hardware;
+it begins with the figures, their goals and verdicts (``gpu_figures.py``), told of whatever rows there are. Wheels of
+the folder that ``make gpu-bundle`` wrote are installed into a temporary folder first, and a Transformer Engine kit
+beside them is unpacked; nothing is downloaded here.
 """
 
 from __future__ import annotations
@@ -39,37 +43,59 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from autoprec.trial.inside.observe.conditions import QUERY, Conditions, ask_driver  # noqa: E402 - nothing need be installed for it
+from benchmarks.gpu_figures import documents, figures, table  # noqa: E402 - nothing need be installed for it
 from benchmarks.gpu_parts import write_whole  # noqa: E402 - nothing need be installed for it
+from benchmarks.gpu_speed import FIRST, NAMES  # noqa: E402 - nothing need be installed for it
 
+#: Seconds after which the driver no longer counts what has ended as work.
+SETTLES_S = 2.0
 #: Exit status of what was ended past its limit, as of coreutils' timeout.
 TIMED_OUT = 124
 #: What a part needs at least, seconds: it is begun with no less, and rows of its own are kept where that is little.
 PARTS = {
-    "doctor": 20.0, "tests": 240.0, "conformance": 180.0, "calibrate": 330.0, "products": 40.0,
-    "blocks": 60.0, "fidelity": 120.0, "end_to_end": 120.0, "eager": 120.0,
+    "doctor": 20.0, "calibrate": 330.0, "fidelity": 60.0, "blocks": 60.0, "gpt2": 300.0, "billion": 200.0,
+    "tests": 200.0, "conformance": 180.0, "other_blocks": 60.0, "curves": 60.0, "products": 40.0, "eager": 120.0,
+    "vit": 120.0,
 }  # fmt: skip
+#: Models of the parts that search: on a GPU, and in a rehearsal.
+MODELS = {"gpt2": ("gpt2-124m", "tiny"), "billion": ("llama-1.3b", "tiny-llama"), "vit": ("vit-l", "tiny-vit")}
+#: Trials and seconds of each search: gpt2's as its figure is told of, with time for runs beside it.
+SEARCHES = {"gpt2": (30, 400), "billion": (12, 260), "vit": (12, 260), "eager": (30, 260)}
 
 
 def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, list[str]]:
     """Return the command of each part; a rehearsal runs the same programs where there is no GPU, on tiny models."""
-    python, end_to_end = sys.executable, "benchmarks/gpu_end_to_end.py"
-    searched = ["--budget", f"{limit * SEARCH_SHARE:.0f}"]
+    python, speed = sys.executable, "benchmarks/gpu_speed.py"
+
+    def fidelity(sections: str) -> list[str]:
+        words = [python, "benchmarks/gpu_fidelity.py", "--out", str(out / f"{sections.replace(',', '-')}.md")]
+        return [*words, "--answers", str(out / "fidelity"), "--sections", sections]
+
+    def search(part: str, *words: str) -> list[str]:
+        trials, seconds = SEARCHES[part]
+        script = [python, "benchmarks/gpu_end_to_end.py", *words, "--trials", str(trials)]
+        return [*script, "--budget", f"{min(seconds, limit * SEARCH_SHARE):.0f}"]
+
+    blocks, ends = (
+        [python, speed, "blocks", "--out", str(out / "blocks"), "--names"],
+        ["--out", str(out / "end_to_end")],
+    )
     found = {
         "doctor": [python, "-m", "autoprec", "doctor"],
+        "calibrate": [python, "-m", "autoprec", "calibrate", "--output", str(out / "calibration.json")],
+        "fidelity": [*fidelity("gradients,times"), "--calibration", str(out / "calibration.json")],
+        "blocks": [*blocks, ",".join(FIRST)],
+        "gpt2": search("gpt2", *ends, "--models", MODELS["gpt2"][0]),
+        "billion": search("billion", *ends, "--models", MODELS["billion"][0]),
         "tests": [python, "-m", "pytest", "-m", "gpu", "-rs", *GPU_TESTS],
         "conformance": [python, "-m", "pytest", "-rs", CONFORMANCE],
-        "calibrate": [python, "-m", "autoprec", "calibrate", "--output", str(out / "calibration.json")],
-        "products": [python, "benchmarks/gpu_speed.py", "products", "--out", str(out / "products")],
-        "blocks": [python, "benchmarks/gpu_speed.py", "blocks", "--out", str(out / "blocks")],
-        "fidelity": [
-            *(python, "benchmarks/gpu_fidelity.py", "--out", str(out / "fidelity.md")),
-            *("--calibration", str(out / "calibration.json")),
-        ],
-        "end_to_end": [python, end_to_end, "--out", str(out / "end_to_end"), *searched],
-        "eager": [
-            *(python, end_to_end, "--out", str(out / "eager"), "--eager", "--verify"),
-            *("--models", "gpt2-124m", "--presets", "bf16", *searched),
-        ],
+        "other_blocks": [*blocks, ",".join(NAMES)],
+        "curves": fidelity("curves"),
+        "products": [python, speed, "products", "--out", str(out / "products")],
+        "eager": search(
+            "eager", "--out", str(out / "eager"), "--models", "gpt2-124m", "--presets", "bf16", "--eager", "--verify"
+        ),
+        "vit": search("vit", *ends, "--models", MODELS["vit"][0]),
     }
     return _rehearsed(found, limit) if rehearse else found
 
@@ -81,30 +107,25 @@ CONFORMANCE = "tests/testing/test_backends.py"
 
 def _rehearsed(found: dict[str, list[str]], limit: float) -> dict[str, list[str]]:
     """Return the commands with stand-ins, for a CPU."""
-    tiny = [
-        "--models",
-        "tiny",
-        "--steps",
-        "6",
-        "--trials",
-        "2",
-        "--budget",
-        f"{limit / 8:.0f}",
-    ]  # the later count holds
+    tiny = ["--steps", "6", "--trials", "2", "--budget", f"{limit / 12:.0f}"]  # the later count holds
     found["conformance"] += ["-k", "TestNative and fp8_rowwise"]
     found["calibrate"] = [*found["calibrate"][:4], "--device", "cpu"]  # whose rates have their place
     found["products"].append("--tiny")
-    found["blocks"] += ["--tiny", "--names", "bf16,native-fp8_rowwise"]
-    found["fidelity"] += ["--model", "tiny", "--curve-steps", "6"]
-    found["end_to_end"] += [*tiny, "--presets", "bf16,torchao-rowwise"]
-    found["eager"] += tiny
+    found["blocks"] += ["--tiny", "--names", "bf16,native-fp8_rowwise,torchao-rowwise"]
+    found["other_blocks"] += ["--tiny", "--names", "bf16,native-fp8_tensorwise"]
+    for name in ("fidelity", "curves"):
+        found[name] += ["--model", "tiny", "--curve-steps", "6"]
+    found["eager"] += [*tiny, "--models", "tiny"]
+    for name, (_, model) in MODELS.items():
+        presets = "bf16,torchao-rowwise" if name == "gpt2" else "bf16"
+        found[name] += [*tiny, "--models", model, "--presets", presets]
     return found
 
 
 #: Seconds that one part takes at most, and what one call takes: on a GPU, and in a rehearsal, which runs every part.
-PART_LIMIT, CALL_LIMIT, REHEARSAL_LIMIT = 540.0, 480.0, 900.0
-#: Of one call's limit: the reference, the presets and the finalists of a search need the rest.
-SEARCH_SHARE = 0.5
+PART_LIMIT, CALL_LIMIT, REHEARSAL_LIMIT = 540.0, 530.0, 900.0
+#: Of one call's limit, at most: what is compared with a search needs the rest.
+SEARCH_SHARE = 0.8
 
 
 def pack(out: Path, archive: Path) -> None:
@@ -128,9 +149,11 @@ def unpack_kit(folder: Path, into: Path) -> str:
     kit = next(iter(sorted(folder.glob("te_kit.tar.*"))), None)
     if kit is None:
         return ""
-    if not (into / "site").is_dir():
+    if not into.is_dir():
+        made = into.with_name(f"{into.name}.{os.getpid()}")  # a kit unpacked in part must not be taken for a whole one
         with tarfile.open(kit) as stream:
-            stream.extractall(into, filter="data")
+            stream.extractall(made, filter="data")
+        made.rename(into)
     return str(into / "site")
 
 
@@ -164,6 +187,9 @@ def throttled() -> str:
     if slowed:
         return f"the GPU is throttled ({', '.join(slowed)})"
     used = int(re.sub(r"\D", "", busy) or 0)
+    if used > 5:  # the driver looks back about a second, at the part before
+        time.sleep(SETTLES_S)
+        used = int(re.sub(r"\D", "", ask_driver(["utilization.gpu"])) or 0)
     return f"somebody else uses {used} % of the GPU" if used > 5 else ""
 
 
@@ -215,22 +241,34 @@ def ended(command: list[str], environment: dict[str, str], output: IO[str], limi
         part.wait()
 
 
-def report(results: list[dict[str, Any]], gpu: str, parts: list[str]) -> tuple[str, dict[str, Any]]:
-    versions = {}
-    for name in ("torch", "triton", "torchao", "transformer_engine", "optuna"):
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = "absent"
+def version(name: str) -> str:
+    """Return the version of a distribution as the parts find it: what the bundle brought is on their path alone."""
+    path = [*filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
+    return next((found.version for found in metadata.distributions(name=name, path=path)), "absent")
+
+
+def report(
+    results: list[dict[str, Any]], gpu: str, parts: list[str], out: Path, *, rehearse: bool = False
+) -> tuple[str, dict[str, Any]]:
+    """Return the report of what is known so far, as text and as data."""
+    names = ("torch", "triton", "torchao", "transformer_engine", "nvidia-cudnn-cu13", "optuna")
+    versions = {name: version(name) for name in names}
+    small, billion = (MODELS[name][1 if rehearse else 0] for name in ("gpt2", "billion"))
+    told = figures(out, small=small, billion=billion)
     document = {
         "gpu": gpu,
+        "hardware": "" if rehearse else ask_driver(("name", "driver_version", "memory.total")),
         "date": time.strftime("%Y-%m-%d"),
+        "figures": documents(told),
         "python": platform.python_version(),
         "versions": versions,
         "command": f"python benchmarks/gpu_run.py --parts {','.join(parts)}",
         "parts": results,
     }
     lines = [f"# {gpu}, {document['date']}", "", f"`{document['command']}`", ""]
+    lines += ["Tiny models on a CPU: the path to the figures, which say nothing of a GPU.", ""] if rehearse else []
+    lines += [*table(told), ""]
+    lines += [f"{document['hardware']}", ""] if document["hardware"] else []
     lines += [f"Python {document['python']}, " + ", ".join(f"{k} {v}" for k, v in versions.items()), ""]
     for part in results:
         state = "unfinished" if part.get("unfinished") else f"exit {part['code']}"
@@ -251,6 +289,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     rehearse = arguments.rehearse
     arguments.limit = arguments.limit or (REHEARSAL_LIMIT if rehearse else CALL_LIMIT)
+    deadline = time.monotonic() + arguments.limit  # installing and unpacking count
     if rehearse:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     gpu = "CPU, a rehearsal with stand-ins" if rehearse else gpu_name()
@@ -267,25 +306,25 @@ def main(argv: list[str] | None = None) -> int:
         kit = unpack_kit(arguments.bundle, scratch / "autoprec-te-kit")
         paths = (kit, site, os.environ.get("PYTHONPATH", ""))
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
-    deadline = time.monotonic() + arguments.limit
     wanted = arguments.parts.split(",")
     if unknown := sorted({*wanted} - {*PARTS}):
         parser.error(f"no part is called {unknown[0]}: {', '.join(PARTS)}")
-    results = []
+    results: list[dict[str, Any]] = []
+    text = ""
     for name in wanted:
         left = deadline - time.monotonic()
         if left < (5 if rehearse else PARTS[name]) and not (arguments.out / f"{name}.json").exists():
             results.append({"name": name, "code": TIMED_OUT, "seconds": 0.0, "unfinished": True})
-            continue
-        print(f"... {name}, {left:.0f} s left", flush=True)
-        command = commands(arguments.out, arguments.limit, rehearse=rehearse)[name]
-        results.append(run_part(name, command, arguments.out, left, on_gpu=not rehearse))
-        pack(arguments.out, archive)
-    text, document = report(results, gpu, wanted)
-    stem = f"{document['date']}_{re.sub(r'[^A-Za-z0-9]+', '-', gpu).strip('-').lower()}"
-    target = arguments.out if rehearse else ROOT / "benchmarks" / "results"
-    (target / f"{stem}.md").write_text(text)
-    (target / f"{stem}.json").write_text(json.dumps(document, indent=1))
+        else:
+            print(f"... {name}, {left:.0f} s left", flush=True)
+            command = commands(arguments.out, arguments.limit, rehearse=rehearse)[name]
+            results.append(run_part(name, command, arguments.out, left, on_gpu=not rehearse))
+        text, document = report(results, gpu, wanted, arguments.out, rehearse=rehearse)
+        stem = f"{document['date']}_{re.sub(r'[^A-Za-z0-9]+', '-', gpu).strip('-').lower()}"
+        for folder in (arguments.out, *([] if rehearse else [ROOT / "benchmarks" / "results"])):
+            (folder / f"{stem}.md").write_text(text)
+            (folder / f"{stem}.json").write_text(json.dumps(document, indent=1))
+        pack(arguments.out, archive)  # the machine may be gone before the next part is done
     print(text)
     if any(part.get("unfinished") for part in results):
         print("not everything was done: call it again, finished parts are kept")

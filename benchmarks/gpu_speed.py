@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import itertools
 import json
 import statistics
@@ -28,10 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu_parts import Parts, environment
 
 #: What matters most first: the time may run out.
-NAMES = (
-    *("bf16", "native-fp8_rowwise", "torchao-rowwise", "native-fp8_tensorwise", "torchao-tensorwise"),
-    *("te-current", "te-delayed", "native-fp8_delayed", "native-fp8_block"),
-)
+FIRST = ("bf16", "native-fp8_rowwise", "torchao-rowwise", "native-fp8_tensorwise", "torchao-tensorwise")
+NAMES = (*FIRST, "te-current", "te-delayed", "native-fp8_delayed", "native-fp8_block")
 #: Recipes of a library, and ours that quantise the same way.
 SAME = {
     "torchao-rowwise": "native-fp8_rowwise",
@@ -40,6 +39,8 @@ SAME = {
     "te-delayed": "native-fp8_delayed",
 }
 WARMUP, STEPS = 6, 20
+#: A cold device runs at low clocks: steps are not timed before it has worked so long.
+WARM_S = 2.0
 #: Seconds after which one precision, eager and compiled, is ended.
 LIMIT = 150.0
 
@@ -97,6 +98,10 @@ def block_row(name: str, how: str, *, tiny: bool) -> dict[str, Any]:
     from benchmarks.gpu.train_transformer import Block, Shape, convert
     from benchmarks.gpu_ready import uniform
 
+    if not tiny:  # what ran before in this process, eager, must not count as this one's memory
+        gc.collect()
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     shape = Shape(64, 2, 2, 32, 2, 0) if tiny else Shape(4096, 4, 32, 2048, 4, 0)
     device = "cpu" if tiny else "cuda"
     torch.manual_seed(0)
@@ -137,9 +142,11 @@ def _cuda_times(step: Callable[[], Any]) -> list[float]:
     """Return milliseconds of steps on the device, with the host's launches where they are what takes longest."""
     import torch
 
-    for _ in range(WARMUP):
+    began, steps = time.monotonic(), 0
+    while steps < WARMUP or time.monotonic() - began < WARM_S:
         step()
-    torch.cuda.synchronize()
+        torch.cuda.synchronize()
+        steps += 1
     marks: list[Any] = [torch.cuda.Event(enable_timing=True) for _ in range(STEPS + 1)]  # type: ignore[no-untyped-call]
     marks[0].record()
     for mark in marks[1:]:
@@ -235,7 +242,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="FP8 products and blocks on a GPU")
     parser.add_argument("what", choices=("products", "blocks"))
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--names", default=",".join(NAMES))
+    parser.add_argument("--names", default=",".join(NAMES), help="default: %(default)s")
     parser.add_argument("--tiny", action="store_true", help="on a CPU: the path, not the figures")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -247,8 +254,11 @@ def main() -> None:
     if arguments.what == "products":
         lines = parts.get("products", lambda: {"lines": products(tiny=arguments.tiny)})["lines"]
     else:
-        names = arguments.names.split(",")
-        lines = table({name: parts.get(name, lambda n=name: one(n, tiny=arguments.tiny)) for name in names})
+        rows: dict[str, dict[str, Any]] = {}
+        for name in arguments.names.split(","):
+            rows[name] = parts.get(name, lambda n=name: one(n, tiny=arguments.tiny))
+            print(f"{name}: {json.dumps(rows[name])[:300]}", flush=True)  # what is known if the rest takes too long
+        lines = table(rows)
     if arguments.tiny:
         lines = ["A CPU rehearses the path; the figures say nothing of a GPU.", "", *lines]
     print("\n".join(lines))

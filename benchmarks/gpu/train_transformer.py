@@ -36,7 +36,7 @@ MODELS = {
     "tiny-llama": Shape(128, 2, 4, 64, 4, 256, llama=True),
     "tiny-vit": Shape(128, 2, 4, 17, 4, 10, image=32, patch=8),
     "gpt2-124m": Shape(768, 12, 12, 1024, 16, 50304),
-    "llama-1.3b": Shape(2048, 24, 16, 2048, 8, 32000, llama=True),
+    "llama-1.3b": Shape(2048, 24, 16, 2048, 4, 32000, llama=True),
     "vit-l": Shape(1024, 24, 16, 257, 64, 1000, image=224, patch=14),
 }
 
@@ -136,13 +136,13 @@ def read_text():
 
 
 def batches(shape, device, seed):
-    generator = torch.Generator().manual_seed(seed)
-    if shape.image:
+    generator = torch.Generator(device if shape.image else "cpu").manual_seed(seed)
+    if shape.image:  # drawn on the device: on a CPU 64 images take as long as a step
         while True:
-            labels = torch.randint(shape.vocabulary, (shape.batch,), generator=generator)
-            images = torch.randn(shape.batch, 3, shape.image, shape.image, generator=generator)
+            labels = torch.randint(shape.vocabulary, (shape.batch,), generator=generator, device=device)
+            images = torch.randn(shape.batch, 3, shape.image, shape.image, generator=generator, device=device)
             images += labels.view(-1, 1, 1, 1) / shape.vocabulary
-            yield images.to(device), labels.to(device)
+            yield images, labels
     text, offsets = read_text(), torch.arange(shape.context + 1)
     while True:
         begin = torch.randint(len(text) - shape.context - 1, (shape.batch, 1), generator=generator)
@@ -201,7 +201,8 @@ def main():
     args = parser.parse_args()
     shape = MODELS[args.model]
     torch.manual_seed(args.seed)
-    model = Transformer(shape).to(args.device)
+    with torch.device(args.device):  # a billion values drawn on a CPU take half a minute, in every trial anew
+        model = Transformer(shape)
     around = convert(model, args.precision)
     run = torch.compile(model) if args.compile else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=args.device.startswith("cuda"))

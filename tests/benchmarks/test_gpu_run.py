@@ -56,8 +56,8 @@ def test_a_search_gets_less_than_the_whole_call_and_every_part_starts_a_file_tha
         assert name in gpu_run.PARTS
         scripts = [word for word in words if word.startswith("benchmarks/")]
         assert all((gpu_run.ROOT / script).is_file() for script in scripts)
-    budget = gpu_run.commands(tmp_path, 480.0)["end_to_end"]
-    assert float(budget[budget.index("--budget") + 1]) <= 0.6 * 480
+    budget = gpu_run.commands(tmp_path, 400.0)["gpt2"]
+    assert float(budget[budget.index("--budget") + 1]) == 0.8 * 400
 
 
 def test_a_rehearsal_runs_the_same_programs_without_a_gpu(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_part_that_hangs_dies_or_lacks_a_package_costs_itself_alone_and_is_run
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, pid = tmp_path / "parts", tmp_path / "pid"
-    words = {"tests": "print('passed')", "calibrate": LACKING, "fidelity": STARTS_ANOTHER, "end_to_end": DIES}
+    words = {"tests": "print('passed')", "calibrate": LACKING, "fidelity": STARTS_ANOTHER, "gpt2": DIES}
 
     def commands(folder: Path, limit: float, *, rehearse: bool = False) -> dict[str, list[str]]:
         return {name: [sys.executable, "-S", "-c", text, str(pid)] for name, text in words.items()}
@@ -150,7 +150,7 @@ def test_a_part_that_hangs_dies_or_lacks_a_package_costs_itself_alone_and_is_run
     assert found["tests"]["code"] == 0
     assert "transformer_engine" in found["calibrate"]["output"]
     assert found["fidelity"]["unfinished"]
-    assert found["end_to_end"]["code"] == -9
+    assert found["gpt2"]["code"] == -9
     for _ in range(50):  # what the part that hung had started is ended with it
         if not Path(f"/proc/{pid.read_text()}/cmdline").exists() or _is_zombie(pid.read_text()):
             break
@@ -160,10 +160,10 @@ def test_a_part_that_hangs_dies_or_lacks_a_package_costs_itself_alone_and_is_run
     with tarfile.open(tmp_path / "parts.tar.gz") as stream:
         names = stream.getnames()
     assert "./tests.json" in names
-    assert {"./calibrate.log", "./fidelity.log", "./end_to_end.log"} <= set(names)
-    assert not {"./calibrate.json", "./fidelity.json", "./end_to_end.json"} & set(names)
+    assert {"./calibrate.log", "./fidelity.log", "./gpt2.log"} <= set(names)
+    assert not {"./calibrate.json", "./fidelity.json", "./gpt2.json"} & set(names)
 
-    words |= dict.fromkeys(("calibrate", "fidelity", "end_to_end"), "print('now it is there')")
+    words |= dict.fromkeys(("calibrate", "fidelity", "gpt2"), "print('now it is there')")
     words["tests"] = "raise SystemExit('was done, and is run again')"
     assert gpu_run.main([*some, "--out", str(tmp_path / "other"), "--pack", str(tmp_path / "parts.tar.gz")]) == 0
     assert all((tmp_path / "other" / f"{name}.json").exists() for name in words)
@@ -186,3 +186,83 @@ def test_what_calibrate_keeps_is_packed_with_the_parts(tmp_path: Path) -> None:
     tell = "import os; print(os.environ['XDG_CACHE_HOME'])"
     done = gpu_run.run_part("doctor", [sys.executable, "-S", "-c", tell], tmp_path, 60.0, on_gpu=False)
     assert done["output"].strip() == str(tmp_path / "cache")
+
+
+def test_the_report_travels_with_the_parts_and_begins_with_the_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_run, "gpu_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(gpu_run, "ask_driver", lambda _fields: "")
+    monkeypatch.setattr(gpu_run, "ROOT", tmp_path)
+    monkeypatch.setattr(gpu_run, "commands", lambda *_, **__: {"doctor": [sys.executable, "-S", "-c", "print(1)"]})
+    (tmp_path / "benchmarks" / "results").mkdir(parents=True)
+    out = tmp_path / "parts"
+    assert gpu_run.main(["--out", str(out), "--bundle", str(tmp_path / "no"), "--parts", "doctor"]) == 0
+    with tarfile.open(tmp_path / "parts.tar.gz") as stream:
+        (name,) = (name for name in stream.getnames() if name.endswith("h100-80gb-hbm3.md"))
+        text = stream.extractfile(name).read().decode()  # type: ignore[union-attr]
+    assert text == (tmp_path / "benchmarks" / "results" / Path(name).name).read_text()
+    assert text.index("| search of gpt2-124m | <= 480 s | - | not measured: ") < text.index("## doctor")
+
+
+def test_versions_are_those_that_the_parts_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "transformer_engine-2.20.2.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer_engine\nVersion: 2.20.2\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert gpu_run.version("transformer-engine") == gpu_run.version("transformer_engine") == "2.20.2"
+    assert gpu_run.version("nothing-of-this-name") == "absent"
+
+
+def test_a_kit_that_was_unpacked_in_part_is_unpacked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site").mkdir()
+    with tarfile.open(tmp_path / "te_kit.tar.xz", "w:xz") as stream:
+        stream.add(tmp_path / "site", arcname="site")
+    with monkeypatch.context() as broken:
+        broken.setattr(tarfile.TarFile, "extractall", lambda _self, path, **_: _interrupted(Path(path)))
+        with pytest.raises(KeyboardInterrupt):
+            gpu_run.unpack_kit(tmp_path, tmp_path / "kit")
+    assert Path(gpu_run.unpack_kit(tmp_path, tmp_path / "kit")).is_dir()
+
+
+def _interrupted(path: Path) -> None:
+    (path / "site").mkdir(parents=True)
+    raise KeyboardInterrupt
+
+
+def test_the_part_before_is_not_taken_for_somebody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_run, "SETTLES_S", 0.0)
+    fields = ", ".join(["0"] * len(gpu_run.QUERY))
+    said = iter([f"{fields}, 98 %", "0 %", f"{fields}, 98 %", "97 %"])
+    monkeypatch.setattr(gpu_run, "ask_driver", lambda _fields: next(said))
+    monkeypatch.setattr(gpu_run.Conditions, "parse", lambda _state: SimpleNamespace(slowed=()))
+    assert gpu_run.throttled() == ""
+    assert gpu_run.throttled() == "somebody else uses 97 % of the GPU"
+
+
+def test_what_a_search_is_compared_with_comes_after_it_and_each_row_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def training(_model: str, precision: str, *_: object) -> dict[str, object]:
+        asked.append(precision + ("+policy" if _[-1] else ""))
+        if precision == "te-current":
+            raise KeyboardInterrupt
+        return {"items_per_s": 2.0, "step_ms": 1.0, "memory_gb": 1.0, "losses": [1.0, 0.5]}
+
+    def search(*_: object) -> dict[str, object]:
+        asked.append("search")
+        return {"policy_file": "/gone/tiny.yaml", "wall_s": 3.0, "trials": {"complete": 2}, "reason": "because"}
+
+    monkeypatch.setattr(gpu_end_to_end, "has_gpu", lambda: False)
+    monkeypatch.setattr(gpu_end_to_end, "training", training)
+    monkeypatch.setattr(gpu_end_to_end, "search", search)
+    words = ["--models", "tiny", "--presets", "bf16,torchao-rowwise,te-current", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["gpu_end_to_end.py", *words])
+    with pytest.raises(KeyboardInterrupt):
+        gpu_end_to_end.main()
+    assert asked == ["bf16", "search", "bf16+policy", "torchao-rowwise", "te-current"]
+    told = (tmp_path / "tiny.md").read_text()
+    assert "| AutoPrec | 2 | 1.000x | 1.00 | 0.000% |" in told
+    assert "| torchao-rowwise | 2 |" in told
