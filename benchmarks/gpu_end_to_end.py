@@ -25,9 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_figures import gap
-from benchmarks.gpu_parts import ROOT, TRAIN, Parts, environment, write_whole
-
-PRESETS = ("bf16", "torchao-tensorwise", "torchao-rowwise", "torchao-auto", "te-delayed", "te-current", "te-block")
+from benchmarks.gpu_parts import PRESETS, ROOT, TRAIN, Parts, environment, write_whole
 
 
 def has_gpu() -> bool:

@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu_parts import PRESETS
+
 __all__ = ["FIGURES_FILE", "Figure", "documents", "figures", "gap", "table"]
 
 #: Where ``gpu_fidelity.py`` keeps what two of the figures are made of, beside its own rows.
@@ -62,6 +64,8 @@ def figures(out: Path, *, small: str = "gpt2-124m", billion: str = "llama-1.3b")
             found.append(Figure(what, goal, measured, "met" if met else "missed"))
         except AbsentError as absent:
             found.append(Figure(what, goal, "-", f"not measured: {absent}"))
+        except Exception as error:  # a row of another form must not end the day
+            found.append(Figure(what, goal, "-", f"not told: {type(error).__name__}: {error}"))
     return found
 
 
@@ -126,9 +130,9 @@ def _over_preset(out: Path, model: str) -> tuple[str, bool]:
     allowed = max(EQUAL, gap(policy["losses"], reference["losses"]))
     presets: dict[str, float] = {}
     left: list[str] = []
-    for path in sorted((out / "end_to_end" / "parts").glob(f"{model}-*.json")):
-        name = path.stem.removeprefix(f"{model}-")
-        if name in ("autoprec", "search", "verify"):
+    for name in PRESETS:
+        path = out / "end_to_end" / "parts" / f"{model}-{name}.json"
+        if not path.exists():
             continue
         row = _read(path)
         if "failed" in row:

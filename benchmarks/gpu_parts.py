@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ROOT", "TRAIN", "Parts", "environment", "write_whole"]
+__all__ = ["PRESETS", "ROOT", "TRAIN", "Parts", "environment", "write_whole"]
 
 ROOT = Path(__file__).resolve().parent.parent
 TRAIN = ROOT / "benchmarks" / "gpu" / "train_transformer.py"
+#: What people set by hand, as that script's ``--precision`` names it.
+PRESETS = ("bf16", "torchao-tensorwise", "torchao-rowwise", "torchao-auto", "te-delayed", "te-current", "te-block")
 #: How a run fails that lacks a package, which says nothing about what was asked.
 ABSENT = re.compile(r"No module named|is not installed|ModuleNotFoundError|ImportError")
 
