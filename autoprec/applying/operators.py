@@ -3,13 +3,15 @@
 Inside the root model's forward, and only there: ``activations`` is ``torch.autocast``; softmax, norms, embeddings and
 losses are computed in float32, whether a module, a function or a hand-written ``exp``/``sum``/``rsqrt`` chain computes
 them (the float32 list of CUDA autocast, on every device); SDPA, and the products of an attention written by hand, run
-in the dtype ``operators.attention`` names. A torch-function mode sees all of it without touching the model.
+in the dtype ``operators.attention`` names; :mod:`.fp8_attention` runs SDPA in FP8. A torch-function mode sees all of it
+without touching the model.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autoprec.applying.fp8_attention import Fp8Attention
 from autoprec.applying.recompute import carry_into_recomputation
 from autoprec.backends import Backend
 from autoprec.numerics.delayed import DelayedReduction
@@ -152,6 +155,7 @@ class OperatorMode(TorchFunctionMode):
         }
         self.device, self.executed, self.autocast = device, executed, autocast
         self.attention = _DTYPES.get(operators.attention)
+        self.fp8: Fp8Attention | None = None  # runs SDPA in FP8
         self.slow: set[torch.dtype] = set()  # dtypes whose products are computed in float32
         self.emulated: torch.dtype | None = None  # products under autocast in this dtype are computed in float32
 
@@ -164,6 +168,10 @@ class OperatorMode(TorchFunctionMode):
         entry = self.in_float32.get(func)
         if entry is not None:
             return self._float32(func, entry[0], args, kwargs)
+        if self.fp8 is not None and func is F.scaled_dot_product_attention:
+            out = self.fp8(self.device, args, kwargs)
+            self._note("attention", "fp8")
+            return out
         if self.attention is not None and self._attends(func, args):
             return self._attend(func, args, kwargs)
         if self.emulated is not None and func in _PRODUCTS and torch.is_autocast_enabled(self.device):
@@ -256,6 +264,7 @@ class RootExecution:
         before: learns delayed scales before each forward, where the policy has any.
         after_step: called when an optimizer has stepped, if anything.
         backends: what runs the layers; the next phase's layers are theirs as well.
+        fp8_attention: runs attention in FP8, where the policy says so.
         executed: what ran: activations, softmax, norm, embedding, loss, output, attention.
         narrowed: the model's output was rounded to 16 bits before it was widened to FP32.
     """
@@ -269,21 +278,23 @@ class RootExecution:
     called: bool = False
     traced: bool = False
     narrowed: bool = False
-    modes: dict[bool, OperatorMode] = field(init=False, default_factory=dict)
+    modes: dict[tuple[bool, bool], OperatorMode] = field(init=False, default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] | None = None
     before: DelayedReduction | None = None
     after_step: Callable[[], None] | None = None
     backends: tuple[Backend, ...] = ()
+    fp8_attention: Fp8Attention | None = None
 
     def __post_init__(self) -> None:
         carry_into_recomputation(OperatorMode)
         slow = {torch.float16} if self.device == "cpu" else set()
         if self.emulates_casts and not fast_bf16_gemm(self.device):
             slow.add(torch.bfloat16)
-        # both from the start: one made during a traced call would make Dynamo compile that call twice
-        for autocast in (False, True):
-            mode = self.modes[autocast] = OperatorMode(self.operators, self.device, self.executed, autocast)
-            mode.slow = slow
+        # all from the start: one made during a traced call would make Dynamo compile that call twice
+        for autocast, training in itertools.product((False, True), repeat=2):
+            mode = OperatorMode(self.operators, self.device, self.executed, autocast)
+            self.modes[autocast, training] = mode
+            mode.slow, mode.fp8 = slow, self.fp8_attention if training else None
             mode.emulated = self.activations if self.activations in slow else None
 
     def needed(self, device: str) -> bool:
@@ -295,36 +306,41 @@ class RootExecution:
             or torch.is_autocast_enabled(device)
         )
 
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool = True
+    ) -> Any:
+        """Call the model's forward under the policy; attention is in FP8 where it is in training mode alone."""
         self.called = True
         if torch.compiler.is_compiling():
             self.traced = True
         device = self.device
         if self.before is not None:
             self.before()
+        if self.fp8_attention is not None:
+            self.fp8_attention.begin()
         if self.context is not None:
             with self.context():
-                return self._run(forward, args, kwargs, device)
-        return self._run(forward, args, kwargs, device)
+                return self._run(forward, args, kwargs, device, training)
+        return self._run(forward, args, kwargs, device, training)
 
-    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, device: str) -> Any:
+    def _run(self, forward: Callable[..., Any], args: Any, kwargs: Any, device: str, training: bool) -> Any:
         if not self.needed(device):
             return forward(*args, **kwargs)
         if self.activations is None:
-            return self._guarded(forward, args, kwargs, torch.is_autocast_enabled(device))
+            return self._guarded(forward, args, kwargs, torch.is_autocast_enabled(device), training)
         self._note("activations", DTYPE_NAMES[self.activations])
         with torch.autocast(device, self.activations):
-            output = self._guarded(forward, args, kwargs, True)
+            output = self._guarded(forward, args, kwargs, True, training)
         return self.finish(output)
 
-    def _guarded(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: bool) -> Any:
+    def _guarded(self, forward: Callable[..., Any], args: Any, kwargs: Any, autocast: bool, training: bool) -> Any:
         if self.device == "cuda" and autocast and not self.low_precision and self.operators.attention == "keep":
             # CUDA autocast has this very float32 list built in
             for name in _FLOAT32_CLASSES:
                 if getattr(self.operators, name) == "fp32":
                     self._note(name, "fp32")
             return forward(*args, **kwargs)
-        with self.modes[autocast]:
+        with self.modes[autocast, training]:
             return forward(*args, **kwargs)
 
     def _note(self, kind: str, what: str) -> None:

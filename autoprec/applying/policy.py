@@ -21,6 +21,7 @@ from autoprec.applying.attention import AttentionExecutions
 from autoprec.applying.binding import Binder, timed_backends
 from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
 from autoprec.applying.following import Following, following_of, stop_following
+from autoprec.applying.fp8_attention import Fp8Attention, bind_attention
 from autoprec.applying.operators import RootExecution
 from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
 from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
@@ -112,6 +113,9 @@ def put_policy(
         for name, unit in units.items()
         if not plans[name].keeps
     }
+    attention, around = None, tuple[Backend, ...]()
+    if policy.operators.attention == "fp8":
+        attention, around = bind_attention(device, backend, (chosen, *faster.values(), *held.values()))
     if only_try:
         return
     binder.say_refused()
@@ -122,7 +126,8 @@ def put_policy(
         running = {made.backend for made in executions.values() if made is not None}
         others = {each.name: each for each in faster.values()} | held
         backends = (chosen, *(each for name, each in others.items() if name in running and each is not chosen))
-        _install_root(root, policy, backends, device, executions)
+        backends += tuple(each for each in around if each not in backends)
+        _install_root(root, policy, backends, device, executions, attention)
         _shrink_embeddings(root, policy.stability.embedding_gradient)
         set_execution(root, policy.execution)
 
@@ -135,15 +140,22 @@ def _shrink_embeddings(root: nn.Module, factor: float) -> None:
 
 
 def _install_root(
-    root: nn.Module, policy: policies.Policy, backends: tuple[Backend, ...], device: str, executions: dict[str, Any]
+    root: nn.Module,
+    policy: policies.Policy,
+    backends: tuple[Backend, ...],
+    device: str,
+    executions: dict[str, Any],
+    attention: Fp8Attention | None,
 ) -> None:
     """Surround the model's forward, where the policy is about what happens between its layers."""
     if executions or policy.activations != "keep" or policy.operators.attention != "keep":
         low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
         kind = device.split(":")[0]
         activations = _ACTIVATIONS.get(policy.activations)
-        root_execution = RootExecution(activations, policy.operators, kind, low, backends[0].emulates_casts)
-        root_execution.backends = backends
+        emulates = backends[0].emulates_casts
+        root_execution = RootExecution(
+            activations, policy.operators, kind, low, emulates, backends=backends, fp8_attention=attention
+        )
         for backend in backends:  # one of them at most has anything to do around the layers of others
             root_execution.context = root_execution.context or backend.around_model()
             root_execution.after_step = root_execution.after_step or backend.after_step()

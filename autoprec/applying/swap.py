@@ -224,7 +224,8 @@ class _InstanceForward:
         self.__wrapped__ = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.execution.run(self.original, args, kwargs)
+        # whose module is not known here; it is in training mode where gradients are wanted
+        return self.execution.run(self.original, args, kwargs, torch.is_grad_enabled())
 
 
 def _restore_instance_forward(module: nn.Module) -> None:
@@ -242,7 +243,7 @@ def _root_class(base: type[nn.Module]) -> type[nn.Module]:
             root = self.__dict__.get(ROOT)
             if root is None:
                 return base.forward(self, *args, **kwargs)
-            return root.run(functools.partial(base.forward, self), args, kwargs)
+            return root.run(functools.partial(base.forward, self), args, kwargs, self.training)
 
         namespace = {
             "forward": forward,

@@ -19,6 +19,7 @@ from torch._compile import _disable_dynamo
 
 from autoprec.backends.base import Backend, feature_sizes
 from autoprec.backends.library import LibraryExecution, plan_labels
+from autoprec.backends.te_attention import EngineAttention
 from autoprec.backends.te_quantizers import (
     QuantizerFactory,
     accumulation,
@@ -76,6 +77,7 @@ class TransformerEngineBackend(Backend):
         self._recipes: dict[Any, Any] = {}
         self._outer: Any = None
         self._algorithm: tuple[str, str] | None = None
+        self._attention: EngineAttention | None = None
 
     def available(self, device: str) -> Capability:
         """Say whether Transformer Engine can be imported and the device runs FP8."""
@@ -178,6 +180,13 @@ class TransformerEngineBackend(Backend):
     def after_step(self) -> Callable[[], None] | None:
         """Return what updates backward scales once an optimizer has stepped, so that checkpoints have the next ones."""
         return None if self._outer is None or self._state is None else self._state.settle
+
+    def attention(self) -> EngineAttention:
+        """Return what runs FP8 attention, with the state that the layers have; the same one each time."""
+        if self._attention is None:
+            self._attention = EngineAttention(self._started(), _PURPOSE)
+            self._outer = self._outer or self._attention.recipe
+        return self._attention
 
     def _started(self) -> EngineState:
         if self._state is None:

@@ -63,8 +63,8 @@ class OperatorPolicy(_Frozen):
     embedding: OperatorPrecision = "fp32"
     loss: OperatorPrecision = "fp32"
     output: OperatorPrecision = "fp32"
-    attention: Literal["keep", "fp32", "bf16", "fp16"] = Field(
-        "keep", description="scaled dot-product attention (SDPA)"
+    attention: Literal["keep", "fp32", "bf16", "fp16", "fp8"] = Field(
+        "keep", description="scaled dot-product attention (SDPA); fp8: Transformer Engine's"
     )
 
 

@@ -136,7 +136,7 @@ class SearchSpace(_Frozen):
     )
     operators: OperatorPolicy = OperatorPolicy()
     activations: tuple[Literal["keep", "bf16", "fp16"], ...] = Field(("keep",), min_length=1)
-    attention: tuple[Literal["keep", "fp32", "bf16", "fp16"], ...] = Field(("keep",), min_length=1)
+    attention: tuple[Literal["keep", "fp32", "bf16", "fp16", "fp8"], ...] = Field(("keep",), min_length=1)
     optimizer: OptimizerSpace = OptimizerSpace()
     communication: CommunicationSpace = CommunicationSpace()
     stability: StabilitySpace = StabilitySpace()
