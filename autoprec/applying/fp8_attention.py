@@ -16,14 +16,12 @@ import torch
 from torch import Tensor
 
 from autoprec.backends import Backend, get
+from autoprec.backends.emulated import fp8_attention
 from autoprec.errors import UnsupportedError
-from autoprec.numerics.attention import fp8_attention
 from autoprec.precision.hardware import attention_refusal
 
 if TYPE_CHECKING:
-    from autoprec.backends.te_attention import EngineAttention
-
-__all__ = ["Fp8Attention", "bind_attention"]
+    from autoprec.backends.te_state import EngineAttention
 
 _WHERE, _FIX = "operators.attention", "set operators.attention to keep, bf16 or fp16"
 

@@ -19,7 +19,6 @@ from torch._compile import _disable_dynamo
 
 from autoprec.backends.base import Backend, feature_sizes
 from autoprec.backends.library import LibraryExecution, plan_labels
-from autoprec.backends.te_attention import EngineAttention
 from autoprec.backends.te_quantizers import (
     QuantizerFactory,
     accumulation,
@@ -29,7 +28,7 @@ from autoprec.backends.te_quantizers import (
     refusal,
     with_accumulation,
 )
-from autoprec.backends.te_state import DelayedMemory, EngineState, delayed_buffers
+from autoprec.backends.te_state import DelayedMemory, EngineAttention, EngineState, delayed_buffers
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.linear import in_backward
 from autoprec.policy import LayerPlan

@@ -68,7 +68,9 @@ def _report_attention(request: Request, losses: Losses, kept: str, lost: str) ->
     wanted, activations = request.policy.operators.attention, request.policy.activations
     if wanted == "keep":
         return
-    if kept or wanted == activations:
+    if wanted == "fp8":
+        losses.add("operators.attention: fp8", "attention as the script runs it: AutoPrec alone replaces its calls")
+    elif kept or wanted == activations:
         losses.kept[f"operators.attention: {wanted}"] = kept or "the activations are, all of them"
     else:
         around = "as the script runs it" if activations == "keep" else "in the dtype of the activations"

@@ -266,6 +266,29 @@ class SearchSpace(_Frozen):
         """Return the space without what surrounds the model's forward, for a script that calls the model's parts."""
         return self.model_copy(update={"activations": ("keep",), "attention": ("keep",)})
 
+    def with_fp8_attention(self, refusal: str, *, offer: bool) -> SearchSpace:
+        """Return the space with FP8 attention where that can run, and without it where it cannot.
+
+        Args:
+            refusal: why it cannot run on the target, by this model and what is installed; empty where it can.
+            offer: add it to a space that says nothing of it (not where a person wrote the space).
+
+        Raises:
+            SpaceError: the space offers nothing else.
+        """
+        values = self.attention
+        if refusal:
+            values = tuple(value for value in values if value != "fp8")
+        elif offer and "fp8" not in values:
+            values = (*values, "fp8")
+        if not values:
+            raise SpaceError(
+                f"attention: fp8 alone is offered, and {refusal}",
+                where=f"space '{self.name}'",
+                fix="attention: [keep, fp8]",
+            )
+        return self.model_copy(update={"attention": values})
+
     def recipes_with(self, parameters: Mapping[str, Any]) -> dict[str, Recipe]:
         recipes = self.all_recipes
         for path in self.parameters:

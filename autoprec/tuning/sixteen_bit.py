@@ -104,4 +104,6 @@ def sixteen_bit_space(space: SearchSpace) -> SearchSpace:
         kept = tuple(choice for choice in rule.choices if not left_out(choice))
         return rule.model_copy(update={"choices": kept}) if kept else rule
 
-    return space.model_copy(update={"choices": tuple(map(plain, space.choices)), "parameters": {}, "presets": ()})
+    attention = tuple(value for value in space.attention if value != "fp8") or (KEEP,)
+    changes: dict[str, Any] = {"attention": attention, "parameters": {}, "presets": ()}
+    return space.model_copy(update=changes | {"choices": tuple(map(plain, space.choices))})

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from autoprec import Policy
 from autoprec.applying.fp8_attention import Fp8Attention, bind_attention
 from autoprec.backends import get
+from autoprec.backends.emulated import fp8_attention
 from autoprec.errors import UnsupportedError
-from autoprec.numerics.attention import fp8_attention
 from tests.backends import fake_te
 
 FP8 = {"operators": {"attention": "fp8"}}

@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from autoprec.numerics.attention import fp8_attention
+from autoprec.backends.emulated import fp8_attention
 from autoprec.numerics.gemm import contract
 from autoprec.numerics.operand import CONTRACTION
 from autoprec.numerics.quantize import dequantize, quantize, spec_of

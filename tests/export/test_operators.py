@@ -114,3 +114,11 @@ def test_without_autocast_nothing_is_narrowed_so_nothing_is_lost() -> None:
     autocast_operators(Request(policy), losses, lost="the autocast dtype")
     assert losses.done() == ()
     assert set(losses.kept) == {f"operators.{name}: fp32" for name in OPERATORS}
+
+
+@pytest.mark.parametrize("name", EXPORTERS)
+def test_fp8_attention_is_lost_everywhere_and_not_written_as_a_dtype(name: str) -> None:
+    policy = POLICIES["attention"].model_copy(update={"operators": OperatorPolicy(attention="fp8")})
+    done = exporter(name).export(Request(policy, MODELS["gpt"]))
+    assert "operators.attention: fp8" in [loss.what for loss in done.losses]
+    assert not re.search(r"^ATTENTION = .*fp8", "".join(done.files.values()), re.MULTILINE)
