@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec.applying import policy as applying_policy
-from autoprec.applying.policy import Policy, apply_policy, load, remove_policy, tunable_layers, unwrap
+from autoprec.applying.policy import Policy, apply_policy, load, remove_policy
+from autoprec.applying.units import tunable_layers, unwrap
 from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError
 from autoprec.optim.audit import audit_optimizer
 from autoprec.precision.recipes import BUILTIN_RECIPES

@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec.applying import raw_weights
-from autoprec.applying.policy import Policy, remove_policy, tunable_layers
+from autoprec.applying.policy import Policy, remove_policy
+from autoprec.applying.units import tunable_layers
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
