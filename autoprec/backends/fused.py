@@ -171,7 +171,6 @@ class FusedCasts:
         return found
 
     def stepped(self) -> None:
-        """An optimizer has changed weights."""
         self.kept, self.again, self.uses = {}, self.uses > 1, 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedCasts:

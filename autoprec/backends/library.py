@@ -60,7 +60,6 @@ class LibraryExecution(Execution):
     memory: Memory | None = None
 
     def state(self, device: torch.device) -> dict[str, Tensor]:
-        """Return what the library remembers."""
         return {} if self.memory is None else self.memory.state(device)
 
     def load_state(self, state: Mapping[str, Tensor], device: torch.device) -> None:
@@ -69,7 +68,6 @@ class LibraryExecution(Execution):
             self.memory.load(state)
 
     def describe(self) -> str:
-        """Return what ``print(model)`` shows."""
         return f"{self.plan.describe()} by {self.backend}"
 
     def __call__(self, input: Tensor, weight: Tensor, bias: Tensor | None, *, training: bool = True) -> Tensor:

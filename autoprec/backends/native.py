@@ -89,7 +89,6 @@ class NativeBackend(Backend):
     name = "native"
 
     def available(self, device: str) -> Capability:
-        """Say whether torch runs on the device at all."""
         if device.startswith("cuda") and not torch.cuda.is_available():
             return Capability(False, "torch sees no CUDA device")
         return Capability(True, "casts run anywhere; 8-bit GEMMs depend on the device")

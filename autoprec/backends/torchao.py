@@ -110,7 +110,6 @@ class TorchaoBackend(Backend):
     name = "torchao"
 
     def available(self, device: str) -> Capability:
-        """Say whether torchao can be imported."""
         try:
             require("torchao.float8", purpose="backend 'torchao'")
         except MissingDependencyError as error:

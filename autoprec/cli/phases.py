@@ -111,7 +111,6 @@ class Phases:
         return passed / self._done * (self._total - self._done)
 
     def close(self) -> None:
-        """End the last phase."""
         self._over.set()
         if self._bar is not None:
             self._bar.stop()

@@ -43,14 +43,12 @@ class TerminalProgress:
         self._bounded = False
 
     def phase(self, name: str, detail: str = "") -> None:
-        """Announce a phase."""
         text = PHASES.get(name, name) + (f": {detail}" if detail else "")
         if self._phases.live:
             self._phases.say(text)
         self._phases.begin(text)
 
     def started(self, info: SearchInfo) -> None:
-        """Show what was found in the script."""
         model = info.model
         self._bounded = bool(info.options.get("budget_s"))
         groups = f"{counted(len(info.groups), 'group')} of layers"
@@ -60,7 +58,6 @@ class TerminalProgress:
         )
 
     def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
-        """Show one finished trial."""
         if record.kind in ("reference", "noise"):
             if record.kind == "reference" and record.seed == 0:
                 self._phases.say("`autoprec ui` in another terminal shows the trials as they end")
@@ -80,7 +77,6 @@ class TerminalProgress:
         self._phases.advance(done, total, text=f"{what}, {leader}", ends_s=seconds_left, at_most=self._bounded)
 
     def note(self, text: str) -> None:
-        """Show a note."""
         self._phases.print(f"note: {text}", style="yellow")
 
     def finished(self, result: SearchResult) -> None:

@@ -69,7 +69,6 @@ class Verdict:
 
     @property
     def baseline_run(self) -> str:
-        """The run of the baseline in words."""
         return _run(self.baseline, self.written)
 
     @property

@@ -28,6 +28,9 @@ from autoprec.errors import UnknownNameError
 _SMALLEST_AMAX = 1e-32  # below it max / amax overflows FP32; such a block is stored as zeros
 _FLOAT_LIMITS = {torch.float8_e4m3fn: (448.0, 2.0**-9), torch.float16: (65504.0, 2.0**-24)}
 
+#: ``torch.mul``, or the same in place.
+Multiply = Callable[[Tensor, Tensor], Tensor]
+
 
 class Codec(Protocol):
     """How FP32 values are stored. ``bits`` counts codes and scales, per value, on a large tensor."""
@@ -188,17 +191,10 @@ def _decode_blocks(codes: Tensor, inverse: Tensor, form: str, size: int, shape: 
     return values.view(shape)
 
 
-@dataclass(frozen=True)
-class BlockCodec:
-    """E4M3 codes with one exact FP32 scale per ``size`` consecutive values.
+class _InBlocks:
+    """What codecs share that keep one exact FP32 scale per ``size`` consecutive values, and eight bits of each."""
 
-    ``lift`` is for second moments (non-negative values): nothing non-zero is stored as zero, and with a generator
-    rounding is stochastic, because at ``beta2 = 0.999`` rounding to nearest biases the average upwards (1.2x to 1.4x).
-    """
-
-    name: str
-    size: int = 128
-    lift: bool = False
+    size: int
 
     @property
     def bits(self) -> float:
@@ -212,11 +208,25 @@ class BlockCodec:
         return self._encode(_blocks(values, self.size), values.numel(), Tensor.mul_, generator)
 
     def _encode(
-        self,
-        blocks: Tensor,
-        count: int,
-        multiply: Callable[[Tensor, Tensor], Tensor],
-        generator: torch.Generator | None,
+        self, blocks: Tensor, count: int, multiply: Multiply, generator: torch.Generator | None
+    ) -> tuple[Tensor, ...]:
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class BlockCodec(_InBlocks):
+    """E4M3 codes with one exact FP32 scale per ``size`` consecutive values.
+
+    ``lift`` is for second moments (non-negative values): nothing non-zero is stored as zero, and with a generator
+    rounding is stochastic, because at ``beta2 = 0.999`` rounding to nearest biases the average upwards (1.2x to 1.4x).
+    """
+
+    name: str
+    size: int = 128
+    lift: bool = False
+
+    def _encode(
+        self, blocks: Tensor, count: int, multiply: Multiply, generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
         amax = blocks.amax(1, keepdim=True)
         if not self.lift:
@@ -255,7 +265,7 @@ def _dynamic_map(device: torch.device, signed: bool = False) -> tuple[Tensor, Te
 
 
 @dataclass(frozen=True)
-class MapCodec:
+class MapCodec(_InBlocks):
     """Eight-bit dynamic map with one exact FP32 scale per ``size`` values.
 
     The map spaces values logarithmically from 5.5e-7 to 1 of the block's largest (bitsandbytes, torchao AdamW8bit).
@@ -267,18 +277,9 @@ class MapCodec:
     size: int = 256
     signed: bool = False
 
-    @property
-    def bits(self) -> float:
-        return 8.0 + 32.0 / self.size
-
-    def encode(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
-        return self._encode(_blocks(values, self.size), values.numel(), torch.mul)
-
-    def consume(self, values: Tensor, generator: torch.Generator | None = None) -> tuple[Tensor, ...]:  # noqa: ARG002
-        """Encode FP32 ``values`` that nobody needs any more, in their own memory."""
-        return self._encode(_blocks(values, self.size), values.numel(), Tensor.mul_)
-
-    def _encode(self, blocks: Tensor, count: int, multiply: Callable[[Tensor, Tensor], Tensor]) -> tuple[Tensor, ...]:
+    def _encode(
+        self, blocks: Tensor, count: int, multiply: Multiply, _generator: torch.Generator | None
+    ) -> tuple[Tensor, ...]:
         _, slopes, offsets = _dynamic_map(blocks.device, self.signed)
         if self.signed:
             return self._encode_signed(blocks, count, multiply, slopes, offsets)
@@ -292,7 +293,7 @@ class MapCodec:
         return _trimmed(codes, count), inverse.view(-1)
 
     def _encode_signed(
-        self, blocks: Tensor, count: int, multiply: Callable[[Tensor, Tensor], Tensor], slopes: Tensor, offsets: Tensor
+        self, blocks: Tensor, count: int, multiply: Multiply, slopes: Tensor, offsets: Tensor
     ) -> tuple[Tensor, ...]:
         low, high = torch.aminmax(blocks, dim=1, keepdim=True)
         largest = torch.where(-low > high, low, high)

@@ -90,25 +90,28 @@ _MSAMP_LEVELS = tuple(
     )
 )
 
+
+def _level(name: str, summary: str, recipe: str, **changes: Any) -> Level:
+    return Level(name, summary, recipe, BUILTIN_RECIPES[recipe], **changes)
+
+
 #: Every level, by the name search spaces and presets use.
 LEVELS: dict[str, Level] = {
     made.name: made
     for made in (
-        Level(
+        _level(
             "amp-fp16",
             "autocast to FP16 with dynamic loss scaling; weights and state FP32",
             "fp16",
-            BUILTIN_RECIPES["fp16"],
             activations="fp16",
             loss_scaling="dynamic",
         ),
-        Level("apex-o0", "apex O0: everything FP32", "fp32", BUILTIN_RECIPES["fp32"], activations="keep"),
+        _level("apex-o0", "apex O0: everything FP32", "fp32", activations="keep"),
         *(
-            Level(
+            _level(
                 f"apex-{name}",
                 f"apex {name.upper()}: {what}, dynamic loss scaling; weights and state FP32",
                 "fp16",
-                BUILTIN_RECIPES["fp16"],
                 activations="fp16",
                 loss_scaling="dynamic",
             )
@@ -117,43 +120,34 @@ LEVELS: dict[str, Level] = {
                 ("o2", "an FP16 model with FP32 masters (softmax and losses stay in FP32 here)"),
             )
         ),
-        Level(
+        _level(
             "apex-o3",
             "apex O3: FP16 weights without masters or loss scaling (weights are scaled here: unscaled ones underflow)",
             "fp16",
-            BUILTIN_RECIPES["fp16"],
             activations="fp16",
             optimizer=OptimizerPolicy(weights="fp16_scaled"),
         ),
-        Level("amp-bf16", "autocast to BF16; weights and state FP32", "bf16", BUILTIN_RECIPES["bf16"]),
-        Level(
-            "te",
-            "Transformer Engine: FP8 GEMMs with delayed scaling; weights and state FP32",
-            "fp8_delayed",
-            BUILTIN_RECIPES["fp8_delayed"],
-        ),
+        _level("amp-bf16", "autocast to BF16; weights and state FP32", "bf16"),
+        _level("te", "Transformer Engine: FP8 GEMMs with delayed scaling; weights and state FP32", "fp8_delayed"),
         *_MSAMP_LEVELS,
-        Level(
+        _level(
             "bf16-kahan",
             "BF16 weights with Kahan compensation instead of FP32 masters; BF16 gradients, FP32 state",
             "bf16",
-            BUILTIN_RECIPES["bf16"],
             optimizer=OptimizerPolicy(weights="bf16_kahan", gradients="bf16"),
             communication=CommunicationPolicy(gradients="bf16"),
         ),
-        Level(
+        _level(
             "bf16-sr",
             "BF16 weights rounded stochastically, no master; BF16 gradients, FP32 state",
             "bf16",
-            BUILTIN_RECIPES["bf16"],
             optimizer=OptimizerPolicy(weights="bf16_stochastic", gradients="bf16"),
             communication=CommunicationPolicy(gradients="bf16"),
         ),
-        Level(
+        _level(
             "bf16-sr-fp8",
             "BF16 weights rounded stochastically with O2's state and FP8 gradients: O2's bytes without FP8 GEMMs",
             "bf16",
-            BUILTIN_RECIPES["bf16"],
             optimizer=OptimizerPolicy(
                 weights="bf16_stochastic", gradients="e4m3", exp_avg="e4m3", exp_avg_sq="fp16_scaled"
             ),

@@ -17,10 +17,9 @@ _WORDS = {"fprop": "forward", "dgrad": "backward to the input", "wgrad": "backwa
 
 @dataclass(frozen=True, slots=True)
 class LayerCell:
-    """One layer: its group, its share of the step's GEMM FLOPs, and (format, description) of each GEMM that ran."""
+    """One layer: its share of the step's GEMM FLOPs, and (format, description) of each GEMM that ran."""
 
     name: str
-    group: str
     share: float
     gemms: Mapping[str, tuple[str, str]]
 
@@ -50,7 +49,6 @@ def layer_rows(result: SearchResult, records: Sequence[TrialRecord], graph: Grap
     return tuple(
         LayerCell(
             layer.name,
-            layer.group,
             layer.total_flops / total,
             {gemm: _label(plans[layer.name].recipe(gemm)) for gemm in GEMMS if gemm in layer.roles()},
         )

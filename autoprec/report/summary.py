@@ -108,7 +108,6 @@ class Summary:
     gradient_limit: float | None
     gradient_noise: float | None
     assignment: dict[str, str]
-    sensitivity: tuple[dict[str, Any], ...]
     payback: Payback
     failures: tuple[tuple[str, str], ...]
     source: str
@@ -308,7 +307,6 @@ def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
         gradient_limit=number(result.budget.get("gradient_limit")) or usual,
         gradient_noise=noise,
         assignment=_assignment(result, records),
-        sensitivity=result.sensitivity,
         payback=_payback(result, len(records)),
         failures=tuple((r.name, f"{r.status}: {r.reason}" if r.reason else r.status) for r in failed),
         source=next((row.source for row in rows if row.source), ""),

@@ -92,7 +92,6 @@ class Schedule:
 
     @property
     def total_s(self) -> float:
-        """Return the seconds of all phases."""
         return self.reference_s + self.scan_s + self.trials_s + self.finalists_s + self.whole_s + self.closing_s
 
     @property
@@ -102,7 +101,6 @@ class Schedule:
 
     @property
     def rest_s(self) -> float:
-        """Return the seconds of what follows the reference."""
         return self.total_s - self.reference_s
 
 

@@ -39,7 +39,7 @@ def test_without_a_policy_or_with_a_damaged_one_nothing_is_drawn(
 def test_equal_gemms_share_one_cell_and_different_ones_have_three() -> None:
     same = dict.fromkeys(("fprop", "dgrad", "wgrad"), ("fp8", "fp8 e4m3"))
     mixed = {**same, "wgrad": ("bf16", "bf16")}
-    rows = [LayerCell("a", "g", 0.75, same), LayerCell("<b>", "g", 0.25, mixed), LayerCell("c", "g", 0.0, {})]
+    rows = [LayerCell("a", 0.75, same), LayerCell("<b>", 0.25, mixed), LayerCell("c", 0.0, {})]
     page = layer_map(rows, {})
     assert page.count('colspan="3"') == 2  # of a, and of c, which ran no GEMM
     assert page.count('class="f f-fp8" colspan="1"') == 2

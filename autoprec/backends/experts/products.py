@@ -174,7 +174,6 @@ class GroupedProducts:
         self.multiple = max((_SIDES.get(kind, 1) for kind in kinds), default=1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GroupedProducts:
-        """A copied layer casts by what its own casts are."""
         return GroupedProducts(self.plan, copy.deepcopy(self.casts, memo))
 
     def refusal(self, weight: Tensor) -> str:

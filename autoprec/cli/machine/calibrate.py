@@ -127,7 +127,6 @@ def calibrate(device: str, target: str, output: Path | None, as_json: bool) -> i
 
 
 def _linears(target: Any, say: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Return the timed linears of every backend that is installed."""
     from autoprec.cost.calibrate.linear_bench import time_linears
 
     return [row.to_json() for row in time_linears(target, say)]

@@ -55,7 +55,6 @@ _CONFIGURED = "the model in pure bf16"
 
 
 def _lines(verdict: Any, estimate: Any, choices: str) -> list[str]:
-    """Return what a person reads on stdout."""
     share = ", ".join(
         f"{name} {value:.0%}" for name, value in verdict.shares.items() if value >= 0.005 and name != "tunable"
     )

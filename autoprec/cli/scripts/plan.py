@@ -64,7 +64,6 @@ class Plan:
         return min(total, self.budget_s) if self.budget_s else total
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form."""
         return asdict(self) | {"total_s": self.total_s}
 
 

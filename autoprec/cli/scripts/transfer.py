@@ -55,7 +55,6 @@ def _big(asked: _Asked) -> tuple[GraphReport, bool]:
 
 
 def _named_layers(path: Path) -> GraphReport:
-    """Return a report of layers by name alone."""
     from autoprec.cli.policies.export import layer_names
     from autoprec.graph.report import GraphReport, Layer
 

@@ -32,7 +32,6 @@ class Pattern:
 
     kind: str
     cls: str
-    module: str
     calls: tuple[int, ...]
 
 
@@ -139,7 +138,7 @@ class _Finder:
                 kind = "layer_norm" if centred else ("l2_norm" if mean.name == "sum" else "rms_norm")
                 known = {c.index for c in (root, mean, scaled, *(() if square is None else (square,)))}
                 known |= self._affine(scaled)
-                yield Pattern(kind, "norm", root.module, tuple(sorted(known | calls)))
+                yield Pattern(kind, "norm", tuple(sorted(known | calls)))
                 return
 
     def _affine(self, scaled: Call) -> set[int]:
@@ -201,7 +200,7 @@ class _Finder:
             top = self.trace.producer(self.source(shift.ins[1]))
             if top is not None and top.name in ("amax", "max"):
                 calls |= {shift.index, top.index}
-        return Pattern(kind, "softmax", exp.module, tuple(sorted(calls)))
+        return Pattern(kind, "softmax", tuple(sorted(calls)))
 
     def cross_entropies(self, call: Call, logs: set[int], softmaxes: set[int]) -> Iterator[Pattern]:
         """A scalar mean or sum over entries picked out of log-probabilities, or over logarithms of picked ones.
@@ -226,7 +225,7 @@ class _Finder:
                     logged = logged or above.name == "log"
                 continue
             if found:
-                yield Pattern("cross_entropy", "loss", call.module, tuple(sorted(path)))
+                yield Pattern("cross_entropy", "loss", tuple(sorted(path)))
             return
 
     # -- attention ----------------------------------------------------------------------------------------------------
@@ -245,9 +244,9 @@ class _Finder:
             if call.name not in ("bmm", "baddbmm", "mm", "matmul") or self.links.classes[call.index] != "attention":
                 continue
             if any(is_softmax(c) for c in self.feeding(call.ins[-2 if len(call.ins) > 1 else 0], through, depth=10)):
-                yield Pattern("values", "attention", call.module, (call.index,))
+                yield Pattern("values", "attention", (call.index,))
             elif any(is_softmax(c) for c, _ in self.fed(call.outs[0], through, depth=12)):
-                yield Pattern("scores", "attention", call.module, (call.index,))
+                yield Pattern("scores", "attention", (call.index,))
 
 
 _LOSS_PATH = frozenset(

@@ -117,7 +117,6 @@ class Launcher:
         return path
 
     def new_mark(self) -> str:
-        """Return the mark of one more runner."""
         with self._lock:
             self._count += 1
             return f"{self.mark}.{self._count}."

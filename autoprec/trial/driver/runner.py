@@ -110,7 +110,6 @@ class TrialRunner(Runner):
 
     @property
     def mark(self) -> str:
-        """What every process of this runner carries in its environment."""
         return self._mark
 
     @property

@@ -68,7 +68,6 @@ class _GroupMember:
         return False
 
     def end(self) -> None:
-        """End it."""
         with contextlib.suppress(OSError):
             os.kill(self._pid, signal.SIGKILL)
             os.waitpid(self._pid, 0)

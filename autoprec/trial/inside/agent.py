@@ -438,6 +438,7 @@ def _other_threads() -> list[str]:
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
     """Describe the script at its first training forward."""
     from autoprec.applying.compiling import autotunes, is_compiled
+    from autoprec.applying.following.ranks import world_size
     from autoprec.applying.units import tunable_layers
     from autoprec.optim.weight_gather import is_sharded
 
@@ -461,7 +462,7 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         layers=tuple(tunable_layers(root)),
         optimizers=tuple(type(o).__name__ for o in found.optimizers),
         device=name,
-        world_size=_world_size(),
+        world_size=world_size(),
         setup_s=setup_s,
         notes=tuple(notes),
         compiled=is_compiled(root),
@@ -475,13 +476,6 @@ def model_info(root: nn.Module) -> dict[str, Any]:
     from autoprec.graph.analysis.modules import ModelNames
 
     return dict(ModelNames(root).identity())
-
-
-def _world_size() -> int:
-    distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_world_size()
-    return 1
 
 
 def _rank() -> int:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -34,8 +33,7 @@ class LayerReason:
     """Why one group runs what it runs.
 
     ``saved_ms`` is its time against the baseline's, ``gradient_error`` what it adds by itself, ``error_share`` its part
-    of the whole policy's squared error, ``alternative`` the next faster choice and ``alternative_error`` what that one
-    would add; ``text`` says it in one sentence.
+    of the whole policy's squared error; ``text`` says it in one sentence.
     """
 
     group: str
@@ -44,17 +42,7 @@ class LayerReason:
     saved_ms: float
     gradient_error: float
     error_share: float
-    alternative: str
-    alternative_error: float
     text: str
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data; infinite errors become null."""
-        out = asdict(self)
-        for name in ("gradient_error", "alternative_error"):
-            out[name] = out[name] if math.isfinite(out[name]) else None
-        out["layers"] = list(self.layers)
-        return out
 
 
 def explain_layers(
@@ -96,7 +84,7 @@ def explain_layers(
         changed = total + other_error**2 - error**2
         tail = _tail(other_name, other_error, table.misfit.ratio * math.sqrt(max(0.0, changed)), limit, table.noise)
         text = _sentence(here, reference, saved, about, error, share, tail, table.noise, why_not, group.choices)
-        out.append(LayerReason(group.name, group.layers, here, saved, error, share, other_name, other_error, text))
+        out.append(LayerReason(group.name, group.layers, here, saved, error, share, text))
     return out
 
 

@@ -11,7 +11,7 @@ from tests.tuning.synthetic import synthetic
 
 
 def reason(group: str, choice: str, saved: float, error: float, share: float) -> LayerReason:
-    return LayerReason(group, (group,), choice, saved, error, share, "", 0.0, f"{choice}: because of {group}")
+    return LayerReason(group, (group,), choice, saved, error, share, f"{choice}: because of {group}")
 
 
 REASONS = [
