@@ -155,12 +155,8 @@ def _is_table(policy: Policy, name: str, unit: Unit, plan: LayerPlan) -> bool:
     return plan.keeps or (found is not None and not found.called)
 
 
-def _requested(plan: LayerPlan) -> dict[str, str]:
-    return {gemm: KEEP if (recipe := plan.recipe(gemm)) is None else recipe.describe() for gemm in GEMMS}
-
-
 def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool, named: bool) -> LayerAudit:
-    requested = _requested(plan)
+    requested = plan.labels
     found = unit_execution(unit)
     if plan.keeps:
         ran = dict(requested) if found is None else dict(found.executed)

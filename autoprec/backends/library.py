@@ -23,11 +23,6 @@ from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import GEMMS, KEEP
 
 
-def plan_labels(plan: LayerPlan) -> dict[str, str]:
-    """Return what each GEMM of a plan is called in an audit."""
-    return {gemm: KEEP if (recipe := plan.recipe(gemm)) is None else recipe.describe() for gemm in GEMMS}
-
-
 def wants_bf16(plan: LayerPlan) -> bool:
     """True when a GEMM of the plan is bf16: then operands arrive in bfloat16, whatever the script computes in."""
     return any((recipe := plan.recipe(gemm)) is not None and recipe.format == "bf16" for gemm in GEMMS)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.backends.base import Backend, feature_sizes
-from autoprec.backends.library import LibraryExecution, plan_labels, wants_bf16
+from autoprec.backends.library import LibraryExecution, wants_bf16
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.rounding import STORAGE
 from autoprec.policy import LayerPlan
@@ -150,7 +150,7 @@ class TorchaoBackend(Backend):
         product = _mx_product(plan, emulate) if mx else _float8_product(plan, emulate)
         note = "torchao's emulation" if emulate else ""
         rows = 32 if mx else 1 if emulate else 16
-        return LibraryExecution(plan, product, plan_labels(plan), rows, compute=compute, backend=self.name, note=note)
+        return LibraryExecution(plan, product, plan.labels, rows, compute=compute, backend=self.name, note=note)
 
 
 def _float8_product(plan: LayerPlan, emulate: bool) -> Any:

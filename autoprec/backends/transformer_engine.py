@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
 from autoprec.backends.base import Backend, feature_sizes
-from autoprec.backends.library import LibraryExecution, plan_labels
+from autoprec.backends.library import LibraryExecution
 from autoprec.backends.te_quantizers import (
     QuantizerFactory,
     accumulation,
@@ -158,7 +158,7 @@ class TransformerEngineBackend(Backend):
         return LibraryExecution(
             plan,
             _disable_dynamo(product) if delayed else product,
-            plan_labels(plan),
+            plan.labels,
             _alignment(plan),
             compute=_compute(plan),
             casts_weight=False,

@@ -104,9 +104,7 @@ def uncovered_rows(report: GraphReport, audited: Collection[str], policy: Policy
     ran = executed_precisions(report)["layers"]
     rows = []
     for name in names:
-        requested = {
-            gemm: KEEP if (recipe := plans[name].recipe(gemm)) is None else recipe.describe() for gemm in GEMMS
-        }
+        requested = plans[name].labels
         executed = {gemm: ran[name][gemm] for gemm in GEMMS if gemm in ran.get(name, {})}
         differs = any(requested[gemm] not in (KEEP, dtype) for gemm, dtype in executed.items())
         if set(requested.values()) != {KEEP}:

@@ -281,12 +281,17 @@ class LayerPlan(_Frozen):
         """The recipes that run in 8 bits or fewer, in GEMM order; empty where the layer needs no scales."""
         return tuple(recipe for recipe in self.recipes if recipe is not None and recipe.scaled)
 
+    @property
+    def labels(self) -> dict[str, str]:
+        """What each GEMM runs in words, ``keep`` where that is the script's own."""
+        return {gemm: KEEP if r is None else r.describe() for gemm, r in zip(GEMMS, self.recipes, strict=True)}
+
     def describe(self) -> str:
         """Return the plan in a few words: one recipe, or one per GEMM where they differ."""
-        names = [KEEP if recipe is None else recipe.describe() for recipe in self.recipes]
-        if len(set(names)) == 1:
-            return names[0]
-        return ", ".join(f"{gemm}: {name}" for gemm, name in zip(GEMMS, names, strict=True))
+        labels = self.labels
+        if len(set(labels.values())) == 1:
+            return labels["fprop"]
+        return ", ".join(f"{gemm}: {label}" for gemm, label in labels.items())
 
     @classmethod
     def uniform(cls, recipe: Recipe | None) -> LayerPlan:

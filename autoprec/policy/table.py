@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from autoprec.policy.schema import LayerPlan, Phase, Policy
-from autoprec.precision.recipes import GEMMS, KEEP
+from autoprec.policy.schema import Phase, Policy
+from autoprec.precision.recipes import GEMMS
 from autoprec.support.tables import Table
-
-
-def plan_cells(plan: LayerPlan) -> tuple[str, ...]:
-    """Return what each GEMM of a layer runs, in fprop, dgrad, wgrad order."""
-    return tuple(KEEP if recipe is None else recipe.describe() for recipe in plan.recipes)
 
 
 def policy_table(policy: Policy) -> Table:
@@ -18,8 +13,8 @@ def policy_table(policy: Policy) -> Table:
     for rule in policy.layers:
         match = rule.match or "(root)"
         name = f"{match} (optional)" if rule.optional else match
-        rows.append((name, rule.recipe, *plan_cells(policy.plan_of_rule(rule))))
-    rows.append(("every other layer", policy.default, *plan_cells(policy.plan_of_rule(None))))
+        rows.append((name, rule.recipe, *policy.plan_of_rule(rule).labels.values()))
+    rows.append(("every other layer", policy.default, *policy.plan_of_rule(None).labels.values()))
     model = f" for {policy.model.class_name}, {policy.model.parameters:,} parameters" if policy.model else ""
     return Table(("layers, first match wins", "recipe", *GEMMS), tuple(rows), f"policy{model}", tuple(_around(policy)))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from autoprec.backends.library import LibraryExecution, plan_labels, wants_bf16
+from autoprec.backends.library import LibraryExecution, wants_bf16
 from autoprec.errors import UnsupportedError
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -21,7 +21,7 @@ def made(plan: LayerPlan, **options) -> tuple[LibraryExecution, list[torch.Tenso
         seen.append(x.detach())
         return F.linear(x, weight.to(x.dtype))
 
-    return LibraryExecution(plan, product, plan_labels(plan), backend="lib", **options), seen
+    return LibraryExecution(plan, product, plan.labels, backend="lib", **options), seen
 
 
 class DTensor(torch.Tensor):
@@ -70,4 +70,4 @@ def test_an_empty_batch_reaches_no_library() -> None:
 def test_bf16_in_a_plan() -> None:
     assert wants_bf16(LayerPlan(fprop=FP8, dgrad=FP8, wgrad=BF16))
     assert not wants_bf16(LayerPlan.uniform(FP8))
-    assert plan_labels(LayerPlan(fprop=FP8)) == {"fprop": FP8.describe(), "dgrad": "keep", "wgrad": "keep"}
+    assert LayerPlan(fprop=FP8).labels == {"fprop": FP8.describe(), "dgrad": "keep", "wgrad": "keep"}

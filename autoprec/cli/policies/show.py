@@ -25,7 +25,6 @@ _FRACTIONS = (
 
 def _rows_of_layers(policy: Policy, graph: GraphReport) -> list[tuple[str, ...]]:
     from autoprec.policy import first_match, resolve
-    from autoprec.policy.table import plan_cells
 
     plans = resolve(policy, [layer.name for layer in graph.tunable])
     rows: list[tuple[str, ...]] = []
@@ -36,7 +35,7 @@ def _rows_of_layers(policy: Policy, graph: GraphReport) -> list[tuple[str, ...]]
             continue
         rule = first_match(policy.layers, layer.name)
         match = rule.match or "(root)" if rule else "default"
-        rows.append((layer.name or "(root)", share, match, *plan_cells(plans[layer.name])))
+        rows.append((layer.name or "(root)", share, match, *plans[layer.name].labels.values()))
     return rows
 
 
@@ -119,7 +118,6 @@ def show(policy: Path, graph: Path | None, as_json: bool) -> None:
     """Print POLICY as a table: what each layer runs, what surrounds the layers, and why."""
     from autoprec.graph.report import load_report
     from autoprec.policy import resolve
-    from autoprec.policy.table import plan_cells
 
     loaded = _load(policy)
     report = load_report(graph) if graph else None
@@ -127,10 +125,7 @@ def show(policy: Path, graph: Path | None, as_json: bool) -> None:
         document: dict[str, Any] = {"policy": loaded.to_dict()}
         if report is not None:
             plans = resolve(loaded, [layer.name for layer in report.tunable])
-            document["layers"] = {
-                name: dict(zip(("fprop", "dgrad", "wgrad"), plan_cells(plan), strict=True))
-                for name, plan in plans.items()
-            }
+            document["layers"] = {name: plan.labels for name, plan in plans.items()}
         print_json(document)
         return
     _print(loaded, report, str(policy))

@@ -16,6 +16,12 @@ from autoprec.graph.trace import Call, Ref, Trace
 RECURRENT = ("mkldnn_rnn_layer", "mkldnn_rnn_layer_backward", "_cudnn_rnn", "_cudnn_rnn_backward")
 
 Shape = tuple[int, ...]
+#: Matrix products -> the position of their first operand.
+_DENSE = {
+    **dict.fromkeys(("mm", "bmm", "matmul", "mv", "_int_mm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"), 0),
+    **dict.fromkeys(("dot", "vdot", "linear", "mkldnn_linear"), 0),
+    **dict.fromkeys(("addmm", "baddbmm", "addmv", "addbmm", "_sparse_addmm"), 1),
+}
 _CONV = ("convolution", "_convolution", "convolution_overrideable")
 
 
@@ -83,23 +89,19 @@ def gemm_of(trace: Trace, call: Call) -> Gemm | None:
 
 def _dense_gemm(trace: Trace, call: Call) -> Gemm | None:
     name = call.name
-    first = {"addmm": 1, "baddbmm": 1, "addmv": 1, "addbmm": 1, "_sparse_addmm": 1}.get(name, 0)
-    if name in ("mm", "bmm", "matmul", "mv", "addmm", "baddbmm", "addmv", "_sparse_addmm", "_int_mm", "_scaled_mm"):
-        found = _operands(trace, call, first)
-        return None if found is None else _matmul(*found)
-    if name == "addbmm":
-        found = _operands(trace, call, first)
-        return None if found is None else _matmul(*found)
+    if name not in _DENSE:
+        return None
+    found = _operands(trace, call, _DENSE[name])
+    if found is None:
+        return None
+    a, b, x, y = found
     if name in ("_grouped_mm", "_scaled_grouped_mm"):
-        found = _operands(trace, call, 0)
-        return None if found is None else _grouped(*found)
+        return _grouped(a, b, x, y)
     if name in ("dot", "vdot"):
-        found = _operands(trace, call, 0)
-        return None if found is None else Gemm(1, found[2][0] if found[2] else 1, 1, 1, found[0], found[1])
+        return Gemm(1, x[0] if x else 1, 1, 1, a, b)
     if name in ("linear", "mkldnn_linear"):
-        found = _operands(trace, call, 0)
-        return None if found is None else Gemm(prod(found[2][:-1]), found[2][-1], found[3][0], 1, found[0], found[1])
-    return None
+        return Gemm(prod(x[:-1]), x[-1], y[0], 1, a, b)
+    return _matmul(a, b, x, y)
 
 
 def conv_gemm(trace: Trace, call: Call) -> Gemm | None:
