@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -191,7 +192,7 @@ def _decode_blocks(codes: Tensor, inverse: Tensor, form: str, size: int, shape: 
     return values.view(shape)
 
 
-class _InBlocks:
+class _InBlocks(ABC):
     """What codecs share that keep one exact FP32 scale per ``size`` consecutive values, and eight bits of each."""
 
     size: int
@@ -207,10 +208,11 @@ class _InBlocks:
         """Encode FP32 ``values`` that nobody needs any more: the same codes, without a second tensor of their size."""
         return self._encode(_blocks(values, self.size), values.numel(), Tensor.mul_, generator)
 
+    @abstractmethod
     def _encode(
         self, blocks: Tensor, count: int, multiply: Multiply, generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
-        raise NotImplementedError
+        """Return the codes of ``count`` values in blocks and each block's scale."""
 
 
 @dataclass(frozen=True)
