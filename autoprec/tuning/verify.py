@@ -20,8 +20,8 @@ from autoprec.errors import (
     UnsupportedError,
     UsageError,
 )
-from autoprec.policy import Policy
-from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
+from autoprec.policy import LayerRule, Policy
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 from autoprec.support.units import counted
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
 from autoprec.tuning.decide.decision import Candidate, Judgement, Rules, beyond_gradient, gradient_limit, told_error
@@ -194,14 +194,17 @@ def is_timed(policy: Policy, device: str) -> bool:
     return device != "cpu" or (not emulated and policy.evidence.get("target", "cpu") in ("cpu", "auto"))
 
 
-def contenders(policy: Policy, setup: Setup | None = None) -> dict[str, dict[str, Any]]:
-    """Return the policy and the uniform presets people would run instead, by name.
+def contenders(
+    policy: Policy, setup: Setup | None = None, tell: Callable[[str], None] = lambda _: None
+) -> dict[str, dict[str, Any]]:
+    """Return the policy and the uniform presets people would run instead, by name; one that it is itself is left out.
 
     A preset of a search's name is that search's policy: layers that the target cannot run under the recipe (a head of
     8 outputs in FP8) keep the baseline.
 
     Args:
         setup: of a search on this script for the policy's target; without it presets take every layer.
+        tell: receives a line for each preset that is left out.
     """
 
     def uniform(name: str, recipe: Recipe, activations: str) -> dict[str, Any]:
@@ -219,7 +222,23 @@ def contenders(policy: Policy, setup: Setup | None = None) -> dict[str, dict[str
         if recipe.scaled:
             out[f"all {name}"] = known.to_dict() if known else uniform(name, recipe, policy.activations)
             out[f"all {name}"] |= run_by  # else a preset would lose to a faster backend, not to a better policy
+    for name in [name for name in out if name != "policy" and _what_runs(out[name]) == _what_runs(out["policy"])]:
+        tell(f"the policy is the preset '{name}', which is not run beside it")  # it would win or lose by chance
+        del out[name]
     return out
+
+
+def _what_runs(document: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what a policy does, whatever it calls its recipes and however it says "all layers"."""
+    policy = Policy.model_validate(document)
+    recipes: dict[str, Recipe | None] = {KEEP: None, **policy.recipes}
+    rules = []
+    for rule in (*policy.layers, LayerRule(match="*", recipe=policy.default)):
+        rules.append((rule.match, [recipes[rule.gemms.get(gemm, rule.recipe)] for gemm in GEMMS]))
+        if rule.match == "*":
+            break
+    rest = policy.model_dump(exclude={"recipes", "layers", "default", "model", "evidence", "guard", "follow"})
+    return rules, rest
 
 
 def verify(

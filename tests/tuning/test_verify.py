@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from autoprec.errors import PolicyMismatchError, UsageError
-from autoprec.policy import Policy, policy_from_dict, resolve
+from autoprec.policy import LayerRule, Policy, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.decide.noise import Baseline
@@ -44,7 +44,7 @@ def test_a_good_policy_holds_over_every_seed(tmp_path: Path) -> None:
     result = check(uniform("fp8_rowwise"), tmp_path)
     assert result.ok
     assert len(result.rows[0].speedups) == 3
-    assert {row.name for row in result.rows} == {"policy", "bf16 autocast", "all bf16", "all fp8_rowwise"}
+    assert {row.name for row in result.rows} == {"policy", "bf16 autocast", "all bf16"}
     assert result.to_json()["rows"][0]["speedup"] == result.rows[0].speedup
 
 
@@ -203,16 +203,31 @@ def test_a_preset_of_a_searchs_name_is_that_searchs_policy(tmp_path: Path) -> No
     verified = policy_from_dict(contenders(policy, setup)["all fp8_delayed"])
     assert resolve(verified, names) == resolve(searched, names)
     assert resolve(verified, names)["head"].fprop == BUILTIN_RECIPES["bf16"]
-    alone = policy_from_dict(contenders(policy)["all fp8_delayed"])
+    mixed = policy.model_copy(update={"layers": (LayerRule(match="head", recipe="keep"),)})
+    alone = policy_from_dict(contenders(mixed)["all fp8_delayed"])
     assert resolve(alone, names)["head"].fprop != BUILTIN_RECIPES["bf16"]
+
+
+def test_a_policy_that_is_a_preset_is_not_run_against_itself() -> None:
+    """It lost to itself by chance: "does not hold: preset 'bf16 autocast' is faster (2.89x against 2.72x)"."""
+    rules = {"layers": [{"match": "*", "recipe": "half"}], "recipes": {"half": {"format": "bf16"}}}
+    told: list[str] = []
+    found = contenders(
+        Policy.model_validate(rules | {"activations": "bf16", "evidence": {"seeds": 2}}), None, told.append
+    )
+    assert list(found) == ["policy"]
+    assert told == ["the policy is the preset 'bf16 autocast', which is not run beside it"]
+    rules["layers"] = [{"match": "head", "recipe": "keep"}, *rules["layers"]]
+    assert "bf16 autocast" in contenders(Policy.model_validate(rules | {"activations": "bf16"}))
 
 
 def test_presets_run_by_the_backends_that_the_policy_was_found_with() -> None:
     backends = {"fp8_rowwise": {"backend": "torchao", "reason": "torchao: 1.2x native at fp8_rowwise, measured"}}
-    policy = uniform("fp8_rowwise").model_copy(update={"evidence": {"target": "h100", "backends": backends}})
+    mixed = {"layers": (LayerRule(match="head", recipe="keep"),)}
+    policy = uniform("fp8_rowwise").model_copy(update=mixed | {"evidence": {"target": "h100", "backends": backends}})
     found = contenders(policy)
     assert found["all fp8_rowwise"]["evidence"] == {"backends": backends}
-    assert "evidence" not in contenders(uniform("fp8_rowwise"))["all fp8_rowwise"]
+    assert "evidence" not in contenders(uniform("fp8_rowwise").model_copy(update=mixed))["all fp8_rowwise"]
 
 
 @pytest.mark.parametrize("asked", [(0.0, None), (None, 0.0), (None, -1.0), (float("nan"), None)])

@@ -65,7 +65,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
         first = first_fresh_seed(policy)
         host = pool.info(first)
         refuse_another_model(policy, pool, first, values["backend"])
-        asked, seeds = contenders(policy, search_setup(policy, pool, command.label, first)), values["seeds"]
+        asked, seeds = contenders(policy, search_setup(policy, pool, command.label, first), phases.say), values["seeds"]
         phases.begin(f"{len(asked)} policies beside the reference, seed after seed", total=seeds)
         finished: list[str] = []
 
