@@ -24,8 +24,8 @@ class FakeEngine:
     last: "FakeEngine"
     failure: Exception | None = None
 
-    def __init__(self, options: Any, command: Any, listener: Any) -> None:
-        self.options, self.command, self.listener = options, command, listener
+    def __init__(self, options: Any, command: Any, listener: Any, started: float) -> None:
+        self.options, self.command, self.listener, self.started = options, command, listener, started
         self.study_dir = Path("autoprec-runs/x")
         FakeEngine.last = self
 
@@ -33,6 +33,9 @@ class FakeEngine:
         if self.failure is not None:
             raise self.failure
         return RESULT
+
+    def timed(self, result: Any) -> Any:
+        return result
 
 
 class FakeTracker:
