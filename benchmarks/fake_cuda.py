@@ -34,9 +34,12 @@ _FREE = frozenset(
 )
 
 
-def pretend(capability: tuple[int, int] = (9, 0)) -> None:
-    """Make torch believe in one GPU of a compute capability; call it before torch is imported."""
-    os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+def pretend(capability: tuple[int, int] = (9, 0), *, caches: bool = False) -> None:
+    """Make torch believe in one GPU of a compute capability; call it before torch is imported.
+
+    ``caches``: let torch keep what it compiles on disk; what it finds there can be loaded, and not be run.
+    """
+    os.environ |= {"TORCHINDUCTOR_COMPILE_THREADS": "1", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": str(int(not caches))}
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         raise RuntimeError("torch is not installed")
@@ -150,7 +153,7 @@ class Generated:
         import torch._inductor.fx_passes.pad_mm as pad
         import torch._inductor.graph as inductor
 
-        config.shape_padding, config.force_disable_caches, config.compile_threads = False, True, 1
+        config.shape_padding, config.compile_threads = False, 1
         empty = Path(tempfile.gettempdir()) / "autoprec-fake-cuda.py"
         empty.write_text("")
         made = self

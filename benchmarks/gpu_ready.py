@@ -16,9 +16,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
+import tempfile
 import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks.planned_search import PLANNED, TOKENS, kinds, planned, start_seconds  # noqa: E402
+
 HOPPER = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block")
 BLACKWELL = ("mxfp8", "nvfp4")
-#: What the planned search compiles: the script as written, and one recipe for every trial.
-PLANNED = ("bf16", "fp8_rowwise")
-TOKENS, WIDTH, HIDDEN = 16384, 768, 3072
+WIDTH, HIDDEN = 768, 3072
 EXPERTS, EXPERT_HIDDEN = 8, 1536
 
 
@@ -136,8 +135,11 @@ def compiled(recipe: str, backend: str) -> dict[str, Any]:
     compiles.
     """
     import torch
-    import torch._inductor.compile_fx  # as a trial's process has before it is there
 
+    from autoprec.trial.inside.zygote import preload, preload_compiler
+
+    preload()  # as a trial's process has before it is there
+    preload_compiler()
     first = _compiled(recipe, backend)
     torch._dynamo.reset()
     again = _compiled(recipe, backend)["compile_cpu_s"]
@@ -146,6 +148,39 @@ def compiled(recipe: str, backend: str) -> dict[str, Any]:
         torch._dynamo.reset()
         found["each_cpu_s"] = round((_compiled(recipe, backend, blocks=3)["compile_cpu_s"] - again) / 2, 2)
     return found
+
+
+def cached(recipe: str, backend: str) -> dict[str, Any]:
+    """CPU seconds here until a block that torch's cache on disk holds could run: traced again, found, and read.
+
+    ``hits`` of AOTAutograd's cache, with our layers in the graph. What Triton compiled is not there to be loaded.
+    """
+    from types import SimpleNamespace
+
+    import torch
+    from torch._dynamo.utils import counters
+    from torch._inductor.codecache import PyCodeCache
+
+    from autoprec.applying.compiling import cache_graphs
+
+    class ReachedError(Exception):
+        pass
+
+    def call(*_: Any) -> None:
+        raise ReachedError
+
+    cache_graphs()
+    _compiled(recipe, backend)
+    loaded = SimpleNamespace(call=call, __file__="x", benchmark_compiled_module=None)
+    PyCodeCache.load_by_key_path = lambda *_, **__: loaded  # type: ignore[method-assign]
+    seconds = []
+    for _ in range(3):
+        torch._dynamo.reset()
+        began = time.process_time()
+        with contextlib.suppress(ReachedError):
+            _compiled(recipe, backend)
+        seconds.append(time.process_time() - began)
+    return {"cached_cpu_s": round(min(seconds), 2), "hits": counters["aot_autograd"]["autograd_cache_hit"]}
 
 
 def _compiled(recipe: str, backend: str, blocks: int = 1, *, experts: bool = False) -> dict[str, Any]:
@@ -297,97 +332,12 @@ def ragged() -> dict[str, Any]:
     return out
 
 
-def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, start_s: float) -> list[str]:
-    """Return table rows: seconds of a 30-trial search of gpt2-124M on one H100, by the schedule of a search.
-
-    Args:
-        compiled_s: CPU seconds here, by recipe: the first compilation of one block of this file (half a block of the
-            model), one more, and every one more in the same graph.
-        setup_s, start_s: seconds here until its script is at its first step, started anew, and as a trial.
-    """
-    from autoprec.cost import CostModel
-    from autoprec.cost.transformer import PRESETS, decoder_report
-    from autoprec.precision.hardware import TARGETS
-    from autoprec.tuning.options import SearchOptions
-    from autoprec.tuning.paired import TIMED_SHARE, fit_together
-    from autoprec.tuning.schedule import Pace, schedule
-
-    report = decoder_report(PRESETS["gpt2"], batch=TOKENS // 1024, seq=1024)
-    step = CostModel(report, TARGETS["h100"], compiled=True).estimate({}, activations="bf16")
-    step_s = step.time_ms / 1e3
-    # what a process compiles first takes longer, whatever it is: that belongs to its start, less what a trial's process
-    # has imported before it is there
-    paces = [
-        Pace(start_s + first - again, step_s, 24 * each, blocks=12, timed_share=TIMED_SHARE)
-        for first, again, each in (compiled_s[recipe] for recipe in PLANNED)
-    ]
-    asked = SearchOptions(command=("train.py",))
-    both = ((True, "as searches usually end"), (False, "upper bound: nothing converges"))
-    rows = []
-    ways = [(1, "")] + [(2, ", --workers 2")] * fit_together(2, step.memory_bytes, TARGETS["h100"].memory_bytes)
-    for workers, way, usual, what in [(*way, *end) for way in ways for end in both]:
-        how: dict[str, Any] = {"setup_s": setup_s, "host_s": start_s, "workers": workers, "shared": workers > 1}
-        found = schedule(asked, *paces, **how, usual=usual)
-        counted = (
-            f"{found.total_s:.0f} s: {found.trials} trials {found.trials_s:.0f}, {found.runs} further runs "
-            f"{found.finalists_s:.0f}, {found.whole} of the whole model {found.whole_s:.0f}, "
-            f"reference {found.reference_s:.0f}, gradient errors {found.scan_s:.0f}"
-        )
-        rows.append(f"| planned search, --trials 30{way}, compiled gpt2-124M | h100 | {what} (modelled) | {counted} |")
-    started = f"started anew {setup_s:.1f} s, a trial {start_s:.1f} s"
-    rows.append(f"| gpt2-124M's script at its first step | - | without a GPU's own start | {started} |")
-    return rows
-
-
-def _start_seconds() -> tuple[float, float]:
-    """Return the seconds until gpt2-124M's script is at its first step: started anew, and as trials start on a GPU.
-
-    Those are forks of a copy that has its imports done (:mod:`autoprec.trial.inside.zygote`), the least of six. What
-    the process waited for a core of this machine is taken off.
-    """
-    import tempfile
-
-    from autoprec.trial.command import ScriptCommand
-    from autoprec.trial.driver.runner import TrialRunner
-
-    script = ROOT / "benchmarks" / "gpu" / "train_transformer.py"
-    command = ScriptCommand.parse([str(script), "--model", "gpt2-124m", "--device", "cpu"])
-    seconds = []
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        for seed in range(7):  # the first leaves the copy behind
-            runner = stack.enter_context(TrialRunner(command, run_dir=Path(folder), seed_offset=seed, launch="zygote"))
-            with _waited(runner) as waited:
-                setup_s = runner.start().setup_s
-                seconds.append(setup_s - waited(setup_s))
-    return seconds[0], min(seconds[1:])
-
-
-@contextlib.contextmanager
-def _waited(runner: Any) -> Iterator[Callable[[float], float]]:
-    """Give what tells how many of its first seconds a runner's host waited for a core."""
-    from autoprec.trial.progress import tree_usage
-
-    found, began, ended = [(0.0, 0.0)], time.monotonic(), threading.Event()
-
-    def look() -> None:
-        while not ended.wait(0.05):
-            usage = tree_usage(runner.host_pid).get(runner.host_pid) if runner.host_pid else None
-            if usage is not None and usage.waited_s:
-                found.append((time.monotonic() - began, usage.waited_s))
-
-    thread = threading.Thread(target=look)
-    thread.start()
-    try:
-        yield lambda first_s: max(waited for at_s, waited in found if at_s <= first_s)
-    finally:
-        ended.set()
-        thread.join()
-
-
 def _child(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any]:
     """Run one count in a process of its own: a pretended card cannot be taken out of torch again."""
     words = [sys.executable, str(Path(__file__)), "--one", what, recipe, backend, capability]
-    done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    with tempfile.TemporaryDirectory() as cache:
+        own = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_CACHE_DIR": cache}
+        done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | own)
     with contextlib.suppress(IndexError, json.JSONDecodeError):
         return dict(json.loads(done.stdout.splitlines()[-1]))
     lines = [line for line in done.stderr.splitlines() if "Error" in line or "Exception" in line]
@@ -399,10 +349,12 @@ def _one(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any
         return scan()
     if what == "ragged":
         return ragged()
+    if what == "kinds":
+        return kinds()
     from benchmarks.fake_cuda import pretend
 
-    pretend((int(capability.split(".")[0]), int(capability.split(".")[1])))
-    return {"compiled": compiled, "eager": eager, "experts": experts}[what](recipe, backend)
+    pretend((int(capability.split(".")[0]), int(capability.split(".")[1])), caches=what == "cached")
+    return {"compiled": compiled, "cached": cached, "eager": eager, "experts": experts}[what](recipe, backend)
 
 
 def _text(found: dict[str, Any]) -> str:
@@ -427,9 +379,10 @@ def main() -> int:
     lines = [f"# Ready for a GPU, without one: {time.strftime('%Y-%m-%d')}", "", "`python benchmarks/gpu_ready.py`", ""]
     lines += [f"{versions}; Python {sys.version.split()[0]}; {os.cpu_count()} CPU cores, a pretended card.", ""]
     lines += ["| what | card | backend, recipe | counted |", "|---|---|---|---|"]
-    asked = [("scan", "-", "-", "-"), ("ragged", "-", "-", "-")]
+    asked = [("scan", "-", "-", "-"), ("ragged", "-", "-", "-"), ("kinds", "-", "-", "-")]
     asked += [("eager", r, "native", "9.0") for r in ("bf16", *HOPPER)]
     asked += [("compiled", r, "native", "9.0") for r in ("bf16", *HOPPER)]
+    asked += [("cached", r, "native", "9.0") for r in PLANNED]
     asked += [("experts", r, "native", "9.0") for r in ("bf16", "fp8_rowwise")]
     asked += [("experts", "mxfp8", "native", "10.0"), ("experts", "rowwise", "torchao", "9.0")]
     asked += [("compiled", r, "torchao", "9.0") for r in ("tensorwise", "rowwise")]
@@ -445,7 +398,7 @@ def main() -> int:
             lines.append(f"| {what} | {capability} | {backend}, {recipe} | {_text(found)} |")
             print(lines[-1], file=sys.stderr, flush=True)
     if {*PLANNED} <= {*compiled_s}:
-        lines += planned(compiled_s, *_start_seconds())
+        lines += planned(compiled_s, *start_seconds())
     lines += [
         "",
         "eager: one linear of 768 to 3072 with 16,384 tokens, operators that start a kernel, forward and backward.",

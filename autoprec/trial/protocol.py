@@ -58,6 +58,9 @@ class TrialSpec:
         side_by_side: probes that are answered at once where each is a fork of its own (CPU).
         shared: other trials may be on this device: after the first step, which compiles, they take turns, so that no
             two are timed at once. For one rank: those of two trials could wait for each other.
+        ahead: the process of the next trial under this paired seed is started beside this one, where that is safe
+            (:mod:`autoprec.trial.driver.spare`).
+        starting: set by the driver: a file that is there while that process starts; this one is timed afterwards.
         timed_share: after ``steps`` the trial is timed for so much of its own duration more, at most
             :data:`MOST_TIMED_S`, as far as the script goes; losses beyond ``steps`` are not returned.
         memory_limit: bytes of GPU memory this process may hold; more is an out-of-memory failure of this trial alone.
@@ -85,6 +88,8 @@ class TrialSpec:
     by_block: bool = False
     record_graph: bool = False
     shared: bool = False
+    ahead: bool = False
+    starting: str = ""
     timed_share: float = 0.0
     memory_limit: int | None = None
 

@@ -96,6 +96,20 @@ class PairedRunner:
         return ""
 
     @property
+    def starts_ahead(self) -> bool:
+        """Whether the process of the next trial starts, and waits at its first step, while one compiles on the one GPU.
+
+        It is there before that one is timed. Only where the start is nothing that could disturb a first step, whose
+        kernels may be chosen by timing them, and where both would fit into memory even if both trained.
+        """
+        setup, ledger = self._setup, self._ledger
+        if not self._on_one_gpu or self.shares_device or 0 not in ledger.references:
+            return False
+        alone = setup.options.engine == "local" and setup.host.launch == "zygote" and not setup.host.autotunes
+        fit = fit_together(2, ledger.reference.memory_bytes, setup.target.memory_bytes)
+        return alone and fit and not setup.options.at_step
+
+    @property
     def final_workers(self) -> int:
         """Finalists that may run at once: timed ones never beside each other, also not on two devices."""
         return 1 if self._setup.measured else self.workers

@@ -30,9 +30,12 @@ REFERENCE_RUNS = 3
 #: CPU time to compile a block whose layers quantise, over that of its bf16 form: row-wise FP8, each block more of one
 #: graph (``each_cpu_s`` of 2026-11-23_gpu_ready.md: 5.5 under torch 2.11, 3.1 under 2.13).
 QUANTISED_COMPILE = 5.5
-#: CPU time to compile what torch's cache on disk holds already, over that of the first time: an estimate. Dynamo traces
-#: it again, and the rest is read.
-CACHED_COMPILE = 0.5
+#: CPU time to compile what torch's cache on disk holds already, over that of the first time (``cached_cpu_s`` over
+#: ``again_cpu_s`` of 2026-11-23_gpu_ready.md). Dynamo traces it again, and the rest is read.
+CACHED_COMPILE = 0.2
+#: The first trials are presets whose blocks are all of one kind. Those after them have so many kinds of blocks each, of
+#: which so many are new: searches of a transformer of 15 blocks (``kinds`` of 2026-11-23_gpu_ready.md).
+ALIKE_TRIALS, KINDS, NEW_KINDS = 6, 4.6, 0.64
 #: A step of a rehearsal under emulated recipes, over a step as written (2026-11-22_numerics_trial.md).
 EMULATED_STEP = 2.0
 
@@ -41,8 +44,9 @@ EMULATED_STEP = 2.0
 class Pace:
     """What one run takes, seconds: until the first step, to compile the whole model with nothing cached, and one step.
 
-    ``blocks`` share what a run compiles (``TrialSpec.by_block``); 1 where runs compile as the script does. A run is
-    timed for ``timed_share`` of all that longer than its steps (``TrialSpec.timed_share``).
+    ``blocks`` share what a run compiles (``TrialSpec.by_block``); 1 where runs compile as the script does. The first
+    compilation of a process takes ``first_s`` longer, whatever it compiles. A run is timed for ``timed_share`` of all
+    that longer than its steps (``TrialSpec.timed_share``).
     """
 
     start_s: float
@@ -50,19 +54,32 @@ class Pace:
     compile_s: float = 0.0
     blocks: int = 1
     timed_share: float = 0.0
+    first_s: float = 0.0
 
-    def run_s(self, steps: int, *, compiled: float = 1.0) -> float:
-        """Return the seconds of a run that compiles so much of what a whole model takes with nothing cached."""
-        asked = self.start_s + compiled * self.compile_s + steps * self.step_s
+    def run_s(self, steps: int, *, compiled: float = 1.0, ahead: bool = False) -> float:
+        """Return the seconds of a run that compiles so much of what a whole model takes with nothing cached.
+
+        ``ahead``: it has been started, and the next one starts while it compiles (``TrialSpec.ahead``).
+        """
+        compile_s = self.first_s + compiled * self.compile_s
+        asked = max(self.start_s, compile_s) if ahead else self.start_s + compile_s
+        asked += steps * self.step_s
         return asked + min(MOST_TIMED_S, self.timed_share * asked)
 
     def stepping_s(self, steps: int) -> float:
         """Return the seconds that a trial of one block trains."""
-        return self.trial_s(steps) - self.start_s - self.compile_s / self.blocks
+        return self.trial_s(steps) - self.start_s - self.first_s - self.compile_s / self.blocks
 
-    def trial_s(self, steps: int, *, again: bool = False) -> float:
-        """Return the seconds of a run that compiles one of the blocks, or finds it in torch's cache."""
-        return self.run_s(steps, compiled=(CACHED_COMPILE if again else 1.0) / self.blocks)
+    def trial_s(self, steps: int, *, new: float = 1.0, found: float = 0.0, ahead: bool = False) -> float:
+        """Return the seconds of a run that compiles so many kinds of blocks, and finds others in torch's cache."""
+        return self.run_s(steps, compiled=min(1.0, (new + CACHED_COMPILE * found) / self.blocks), ahead=ahead)
+
+    def trials_s(self, steps: int, trials: int, *, ahead: bool = False) -> float:
+        """Return the seconds of so many trials one after the other."""
+        alike = trials if self.blocks == 1 else min(trials, ALIKE_TRIALS)
+        mixed = self.trial_s(steps, new=NEW_KINDS, found=KINDS - NEW_KINDS, ahead=ahead)
+        first = self.start_s if ahead else 0.0  # nothing compiles while the first one starts
+        return first + alike * self.trial_s(steps, ahead=ahead) + (trials - alike) * mixed
 
     def of_trials(self, *, measured: bool) -> Pace:
         """Return the pace of runs under a quantised policy, where this is that of the script as written."""
@@ -145,6 +162,7 @@ def schedule(
     workers: int = 1,
     final_workers: int = 1,
     shared: bool = False,
+    ahead: bool = False,
     usual: bool = False,
     closing_s: float = 0.0,
 ) -> Schedule:
@@ -158,6 +176,7 @@ def schedule(
         passes: forward and backward passes for gradient errors.
         workers, final_workers: trials, and runs under further paired seeds, at once.
         shared: the trials share one device, and take turns at training.
+        ahead: each trial's process starts while the one before compiles.
         closing_s: for the policy, the reports and MLflow.
         usual: count what searches by our sampler usually run before nothing left is worth a run.
     """
@@ -165,12 +184,13 @@ def schedule(
     if usual and options.sampler == "ours":
         trials, seeds = min(trials, USUAL_TRIALS), min(seeds, USUAL_SEEDS)
     by_block = bool(reference.compile_s) and reference.blocks > 1
-    again = reference.trial_s(steps, again=True)
+    again = reference.trial_s(steps, new=0.0, found=1.0)
     # the script is run as it is, and, where the others compile one block, once more with nothing of that cached
     first = reference.run_s(steps) + (reference.trial_s(steps) if by_block else 0.0)
     # what a policy's first trial compiled its runs under further seeds find in torch's cache
-    further = (seeds - 1) * (again + CONTENDERS * trial.trial_s(steps, again=True))
-    each = trial.trial_s(steps)
+    kinds = KINDS if trials > ALIKE_TRIALS and trial.blocks > 1 else 1.0
+    further = (seeds - 1) * (again + CONTENDERS * trial.trial_s(steps, new=0.0, found=kinds))
+    all_trials = trial.trials_s(steps, trials, ahead=ahead)
     whole = (1 if usual else CONTENDERS) if by_block else 0
     return Schedule(
         trials=trials,
@@ -178,7 +198,7 @@ def schedule(
         whole=whole,
         reference_s=setup_s + first + (REFERENCE_RUNS - 1) * again,
         scan_s=reference.start_s + passes * trial.step_s,
-        trials_s=trials * max(each / workers, trial.stepping_s(steps) if shared else 0.0),
+        trials_s=max(all_trials / workers, trials * trial.stepping_s(steps) if shared else 0.0),
         finalists_s=(seeds - 1) * (setup_s if host_s is None else host_s) + further / final_workers,
         whole_s=whole * trial.run_s(steps),
         seeds=max(1, seeds - 1),

@@ -104,6 +104,35 @@ def test_trials_share_one_gpu_only_where_asked_for(
     assert runner.workers == (2 if refused == "" else 1)
 
 
+@pytest.mark.parametrize(
+    ("option", "host", "peak_bytes", "ahead"),
+    [
+        ({}, {}, GIB, True),
+        ({"workers": 2}, {}, GIB, False),  # they share the device already
+        ({"engine": "ray"}, {}, GIB, False),
+        ({"at_step": 100}, {}, GIB, False),  # a start that trains
+        ({}, {"launch": "process"}, GIB, False),
+        ({}, {"autotunes": True}, GIB, False),
+        ({}, {}, 70 * GIB, False),
+    ],
+)
+def test_the_next_trials_process_starts_ahead_on_one_gpu_where_nothing_is_disturbed(
+    made: Search, tmp_path: Path, option: dict[str, Any], host: dict[str, Any], peak_bytes: int, ahead: bool
+) -> None:
+    setup, ledger = made.setup, made.ledger
+    assert setup is not None
+    assert ledger is not None
+    on_gpu = replace(setup.host, launch="zygote")
+    setup = replace(setup, options=replace(setup.options, **option), host=replace(on_gpu, **host))
+    reference = ledger.references[0] = replace(ledger.reference, memory_bytes=peak_bytes)
+    pool = HostPool(lambda seed, _: SimulatedRunner(script(), seed), tmp_path)
+    runner = PairedRunner(setup, pool, ledger)
+    assert runner.starts_ahead is ahead
+    ledger.references.clear()
+    assert not runner.starts_ahead  # nothing is known of its memory
+    ledger.references[0] = reference
+
+
 class OutOfMemory(SimulatedRunner):
     """What two trials at once do on a device that is too small for them, or one policy by itself."""
 
@@ -188,3 +217,17 @@ def test_a_trial_that_raises_leaves_the_device_to_others(made: Search, tmp_path:
     failing.start()
     failing.join(20.0)
     assert not failing.is_alive()
+
+
+def test_every_trial_but_the_last_has_the_next_ones_process_started_beside_it(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[TrialSpec] = []
+    run = SimulatedRunner.run
+    monkeypatch.setattr(SimulatedRunner, "run", lambda self, spec: (kept.append(spec), run(self, spec))[1])
+    monkeypatch.setattr(PairedRunner, "starts_ahead", property(lambda _: True))
+    search(script(), options(trials=3, seeds=2))
+    asked = [spec.ahead for spec in kept if spec.stop_gap is not None]  # trials alone
+    assert asked == [True, True, False]
+    assert not any(spec.ahead for spec in kept if spec.stop_gap is None)

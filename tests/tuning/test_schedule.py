@@ -8,7 +8,10 @@ import pytest
 
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.schedule import (
+    ALIKE_TRIALS,
     CACHED_COMPILE,
+    KINDS,
+    NEW_KINDS,
     QUANTISED_COMPILE,
     Pace,
     describe,
@@ -35,7 +38,7 @@ def test_a_search_by_our_sampler_usually_ends_sooner() -> None:
     pace = Pace(5.0, 0.1, 20.0)
     usual = schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True)
     assert (usual.trials, usual.runs) == (4, 3)
-    assert usual.finalists_s == pytest.approx(10 + 3 * 17.3)
+    assert usual.finalists_s == pytest.approx(10 + 3 * (7.3 + CACHED_COMPILE * 20))
     assert usual.whole == usual.whole_s == 0  # all runs compile the whole model
     other = dataclasses.replace(OPTIONS, sampler="tpe")
     assert schedule(other, pace, pace, setup_s=10.0, usual=True) == schedule(OPTIONS, pace, pace, setup_s=10.0)
@@ -52,12 +55,15 @@ def test_runs_compile_one_of_the_repeated_blocks_and_need_a_reference_that_does(
     found = schedule(OPTIONS, script, trial, setup_s=10.0)
     cached = 7.3 + CACHED_COMPILE * 10
     assert found.reference_s == pytest.approx(10 + 127.3 + 17.3 + 2 * cached)  # once as it is, the others by block
-    assert found.trials_s == pytest.approx(30 * 37.3)
-    assert found.finalists_s == pytest.approx(3 * (10 + cached + 2 * (7.3 + CACHED_COMPILE * 30)))
+    mixed = 7.3 + 30 * (NEW_KINDS + CACHED_COMPILE * (KINDS - NEW_KINDS))
+    assert found.trials_s == pytest.approx(ALIKE_TRIALS * 37.3 + 24 * mixed)
+    assert found.finalists_s == pytest.approx(3 * (10 + cached + 2 * (7.3 + KINDS * CACHED_COMPILE * 30)))
     assert (found.whole, found.whole_s) == (2, pytest.approx(2 * 367.3))
     usual = schedule(OPTIONS, script, trial, setup_s=10.0, usual=True)
     assert (usual.whole, usual.whole_s) == (1, pytest.approx(367.3))
-    assert "4 trials 2 min, 3 runs under further paired seeds 67 s, compiling the whole model 6 min" in describe(
+    assert usual.trials_s == pytest.approx(4 * 37.3)  # presets, whose blocks are alike
+    assert usual.finalists_s == pytest.approx(10 + cached + 2 * (7.3 + CACHED_COMPILE * 30))
+    assert "4 trials 2 min, 3 runs under further paired seeds 46 s, compiling the whole model 6 min" in describe(
         usual, found
     )
     assert repeated_blocks(["wte", "h.0.mlp.0", "h.0.mlp.1", "h.1.attn", "h.2.attn", "head"]) == 3
@@ -84,9 +90,9 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     pace = Pace(5.0, 0.1, 20.0)
     usual, most = (schedule(OPTIONS, pace, pace, setup_s=10.0, usual=usual) for usual in (True, False))
     told = describe(usual, most)
-    parts = "gradient errors 11 s, 4 trials 109 s, 3 runs under further paired seeds 62 s"
+    parts = "gradient errors 11 s, 4 trials 109 s, 3 runs under further paired seeds 44 s"
     assert told == (
-        f"expected from here on: about 3 min ({parts}), about 17 min if nothing converges (30 trials, 9 runs)"
+        f"expected from here on: about 3 min ({parts}), about 16 min if nothing converges (30 trials, 9 runs)"
     )
     assert describe(usual, most, 600.0) == told + "; --budget would end it after 10 min in all"
     assert describe(usual, most, 250.0, 80.0) == told + "; --budget ends it after 250 s in all"
@@ -111,5 +117,26 @@ def test_runs_are_timed_for_a_share_of_their_own_duration_more_and_for_no_longer
 def test_trials_that_share_a_device_take_turns_at_training() -> None:
     pace, host = Pace(5.0, 0.1, 20.0), {"setup_s": 10.0, "workers": 2, "shared": True}
     assert schedule(OPTIONS, pace, pace, **host).trials_s == pytest.approx(30 * 27.3 / 2)
+    assert schedule(OPTIONS, dataclasses.replace(pace, first_s=3.0), pace, **host).reference_s == pytest.approx(
+        schedule(OPTIONS, pace, pace, **host).reference_s + 3 * 3.0
+    )
     slow = Pace(1.0, 0.5, 2.0)
     assert schedule(OPTIONS, slow, slow, **host).trials_s == pytest.approx(30 * 11.5)  # the steps alone
+
+
+def test_a_process_that_is_started_ahead_hides_its_start_behind_what_the_one_before_compiles() -> None:
+    pace = Pace(5.0, 0.1, 20.0, first_s=1.0)
+    plain = schedule(OPTIONS, pace, pace, setup_s=10.0)
+    ahead = schedule(OPTIONS, pace, pace, setup_s=10.0, ahead=True)
+    assert plain.trials_s - ahead.trials_s == pytest.approx(29 * 5.0)
+    assert (plain.finalists_s, plain.whole_s) == (ahead.finalists_s, ahead.whole_s)
+    slow = Pace(60.0, 0.1, 20.0, first_s=1.0)  # a trial waits with its steps until the next one is there
+    assert slow.run_s(23, ahead=True) == pytest.approx(62.3)
+    assert slow.run_s(23) == pytest.approx(83.3)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 12])
+def test_no_trial_compiles_more_than_the_whole_model(blocks: int) -> None:
+    pace = Pace(0.0, 0.0, 120.0, blocks=blocks)
+    assert pace.trial_s(0, new=40.0) == pytest.approx(120.0)
+    assert pace.trials_s(0, 3) == pytest.approx(3 * 120.0 / blocks)

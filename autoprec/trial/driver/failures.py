@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
-from autoprec.errors import ScriptError
+from autoprec.errors import NoSpaceError, NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.classify import describe_exit, is_own_fault, last_lines
 from autoprec.trial.protocol import TrialResult
@@ -89,3 +90,21 @@ def first_step_failed(command: ScriptCommand, result: TrialResult) -> ScriptErro
         fix = f"AutoPrec needs a script that trains: loss.backward() and a step. For another loop, {_SESSION}"
     tail = f"\n{result.tail}{_held_back(result.tail)}" if result.tail else ""
     return ScriptError(f"its first training step failed: {result.reason}{tail}", where=command.label, fix=fix)
+
+
+def nothing_tunable(command: ScriptCommand, model: str) -> NothingAcceptableError:
+    """Return the error of a model in which there is nothing to decide."""
+    return NothingAcceptableError(
+        f"the model {model} has no trainable GEMM a policy could decide about",
+        where=command.label,
+        fix="AutoPrec decides about Linear, Conv and Conv1D layers whose weights are trained",
+    )
+
+
+def no_space(folder: Path, reason: str) -> NoSpaceError:
+    """Return the error of a trial whose files do not fit on the disk."""
+    return NoSpaceError(
+        f"a trial found no space left: {reason}",
+        where=str(folder),
+        fix="free some space there, or name another place with TMPDIR; then --resume",
+    )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import socket
@@ -19,23 +20,23 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoprec.errors import NoSpaceError, NothingAcceptableError, ScriptError
+from autoprec.errors import ScriptError
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver import failures
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.driver.classify import classify, describe_exit, last_lines
-from autoprec.trial.driver.failures import first_step_failed, nothing_trained, script_failed
 from autoprec.trial.driver.launcher import Launcher
 from autoprec.trial.driver.process_tree import NewProcess, ProcessTree
 from autoprec.trial.driver.results import load_result, over_ranks
+from autoprec.trial.driver.spare import Spare, start_spare
 from autoprec.trial.environment import CONFIG_VARIABLE, MARK_VARIABLE, own_threads, trial_environment
 from autoprec.trial.messages import listen, receive_messages, send_message
 from autoprec.trial.processes import remove_folder, start_ticks
-from autoprec.trial.progress import Deadline, steps_file
+from autoprec.trial.progress import Deadline, starting_file, steps_file
 from autoprec.trial.protocol import SMALL_MODEL, HostInfo, TrialResult, TrialSpec
 
 #: How often a trial is run again whose host was lost, and how often in a row a host may be lost at all.
-_RETRIES = 2
-_MAX_LOST = 3
+_RETRIES, _MAX_LOST = 2, 3
 #: How many models a script may train for a few steps each before the one that it is about.
 _MAX_PASSED_OVER = 5
 #: What a host is given to end a trial that hangs (s), before it is taken to hang itself.
@@ -99,6 +100,7 @@ class TrialRunner(Runner):
         self._next = 0
         self._starts = self._lost = 0
         self._running: set[ProcessTree] = set()
+        self._spare: Spare | None = None  # waits for the next trial
         self._closed = self._left = False
         self._passed_over: list[str] = []  # models that were trained for a few steps before the real one
 
@@ -154,7 +156,7 @@ class TrialRunner(Runner):
                 return info
             self._info = None
             self._end_host()
-            raise first_step_failed(self.command, result)
+            raise failures.first_step_failed(self.command, result)
         return info
 
     def _try_steps(self, info: HostInfo) -> TrialResult:
@@ -203,18 +205,14 @@ class TrialRunner(Runner):
             self._host.end()
             code = self._host.poll()
             if code:
-                raise script_failed(self.command, code, self._host.tail)
-            raise nothing_trained(self.command, message["seen"], self._host.tail)
+                raise failures.script_failed(self.command, code, self._host.tail)
+            raise failures.nothing_trained(self.command, message["seen"], self._host.tail)
         info = HostInfo.from_json(message["info"])
         info = replace(info, notes=(*info.notes, *self._passed_over))
         if not info.layers:
             control.close()
             self._host.end()
-            raise NothingAcceptableError(
-                f"the model {info.model.get('class', '')} has no trainable GEMM a policy could decide about",
-                where=self.command.label,
-                fix="AutoPrec decides about Linear, Conv and Conv1D layers whose weights are trained",
-            )
+            raise failures.nothing_tunable(self.command, str(info.model.get("class", "")))
         if info.launch == "fork":
             self._control = control
             threading.Thread(target=self._listen, args=(control, messages), name="autoprec-host", daemon=True).start()
@@ -276,7 +274,7 @@ class TrialRunner(Runner):
             code = host.poll()
             if code is not None:
                 host.settle()
-                raise script_failed(self.command, code, host.tail)
+                raise failures.script_failed(self.command, code, host.tail)
             if self._closed:
                 raise ScriptError("this runner was closed", where=self.command.label)
             if deadline.passed():
@@ -304,10 +302,10 @@ class TrialRunner(Runner):
             return TrialResult("crashed", str(error))
         except OSError as error:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                raise self._no_space(str(error)) from error
+                raise failures.no_space(self._private or self.run_dir, str(error)) from error
             return TrialResult("crashed", f"the trial could not be started: {error}")
         if not result.ok and "No space left on device" in result.reason + result.tail:
-            raise self._no_space(result.reason)
+            raise failures.no_space(self._private or self.run_dir, result.reason)
         return result
 
     def _run(self, spec: TrialSpec, told: Told) -> TrialResult:
@@ -320,13 +318,6 @@ class TrialRunner(Runner):
         ended = describe_exit(code) if code is not None else "ended"
         reason = f"the host process {ended} {1 + _RETRIES} times while this trial ran; see {self._log}"
         return TrialResult("oom" if code == -9 else "crashed", reason)
-
-    def _no_space(self, reason: str) -> NoSpaceError:
-        return NoSpaceError(
-            f"a trial found no space left: {reason}",
-            where=str(self._private or self.run_dir),
-            fix="free some space there, or name another place with TMPDIR; then --resume",
-        )
 
     def _run_fork(self, spec: TrialSpec, told: Told = None) -> TrialResult:
         began = time.monotonic()
@@ -372,7 +363,7 @@ class TrialRunner(Runner):
             timeout_s=spec.timeout_s,
             tail=str(answer["tail"]),
         )
-        return _with_wall(result, began)
+        return replace(result, wall_s=time.monotonic() - began)
 
     def _await(self, future: Future[dict[str, Any]], deadline: Deadline) -> dict[str, Any]:
         """Wait for the host's answer; it ends a trial that hangs, and is ended itself when it does not."""
@@ -421,19 +412,28 @@ class TrialRunner(Runner):
         if private is None:
             return TrialResult("crashed", "this runner is closed")
         path = private / f"result-{uuid.uuid4().hex[:12]}.json"
-        config = self._config(mode="trial", launch=self._launch, spec=spec.to_json(), result=str(path), asked=began)
-        mark = f"{self._mark}{path.stem}"
-        on_gpu = self._info is not None and self._info.device != "cpu"
-        threads = 0 if on_gpu else max(spec.threads, self._threads)
-        process = self._launch_process(config, mark, threads=threads, log=None)
+        with self._lock:
+            spare, self._spare = self._spare, None
+            if spec.ahead and self._info is not None and self._info.launch == "zygote" and not self._at_step:
+                launch = functools.partial(self._launch_trial, spec)
+                self._spare = start_spare(path.with_name(f"next-{path.name}"), launch, self._setup_allowance())
+                spec = replace(spec, starting=str(starting_file(self._spare.order)))
+            beside = self._spare
+        if spare is not None and spare.look():
+            path, process = spare.result, spare.process
+            spare.tell(spec, began)
+        else:
+            process = self._launch_trial(spec, path, spec=spec.to_json(), asked=began)
         self._running.add(process)
+        timed_out = False
         try:
-            timed_out = False
             deadline = Deadline(spec.timeout_s + self._setup_allowance(), process.pid, steps_file(path), told)
             while process.poll() is None:
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
                     process.wait(5.0)
                     break
+                if beside is not None and not beside.look():
+                    beside = None
                 if deadline.steps:  # set-up is over: from here on the trial's own limit holds
                     deadline.limit_s = spec.timeout_s
                 if deadline.passed() or self._closed:
@@ -452,7 +452,16 @@ class TrialRunner(Runner):
             timeout_s=spec.timeout_s,
             tail=process.tail,
         )
-        return _with_wall(result, began)
+        if result.status == "oom" and beside is not None:  # the next trial's process may have been in the way
+            beside.end()
+            return self._run_process(replace(spec, ahead=False, starting=""), told)
+        return replace(result, wall_s=time.monotonic() - began)
+
+    def _launch_trial(self, how: TrialSpec, result: Path, **values: Any) -> ProcessTree:
+        config = self._config(mode="trial", launch=self._launch, result=str(result), **values)
+        on_gpu = self._info is not None and self._info.device != "cpu"
+        threads = 0 if on_gpu else max(how.threads, self._threads)
+        return self._launch_process(config, f"{self._mark}{result.stem}", threads=threads, log=None)
 
     def _setup_allowance(self) -> float:
         """A plain process pays the script's set-up again; the deadline of the trial itself starts after it."""
@@ -471,7 +480,7 @@ class TrialRunner(Runner):
         if self._host is not None:
             self._host.wait(1.0)
             self._host.end()
-        for process in list(self._running):
+        for process in [*self._running, *([] if self._spare is None else [self._spare])]:
             process.end()
         if control is not None:
             control.close()
@@ -481,7 +490,3 @@ class TrialRunner(Runner):
         if not self._left:
             self._left = True
             self._launcher.leave()
-
-
-def _with_wall(result: TrialResult, began: float) -> TrialResult:
-    return replace(result, wall_s=time.monotonic() - began)

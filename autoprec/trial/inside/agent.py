@@ -34,6 +34,7 @@ from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for
 from autoprec.trial.inside.policy_run import PolicyRun
+from autoprec.trial.inside.spare import await_order
 from autoprec.trial.inside.trial import Trial
 from autoprec.trial.inside.zygote import leave_zygote, leave_zygote_at_first_seed, preload
 from autoprec.trial.messages import connect, send_message
@@ -257,8 +258,11 @@ class Agent:
                 self._running = PolicyRun(self.config, self.hooks, folder, writer=_rank() == 0)
                 self._running.begin(found)
         elif self.mode == "trial":
-            spec = TrialSpec.from_json(self.config["spec"])
-            self._begin(spec, found, Path(self.config["result"]), float(self.config["asked"]), module, args, kwargs)
+            if "order" in self.config:
+                spec, asked = await_order(Path(self.config["order"]))
+            else:
+                spec, asked = TrialSpec.from_json(self.config["spec"]), float(self.config["asked"])
+            self._begin(spec, found, Path(self.config["result"]), asked, module, args, kwargs)
         else:
             self._host(found, module, args, kwargs)
 

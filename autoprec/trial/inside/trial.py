@@ -43,7 +43,7 @@ from autoprec.trial.inside.observe.discovery import Found, batch_size
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop, early_stop
 from autoprec.trial.inside.observe.measure import clock_for, limit_memory
-from autoprec.trial.inside.observe.turn import take_turn
+from autoprec.trial.inside.observe.turn import take_turn, wait_for_start
 from autoprec.trial.progress import Beat, steps_file
 from autoprec.trial.protocol import MOST_TIMED_S, SMALL_MODEL, TrialResult, TrialSpec
 
@@ -183,11 +183,15 @@ class Trial:
     # ---------------------------------------------------------------- steps
     def _check(self, loop: Loop) -> None:
         spec = self.spec
-        if spec.shared and loop.steps == 1:
+        if loop.steps == 1 and (spec.shared or spec.starting):
             began = time.monotonic()
-            take_turn(self._path.with_name("turn"), self._beat)
+            if spec.starting:
+                wait_for_start(Path(spec.starting), self._beat)
+            if spec.shared:
+                take_turn(self._path.with_name("turn"), self._beat)
             self._waited_s = time.monotonic() - began
-            self._before = read_conditions(self._device)
+            if spec.shared:
+                self._before = read_conditions(self._device)
         if self._before is not None and loop.steps == spec.warmup:
             # by now NCCL, cuBLAS and the compiler hold what they need: memory of this process, not of another
             self._before = replace(self._before, foreign_memory=foreign_memory(self._device))

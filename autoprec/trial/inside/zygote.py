@@ -48,10 +48,13 @@ def preload() -> None:
 def preload_compiler() -> None:
     """Import Inductor where there is a GPU: most trials compile there, and the import takes as long as twenty steps.
 
-    It starts no worker. Should a version of torch initialise CUDA by it, this copy is of no more use, and ends.
+    The key of what it caches covers torch's own source, which is read here for all forks. It starts no worker. Should a
+    version of torch initialise CUDA by it, this copy is of no more use, and ends.
     """
     if torch.cuda.is_available():  # by NVML (``PYTORCH_NVML_BASED_CUDA_CHECK``), which initialises nothing
         importlib.import_module("torch._inductor.compile_fx")
+        with contextlib.suppress(AttributeError):
+            importlib.import_module("torch._inductor.codecache").torch_key()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             os._exit(0)
 

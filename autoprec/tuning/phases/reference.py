@@ -175,6 +175,7 @@ def expected(setup: Setup, runner: PairedRunner, ledger: Ledger) -> list[str]:
             workers=runner.workers,
             final_workers=runner.final_workers,
             shared=shared,
+            ahead=runner.starts_ahead,
             usual=usual,
             closing_s=ledger.seconds_to_close(),
         )

@@ -1,4 +1,4 @@
-"""Turns of trials that share a device: one is timed while another starts and compiles."""
+"""Turns of trials that share a device: one is timed while another starts and compiles, or not before that is done."""
 
 from __future__ import annotations
 
@@ -30,6 +30,21 @@ def take_turn(path: Path, alive: Callable[[], None]) -> None:
             time.sleep(_LOOK_S)
         else:
             return
+        if time.monotonic() - told >= _BEAT_S:
+            alive()
+            told = time.monotonic()
+
+
+def wait_for_start(starting: Path, alive: Callable[[], None]) -> None:
+    """Wait until the process beside this one has arrived, or its driver has given it up: its file is gone.
+
+    Args:
+        starting: the file.
+        alive: called about once a second, so that waiting is not taken for a hang.
+    """
+    told = time.monotonic()
+    while starting.exists():
+        time.sleep(_LOOK_S)
         if time.monotonic() - told >= _BEAT_S:
             alive()
             told = time.monotonic()

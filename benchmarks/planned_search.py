@@ -1,0 +1,130 @@
+"""The search that gpu_ready.py plans: 30 trials of a compiled gpt2-124M on one H100, by the schedule of a search."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+#: What the planned search compiles: the script as written, and one recipe for every trial.
+PLANNED = ("bf16", "fp8_rowwise")
+TOKENS = 16384
+
+
+def planned(compiled_s: dict[str, tuple[float, float, float]], setup_s: float, start_s: float) -> list[str]:
+    """Return table rows: seconds of a 30-trial search of gpt2-124M on one H100, by the schedule of a search.
+
+    Args:
+        compiled_s: CPU seconds here, by recipe: the first compilation of one block of this file (half a block of the
+            model), one more, and every one more in the same graph.
+        setup_s, start_s: seconds here until its script is at its first step, started anew, and as a trial.
+    """
+    from autoprec.cost import CostModel
+    from autoprec.cost.transformer import PRESETS, decoder_report
+    from autoprec.precision.hardware import TARGETS
+    from autoprec.tuning.options import SearchOptions
+    from autoprec.tuning.paired import TIMED_SHARE, fit_together
+    from autoprec.tuning.schedule import Pace, schedule
+
+    report = decoder_report(PRESETS["gpt2"], batch=TOKENS // 1024, seq=1024)
+    step = CostModel(report, TARGETS["h100"], compiled=True).estimate({}, activations="bf16")
+    step_s = step.time_ms / 1e3
+    paces = [
+        Pace(start_s, step_s, 24 * each, blocks=12, timed_share=TIMED_SHARE, first_s=max(0.0, first - again))
+        for first, again, each in (compiled_s[recipe] for recipe in PLANNED)
+    ]
+    asked = SearchOptions(command=("train.py",))
+    both = ((True, "as searches usually end"), (False, "upper bound: nothing converges"))
+    rows = []
+    ways = [(1, "")] + [(2, ", --workers 2")] * fit_together(2, step.memory_bytes, TARGETS["h100"].memory_bytes)
+    for workers, way, usual, what in [(*way, *end) for way in ways for end in both]:
+        how: dict[str, Any] = {"setup_s": setup_s, "host_s": start_s, "workers": workers, "shared": workers > 1}
+        how["ahead"] = workers == 1
+        found = schedule(asked, *paces, **how, usual=usual)
+        counted = (
+            f"{found.total_s:.0f} s: {found.trials} trials {found.trials_s:.0f}, {found.runs} further runs "
+            f"{found.finalists_s:.0f}, {found.whole} of the whole model {found.whole_s:.0f}, "
+            f"reference {found.reference_s:.0f}, gradient errors {found.scan_s:.0f}"
+        )
+        rows.append(f"| planned search, --trials 30{way}, compiled gpt2-124M | h100 | {what} (modelled) | {counted} |")
+    started = f"started anew {setup_s:.1f} s, a trial {start_s:.1f} s"
+    rows.append(f"| gpt2-124M's script at its first step | - | without a GPU's own start | {started} |")
+    return rows
+
+
+def start_seconds() -> tuple[float, float]:
+    """Return the seconds until gpt2-124M's script is at its first step: started anew, and as trials start on a GPU.
+
+    Those are forks of a copy that has its imports done (:mod:`autoprec.trial.inside.zygote`), the least of six. What
+    the process waited for a core of this machine is taken off.
+    """
+    from autoprec.trial.command import ScriptCommand
+    from autoprec.trial.driver.runner import TrialRunner
+
+    script = ROOT / "benchmarks" / "gpu" / "train_transformer.py"
+    command = ScriptCommand.parse([str(script), "--model", "gpt2-124m", "--device", "cpu"])
+    seconds = []
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        for seed in range(7):  # the first leaves the copy behind
+            runner = stack.enter_context(TrialRunner(command, run_dir=Path(folder), seed_offset=seed, launch="zygote"))
+            with _waited(runner) as waited:
+                setup_s = runner.start().setup_s
+                seconds.append(setup_s - waited(setup_s))
+    return seconds[0], min(seconds[1:])
+
+
+@contextlib.contextmanager
+def _waited(runner: Any) -> Iterator[Callable[[float], float]]:
+    """Give what tells how many of its first seconds a runner's host waited for a core."""
+    from autoprec.trial.progress import tree_usage
+
+    found, began, ended = [(0.0, 0.0)], time.monotonic(), threading.Event()
+
+    def look() -> None:
+        while not ended.wait(0.05):
+            usage = tree_usage(runner.host_pid).get(runner.host_pid) if runner.host_pid else None
+            if usage is not None and usage.waited_s:
+                found.append((time.monotonic() - began, usage.waited_s))
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        yield lambda first_s: max(waited for at_s, waited in found if at_s <= first_s)
+    finally:
+        ended.set()
+        thread.join()
+
+
+def kinds() -> dict[str, Any]:
+    """Kinds of blocks that a trial has, and those of them that no trial before had: 15 blocks, 30 trials, three runs.
+
+    The runs are those of this search on search_quality.py's transformer of 15 blocks, as they are stored.
+    """
+    sys.path.insert(0, str(Path(__file__).parent))
+    import numpy as np
+    from ground_truth import Case
+
+    from autoprec.tuning.schedule import ALIKE_TRIALS
+
+    case = Case.load("deep-b200")
+    first, rest = [], []
+    for run in case.logs["ours"]:
+        seen: set[frozenset[tuple[str, int]]] = set()
+        for trial, row in enumerate(list(run)[:30]):
+            blocks: dict[str, set[tuple[str, int]]] = {}
+            for group, choice in zip(case.problem.groups, np.frombuffer(row, dtype=np.uint8), strict=False):
+                for layer in group.layers:
+                    if block := re.match(r"h\.\d+", layer):
+                        blocks.setdefault(block[0], set()).add((layer[block.end() :], int(choice)))
+            has = {frozenset(layers) for layers in blocks.values()}
+            (first if trial < ALIKE_TRIALS else rest).append((len(has), len(has - seen)))
+            seen |= has
+    names = ("first trials", "their new", "later trials", "their new ones")
+    return dict(zip(names, np.round([*np.mean(first, 0), *np.mean(rest, 0)], 2).tolist(), strict=True))
