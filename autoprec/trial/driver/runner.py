@@ -480,7 +480,9 @@ class TrialRunner(Runner):
         if self._host is not None:
             self._host.wait(1.0)
             self._host.end()
-        for process in [*self._running, *([] if self._spare is None else [self._spare])]:
+        if self._spare is not None:
+            self._spare.end()
+        for process in list(self._running):
             process.end()
         if control is not None:
             control.close()

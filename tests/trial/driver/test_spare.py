@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autoprec.trial.driver.spare import Spare, start_spare
-from autoprec.trial.inside.spare import await_order
 from autoprec.trial.progress import starting_file
 from autoprec.trial.protocol import TrialSpec
 from tests.trial.conftest import uniform
@@ -32,19 +29,12 @@ def _started(folder: Path, patience_s: float = 60.0) -> Spare:
     return start_spare(folder / "next.json", lambda result, order: _Process(), patience_s)  # type: ignore[arg-type, return-value]
 
 
-def test_it_is_on_its_way_until_it_arrives_and_then_waits_for_its_trial(tmp_path: Path) -> None:
-    spare, got = _started(tmp_path), list[Any]()
+def test_it_is_of_use_while_it_starts_and_when_it_has_arrived(tmp_path: Path) -> None:
+    spare = _started(tmp_path)
     assert starting_file(spare.order).exists()
-    inside = threading.Thread(target=lambda: got.append(await_order(spare.order)))
-    inside.start()
-    while starting_file(spare.order).exists():
-        time.sleep(0.01)
     assert spare.look()
-    assert not got
-    spec = TrialSpec(steps=7, policy={"schema": "autoprec.policy/1"})
-    spare.tell(spec, 12.5)
-    inside.join(20.0)
-    assert got == [(spec, 12.5)]
+    starting_file(spare.order).unlink()
+    assert spare.look()
 
 
 @pytest.mark.parametrize("why", ["it ended", "it does not arrive"])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from pathlib import Path
 
-from autoprec.trial.inside.observe.turn import take_turn
+from autoprec.trial.inside.observe.turn import take_turn, wait_for_start
 
 
 def test_a_turn_lasts_as_long_as_its_process_and_is_not_inherited(tmp_path: Path) -> None:
@@ -31,3 +32,14 @@ def test_a_turn_lasts_as_long_as_its_process_and_is_not_inherited(tmp_path: Path
     assert os.waitstatus_to_exitcode(os.waitpid(waiting, 0)[1]) == 0
     assert 1.0 < time.monotonic() - began < 15.0
     os.waitpid(holder, 0)
+
+
+def test_a_trial_is_timed_when_the_process_beside_it_has_arrived(tmp_path: Path) -> None:
+    starting, alive = tmp_path / "starting", list[int]()
+    wait_for_start(starting, lambda: alive.append(1))  # nobody starts
+    starting.touch()
+    threading.Timer(1.5, starting.unlink).start()
+    began = time.monotonic()
+    wait_for_start(starting, lambda: alive.append(1))
+    assert 1.0 < time.monotonic() - began < 15.0
+    assert alive
