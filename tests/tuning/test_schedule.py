@@ -95,7 +95,7 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
         f"expected from here on: about 3 min ({parts}), about 16 min if nothing converges (30 trials, 9 runs)"
     )
     assert describe(usual, most, 600.0) == told + "; --budget would end it after 10 min in all"
-    assert describe(usual, most, 250.0, 80.0) == told + "; --budget ends it after 250 s in all"
+    assert describe(usual, most, 230.0, 80.0) == told + "; --budget ends it after 230 s in all"
     assert describe(usual, most, 110.0, 1.0).endswith("ends it after 110 s in all"), "not 2 min"
     assert describe(usual, most, 60.0, 50.0) == (
         f"{told}; --budget is too short: one trial and one further seed end it after about 2 min in all"
