@@ -25,7 +25,7 @@ from autoprec.trial.source import source_digests
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.workers.slots import devices_here
+from autoprec.tuning.target import devices_here
 
 #: How :attr:`SearchResult.stopped` begins where no option of :data:`_MAXIMA` can make the search go on.
 _ENDED = ("converged", "exhausted")

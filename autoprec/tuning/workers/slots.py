@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import queue
 import subprocess
 from collections.abc import Sequence
-from typing import Any
 
-from autoprec.cost.calibrate.cpu import cpu_model
 from autoprec.trial.driver.base import Runner
 from autoprec.trial.protocol import HostInfo, TrialResult, TrialSpec
-
-_VISIBLE = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
 
 
 def visible_gpus(environment: dict[str, str]) -> list[str]:
@@ -24,25 +18,16 @@ def visible_gpus(environment: dict[str, str]) -> list[str]:
     named = environment.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
         return [part.strip() for part in named.split(",") if part.strip() and part.strip() != "-1"]
-    return [str(index) for index, line in enumerate(_listed()) if line.startswith("GPU ")]
+    return [str(index) for index, line in enumerate(listed_gpus()) if line.startswith("GPU ")]
 
 
-def _listed() -> list[str]:
+def listed_gpus() -> list[str]:
     """Return the lines of ``nvidia-smi -L``: GPUs and their MIG devices, with names and UUIDs; none without it."""
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
     return listed.splitlines()
-
-
-def devices_here() -> dict[str, Any]:
-    """Return what a measurement on this machine is bound to: its processor, its GPUs, and which of them are visible.
-
-    Nothing is initialised. GPUs that ``nvidia-smi`` does not list (AMD's) are known by what is visible alone.
-    """
-    seen = {name: os.environ[name] for name in _VISIBLE if name in os.environ}
-    return {"machine": platform.node(), "cpu": cpu_model(), "gpus": _listed(), "visible": seen}
 
 
 class SlotRunner(Runner):

@@ -91,9 +91,9 @@ def test_an_edited_file_asks_something_else(folder: Path, name: str) -> None:
     ("name", "other"),
     [
         ("phases.concluded.metadata.version", "2.0"),
-        ("workers.slots.platform.node", "elsewhere"),
-        ("workers.slots.cpu_model", "another processor"),
-        ("workers.slots._listed", ["GPU 0: NVIDIA H100 (UUID: GPU-1)", "  MIG 1g.10gb Device 0: (UUID: MIG-2)"]),
+        ("target.platform.node", "elsewhere"),
+        ("target.cpu_model", "another processor"),
+        ("target.listed_gpus", ["GPU 0: NVIDIA H100 (UUID: GPU-1)", "  MIG 1g.10gb Device 0: (UUID: MIG-2)"]),
     ],
 )
 def test_another_version_machine_or_device_asks_something_else(

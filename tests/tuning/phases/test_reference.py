@@ -143,7 +143,7 @@ def test_a_reference_of_another_machine_or_another_loss_curve_is_measured_again(
 ) -> None:
     asked = options(study="mine", sampler="random", trials=2, seeds=1)
     search(script(), asked)
-    monkeypatch.setattr("autoprec.tuning.workers.slots.cpu_model", lambda: "another processor")
+    monkeypatch.setattr("autoprec.tuning.target.cpu_model", lambda: "another processor")
     search(elsewhere := script(), replace(asked, trials=3, resume=True))
     assert references(elsewhere) >= 3
     changed = here / "autoprec-runs" / "mine" / "reference.json"
