@@ -6,7 +6,7 @@ from __future__ import annotations
 def main() -> None:
     """Run the command line; leaves with the exit code of docs/exit-codes.md."""
     from autoprec.cli import cli
-    from autoprec.support.clock import process_began
+    from autoprec.cli.clock import process_began
 
     cli.main(prog_name="autoprec", obj=process_began())
 

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from autoprec.support.clock import process_began
+from autoprec.cli.clock import process_began
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
 def test_a_process_began_before_its_first_line() -> None:
-    code = "import time; time.sleep(0.3); from autoprec.support.clock import process_began; print(process_began())"
+    code = "import time; time.sleep(0.3); from autoprec.cli.clock import process_began; print(process_began())"
     before = time.monotonic()
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     began, after = float(found.stdout), time.monotonic()
