@@ -294,7 +294,8 @@ def _sampler(
     """Return the sampler, and the presets that are measured before it is asked.
 
     Ours asks for presets where they are worth a trial; only the 16-bit run, which a gain is told against, is measured
-    anyway. The others measure them all, whatever people run today.
+    anyway, and where trials are timed one run of FP8 attention, of which the model expects nothing. The others measure
+    them all, whatever people run today.
     """
     options, problem = setup.options, setup.problem
     known = first_presets(presets(problem))
@@ -305,7 +306,8 @@ def _sampler(
         return sampler, known[: max(FEWEST_PRESETS, options.trials // 2)]
     told_against = [preset for preset in known if is_plain(preset[0])][:1]
     needed = not setup.target.is_cpu and not runs_in_sixteen_bit(setup.graph)
-    return sampler, told_against if needed else []
+    unpriced = [preset for preset in known if setup.measured and preset[1].get("attention") == "fp8"][:1]
+    return sampler, [*(told_against if needed else []), *unpriced]
 
 
 def _drive(loop: _Loop) -> None:

@@ -2,12 +2,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autoprec.policy import load_policy
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
+from autoprec.tuning.phases.trials import _sampler
 from autoprec.tuning.sixteen_bit import NAMES
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
+from tests.tuning.test_setup import setup
 
 
 def test_a_search_cut_short_never_says_stay(here: Path) -> None:  # noqa: F811
@@ -61,7 +65,6 @@ def test_each_session_runs_a_trial_and_the_line_that_goes_on_names_a_budget_that
 
 def test_nothing_is_kept_for_finalists_that_do_not_exist(here: Path) -> None:  # noqa: F811
     from types import SimpleNamespace
-    from typing import Any
 
     from autoprec.tuning.phases.trials import reserve
 
@@ -79,7 +82,6 @@ def test_nothing_is_kept_for_finalists_that_do_not_exist(here: Path) -> None:  #
 
 def test_what_was_cut_short_has_not_converged(here: Path) -> None:  # noqa: F811
     from types import SimpleNamespace
-    from typing import Any
 
     from autoprec.tuning.phases.trials import _Loop
 
@@ -98,7 +100,6 @@ def test_what_was_cut_short_has_not_converged(here: Path) -> None:  # noqa: F811
 
 def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -> None:  # noqa: F811
     from types import SimpleNamespace
-    from typing import Any
 
     from autoprec.tuning.phases.trials import _Loop
 
@@ -118,7 +119,6 @@ def test_a_study_that_holds_more_trials_than_it_is_allowed_says_so(here: Path) -
 
 def test_a_trial_is_ended_early_only_beyond_what_the_budget_and_the_noise_forgive() -> None:
     from types import SimpleNamespace
-    from typing import Any
 
     from autoprec.tuning.phases.trials import hopeless_gap
 
@@ -127,3 +127,19 @@ def test_a_trial_is_ended_early_only_beyond_what_the_budget_and_the_noise_forgiv
     assert hopeless_gap(setup, ledger) == 20 * 0.0025
     ledger.reference.noise_floor = 0.01
     assert hopeless_gap(setup, ledger) == 10 * 0.01
+
+
+def test_fp8_attention_is_run_once_where_trials_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model expects nothing of it: a search that converges by the model alone would never have measured it."""
+    ours = PrecisionSampler.__new__(PrecisionSampler)
+    monkeypatch.setattr("autoprec.tuning.phases.trials.make_sampler", lambda *_, **__: ours)
+    monkeypatch.setattr("autoprec.tuning.setup.fp8_attention_refusal", lambda *_, **__: "")
+
+    def queued(device: str) -> list[str]:
+        made = setup(device)
+        prior: Any = None
+        return [str(params["attention"]) for _, params in _sampler(made, prior, prior)[1]]
+
+    assert "fp8" in setup("cpu").problem.parameters["attention"]
+    assert queued("NVIDIA H100 80GB HBM3") == ["keep", "fp8"]
+    assert queued("cpu") == ["keep"]
