@@ -3,8 +3,9 @@
     python benchmarks/gpu_speed.py products [--out DIR]   _scaled_mm: tensor and row scales, fast and full accumulation
     python benchmarks/gpu_speed.py blocks [--out DIR]     4 blocks of width 4096, forward and backward
 
-``blocks`` has bf16 autocast, torchao's recipes, ours by the ``native`` backend and Transformer Engine's, each eager
-and compiled (block by block), one process per precision. Rows that are done are kept in ``DIR`` and not run again.
+``blocks`` has bf16 autocast, torchao's recipes, ours by the ``native`` backend, Transformer Engine's, and FP8 in blocks
+by DeepGEMM's and torchao's products, each eager and compiled (block by block), one process per precision. Rows that are
+done are kept in ``DIR`` and not run again.
 ``--tiny`` rehearses the same on a CPU, with stand-ins for the device's clocks: the path, not the figures.
 """
 
@@ -30,13 +31,18 @@ from benchmarks.gpu_parts import Parts, environment
 
 #: What matters most first: the time may run out.
 FIRST = ("bf16", "native-fp8_rowwise", "torchao-rowwise", "native-fp8_tensorwise", "torchao-tensorwise")
-NAMES = (*FIRST, "te-current", "te-delayed", "native-fp8_delayed", "native-fp8_block")
+NAMES = (
+    *(*FIRST, "te-current", "te-delayed", "native-fp8_delayed"),
+    *("native-fp8_block", "deepgemm-fp8_block", "torchao-fp8_block"),
+)
 #: Recipes of a library, and ours that quantise the same way.
 SAME = {
     "torchao-rowwise": "native-fp8_rowwise",
     "torchao-tensorwise": "native-fp8_tensorwise",
     "te-current": "native-fp8_tensorwise",
     "te-delayed": "native-fp8_delayed",
+    "deepgemm-fp8_block": "native-fp8_block",
+    "torchao-fp8_block": "native-fp8_block",
 }
 WARMUP, STEPS = 6, 20
 #: A cold device runs at low clocks: steps are not timed before it has worked so long.
@@ -95,6 +101,7 @@ def block_row(name: str, how: str, *, tiny: bool) -> dict[str, Any]:
     from torch._dynamo.utils import counters
 
     import autoprec
+    from autoprec.precision.recipes import BUILTIN_RECIPES
     from benchmarks.gpu.train_transformer import Block, Shape, convert
     from benchmarks.gpu_ready import uniform
 
@@ -107,9 +114,10 @@ def block_row(name: str, how: str, *, tiny: bool) -> dict[str, Any]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[Block(shape, causal=True) for _ in range(shape.depth)]).to(device)
     around, policy = contextlib.nullcontext, None
-    if name.startswith("native-"):
-        policy = autoprec.Policy.model_validate(uniform(name.removeprefix("native-")))
-        policy.apply(model, backend="native")
+    backend, _, recipe = name.partition("-")
+    if recipe in BUILTIN_RECIPES:
+        policy = autoprec.Policy.model_validate(uniform(recipe))
+        policy.apply(model, backend=backend)
     else:
         around = convert(model, name)
     for block in model if how == "compiled" else ():

@@ -1,8 +1,10 @@
 """The ``torchao`` backend: its float8 training function, and its MXFP8 product, called from the layer's own forward.
 
+FP8 in blocks is cast by us and multiplied by its Triton kernels (``prototype/blockwise_fp8_training``), whose own casts
+have float32 scales only, and whose default is the product of torch that ``native`` calls; not run on a GPU yet.
 ``convert_to_float8_training`` would replace modules (losing hooks and subclasses) and ``quantize_`` would replace
 Parameters (losing the optimizer); the autograd functions beneath them need neither. What torchao cannot express is
-refused: delayed scaling (removed in 0.7), block scales, two formats for one operand, mixed power-of-two flags.
+refused: delayed scaling (removed in 0.7), two formats for one operand, mixed power-of-two flags.
 """
 
 from __future__ import annotations
@@ -10,11 +12,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autoprec.backends.base import Backend, feature_sizes
-from autoprec.backends.library import LibraryExecution, wants_bf16
+from autoprec.backends.library import (
+    LibraryExecution,
+    block_execution,
+    block_refusal,
+    is_block,
+    wants_bf16,
+)
+from autoprec.backends.scaled_mm import block_squares, block_tiles
 from autoprec.errors import MissingDependencyError, UnsupportedError
+from autoprec.numerics.execution import Execution
+from autoprec.numerics.operand import QuantizedOperand
+from autoprec.numerics.plan import GemmStep, multiply_emulated
 from autoprec.numerics.rounding import STORAGE
 from autoprec.policy import LayerPlan
 from autoprec.precision.hardware import Capability
@@ -22,6 +35,9 @@ from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Recipe
 from autoprec.support.optional import require
 
 _HIGH = ("bf16",)
+_BLOCKS = "torchao.prototype.blockwise_fp8_training.kernels"
+#: The largest tile of a product that the kernels are tuned over.
+_TILE = 256
 
 
 def _float8_refusal(recipe: Recipe, device: str) -> str:
@@ -32,8 +48,8 @@ def _float8_refusal(recipe: Recipe, device: str) -> str:
         return f"torchao trains no {recipe.describe()} GEMM"
     if scaling.scale == "delayed":
         return "torchao has no delayed scaling any more"
-    if scaling.granularity == "block":
-        return "torchao's block-wise linear needs Triton and is not bound here"
+    if is_block(recipe):
+        return "" if device.startswith("cuda") else "torchao's block products are Triton kernels for NVIDIA GPUs"
     if scaling.amax_epsilon:
         return "torchao has no amax_epsilon"
     if recipe.accumulation == "fast" and not device.startswith("cuda"):
@@ -122,6 +138,9 @@ class TorchaoBackend(Backend):
         refusal = _float8_refusal(recipe, device)
         if refusal:
             return Capability(False, refusal)
+        if is_block(recipe):
+            why = block_refusal(recipe, gemm, feature_sizes(gemm, m, k, n)) or _no_block_kernels(device)
+            return Capability(False, why) if why else Capability(True, "torchao.prototype.blockwise_fp8_training")
         multiple = 32 if recipe.format == "mxfp8" else 16 if device.startswith("cuda") and recipe.scaled else 1
         for label, size in feature_sizes(gemm, m, k, n).items():
             if size % multiple:
@@ -133,13 +152,14 @@ class TorchaoBackend(Backend):
                 return Capability(False, f"{recipe.describe()} needs compute capability {need[0]}.{need[1]}")
         return Capability(True, f"torchao {recipe.describe()}")
 
-    def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LibraryExecution:
+    def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> Execution:
         """Return an execution that calls torchao's product.
 
         Raises:
             UnsupportedError: torchao cannot express the plan.
         """
-        del seed
+        if any(is_block(plan.recipe(gemm)) for gemm in GEMMS):
+            return block_execution(plan, _multiply_blocks, seed=seed, backend=self.name)
         refusal = _plan_refusal(plan)
         if refusal:
             raise UnsupportedError(refusal, where=f"layer '{name}'", fix="use backend 'native' or 'emulated'")
@@ -151,6 +171,38 @@ class TorchaoBackend(Backend):
         note = "torchao's emulation" if emulate else ""
         rows = 32 if mx else 1 if emulate else 16
         return LibraryExecution(plan, product, plan.labels, rows, compute=compute, backend=self.name, note=note)
+
+
+def _no_block_kernels(device: str) -> str:
+    """Return why torchao's block products cannot run on a GPU, or an empty string."""
+    major, minor = torch.cuda.get_device_capability(device)
+    if major < 9:
+        return f"torchao's block products need compute capability 9.0, this device has {major}.{minor}"
+    try:
+        require(_BLOCKS, purpose="FP8 in blocks through torchao")
+    except MissingDependencyError as error:
+        return error.what
+    return ""
+
+
+def _multiply_blocks(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
+    """Multiply two operands with scales of blocks through torchao's Triton kernels."""
+    if a.codes.numel() == 0 or b.codes.numel() == 0:
+        return multiply_emulated(a, b, step, out_dtype)
+    kernels = require(_BLOCKS, purpose="FP8 in blocks through torchao")
+    # they read the scales of whole tiles of the product, which end where no tensor need be
+    left, scale_left = block_tiles(a, step.axes[0], _TILE)
+    if b.spec.square:
+        right, scale_right = block_squares(b, step.axes[1])
+        scale_right = F.pad(scale_right, (0, 0, 0, scale_right.shape[0] % 2), value=1.0).contiguous()
+        multiply = kernels.triton_fp8_gemm_1x128_128x128
+    else:
+        right, scale_right = block_tiles(b, step.axes[1], _TILE)
+        multiply = kernels.triton_fp8_gemm_1x128_128x1
+    out: Tensor = multiply(left, right.t(), scale_left, scale_right.t(), out_dtype=out_dtype)
+    rows = a.rows if step.axes[0] == 1 else a.columns
+    columns = b.rows if step.axes[1] == 1 else b.columns
+    return out[:rows, :columns]
 
 
 def _float8_product(plan: LayerPlan, emulate: bool) -> Any:

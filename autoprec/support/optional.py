@@ -9,10 +9,12 @@ from types import ModuleType
 
 from autoprec.errors import MissingDependencyError
 
-#: import name -> (distribution, oldest version that works, what to pip install)
+#: import name -> (distribution, oldest version that works, what to pip install or where it says how it is built)
 EXTRAS: dict[str, tuple[str, str, str]] = {
     "torchao": ("torchao", "0.15", "autoprec[torchao]"),
     "transformer_engine": ("transformer-engine", "2.9", "autoprec[te]"),
+    # what PyPI calls deep-gemm 1.0 is another package
+    "deep_gemm": ("deep_gemm", "2.1", "https://github.com/deepseek-ai/DeepGEMM"),
     "ray": ("ray", "2.40", "autoprec[ray]"),
     "transformers": ("transformers", "4.50", "autoprec[hf]"),
     "accelerate": ("accelerate", "1.10", "autoprec[hf]"),
@@ -44,6 +46,12 @@ def installed_version(name: str) -> str | None:
         return None
 
 
+def how_to_install(name: str) -> str:
+    """Return the pip line of a package by import name, or where it says how it is built."""
+    install = EXTRAS.get(name, (name, "", name))[2]
+    return f"build it: {install}" if "://" in install else f"pip install '{install}'"
+
+
 def is_available(name: str) -> bool:
     """Say whether ``require(name)`` would find the package in a version that works; nothing is imported."""
     if importlib.util.find_spec(name.split(".")[0]) is None:
@@ -59,9 +67,9 @@ def require(name: str, *, purpose: str = "") -> ModuleType:
         MissingDependencyError: not installed, too old, or broken on import; the message carries the pip line.
     """
     top = name.split(".")[0]
-    _, oldest, install = EXTRAS.get(top, (top, "", top))
+    oldest = EXTRAS.get(top, (top, "", top))[1]
     why = f" for {purpose}" if purpose else ""
-    fix = f"pip install '{install}'"
+    fix = how_to_install(top)
     found = installed_version(top)
     if found is not None and oldest and _numbers(found) < _numbers(oldest):
         raise MissingDependencyError(f"{top} {found} is too old{why}: {oldest} or newer is needed", fix=fix)

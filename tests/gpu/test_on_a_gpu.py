@@ -37,12 +37,16 @@ def gradients(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
-@pytest.mark.parametrize(
-    "name", ["bf16", "int8", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4_plain"]
-)
-def test_native_gemms_agree_with_their_emulation_and_come_off_again(name: str) -> None:
+#: Who else than native multiplies, and what.
+OTHERS = [("deepgemm", "fp8_block"), ("torchao", "fp8_block")]
+EAGER = ("bf16", "int8", "fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4_plain")
+COMPILED = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4")
+
+
+@pytest.mark.parametrize(("by", "name"), [*(("native", name) for name in EAGER), *OTHERS])
+def test_gemms_agree_with_their_emulation_and_come_off_again(by: str, name: str) -> None:
     asks = {"m": 64, "k": 512, "n": 256, "device": "cuda:0"}
-    able = get("native").capability(BUILTIN_RECIPES[name], gemm="dgrad", **asks)
+    able = get(by).capability(BUILTIN_RECIPES[name], gemm="dgrad", **asks)
     if not able:
         pytest.skip(able.reason)
     torch.manual_seed(0)
@@ -50,7 +54,7 @@ def test_native_gemms_agree_with_their_emulation_and_come_off_again(name: str) -
     x = torch.randn(64, 256, device="cuda")
     before = gradients(model, x)
     found = {}
-    for backend in ("native", "emulated"):
+    for backend in (by, "emulated"):
         policy = uniform(name)
         policy.apply(model, backend=backend)
         found[backend] = gradients(model, x)
@@ -58,16 +62,16 @@ def test_native_gemms_agree_with_their_emulation_and_come_off_again(name: str) -
         policy.remove(model)
     # one rounding between the layers flips some codes: 0.06 on a CPU, where E5M2's are a quarter apart
     limit = 0.2 if name.startswith("nvfp4") else 0.1
-    for native, emulated in zip(found["native"], found["emulated"], strict=True):
-        assert (native - emulated).norm() < limit * emulated.norm()
+    for theirs, emulated in zip(found[by], found["emulated"], strict=True):
+        assert (theirs - emulated).norm() < limit * emulated.norm()
     for now, then in zip(gradients(model, x), before, strict=True):
         assert torch.equal(now, then)
 
 
 @pytest.mark.filterwarnings("ignore")  # the own deprecations of Dynamo and Inductor
-@pytest.mark.parametrize("name", ["fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4"])
-def test_a_compiled_step_is_one_graph_and_agrees_with_the_emulation(name: str) -> None:
-    able = get("native").capability(BUILTIN_RECIPES[name], gemm="dgrad", m=256, k=512, n=256, device="cuda:0")
+@pytest.mark.parametrize(("by", "name"), [*(("native", name) for name in COMPILED), *OTHERS])
+def test_a_compiled_step_is_one_graph_and_agrees_with_the_emulation(by: str, name: str) -> None:
+    able = get(by).capability(BUILTIN_RECIPES[name], gemm="dgrad", m=256, k=512, n=256, device="cuda:0")
     if not able:
         pytest.skip(able.reason)
     from torch._dynamo.utils import counters
@@ -76,12 +80,12 @@ def test_a_compiled_step_is_one_graph_and_agrees_with_the_emulation(name: str) -
     model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256)).cuda()
     x = torch.randn(256, 256, device="cuda")
     found = {}
-    for backend in ("emulated", "native"):
+    for backend in ("emulated", by):
         policy = uniform(name)
         policy.apply(model, backend=backend)
         torch._dynamo.reset()
         counters.clear()
-        run = torch.compile(model) if backend == "native" else model
+        run = torch.compile(model) if backend == by else model
         for _ in range(3):  # delayed scales begin without a history
             model.zero_grad()
             run(x).square().mean().backward()
@@ -90,8 +94,8 @@ def test_a_compiled_step_is_one_graph_and_agrees_with_the_emulation(name: str) -
         assert policy.audit(model).ok, policy.audit(model).mismatches
         policy.remove(model)
     limit = 0.3 if name == "nvfp4" else 0.1  # stochastic rounding draws otherwise; a fused activation rounds later
-    for native, emulated in zip(found["native"], found["emulated"], strict=True):
-        assert (native - emulated).norm() < limit * emulated.norm()
+    for theirs, emulated in zip(found[by], found["emulated"], strict=True):
+        assert (theirs - emulated).norm() < limit * emulated.norm()
 
 
 class Experts(nn.Module):

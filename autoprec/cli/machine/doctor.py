@@ -94,14 +94,14 @@ def _choices(devices: list[dict[str, Any]]) -> list[dict[str, str]]:
 
 
 def _packages() -> list[dict[str, Any]]:
-    from autoprec.support.optional import EXTRAS, installed_version, is_available
+    from autoprec.support.optional import EXTRAS, how_to_install, installed_version, is_available
 
     rows: list[dict[str, Any]] = []
     for name in ("torch", "numpy", "optuna", "mlflow-skinny"):
         rows.append({"package": name, "version": installed_version(name), "ok": True, "note": "required"})
-    for name, (_, oldest, install) in EXTRAS.items():
+    for name, (_, oldest, _) in EXTRAS.items():
         ok = is_available(name)
-        note = "" if ok else f"optional, {oldest} or newer: pip install '{install}'"
+        note = "" if ok else f"optional, {oldest} or newer: {how_to_install(name)}"
         rows.append({"package": name, "version": installed_version(name), "ok": ok, "note": note})
     return rows
 

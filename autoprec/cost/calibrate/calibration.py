@@ -265,7 +265,7 @@ def kept_calibration(device: str) -> dict[str, Any] | None:
     except FileError:
         return None
     measured = document.get("versions", {})
-    names = ("torch", "torchao", "transformer_engine")
+    names = ("torch", "torchao", "transformer_engine", "deep_gemm")
     changed = [name for name in names if _release(measured.get(name)) != _release(installed_version(name))]
     return None if changed or document["device"] != device else document
 

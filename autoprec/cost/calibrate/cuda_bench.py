@@ -156,6 +156,6 @@ class CudaBench:
 
     def versions(self) -> dict[str, str]:
         """Return torch, CUDA or ROCm, and the libraries that are backends where they are installed."""
-        libraries = {name: installed_version(name) for name in ("torchao", "transformer_engine")}
+        libraries = {name: installed_version(name) for name in ("torchao", "transformer_engine", "deep_gemm")}
         runtime = str(torch.version.hip or torch.version.cuda or "")
         return {"torch": torch.__version__, "runtime": runtime} | {k: v for k, v in libraries.items() if v}
