@@ -183,7 +183,7 @@ class Generated:
 def _calls(source: str) -> collections.Counter[str]:
     found: collections.Counter[str] = collections.Counter()
     for line in source[source.index("def call(") :].splitlines():
-        kernel = re.match(r"\s*(triton_[a-z]+)_\w*\.run\(", line)
+        kernel = re.match(r"\s*(triton_[a-z0-9]+)_\w*\.run\(", line)
         extern = re.search(r"(extern_kernels\.\w+|torch\.ops\.[\w.]+?)\(", line)
         if kernel:
             found[kernel[1]] += 1

@@ -9,6 +9,7 @@ refused: delayed scaling (removed in 0.7), two formats for one operand, mixed po
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from autoprec.backends.base import Backend, feature_sizes
 from autoprec.backends.library import (
+    BLOCK,
     LibraryExecution,
     block_execution,
     block_refusal,
@@ -27,7 +29,7 @@ from autoprec.backends.scaled_mm import block_squares, block_tiles
 from autoprec.errors import MissingDependencyError, UnsupportedError
 from autoprec.numerics.execution import Execution
 from autoprec.numerics.operand import QuantizedOperand
-from autoprec.numerics.plan import GemmStep, multiply_emulated
+from autoprec.numerics.plan import GemmStep, Multiply, multiply_emulated
 from autoprec.numerics.rounding import STORAGE
 from autoprec.policy import LayerPlan
 from autoprec.precision.hardware import Capability
@@ -159,7 +161,8 @@ class TorchaoBackend(Backend):
             UnsupportedError: torchao cannot express the plan.
         """
         if any(is_block(plan.recipe(gemm)) for gemm in GEMMS):
-            return block_execution(plan, _multiply_blocks, seed=seed, backend=self.name)
+            kernels = require(_BLOCKS, purpose="FP8 in blocks through torchao")
+            return block_execution(plan, _block_products(kernels), seed=seed, backend=self.name)
         refusal = _plan_refusal(plan)
         if refusal:
             raise UnsupportedError(refusal, where=f"layer '{name}'", fix="use backend 'native' or 'emulated'")
@@ -185,24 +188,31 @@ def _no_block_kernels(device: str) -> str:
     return ""
 
 
-def _multiply_blocks(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
-    """Multiply two operands with scales of blocks through torchao's Triton kernels."""
-    if a.codes.numel() == 0 or b.codes.numel() == 0:
-        return multiply_emulated(a, b, step, out_dtype)
-    kernels = require(_BLOCKS, purpose="FP8 in blocks through torchao")
-    # they read the scales of whole tiles of the product, which end where no tensor need be
-    left, scale_left = block_tiles(a, step.axes[0], _TILE)
-    if b.spec.square:
-        right, scale_right = block_squares(b, step.axes[1])
-        scale_right = F.pad(scale_right, (0, 0, 0, scale_right.shape[0] % 2), value=1.0).contiguous()
-        multiply = kernels.triton_fp8_gemm_1x128_128x128
-    else:
-        right, scale_right = block_tiles(b, step.axes[1], _TILE)
-        multiply = kernels.triton_fp8_gemm_1x128_128x1
-    out: Tensor = multiply(left, right.t(), scale_left, scale_right.t(), out_dtype=out_dtype)
-    rows = a.rows if step.axes[0] == 1 else a.columns
-    columns = b.rows if step.axes[1] == 1 else b.columns
-    return out[:rows, :columns]
+@functools.cache
+def _block_products(kernels: Any) -> Multiply:
+    """Return what multiplies operands with scales of blocks: made once, because Dynamo cannot trace an import.
+
+    Layers share it, and so what a compiler makes of it.
+    """
+    by_squares, by_tiles = kernels.triton_fp8_gemm_1x128_128x128, kernels.triton_fp8_gemm_1x128_128x1
+
+    def multiply(a: QuantizedOperand, b: QuantizedOperand, step: GemmStep, out_dtype: torch.dtype) -> Tensor:
+        if a.codes.numel() == 0 or b.codes.numel() == 0:
+            return multiply_emulated(a, b, step, out_dtype)
+        # kernels read the scales of whole tiles of the product, which end where no tensor need be
+        left, scale_left = block_tiles(a, step.axes[0], _TILE)
+        if b.spec.square:
+            right, scale_right = block_squares(b, step.axes[1])
+            scale_right = F.pad(scale_right, (0, 0, 0, scale_right.shape[0] % 2), value=1.0).contiguous()
+            out: Tensor = by_squares(left, right.t(), scale_left, scale_right.t(), BLOCK, out_dtype)
+        else:
+            right, scale_right = block_tiles(b, step.axes[1], _TILE)
+            out = by_tiles(left, right.t(), scale_left, scale_right.t(), BLOCK, out_dtype)
+        rows = a.rows if step.axes[0] == 1 else a.columns
+        columns = b.rows if step.axes[1] == 1 else b.columns
+        return out[:rows, :columns]
+
+    return multiply
 
 
 def _float8_product(plan: LayerPlan, emulate: bool) -> Any:
