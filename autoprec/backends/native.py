@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec.backends.base import Backend, feature_sizes
-from autoprec.backends.experts import GroupedProducts
+from autoprec.backends.experts.products import GroupedProducts
 from autoprec.backends.fp4 import packed_pair
 from autoprec.backends.fused import fused_casts, has_kernels
 from autoprec.backends.scaled_mm import blocked_multiply, scaled_multiply

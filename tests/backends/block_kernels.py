@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autoprec.backends import Backend, Capability
+from autoprec.backends.base import Backend
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan
+from autoprec.precision.hardware import Capability
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 BLOCK, FP32_SCALES, BF16 = (BUILTIN_RECIPES[name] for name in ("fp8_block", "fp8_block_fp32_scales", "bf16"))

@@ -13,8 +13,8 @@ from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autoprec.backends import fused
-from autoprec.backends.experts import GroupedProducts
 from autoprec.backends.experts import products as experts
+from autoprec.backends.experts.products import GroupedProducts
 from autoprec.backends.fused import FusedCasts
 from autoprec.numerics import rounding
 from autoprec.numerics.linear import LinearExecution
