@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.trial.inside.isolate import landlock, namespace, overlay_calls, savers
-from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes
+from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes, make_caches
 
 #: The layers of this process, top first, for the processes that it starts: they must see what it wrote.
 _LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
@@ -52,6 +52,7 @@ def isolate(config: dict[str, Any]) -> Overlay:
     if below:
         layer, *below = below
     os.makedirs(layer, exist_ok=True)
+    make_caches()
     temporary = tempfile.gettempdir()
     inside = any(os.path.abspath(path).startswith(temporary + os.sep) for path in guarded)
     cache = _compiler_cache() if inside else ""

@@ -48,6 +48,14 @@ def free_prefixes(extra: Iterable[str]) -> set[str]:
     return {os.path.abspath(path) for path in free if path}
 
 
+def make_caches() -> None:
+    """Make the caches that the user names: the kernel lets nobody write to a directory that was not there."""
+    for name in _CACHES:
+        if path := os.environ.get(name):
+            with contextlib.suppress(OSError):
+                os.makedirs(path, exist_ok=True)
+
+
 def _both(paths: Iterable[str]) -> set[str]:
     """Return paths as they are written and as they are when their links are followed."""
     return {form for path in paths for form in (os.path.abspath(path), os.path.realpath(path))}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.inside.isolate.overlay import Overlay
+from autoprec.trial.inside.isolate.overlay import Overlay, make_caches
 from autoprec.trial.inside.isolate.overlay_calls import install
 
 
@@ -127,3 +127,13 @@ def test_a_removal_masks_every_layer_below_it(user: Path, tmp_path: Path) -> Non
     assert in_fork(work)
     assert snapshot(user) == before
     assert (tmp_path / "layer").joinpath(*(user / "data" / "b.txt").parts[1:]).read_text() == "b"
+
+
+def test_a_cache_that_the_user_names_is_made_before_the_kernel_refuses_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "new" / "cache"))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "cache"))  # the script will say what is wrong
+    make_caches()
+    assert (tmp_path / "new" / "cache").is_dir()
