@@ -307,9 +307,13 @@ class RootExecution:
         )
 
     def run(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool = True
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], training: bool | None = None
     ) -> Any:
-        """Call the model's forward under the policy; attention is in FP8 where it is in training mode alone."""
+        """Call the model's forward under the policy; attention is in FP8 where it is in training mode alone.
+
+        Where the module is not known (``training`` is None) it is in training mode where gradients are wanted.
+        """
+        training = torch.is_grad_enabled() if training is None else training
         self.called = True
         if torch.compiler.is_compiling():
             self.traced = True

@@ -224,8 +224,7 @@ class _InstanceForward:
         self.__wrapped__ = original
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # whose module is not known here; it is in training mode where gradients are wanted
-        return self.execution.run(self.original, args, kwargs, torch.is_grad_enabled())
+        return self.execution.run(self.original, args, kwargs)
 
 
 def _restore_instance_forward(module: nn.Module) -> None:

@@ -166,6 +166,7 @@ def test_formats_sizes_and_devices_are_refused_with_a_reason(monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     assert "9.0 only, this is 10.0" in refusal(PLANS["rowwise"], weight)
     both = LayerPlan(fprop=MX, dgrad=ROWWISE)
+    monkeypatch.setattr(torch.__config__, "show", lambda: "-DUSE_CUDA")
     assert "is built without MSLK" in refusal(LayerPlan.uniform(MX), weight)
     monkeypatch.setattr(torch.__config__, "show", lambda: "-DUSE_MSLK")
     assert not refusal(LayerPlan.uniform(MX), weight)
