@@ -104,7 +104,7 @@ def test_a_person_is_told_what_takes_how_long_and_where_the_budget_ends_it() -> 
     assert "if nothing converges" not in describe(usual, usual)
     closing = schedule(OPTIONS, pace, pace, setup_s=10.0, usual=True, closing_s=7.0)
     assert closing.rest_s == pytest.approx(usual.rest_s + 7)
-    assert "paired seeds 62 s, the answer 7 s)" in describe(closing, closing)
+    assert "paired seeds 44 s, the answer 7 s)" in describe(closing, closing)
 
 
 def test_runs_are_timed_for_a_share_of_their_own_duration_more_and_for_no_longer_than_ten_seconds() -> None:
