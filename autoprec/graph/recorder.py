@@ -102,6 +102,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._last_task = -1
         self._after_backward = False
         self._finished = False
+        self._all_fake = any(isinstance(tensor, FakeTensor) for _, tensor in self.names.tensors())
         self._register_parameters()
 
     @classmethod
@@ -214,8 +215,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(_is_wrapper, types)):
             return NotImplemented  # the subclass takes it apart; its inner operators come back here
         namespace = getattr(func, "namespace", "")
-        if namespace in _SKIPPED:
-            return func(*args, **kwargs)
+        if namespace in _SKIPPED or (not self._all_fake and any(issubclass(one, FakeTensor) for one in types)):
+            return func(*args, **kwargs)  # DTensor asks shapes of whole tensors of fake ones: nothing is computed
         before: Any = None
         try:
             before = self._before(args, kwargs)

@@ -336,8 +336,9 @@ def record_sharded(rank, folder):
     dist.init_process_group("gloo")
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32))
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    report = record_step(model, lambda: model(torch.randn(8, 16)).sum().backward())
-    torch.save({name: shapes(report, name) for name in ("0", "2")}, folder / f"out.{rank}")
+    report = record_step(model, lambda: model(torch.randn(2, 4, 16)).sum().backward())
+    found = {name: shapes(report, name) for name in ("0", "2")}
+    torch.save(found | {"flops": report.total_flops}, folder / f"out.{rank}")
     dist.destroy_process_group()
 
 
@@ -350,3 +351,5 @@ def test_a_layer_sharded_by_tensor_parallelism_has_the_gemms_of_one_rank(tmp_pat
         assert found["0"] == {"fprop": (8, 16, 32, 1, 1), "wgrad": (32, 8, 16, 1, 1)}
         assert found["2"]["fprop"] == (8, 32, 32, 1, 1)
         assert found["2"]["dgrad"] == (8, 32, 32, 1, 1)
+        # DTensor finds shapes of whole tensors by running operators on fake ones, which is not work of the step
+        assert found["flops"] == 2 * (2 * 8 * 16 * 32) + 3 * (2 * 8 * 32 * 32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -15,12 +16,14 @@ PIECE = 1 << 22
 class Gradients:
     """Flat float32 copies of all gradients, ``slots`` of them, on the device of the parameters.
 
-    With ``shared`` they lie in anonymous memory that forked children share (CPU only).
+    With ``shared`` they lie in anonymous memory that forked children share (CPU only). Where a parameter is sharded,
+    squares are those of this rank: all ranks together add up to the whole model, replicated parameters counted once.
     """
 
     def __init__(self, parameters: list[torch.Tensor], slots: int, *, shared: bool = True) -> None:
         self._parameters = parameters
         self._sizes = [local_part(p).numel() for p in parameters]
+        self._roots = [math.sqrt(_share(p)) for p in parameters] if any(map(_is_sharded, parameters)) else None
         length = self.length = sum(self._sizes)
         if shared:
             self._memory = mmap.mmap(-1, max(length * slots * 4, 4))
@@ -34,13 +37,14 @@ class Gradients:
     ) -> Iterator[tuple[torch.Tensor | None, float, torch.Tensor]]:
         found = [p.grad for p in self._parameters] if grads is None else grads
         targets = torch.split(self._slots[slot], self._sizes)
-        for parameter, grad, target in zip(self._parameters, found, targets, strict=True):
+        roots = self._roots or [1.0] * len(targets)
+        for parameter, grad, target, root in zip(self._parameters, found, targets, roots, strict=True):
             if grad is not None:
                 grad = grad.to_dense() if grad.layout is not torch.strided else grad
                 grad = grad.detach().reshape(-1)
             for start in range(0, target.numel(), PIECE):
                 part = None if grad is None else grad[start : start + PIECE]
-                yield part, unclip.get(id(parameter), 1.0), target[start : start + PIECE]
+                yield part, unclip.get(id(parameter), 1.0) * root, target[start : start + PIECE]
 
     def store(self, slot: int, unclip: dict[int, float], grads: Sequence[torch.Tensor | None] | None = None) -> None:
         """Copy the gradients of now (or ``grads``) into a slot, each times its factor; a missing one counts as zero."""
@@ -97,8 +101,28 @@ class Gradients:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's shard of a DTensor; any other tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    """Return this rank's shard of a DTensor, summed over ranks where that is still to be done; others as they are."""
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    if any(placement.is_partial() for placement in tensor.placements):  # of norms under sequence parallelism
+        from torch.distributed.tensor import Replicate
+
+        whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
+        tensor = tensor.redistribute(placements=whole)
+    return tensor.to_local()  # type: ignore[no-any-return]
+
+
+def _is_sharded(tensor: torch.Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
+def _share(parameter: Any) -> float:
+    """Return by what a rank's squares are multiplied before all ranks' are summed: 1 over the ranks that hold them."""
+    parts = 1
+    if _is_sharded(parameter):
+        sizes = parameter.device_mesh.shape
+        parts = math.prod(n for n, one in zip(sizes, parameter.placements, strict=True) if not one.is_replicate())
+    return parts / torch.distributed.get_world_size()
 
 
 def relative_error(error2: float, norm2: float) -> float:

@@ -1,5 +1,7 @@
 """What the ranks of a run find out together while it is followed, and how they end that together.
 
+A search's scan of gradient errors plays its probes in the same way (:mod:`autoprec.trial.inside.replay`).
+
 Every rank plays the same passes and decides from the same numbers. One that stopped by itself (no memory for a pass on
 its device) would leave the others in an exchange, which its next training step would then answer with gradients of
 another kind. So ranks exchange nothing during a look before they have told each other, over a gloo group of their own,
@@ -38,9 +40,19 @@ class RanksApartError(AutoPrecError):
 
 
 class Ranks:
-    """The ranks of the default process group, or this process alone."""
+    """The ranks of the default process group, or this process alone.
 
-    def __init__(self) -> None:
+    Args:
+        doing: what they do together, for the message of :class:`RanksApartError`.
+        fix: what a user can do then.
+    """
+
+    def __init__(
+        self,
+        doing: str = "the run was followed",
+        fix: str = "continue from the last checkpoint without --follow (follow=None)",
+    ) -> None:
+        self._doing, self._fix = doing, fix
         self._group: Any = None
 
     def gather(self, work: Callable[[], T]) -> list[T]:
@@ -58,9 +70,9 @@ class Ranks:
         told: list[Any] = [(failed, found)]
         if world_size() > 1:
             told = self._exchanged(failed, found)
-        for rank, (reason, _) in enumerate(told):
+        for number, (reason, _) in enumerate(told):
             if reason:
-                raise EndedError(f"rank {rank}: {reason}" if len(told) > 1 else reason)
+                raise EndedError(f"rank {number}: {reason}" if len(told) > 1 else reason)
         return [value for _, value in told]
 
     def _exchanged(self, failed: str, found: Any) -> list[Any]:
@@ -71,10 +83,10 @@ class Ranks:
             dist.all_gather_object(told, (failed, found), group=self._group)
         except Exception as error:
             raise RanksApartError(
-                f"while the run was followed the other ranks did not answer for {TIMEOUT_S:.0f} s"
+                f"while {self._doing} the other ranks did not answer for {TIMEOUT_S:.0f} s"
                 + (f", after this one had failed ({failed})" if failed else f" ({type(error).__name__}: {error})")
                 + ": they wait in the middle of a pass, and training on would mix its tensors with those of a step",
-                fix="continue from the last checkpoint without --follow (follow=None)",
+                fix=self._fix,
             ) from error
         return told
 
@@ -82,6 +94,11 @@ class Ranks:
 def world_size() -> int:
     """Return the number of ranks, 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the number of this rank, 0 without a process group."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def replicas(modules: Iterable[nn.Module]) -> list[nn.parallel.DistributedDataParallel]:

@@ -1,7 +1,8 @@
 """Gradient errors where a process must not be forked (CUDA, process groups): replay one recorded step per policy.
 
 A probe applies its policy and plays the reference step again (:mod:`autoprec.applying.following.recorded`). Every rank
-does the same, in the same order.
+does the same, in the same order, and a probe that fails on one of them has failed on all: they exchange gradients only
+once they have told each other that all of them have theirs (:mod:`autoprec.applying.following.ranks`).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,13 +19,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoprec.applying.following.gradients import Gradients, local_part, relative_error
+from autoprec.applying.following.ranks import EndedError, Ranks, average, fill, playing_alone, rank, replicas
 from autoprec.applying.following.recorded import RecordedStep, random_state, set_random_state
-from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.inside.sensitivity import NOISE_BATCHES, StateSample, Weights, hardly_moved, is_over
-from autoprec.trial.protocol import TrialSpec
+from autoprec.trial.protocol import Probe, TrialSpec
 
 
 class Replay(Events):
@@ -42,6 +45,7 @@ class Replay(Events):
         self._gradients = Gradients(found.root_parameters, 1, shared=False)
         self._squares = self._deviation = 0.0
         self._step = RecordedStep(found.root.parameters(), self._device)
+        self._ranks = Ranks("gradient errors were measured", "see the rank's log for why it failed")
         self._scale = 0.0
         self._batch = 0
         self._unclip: dict[int, float] = {}
@@ -123,12 +127,9 @@ class Replay(Events):
         for probe in self._spec.probes:
             if self._rows and self._is_over():
                 break
-            for parameter in self._found.parameters:
-                parameter.grad = None
             try:
-                apply_document(probe.policy or _NOTHING, self._found, self._spec.backend)
-                row = self._compared(self._step.play() / scale, scale)
-            except (AutoPrecError, RuntimeError, ValueError, TypeError) as error:
+                row = self._compared(self._played(probe) / scale, scale)
+            except EndedError as error:
                 row = {"gradient_error": None, "loss": None, "nonfinite": False, "failed": str(error)[:300]}
             self._rows.append({"id": probe.id, **row})
             self._beat()
@@ -138,6 +139,36 @@ class Replay(Events):
         set_random_state(random, self._device)
         self._hooks.events = events
         self._step.forget()
+
+    def _played(self, probe: Probe) -> float:
+        """Play the step under a probe's policy; return its loss.
+
+        Raises:
+            EndedError: that failed on one of the ranks, and then on all.
+            RanksApartError: it failed on one of them where the model itself exchanges tensors.
+        """
+        wrappers = replicas(self._step.modules)
+        with playing_alone(wrappers) if wrappers else nullcontext():
+            self._ranks.gather(partial(self._apply, probe))
+            loss = self._ranks.gather(partial(self._play_alone, wrappers))[rank()]
+        if any(one._comm_hooks for one in wrappers):  # what is exchanged is part of the error
+            self._forget_gradients()
+            return self._step.play()
+        average(wrappers)
+        return loss
+
+    def _apply(self, probe: Probe) -> None:
+        apply_document(probe.policy or _NOTHING, self._found, self._spec.backend)
+
+    def _play_alone(self, wrappers: list[nn.parallel.DistributedDataParallel]) -> float:
+        self._forget_gradients()
+        loss = self._step.play(alone=True)
+        fill(wrappers)
+        return loss
+
+    def _forget_gradients(self) -> None:
+        for parameter in self._found.parameters:
+            parameter.grad = None
 
     def _compared(self, loss: float, scale: float) -> dict[str, Any]:
         factor = {id(p): 1.0 / scale for p in self._found.parameters} if scale != 1.0 else {}

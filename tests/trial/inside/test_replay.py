@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from autoprec.applying.following.recorded import RecordedStep
+from autoprec.optim.communication import install_gradient_hook
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.replay import Replay
 from autoprec.trial.protocol import Probe, TrialSpec
 from benchmarks.held import Held
 from tests.trial.conftest import uniform
+from tests.warm import run_ranks
 
 
 class DoneError(Exception):
@@ -124,3 +129,107 @@ def test_a_scan_holds_few_bytes_per_parameter() -> None:
         scanned(Found([model], [optimizer], parameters), step, *probes)
     own = 4  # gradients that zero_grad dropped, made anew by the script itself
     assert held.peak / sum(p.numel() for p in parameters) < 20 + own
+
+
+def on_ranks(folder: Path, work: Callable[[int], Any], ranks: int = 2) -> list[Any]:
+    """Return what each rank of gloo found."""
+
+    def body(rank: int) -> None:
+        dist.init_process_group("gloo")
+        torch.save(work(rank), folder / f"out.{rank}")
+        dist.destroy_process_group()
+
+    ended = run_ranks(body, cwd=folder, ranks=ranks)
+    assert ended.returncode == 0, ended.stderr
+    return [torch.load(folder / f"out.{rank}") for rank in range(ranks)]
+
+
+def distributed_scan(rank: int, fails_on: int | None, wire: str = "fp32") -> dict[str, Any]:
+    """Scan a model under DDP; the second pass that a rank plays runs out of memory on ``fails_on``."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 5))
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    install_gradient_hook(wrapped, wire)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    played, original = [0], RecordedStep.play
+
+    def play(self: RecordedStep, **options: Any) -> float:
+        played[0] += 1
+        if played[0] == 2 and rank == fails_on:
+            raise torch.OutOfMemoryError("no room for a pass")
+        return original(self, **options)
+
+    def step() -> None:
+        loss = F.cross_entropy(wrapped(torch.randn(8, 6, generator=generator)), torch.arange(8) % 5)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    probes = [Probe(name, policy) for name, policy in (("none", None), ("bf16", uniform("bf16")), ("after", None))]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordedStep, "play", play)
+        found = Found([wrapped], [optimizer], list(model.parameters()))
+        return {row["id"]: row for row in scanned(found, step, *probes)["probes"]}
+
+
+@pytest.mark.slow
+def test_a_probe_that_fails_on_one_rank_fails_on_all_and_the_others_are_measured(tmp_path: Path) -> None:
+    for rows in on_ranks(tmp_path, lambda rank: distributed_scan(rank, fails_on=1)):
+        assert rows["none"]["gradient_error"] == pytest.approx(0.0, abs=1e-7)
+        assert rows["bf16"]["gradient_error"] is None
+        assert rows["bf16"]["failed"].startswith("rank 1: ")
+        assert "no room for a pass" in rows["bf16"]["failed"]
+        assert rows["after"]["gradient_error"] == pytest.approx(0.0, abs=1e-7)
+
+
+@pytest.mark.slow
+def test_what_is_exchanged_in_16_bits_is_part_of_the_error(tmp_path: Path) -> None:
+    def work(rank: int) -> tuple[float, ...]:
+        rows = distributed_scan(rank, None, "bf16")
+        return tuple(rows[name]["gradient_error"] for name in ("none", "bf16"))
+
+    first, second = on_ranks(tmp_path, work)
+    assert first == pytest.approx(second)
+    assert first[1] > 1e-4
+
+
+class Halves(nn.Module):
+    """A layer that can be sharded, beside one that every rank holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.norm, self.down = nn.Linear(16, 32), nn.LayerNorm(16), nn.Linear(32, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+def sharded_scan(how: str) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    model = Halves()
+    if how == "tp":
+        parallelize_module(model, init_device_mesh("cpu", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(0)
+
+    def step() -> None:
+        loss = model(torch.randn(8, 16, generator=generator)).square().mean() * 100
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    found = Found([model], [optimizer], list(model.parameters()))
+    return scanned(found, step, Probe("f", uniform("fp8", "up")))
+
+
+@pytest.mark.slow
+def test_replicated_parameters_count_once_beside_sharded_ones(tmp_path: Path) -> None:
+    found = on_ranks(tmp_path, lambda rank: [sharded_scan(how) for how in ("whole", "tp")])
+    for whole, parts in found:
+        assert parts["gradient_noise"] == pytest.approx(whole["gradient_noise"], rel=1e-3)
+        (one,), (other,) = whole["probes"], parts["probes"]
+        assert other["gradient_error"] == pytest.approx(one["gradient_error"], rel=0.01)
