@@ -38,6 +38,9 @@ from autoprec.applying.units import Unit, tunable_units, unwrap
 from autoprec.backends import Backend, choose
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.delayed import DelayedReduction
+from autoprec.numerics.linear import LinearExecution
+from autoprec.numerics.sharded import is_dtensor
+from autoprec.optim.weight_gather import is_sharded
 from autoprec.policy import LayerPlan, load_policy, resolve, save_policy
 from autoprec.policy.table import policy_table
 from autoprec.support.tables import Shown, Table
@@ -123,6 +126,7 @@ def put_policy(
     with _all_or_nothing(root):
         _take_off(root)
         _install_all({name: made for name, made in executions.items() if made is not None}, units)
+        _know_layouts(root, executions, units)
         running = {made.backend for made in executions.values() if made is not None}
         others = {each.name: each for each in faster.values()} | held
         backends = (chosen, *(each for name, each in others.items() if name in running and each is not chosen))
@@ -194,6 +198,13 @@ def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:
             holder = AttentionExecutions if unit.kind == "attention" else RawWeightExecutions
             install(unit.module, unit.kind, holder(unit.module, together))
         together[unit.parameter] = execution
+
+
+def _know_layouts(root: nn.Module, executions: dict[str, Any], units: dict[str, Unit]) -> None:
+    """Prepare layers that tensor parallelism has sharded for being compiled; FSDP2 would show their forwards others."""
+    for name, made in () if is_sharded(root) else executions.items():
+        if isinstance(made, LinearExecution) and units[name].kind == "linear" and is_dtensor(units[name].weight):
+            made.know_layout(units[name].weight)
 
 
 def _kept(unit: Unit, plan: LayerPlan) -> Any:

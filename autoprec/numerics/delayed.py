@@ -134,7 +134,7 @@ class DelayedReduction:
         noted = [state.seen(operand, spec) for state, operand, spec in self.slots]
         device = next((amax.device for amax in noted if amax is not None), torch.device("cpu"))
         found = [torch.zeros((), device=device) if amax is None else amax for amax in noted]
-        largest = reduced(torch.stack(found), tuple(groups))
+        largest = reduced(torch.stack(found), tuple(group.group_name for group in groups))
         for (state, operand, spec), amax in zip(self.slots, largest.unbind(), strict=True):
             state.learn(operand, spec, amax)
             state.history(operand, spec).give()

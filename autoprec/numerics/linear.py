@@ -8,6 +8,7 @@ through the function its backend supplies.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -24,7 +25,7 @@ from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, n
 from autoprec.numerics.quantize import quantize, spec_of
 from autoprec.numerics.rounding import cast_values, fast_bf16_gemm
 from autoprec.numerics.scaling import amax_of
-from autoprec.numerics.sharded import Groups, is_dtensor, run_sharded
+from autoprec.numerics.sharded import NDIMS, Layout, is_dtensor, layout_of, run_sharded
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm
 
 #: What an audit says of GEMMs that ran as the script wrote them while amaxes were gathered.
@@ -85,6 +86,7 @@ class LinearExecution(Execution):
         calibration: training forwards that only note amaxes before anything is quantised.
         native: dtype of a plan autograd runs by itself, by device type.
         compiled: steps of any other plan, by device type and the script's dtype.
+        layouts: how a sharded weight lies, by the input's number of dimensions.
     """
 
     multiply: Mapping[Gemm, Multiply] = field(default_factory=dict)
@@ -97,6 +99,7 @@ class LinearExecution(Execution):
     calibration: int = field(init=False, default=0)
     native: dict[str, torch.dtype | None] = field(default_factory=dict)
     compiled: dict[tuple[str, torch.dtype], Steps] = field(default_factory=dict)
+    layouts: dict[int, Layout] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         scalings = [recipe.scaling for recipe in self.plan.recipes if recipe is not None]
@@ -196,15 +199,31 @@ class LinearExecution(Execution):
         with torch.autocast(device, enabled=False):
             return _run(input, weight, bias, self, steps, out_dtype, training, grad)
 
-    @_disable_dynamo
-    def _sharded(self, input: Tensor, weight: Tensor, bias: Tensor | None, training: bool) -> Tensor:
-        self.uncompiled = "sharded by tensor parallelism: it runs between compiled graphs"
+    def know_layout(self, weight: Any) -> None:
+        """Find out how a sharded weight lies before a graph is traced, which cannot; refusals come later."""
+        with contextlib.suppress(UnsupportedError):
+            self._layouts(weight)
 
-        def run(input: Tensor, weight: Tensor, bias: Tensor | None, groups: Groups) -> Tensor:
-            self.quantizers.groups = groups
+    def _layouts(self, weight: Any) -> None:
+        self.layouts = {ndim: layout_of(weight, ndim, self.name) for ndim in NDIMS}
+        self.quantizers.groups = self.layouts[2].groups
+
+    def _sharded(self, input: Tensor, weight: Any, bias: Tensor | None, training: bool) -> Tensor:
+        if torch.compiler.is_compiling() and not self.layouts:
+            outside: Tensor = self._sharded_eagerly(input, weight, bias, training)
+            return outside
+        if not torch.compiler.is_compiling() and not (self.layouts and self.layouts[2].fits(weight)):
+            self._layouts(weight)
+
+        def run(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             return self(input, weight, bias, training=training)
 
-        return run_sharded(run, input, weight, bias, name=self.name)
+        layout = self.layouts.get(input.ndim) or layout_of(weight, input.ndim, self.name)
+        return run_sharded(run, input, weight, bias, layout, name=self.name)
+
+    @_disable_dynamo
+    def _sharded_eagerly(self, input: Tensor, weight: Any, bias: Tensor | None, training: bool) -> Tensor:
+        return self._sharded(input, weight, bias, training)
 
     def grouped(self, input: Tensor, weight: Tensor, ends: Tensor, *, training: bool = True) -> Tensor:
         """Return ``input[group] @ weight[group]`` for all groups of rows, in one grouped GEMM where there is one."""
@@ -222,6 +241,10 @@ class LinearExecution(Execution):
         if torch.compiler.is_compiling():
             self.traced = steps.labels
         return self.experts.run(self, input, weight, ends, steps, input.dtype)
+
+    def packs(self, operand: str) -> PackedPair | None:
+        """Return what casts an operand inside a compiled graph; torch's operators where ranks share its scale."""
+        return None if self.quantizers.groups.get(operand) else self.packed
 
     def mark(self, gemm: Gemm, label: str) -> None:
         """Write down what ran a GEMM; inside a compiled graph nothing is written."""
@@ -391,7 +414,8 @@ class _PlannedLinear(torch.autograd.Function):
         grad_input = grad_weight = grad_bias = d = e = None
         wanted = steps.dgrad.first if w is not None else None, steps.wgrad.first if x is not None else None
         if torch.compiler.is_compiling():
-            d, e = (None, None) if layer.packed is None else layer.packed(g, *wanted)
+            packed = layer.packs("grad_output")
+            d, e = (None, None) if packed is None else packed(g, *wanted)
         elif layer.fused is not None:
             d, e = layer.fused.pair(g, *wanted, "grad_output", update=True, recompute=False)
         if w is not None:
@@ -425,11 +449,12 @@ def _fused_operands(
     ``needs`` says whether dgrad and wgrad will run.
     """
     across, second = steps.wgrad.second if needs[1] else None, steps.dgrad.second if needs[0] else None
-    if torch.compiler.is_compiling() and layer.packed is not None:
-        a, saved_x = layer.packed(x, steps.fprop.first, across)
-        b, saved_w = layer.packed(weight, steps.fprop.second, second)
+    if torch.compiler.is_compiling():
+        of_x, of_w = layer.packs("input"), layer.packs("weight")
+        a, saved_x = (None, None) if of_x is None else of_x(x, steps.fprop.first, across)
+        b, saved_w = (None, None) if of_w is None else of_w(weight, steps.fprop.second, second)
         return a, b, saved_x, saved_w
-    if torch.compiler.is_compiling() or layer.fused is None:
+    if layer.fused is None:
         return None, None, None, None
     a, saved_x = layer.fused.pair(x, steps.fprop.first, across, "input", **how)
     b, saved_w = layer.fused.weight(weight, steps.fprop.second, second, training=grad, **how)

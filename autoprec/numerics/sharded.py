@@ -19,16 +19,18 @@ Scales of rows and blocks are those of a rank's part, as on its own GEMM: a row 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autoprec.errors import UnsupportedError
 
-#: Operand (input, weight, grad_output) -> the process groups over which it is cut into parts.
-Groups = Mapping[str, tuple[Any, ...]]
+#: Operand (input, weight, grad_output) -> the names of the process groups over which it is cut into parts.
+Groups = Mapping[str, tuple[str, ...]]
+#: Dimensions of inputs for which a layer knows what :func:`layout_of` returns before a graph is traced.
+NDIMS = range(1, 6)
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -36,13 +38,17 @@ def is_dtensor(tensor: Any) -> bool:
     return type(tensor).__name__ == "DTensor"
 
 
-def reduced(amax: Tensor, groups: tuple[Any, ...]) -> Tensor:
-    """Return the largest amax over process groups; NaN and infinity become infinity, which a scale answers alike."""
+def reduced(amax: Tensor, groups: tuple[str, ...]) -> Tensor:
+    """Return the largest amax over named process groups; NaN and infinity become infinity, which a scale answers alike.
+
+    By torch's functional operators, which may stand in a compiled graph.
+    """
     if not groups:
         return amax
     largest = amax.nan_to_num(nan=torch.inf, posinf=torch.inf)
     for group in groups:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        largest = torch.ops._c10d_functional.all_reduce(largest, "max", group)
+        largest = torch.ops._c10d_functional.wait_tensor(largest)
     return largest
 
 
@@ -60,49 +66,52 @@ class _AddedOnce(torch.autograd.Function):
         return grad_output, None
 
 
-def run_sharded(
-    run: Callable[[Tensor, Tensor, Tensor | None, Groups], Tensor],
-    input: Any,
-    weight: Any,
-    bias: Any,
-    *,
-    name: str,
-) -> Tensor:
-    """Return ``input @ weight.T + bias`` as a DTensor, by ``run`` on local tensors.
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """How the tensors of a sharded layer lie on its mesh; found outside of compiled graphs, and used inside of them.
 
-    Args:
-        run: called with the parts of input ``[..., K]``, weight ``[N, K]`` and bias ``[N]``, and with the process
-            groups over which each operand is cut.
-        input, weight: DTensors on one mesh; the input is redistributed to what the weight needs.
-        bias: a DTensor ``[N]`` or None.
-        name: the layer's, for messages.
+    Attributes:
+        mesh, placements: of the weight.
+        input, grads: placements that the input is brought to, and that its gradient has.
+        out, bias: placements of the product, and that the bias is brought to.
+        groups: over which operands are cut.
+        summed: ranks sum their products.
+        first: this rank adds the bias where they do.
+    """
+
+    mesh: Any
+    placements: tuple[Any, ...]
+    input: tuple[Any, ...]
+    grads: tuple[Any, ...]
+    out: tuple[Any, ...]
+    bias: tuple[Any, ...]
+    groups: Groups
+    summed: bool
+    first: bool
+
+    def fits(self, weight: Any) -> bool:
+        """Say whether this is the layout of a weight: FSDP2 brings it from one mesh to another and back."""
+        return bool(self.placements == weight.placements and self.mesh == weight.device_mesh)
+
+
+def layout_of(weight: Any, ndim: int, name: str) -> Layout:
+    """Return the layout of a layer whose weight is a DTensor ``[N, K]`` and whose input has ``ndim`` dimensions.
 
     Raises:
-        UnsupportedError: the input is not a DTensor, lies on another mesh, or the weight has another placement.
+        UnsupportedError: the weight has a placement that no recipe is computed for.
     """
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
-    mesh, last = weight.device_mesh, input.ndim - 1
-    if any(not is_dtensor(one) or one.device_mesh != mesh for one in (input, bias) if one is not None):
-        raise UnsupportedError(
-            "the weight is a DTensor, and its input or bias is not one over the same ranks",
-            where=f"layer '{name}'",
-            fix="let parallelize_module prepare the layer's input (ColwiseParallel, RowwiseParallel)",
-        )
-    wanted: list[Any] = []
-    made: list[Any] = []
-    biases: list[Any] = []
-    grads: list[Any] = []
-    groups: dict[str, tuple[Any, ...]] = {"input": (), "weight": (), "grad_output": ()}
-    row: tuple[Any, ...]
+    mesh, last = weight.device_mesh, ndim - 1
+    rows: list[tuple[Any, ...]] = []
+    groups: dict[str, tuple[str, ...]] = {"input": (), "weight": (), "grad_output": ()}
     cut: tuple[str, ...]
     first = True
     for dimension, placement in enumerate(weight.placements):
-        group = (mesh.get_group(dimension),)
         if type(placement) is Shard and placement.dim == 0:
-            row, cut = (Replicate(), Shard(last), Shard(0), Partial()), ("weight", "grad_output")
+            row, cut = (Replicate(), Partial(), Shard(last), Shard(0)), ("weight", "grad_output")
         elif type(placement) is Shard and placement.dim == 1:
-            row, cut = (Shard(last), Partial(), Replicate(), Shard(last)), ("weight", "input")
+            row, cut = (Shard(last), Shard(last), Partial(), Replicate()), ("weight", "input")
             first = first and mesh.get_local_rank(dimension) == 0
         elif type(placement) is Replicate:
             row, cut = (Replicate(),) * 4, ()
@@ -112,15 +121,53 @@ def run_sharded(
                 where=f"layer '{name}'",
                 fix="shard it by ColwiseParallel or RowwiseParallel, or keep this layer as the script wrote it",
             )
-        for kept, one in zip((wanted, made, biases, grads), row, strict=True):
-            kept.append(one)
+        rows.append(row)
         for operand in cut:
-            groups[operand] += group
-    x = input.redistribute(placements=wanted).to_local(grad_placements=grads)
-    b = None if bias is None else bias.redistribute(placements=biases).to_local()
-    if b is not None and any(type(one) is Partial for one in made):
-        b = _AddedOnce.apply(b, first)  # type: ignore[no-untyped-call]
-    out = run(x, weight.to_local(), b, groups)
+            groups[operand] += (mesh.get_group(dimension).group_name,)
+    input, grads, out, bias = zip(*rows, strict=True)
+    summed = any(type(one) is Partial for one in out)
+    return Layout(mesh, tuple(weight.placements), input, grads, out, bias, groups, summed, first)
+
+
+def run_sharded(
+    run: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    input: Any,
+    weight: Any,
+    bias: Any,
+    layout: Layout,
+    *,
+    name: str,
+) -> Tensor:
+    """Return ``input @ weight.T + bias`` as a DTensor, by ``run`` on local tensors.
+
+    Args:
+        run: called with the parts of input ``[..., K]``, weight ``[N, K]`` and bias ``[N]``.
+        input, weight: DTensors on one mesh; the input is redistributed to what the weight needs.
+        bias: a DTensor ``[N]`` or None.
+        layout: of this weight, for inputs of so many dimensions.
+        name: the layer's, for messages.
+
+    Raises:
+        UnsupportedError: input or bias is not a DTensor, or lies on another mesh.
+    """
+    from torch.distributed.tensor import DTensor
+
+    for one in (input, bias):
+        if one is not None and (not is_dtensor(one) or one.device_mesh != layout.mesh):
+            raise UnsupportedError(
+                "the weight is a DTensor, and its input or bias is not one over the same ranks",
+                where=f"layer '{name}'",
+                fix="let parallelize_module prepare the layer's input (ColwiseParallel, RowwiseParallel)",
+            )
+    x = input.redistribute(placements=layout.input).to_local(grad_placements=layout.grads)
+    b = None if bias is None else bias.redistribute(placements=layout.bias).to_local()
+    if b is not None and layout.summed:
+        b = _AddedOnce.apply(b, layout.first)  # type: ignore[no-untyped-call]
+    out = run(x, weight.to_local(), b)
     shape = torch.Size((*input.shape[:-1], weight.shape[0]))
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(out, mesh, made, run_check=False, shape=shape, stride=stride)
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return DTensor.from_local(
+        out, layout.mesh, layout.out, run_check=False, shape=shape, stride=tuple(reversed(strides))
+    )
