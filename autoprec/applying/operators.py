@@ -74,6 +74,10 @@ def _table() -> dict[Callable[..., Any], tuple[str, bool]]:
 FLOAT32_FUNCTIONS = _table()
 
 
+#: What ``x ** 2``, ``2 ** x`` and ``2 / x`` are looked up as: Dynamo does not find these methods, which torch wraps,
+#: among the keys of a dictionary, and its guards do.
+_WRAPPED = {"pow": torch.pow, "__rpow__": torch.pow, "__rdiv__": torch.reciprocal}
+
 #: What updates running statistics, which a model in 16 bits keeps in 16 bits.
 _RUNNING = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm})
 
@@ -165,7 +169,7 @@ class OperatorMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if "out" in kwargs:  # writes into a tensor whose dtype is what it is
             return func(*args, **kwargs)
-        entry = self.in_float32.get(func)
+        entry = self.in_float32.get(_WRAPPED.get(getattr(func, "__name__", ""), func))
         if entry is not None:
             return self._float32(func, entry[0], args, kwargs)
         if self.fp8 is not None and func is F.scaled_dot_product_attention:

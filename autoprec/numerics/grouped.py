@@ -121,7 +121,7 @@ def _nvfp4(
     tensor = torch.where((tensor > 0) & tensor.isfinite(), tensor, 1.0)
     wanted = (group / most / tensor).clamp(_E4M3_TINY, FORMATS["e4m3"].max)
     scale = wanted.nan_to_num(nan=1.0).to(torch.float8_e4m3fn)
-    scaled = x * ((1.0 / tensor) / scale.float())
+    scaled = x * (tensor.reciprocal() / scale.float())
     if not spec.stochastic:
         rounded = round_e2m1(scaled)
     elif state is None or torch.compiler.is_compiling():

@@ -362,3 +362,20 @@ def test_a_model_in_16_bits_may_norm_the_float32_output_of_an_embedding(norm: nn
     Policy.model_validate({"activations": "bf16"}).apply(model)
     model(torch.arange(4)).sum().backward()
     assert model[1].weight.grad.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("written", [lambda h: h**2, lambda h: 2.0**h, lambda h: 2.0 / (h.abs() + 1)])
+def test_powers_and_quotients_written_with_signs_are_float32_inside_a_compiled_model(written) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return written(self.linear(x))
+
+    model, x = Model(), torch.randn(2, 8)
+    Policy(activations="bf16").apply(model)
+    out = torch.compile(model, backend="eager")(x)
+    assert out.dtype is torch.float32
+    assert torch.equal(out, model(x))
