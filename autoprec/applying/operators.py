@@ -76,7 +76,7 @@ FLOAT32_FUNCTIONS = _table()
 
 #: What ``x ** 2``, ``2 ** x`` and ``2 / x`` are looked up as: Dynamo does not find these methods, which torch wraps,
 #: among the keys of a dictionary, and its guards do.
-_WRAPPED = {"pow": torch.pow, "__rpow__": torch.pow, "__rdiv__": torch.reciprocal}
+_WRAPPED: dict[str, Callable[..., Any]] = {"pow": torch.pow, "__rpow__": torch.pow, "__rdiv__": torch.reciprocal}
 
 #: What updates running statistics, which a model in 16 bits keeps in 16 bits.
 _RUNNING = frozenset({F.batch_norm, torch.batch_norm, F.instance_norm, torch.instance_norm})

@@ -204,7 +204,8 @@ def _know_layouts(root: nn.Module, executions: dict[str, Any], units: dict[str, 
     """Prepare layers that tensor parallelism has sharded for being compiled; FSDP2 would show their forwards others."""
     for name, made in () if is_sharded(root) else executions.items():
         if isinstance(made, LinearExecution) and units[name].kind == "linear" and is_dtensor(units[name].weight):
-            made.know_layout(units[name].weight)
+            with contextlib.suppress(UnsupportedError):  # raised again where the layer runs
+                made.know_layout(units[name].weight)
 
 
 def _kept(unit: Unit, plan: LayerPlan) -> Any:

@@ -10,7 +10,7 @@ operand alone) is left alone; the audit then says that the weight was never seen
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,6 +23,7 @@ from autoprec.applying.swap import execution_of
 from autoprec.applying.units import Unit
 from autoprec.numerics.einsum import EinsumProduct, reversed_terms
 from autoprec.numerics.execution import Execution
+from autoprec.numerics.sharded import is_dtensor
 
 _MATMUL = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm)
 _ADDMM = (torch.addmm, torch.baddbmm)
@@ -85,13 +86,20 @@ class RawWeightExecutions(WeightExecutions):
             _let_dynamo_dispatch()
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        weights = [(getattr(self.module, name), execution) for name, execution in self.executions.items()]
+        weights = [(one, made) for name, made in self.executions.items() for one in _held(getattr(self.module, name))]
         before = len(_TRACED)
         with WeightMode(weights, self.module.training):
             out = forward(*args, **kwargs)
         while len(_TRACED) > before:
             _TRACED.pop()
         return out
+
+
+def _held(weight: Any) -> Iterator[Tensor]:
+    """Yield a weight, and the experts among it that this rank has: ``to_local`` gives scripts a view of them."""
+    yield weight
+    if is_dtensor(weight) and weight.ndim == 3 and all(p.is_replicate() or p.is_shard(0) for p in weight.placements):
+        yield weight._local_tensor
 
 
 def _linear_arguments(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:

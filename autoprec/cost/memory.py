@@ -97,7 +97,7 @@ def memory_estimate(
     seen = report.memory
     if not seen:
         return None
-    recorded = float(report.model.get("parameters", 0)) or parameters
+    recorded = float(report.model.get("parameters", 0)) * report.held or parameters
     grown = parameters / recorded / shards
     plain = OptimizerPolicy()
     stored, before = optimizer_bytes(optimizer)[0], optimizer_bytes(plain)[0]

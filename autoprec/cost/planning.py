@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -242,7 +243,7 @@ def scale_out(
         UsageError: a count that the replica size does not divide, or a device without links in the table.
     """
     check_layout(model.target, gpus, tensor_parallel)
-    links, ways = model.target.links, tensor_parallel
+    links, ways, model = model.target.links, tensor_parallel, _whole(model)
     shards = [tensor_parallel_share(model, ways, early_casts=early) for early in (False, True)]
     plans = {name: plan if _runs(shards[0], name, plan) else baseline.get(name, _KEEP) for name, plan in plans.items()}
     exchanged = _exchanged_bytes(model, ways) / links["scale_up"]
@@ -306,7 +307,7 @@ def scale_notes(
     Args:
         model: cost model of one replica's step, not split.
     """
-    first, last, notes = points[0], points[-1], []
+    first, last, notes, model = points[0], points[-1], [], _whole(model)
     ways = first.tensor_parallel
     shard = tensor_parallel_share(model, ways)
     alone, shared = (_taken_back(m, plans, baseline, activations) for m in (model, shard))
@@ -370,6 +371,23 @@ class _Step:
 def _exchanged_bytes(model: CostModel, ways: int) -> float:
     """Return what tensor parallelism moves in one step: four all-reduces of 16-bit activations per block."""
     return 4.0 * _blocks(model) * _tokens(model) * _hidden(model) * 2.0 * 2.0 * (ways - 1) / ways
+
+
+def _whole(model: CostModel) -> CostModel:
+    """Return the model of a rank that holds all parameters, also where the recorded one held a part of them (FSDP2).
+
+    Raises:
+        UsageError: the recorded rank computed a part of the layers as well.
+    """
+    if any(row.op.startswith("_c10d_functional::") for row in model.report.operators):
+        raise UsageError(
+            "the script divides its layers among ranks itself (tensor parallelism), and one rank was recorded",
+            fix="plan from the script without parallelize_module, with --tensor-parallel",
+        )
+    out = copy.copy(model)
+    out.report = replace(model.report, held=1.0)
+    out.parameters = model.parameters / model.report.held
+    return out
 
 
 def _tokens(model: CostModel) -> int:

@@ -179,10 +179,10 @@ def layer_works(layer: Layer, scale: CostScale) -> tuple[GemmWork, ...]:
 
 
 def scaled_parameters(report: GraphReport, scale: CostScale) -> float:
-    """Return how many parameters the scaled model has (weights of layers by their shapes, the rest by width)."""
+    """Return how many parameters of the scaled model one rank holds (weights by their shapes, the rest by width)."""
     total = float(report.model.get("parameters", 0)) or float(sum(layer.parameters for layer in report.layers))
     if scale.is_identity:
-        return total
+        return total * report.held
     known = scaled = 0.0
     for layer in report.layers:
         outputs = next((gemm.n for gemm in layer.gemms if gemm.role == "fprop"), 0)
@@ -190,4 +190,4 @@ def scaled_parameters(report: GraphReport, scale: CostScale) -> float:
         grow = scale.width * (1.0 if kept else scale.width)
         known += layer.parameters
         scaled += layer.parameters * grow * (scale.depth if in_block(layer.name) else 1.0)
-    return scaled + max(0.0, total - known) * scale.width
+    return (scaled + max(0.0, total - known) * scale.width) * report.held

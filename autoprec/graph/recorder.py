@@ -22,7 +22,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoprec.graph.analysis.modules import ModelNames
+from autoprec.graph.analysis.modules import ModelNames, on_this_rank
 from autoprec.graph.analysis.rules import Rules, load_rules
 from autoprec.graph.report import GraphReport
 from autoprec.graph.saved import SavedTensors, StorageTable
@@ -115,7 +115,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _register_parameters(self) -> None:
         for name, whole in self.names.tensors():
             # the operators of a sharded layer work on this rank's part
-            tensor = whole.to_local() if hasattr(whole, "to_local") else whole
+            tensor = on_this_rank(whole)
             key = self._storages.key(tensor)
             if key not in self._known:
                 origin = "parameter" if isinstance(whole, nn.Parameter) else "buffer"

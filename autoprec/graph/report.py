@@ -127,7 +127,8 @@ class GraphReport:
     ``model`` is ``{"class", "parameters", "fingerprint"}``; ``groups`` maps a group's name to the layers that must
     move together; ``batch`` is ``{"samples", "tokens"}`` of one step where they could be seen; ``memory`` holds
     bytes of parameters, gradients, optimizer state and tensors saved for backward. ``root_called`` is False where the
-    script calls the model's parts, and never the model: what surrounds its forward cannot be changed there.
+    script calls the model's parts, and never the model: what surrounds its forward cannot be changed there. ``held`` is
+    the share of the parameters that one rank holds, whose memory this is (FSDP2, tensor parallelism).
     """
 
     model: dict[str, Any]
@@ -141,6 +142,7 @@ class GraphReport:
     notes: tuple[str, ...] = ()
     source: str = "real"
     root_called: bool = True
+    held: float = 1.0
 
     @property
     def tunable(self) -> tuple[Layer, ...]:
@@ -167,6 +169,7 @@ class GraphReport:
             "notes": list(self.notes),
             "source": self.source,
             "root_called": self.root_called,
+            "held": self.held,
         }
 
     @classmethod
@@ -197,6 +200,7 @@ class GraphReport:
             notes=tuple(document["notes"]),
             source=document["source"],
             root_called=document.get("root_called", True),
+            held=document.get("held", 1.0),
         )
 
 

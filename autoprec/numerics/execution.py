@@ -108,3 +108,18 @@ class Execution(ABC):
             self.ran.update(labels)
 
         out.register_hook(seen)  # type: ignore[no-untyped-call]
+
+
+def only_once(grads: tuple[Any, ...], name: str) -> tuple[Any, ...]:
+    """Let the gradients of ``create_graph=True`` be used but not differentiated: rounding has no second derivative.
+
+    ``once_differentiable`` would let them pass as constants where the gradient that arrived is one.
+    """
+    message = (
+        f"layer '{name}' runs in scaled formats and cannot be differentiated twice, as a gradient penalty or a Hessian "
+        "asks (create_graph=True): keep it as the script wrote it, or in bf16"
+    )
+    given = [grad.detach().requires_grad_() for grad in grads if grad is not None]
+    out = torch._C._functions.DelayedError(message.encode(), len(given))(*given)
+    held = iter([out] if isinstance(out, Tensor) else out)
+    return tuple(None if grad is None else next(held) for grad in grads)

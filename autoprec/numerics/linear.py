@@ -8,9 +8,9 @@ through the function its backend supplies.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from autoprec.errors import UnsupportedError
-from autoprec.numerics.execution import Execution, autocast_dtype
+from autoprec.numerics.execution import Execution, autocast_dtype, only_once
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.plan import DTYPE_NAMES, Multiply, Steps, compile_plan, native_dtype
 from autoprec.numerics.quantize import quantize, spec_of
@@ -200,26 +200,17 @@ class LinearExecution(Execution):
             return _run(input, weight, bias, self, steps, out_dtype, training, grad)
 
     def know_layout(self, weight: Any) -> None:
-        """Find out how a sharded weight lies before a graph is traced, which cannot; refusals come later."""
-        with contextlib.suppress(UnsupportedError):
-            self._layouts(weight)
-
-    def _layouts(self, weight: Any) -> None:
+        """Find out how a sharded weight lies: before a graph is traced, which cannot; raises UnsupportedError."""
         self.layouts = {ndim: layout_of(weight, ndim, self.name) for ndim in NDIMS}
         self.quantizers.groups = self.layouts[2].groups
 
     def _sharded(self, input: Tensor, weight: Any, bias: Tensor | None, training: bool) -> Tensor:
         if torch.compiler.is_compiling() and not self.layouts:
-            outside: Tensor = self._sharded_eagerly(input, weight, bias, training)
-            return outside
+            return self._sharded_eagerly(input, weight, bias, training)
         if not torch.compiler.is_compiling() and not (self.layouts and self.layouts[2].fits(weight)):
-            self._layouts(weight)
-
-        def run(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-            return self(input, weight, bias, training=training)
-
+            self.know_layout(weight)
         layout = self.layouts.get(input.ndim) or layout_of(weight, input.ndim, self.name)
-        return run_sharded(run, input, weight, bias, layout, name=self.name)
+        return run_sharded(partial(self, training=training), input, weight, bias, layout, name=self.name)
 
     @_disable_dynamo
     def _sharded_eagerly(self, input: Tensor, weight: Any, bias: Tensor | None, training: bool) -> Tensor:
@@ -502,18 +493,3 @@ def _restore(ctx: Any) -> list[QuantizedOperand | Tensor | None]:
         else:
             found.append(QuantizedOperand(codes, scale, meta[0], meta[1], meta[2], groups))
     return found
-
-
-def only_once(grads: tuple[Any, ...], name: str) -> tuple[Any, ...]:
-    """Let the gradients of ``create_graph=True`` be used but not differentiated: rounding has no second derivative.
-
-    ``once_differentiable`` would let them pass as constants where the gradient that arrived is one.
-    """
-    message = (
-        f"layer '{name}' runs in scaled formats and cannot be differentiated twice, as a gradient penalty or a Hessian "
-        "asks (create_graph=True): keep it as the script wrote it, or in bf16"
-    )
-    given = [grad.detach().requires_grad_() for grad in grads if grad is not None]
-    out = torch._C._functions.DelayedError(message.encode(), len(given))(*given)
-    held = iter([out] if isinstance(out, Tensor) else out)
-    return tuple(None if grad is None else next(held) for grad in grads)

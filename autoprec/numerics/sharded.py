@@ -105,6 +105,7 @@ def layout_of(weight: Any, ndim: int, name: str) -> Layout:
     mesh, last = weight.device_mesh, ndim - 1
     rows: list[tuple[Any, ...]] = []
     groups: dict[str, tuple[str, ...]] = {"input": (), "weight": (), "grad_output": ()}
+    row: tuple[Any, ...]
     cut: tuple[str, ...]
     first = True
     for dimension, placement in enumerate(weight.placements):

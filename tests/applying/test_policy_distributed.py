@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -87,17 +88,22 @@ def compare_orders(rank: int, how: str) -> dict[str, list[float]]:
     return runs
 
 
-def on_two_ranks(measure: Callable[[int, str], Any], hows: tuple[str, ...], folder: Path) -> list[dict[str, Any]]:
-    """Run ``measure(rank, how)`` on two ranks of gloo; return what each found."""
+def on_ranks(
+    measure: Callable[[int, str], Any], hows: tuple[str, ...], folder: Path, ranks: int
+) -> list[dict[str, Any]]:
+    """Run ``measure(rank, how)`` on ranks of gloo; return what each found."""
 
     def work(rank: int) -> None:
         dist.init_process_group("gloo")
         torch.save({how: measure(rank, how) for how in hows}, folder / f"out.{rank}")
         dist.destroy_process_group()
 
-    ended = run_ranks(work, cwd=folder)
+    ended = run_ranks(work, cwd=folder, ranks=ranks)
     assert ended.returncode == 0, ended.stderr
-    return [torch.load(folder / f"out.{rank}") for rank in range(2)]
+    return [torch.load(folder / f"out.{rank}") for rank in range(ranks)]
+
+
+on_two_ranks = partial(on_ranks, ranks=2)
 
 
 @pytest.mark.slow
@@ -213,3 +219,152 @@ def test_fsdp2_gathers_the_weights_of_fp8_layers_in_fp8(tmp_path: Path) -> None:
         assert found["fp8"] != found["keep"]
         assert found["fp8"] == pytest.approx(found["keep"], rel=0.05)
         assert (row["ok"], row["executed"], row["reason"]) == (True, "fp8", "3.94 times fewer bytes than FP32")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Tower(nn.Module):
+    """Token ids to logits, whose class says nothing of how it is sharded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.blocks = nn.Embedding(32, 32), nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 32, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def shard_tower(model: Tower, how: str) -> None:
+    """Shard by tensor parallelism: plain, with FSDP2 around it, or with sequence parallelism (and a sharded loss)."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
+
+    pairs = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if how.startswith("sequence"):
+        loss = how.endswith("loss")
+        made = Shard(-1) if loss else Replicate()
+        head = ColwiseParallel(input_layouts=Shard(1), output_layouts=made, use_local_output=not loss)
+        embed = RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
+        parallelize_module(model, pairs["tp"], {"embed": embed, "norm": SequenceParallel(), "head": head})
+        plan = {"norm": SequenceParallel(), "up": ColwiseParallel(input_layouts=Shard(1))}
+        plan["down"] = RowwiseParallel(output_layouts=Shard(1))
+    for block in model.blocks:
+        parallelize_module(block, pairs["tp"], plan)
+    if how == "fsdp2":
+        for block in (*model.blocks, model):
+            fully_shard(block, mesh=pairs["dp"])
+
+
+def train_tower(recipe: str, how: str, *, compiled: bool = False) -> dict[str, Any]:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    model = Tower()
+    if how != "whole":
+        shard_tower(model, how)
+    policy = Policy.model_validate({"recipes": {"f": BUILTIN_RECIPES[recipe]}, "default": "f", "activations": "bf16"})
+    policy.apply(model)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    called = torch.compile(model, backend="aot_eager") if compiled else model
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for step in range(3):
+        ids = torch.randint(0, 32, (4, 9), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        with loss_parallel() if how.endswith("loss") else contextlib.nullcontext():
+            loss = nn.functional.cross_entropy(called(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+            loss.backward()
+        optimizer.step()
+        losses.append(float(loss.full_tensor() if hasattr(loss, "full_tensor") else loss))
+    counters = torch._dynamo.utils.counters
+    graphs = counters["stats"].get("unique_graphs", 0), sum(counters["graph_break"].values())
+    return {"losses": losses, "ok": policy.audit(model).ok, "graphs": graphs}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise"])
+def test_sharded_layers_are_part_of_one_compiled_graph(recipe: str, tmp_path: Path) -> None:
+    def measure(_rank: int, how: str) -> Any:
+        return [train_tower(recipe, how, compiled=compiled) for compiled in (False, True)]
+
+    for eager, compiled in (rank["tp"] for rank in on_two_ranks(measure, ("tp",), tmp_path)):
+        assert compiled["graphs"] == (1, 0)
+        assert compiled["losses"] == eager["losses"]
+        assert eager["ok"]
+        assert compiled["ok"]
+
+
+@pytest.mark.slow
+def test_sequence_parallelism_and_a_sharded_loss_train_as_the_whole_model_does(tmp_path: Path) -> None:
+    hows = ("whole", "sequence", "sequence and loss")
+    found = on_two_ranks(lambda _rank, how: train_tower("fp8_tensorwise", how), hows, tmp_path)
+    assert found[0] == found[1]
+    for how in hows:
+        assert found[0][how]["ok"]
+        assert found[0][how]["losses"] == pytest.approx(found[0]["whole"]["losses"], rel=3e-3)
+
+
+@pytest.mark.slow
+def test_tensor_parallelism_inside_of_fsdp2(tmp_path: Path) -> None:
+    found = on_ranks(lambda _rank, how: train_tower("fp8_tensorwise", how), ("whole", "fsdp2"), tmp_path, ranks=4)
+    for rank in found:
+        assert rank["fsdp2"]["ok"]
+        assert rank["fsdp2"]["losses"] == pytest.approx(rank["whole"]["losses"], rel=3e-3)
+
+
+class Experts(nn.Module):
+    """Four experts, or those of them that this rank holds; returns what each of them makes of the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up = nn.Parameter(torch.randn(4, 32, 64) / 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up.to_local() if hasattr(self.up, "to_local") else self.up
+        return torch.bmm(x.expand(up.shape[0], -1, -1), up)
+
+
+def experts_gradient(rank: int, how: str) -> tuple[bool, torch.Tensor]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    experts = Experts()
+    model = nn.Sequential(nn.Linear(32, 32), experts)
+    if how == "sharded":
+        mesh = init_device_mesh("cpu", (2,))
+        model[1].up = nn.Parameter(distribute_tensor(model[1].up.detach(), mesh, [Shard(0)]))
+    POLICY.model_copy(update={"layers": DELAYED.layers, "default": "f"}).apply(model)
+    model(torch.randn(16, 32, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    run = execution_of(model[1]).executions["up"]
+    gradient = model[1].up.grad
+    mine = gradient.to_local() if how == "sharded" else gradient[2 * rank : 2 * rank + 2]
+    return run.executed.get("wgrad", "").startswith("fp8"), mine.clone()
+
+
+@pytest.mark.slow
+def test_experts_that_ranks_share_run_their_recipe(tmp_path: Path) -> None:
+    for rank in on_two_ranks(experts_gradient, ("whole", "sharded"), tmp_path):
+        (one, whole), (other, sharded) = rank["whole"], rank["sharded"]
+        assert one
+        assert other
+        assert torch.equal(whole, sharded)

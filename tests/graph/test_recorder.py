@@ -6,8 +6,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
+from autoprec.cost import CostModel
 from autoprec.graph.recorder import StepRecorder, record_step
 from autoprec.graph.report import GraphReport
+from autoprec.precision.hardware import target
 from tests.graph.models import BATCH, TOKENS, WIDTH, Decoder, decoder_step, token_batch
 from tests.warm import run_ranks
 
@@ -336,9 +338,13 @@ def record_sharded(rank, folder):
     dist.init_process_group("gloo")
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32))
     parallelize_module(model, init_device_mesh("cpu", (2,)), {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    report = record_step(model, lambda: model(torch.randn(2, 4, 16)).sum().backward())
+    adam = torch.optim.Adam(model.parameters())
+    report = record_step(model, lambda: model(torch.randn(2, 4, 16)).sum().backward(), optimizers=[adam])
     found = {name: shapes(report, name) for name in ("0", "2")}
-    torch.save(found | {"flops": report.total_flops}, folder / f"out.{rank}")
+    parameters = report.model["parameters"]
+    cost = CostModel(report, target("h100"))
+    held = report.memory["parameters"], report.memory["optimizer"], round(report.held * parameters), cost.parameters
+    torch.save(found | {"flops": report.total_flops, "all": parameters, "held": held}, folder / f"out.{rank}")
     dist.destroy_process_group()
 
 
@@ -352,4 +358,7 @@ def test_a_layer_sharded_by_tensor_parallelism_has_the_gemms_of_one_rank(tmp_pat
         assert found["2"]["fprop"] == (8, 32, 32, 1, 1)
         assert found["2"]["dgrad"] == (8, 32, 32, 1, 1)
         # DTensor finds shapes of whole tensors by running operators on fake ones, which is not work of the step
+        mine = 32 * 16 + 32 + 32 * 32 + 32  # the second bias is on both ranks
+        assert found["all"] == 64 * 16 + 64 + 32 * 64 + 32
+        assert found["held"] == (4 * mine, pytest.approx(8 * mine, abs=64), mine, pytest.approx(mine))
         assert found["flops"] == 2 * (2 * 8 * 16 * 32) + 3 * (2 * 8 * 32 * 32)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from autoprec.numerics import delayed, sharded
+from autoprec.numerics import delayed
 from autoprec.numerics.delayed import DelayedReduction, data_parallel_groups
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.one_dtype import ConvExecution
@@ -41,24 +41,23 @@ def test_without_other_ranks_a_layer_learns_alone() -> None:
 class Wire:
     """Two ranks of which this process is one; the other has seen 5 of everything."""
 
-    ReduceOp = dist.ReduceOp
-
     def __init__(self) -> None:
         self.calls = 0
 
     def get_world_size(self, group: Any) -> int:
         return 2
 
-    def all_reduce(self, tensor: torch.Tensor, op: Any, group: Any) -> None:
+    def reduced(self, amax: torch.Tensor, groups: tuple[str, ...]) -> torch.Tensor:
+        assert groups == ("all",)
         self.calls += 1
-        tensor.clamp_(min=5.0)
+        return amax.clamp(min=5.0)
 
 
 def test_ranks_agree_on_the_largest_amax_once_per_training_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire()
-    for module in (delayed, sharded):  # who asks, and who reduces
-        monkeypatch.setattr(module, "dist", wire)
-    monkeypatch.setattr(delayed, "data_parallel_groups", lambda root: ["all"])
+    monkeypatch.setattr(delayed, "dist", wire)
+    monkeypatch.setattr(delayed, "reduced", wire.reduced)
+    monkeypatch.setattr(delayed, "data_parallel_groups", lambda root: [SimpleNamespace(group_name="all")])
     model, run = nn.Linear(32, 32), LinearExecution(LayerPlan.uniform(DELAYED))
     reduction = DelayedReduction(model, [run])
     for _ in range(2):

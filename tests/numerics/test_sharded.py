@@ -65,7 +65,7 @@ def measure(rank: int) -> dict[str, Any]:
     }
     found |= {f"uneven {style}": two_steps("fp8_tensorwise", style, 333) for style in (None, "ColwiseParallel")}
     largest = torch.tensor([1.0, torch.nan, 3.0])[rank]
-    found["reduced"] = reduced(largest, (dist.group.WORLD,))
+    found["reduced"] = reduced(largest, (dist.group.WORLD.group_name,))
     found["refused"] = refusals()
     return found
 

@@ -104,12 +104,13 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a DTensor, summed over ranks where that is still to be done; others as they are."""
     if not hasattr(tensor, "to_local"):
         return tensor
-    if any(placement.is_partial() for placement in tensor.placements):  # of norms under sequence parallelism
+    sharded: Any = tensor
+    if any(placement.is_partial() for placement in sharded.placements):  # of norms under sequence parallelism
         from torch.distributed.tensor import Replicate
 
-        whole = [Replicate() if placement.is_partial() else placement for placement in tensor.placements]
-        tensor = tensor.redistribute(placements=whole)
-    return tensor.to_local()  # type: ignore[no-any-return]
+        whole = [Replicate() if placement.is_partial() else placement for placement in sharded.placements]
+        sharded = sharded.redistribute(placements=whole)
+    return sharded.to_local()  # type: ignore[no-any-return]
 
 
 def _is_sharded(tensor: torch.Tensor) -> bool:

@@ -41,7 +41,8 @@ from autoprec.backends.experts.mx import (
     padded_width,
 )
 from autoprec.backends.fused import FusedCasts, agreed, constants_of, has_kernels, launch
-from autoprec.numerics.linear import LinearExecution, only_once
+from autoprec.numerics.execution import only_once
+from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import ScaleRule, Spec
 from autoprec.numerics.plan import GemmStep, Steps
 from autoprec.numerics.quantize import quantize

@@ -150,4 +150,5 @@ def interpret(
         notes=tuple(_notes(trace, links)),
         source=trace.source,
         root_called=bool(trace.calls_of.get("")),
+        held=names.held(),
     )

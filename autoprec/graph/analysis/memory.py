@@ -1,4 +1,4 @@
-"""Bytes of a training step: parameters, gradients, optimizer state and what backward needs."""
+"""Bytes of a training step on this rank: parameters, gradients, optimizer state and what backward needs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from autoprec.graph.analysis.modules import ModelNames
+from autoprec.graph.analysis.modules import ModelNames, on_this_rank
 from autoprec.graph.trace import Trace
 
 #: The largest parameter for which an optimizer may be tried out on real zeros.
@@ -18,7 +18,7 @@ _MOST_VALUES = 1 << 26
 
 
 def _bytes(tensors: Iterable[torch.Tensor]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors)
+    return sum(on_this_rank(t).numel() * t.element_size() for t in tensors)
 
 
 def _state_tensors(state: Any) -> Iterable[torch.Tensor]:
@@ -41,7 +41,7 @@ def _step_of_twin(optimizer: torch.optim.Optimizer, group: dict[str, Any], shado
 
 
 def _shadow(parameter: torch.nn.Parameter, device: str) -> torch.nn.Parameter:
-    shadow = torch.nn.Parameter(torch.zeros(parameter.shape, dtype=parameter.dtype, device=device))
+    shadow = torch.nn.Parameter(torch.zeros(on_this_rank(parameter).shape, dtype=parameter.dtype, device=device))
     shadow.grad = torch.zeros_like(shadow)
     return shadow
 
@@ -54,7 +54,7 @@ def _predicted(optimizer: torch.optim.Optimizer) -> int:
         try:
             total += _step_of_twin(optimizer, group, [_shadow(p, "meta") for p in trained])
         except RuntimeError:  # NotImplementedError is one of them
-            for (shape, dtype), count in Counter((p.shape, p.dtype) for p in trained).items():
+            for (shape, dtype), count in Counter((on_this_rank(p).shape, p.dtype) for p in trained).items():
                 if shape.numel() > _MOST_VALUES:
                     raise
                 zeros = torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))

@@ -12,6 +12,11 @@ from torch.nn.parameter import UninitializedParameter
 from autoprec.applying.units import clean_name, tunable_units, unwrap
 
 
+def on_this_rank(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the part of a sharded tensor (FSDP2, tensor parallelism) that this rank holds; others as they are."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
 class ModelNames:
     """One pass over a model: names, parameters, ties and what a policy can be applied to."""
 
@@ -71,6 +76,13 @@ class ModelNames:
     def name_of_parameter(self, tensor: torch.Tensor) -> str:
         """Return a parameter's first name, empty for another tensor (lazy layers make theirs during the step)."""
         return self._parameter_names.get(id(tensor), "")
+
+    def held(self) -> float:
+        """Return the share of the parameters that this rank holds: below 1 where ranks share them."""
+        made = [p for n, p in self.parameters.items() if self.aliases[n] == n]
+        made = [p for p in made if not isinstance(p, UninitializedParameter)]
+        whole = sum(p.numel() for p in made)
+        return sum(on_this_rank(p).numel() for p in made) / whole if whole else 1.0
 
     def identity(self) -> dict[str, object]:
         """Return class, number of parameters (ties once) and a fingerprint of names, shapes and dtypes."""
