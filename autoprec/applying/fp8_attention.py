@@ -18,6 +18,7 @@ from torch import Tensor
 from autoprec.backends import Backend, get
 from autoprec.backends.emulated import fp8_attention
 from autoprec.errors import UnsupportedError
+from autoprec.numerics.sharded import is_dtensor
 from autoprec.precision.hardware import attention_refusal
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ class Fp8Attention:
             return "a call with attn_mask; only is_causal=True or no mask at all has a kernel"
         if dropout:
             return f"a call with dropout {dropout:g} has no kernel"
+        if any(is_dtensor(x) or x.is_nested for x in (query, key, value)):
+            return "operands are DTensors or nested tensors"
+        if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+            return "the transforms of torch.func (grad, vmap, jvp, ...) do not go through it"
         if not query.ndim == key.ndim == value.ndim == 4:
             return "operands are not [batch, heads, length, head]"
         if causal and query.shape[2] != key.shape[2]:

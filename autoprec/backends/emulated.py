@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.backends.base import Backend
+from autoprec.numerics.execution import only_once
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
 from autoprec.numerics.rounding import decode, encode
@@ -93,7 +94,11 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, *_together(ctx.back, grads)
+        with torch.no_grad():
+            found = _together(ctx.back, grads)
+        if not torch.compiler.is_compiling() and torch.is_grad_enabled():
+            found = only_once(found, "operators.attention")
+        return None, None, *found
 
 
 def _together(form: str, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -133,7 +133,7 @@ class QuantizerState:
         """A copied layer computes what this one computes: with histories and a stream of its own that stand alike."""
         made = memo[id(self)] = QuantizerState(self.seed)
         made.delayed, made.graph = copy.deepcopy((self.delayed, self.graph), memo)
-        made.prepared, made.calibrated = self.prepared, self.calibrated
+        made.prepared, made.calibrated, made.groups = self.prepared, self.calibrated, self.groups
         for device, generator in self.generators.items():
             made.generator(device).set_state(generator.get_state())
         return made

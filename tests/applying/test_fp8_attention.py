@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -122,6 +123,38 @@ def test_what_has_no_kernel_is_refused_with_the_reason(x: Tensor, call: dict[str
 def test_shapes_that_have_no_kernel_are_refused(shapes: Any, call: dict[str, Any], reason: str) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         Fp8Attention()("cpu", tuple(torch.randn(shape) for shape in shapes), call)
+
+
+def test_a_batch_of_several_lengths_is_refused() -> None:
+    parts = [torch.randn(length, 2, 32) for length in (8, 16)]
+    ragged = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    with pytest.raises(UnsupportedError, match="nested tensors"):
+        Fp8Attention()("cpu", (ragged, ragged, ragged), {})
+
+
+def test_transforms_are_refused() -> None:
+    q = torch.randn(1, 2, 8, 32)
+    with pytest.raises(UnsupportedError, match=r"torch\.func"):
+        torch.func.grad(lambda x: Fp8Attention()("cpu", (x, x, x), {}).sum())(q)
+
+
+def test_it_cannot_be_differentiated_twice() -> None:
+    q = torch.randn(1, 2, 8, 32, requires_grad=True)
+    (grad,) = torch.autograd.grad(Fp8Attention()("cpu", (q, q, q), {}).sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"operators\.attention.* cannot be differentiated twice"):
+        grad.square().sum().backward()
+
+
+def test_heads_that_ranks_share_as_dtensors_are_refused() -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        heads = distribute_tensor(torch.randn(1, 2, 8, 32), init_device_mesh("cpu", (1,)), [Shard(1)])
+        with pytest.raises(UnsupportedError, match="DTensors"):
+            Fp8Attention()("cpu", (heads, heads, heads), {"is_causal": True})
+    finally:
+        dist.destroy_process_group()
 
 
 def test_attention_written_by_hand_is_not_run_in_fp8_and_the_check_fails(x: Tensor) -> None:

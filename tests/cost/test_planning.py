@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from autoprec.cost import CostModel, CostScale
 from autoprec.cost.planning import break_even_tokens, payback, scale_notes, scale_out, sweep, tensor_parallel_share
 from autoprec.cost.transformer import PRESETS, DecoderConfig, decoder_report
 from autoprec.errors import UsageError
-from autoprec.graph.report import GraphReport
+from autoprec.graph.report import GraphReport, Operator
 from autoprec.precision.hardware import TARGETS
 
 Uniform = Callable[..., Any]
@@ -78,6 +79,24 @@ def test_one_gpu_is_the_model_itself(large: GraphReport, uniform: Uniform) -> No
     assert alone.exposed == 0.0
     assert alone.speedup > 1.1
     assert not alone.fits  # 8B parameters with Adam take 128 GB
+
+
+def test_a_script_that_shards_its_layers_is_refused_one_that_clips_sharded_gradients_is_not(
+    medium: GraphReport, uniform: Uniform
+) -> None:
+    plans = uniform(medium)
+    exchange = Operator("x", "", "_c10d_functional::all_reduce", "forward", "", "", "", ((),), ("fp32",), 0, 4)
+
+    def planned(**changes: Any) -> Any:
+        model = CostModel(replace(medium, **changes), H100)
+        return scale_out(model, plans["fp8_tensorwise"], plans["bf16"], [8])
+
+    with pytest.raises(UsageError, match="tensor parallelism"):
+        planned(operators=(*medium.operators, exchange))
+    clips = replace(exchange, phase="update")
+    assert planned(operators=(*medium.operators, clips), held=0.5)[0].speedup == pytest.approx(
+        planned()[0].speedup, rel=1e-3
+    )
 
 
 def test_what_is_saved_for_backward_has_to_fit_as_well(uniform: Uniform) -> None:

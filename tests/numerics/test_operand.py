@@ -63,7 +63,9 @@ def test_a_copy_stands_where_the_original_does() -> None:
     state = QuantizerState(5)
     torch.rand(4, generator=state.generator(torch.device("cpu")))
     state.delayed_scale("input", DELAYED, torch.tensor(1.0), update=True, recompute=False)
+    state.groups = {"weight": ("group",)}
     twin = copy.deepcopy(state)
+    assert twin.groups == state.groups  # a copied layer of tensor parallelism reduces its amaxes, too
     assert torch.equal(twin.delayed["input", DELAYED].history, state.delayed["input", DELAYED].history)
     assert twin.delayed["input", DELAYED] is not state.delayed["input", DELAYED]
     drawn = [torch.rand(4, generator=one.generator(torch.device("cpu"))) for one in (state, twin)]
