@@ -133,6 +133,7 @@ def speedup_of_run(policy: Policy, run_steps: int, speedup: float, plain: float)
 
     Args:
         policy: with phases of :data:`PHASE_PRESETS`.
+        run_steps: optimizer steps of the run.
         speedup: of the policy where it is not in plain bf16.
         plain: of bf16 everywhere.
     """

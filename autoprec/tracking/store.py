@@ -139,7 +139,7 @@ class Store:
                 return found
 
     def write_trial(self, record: TrialRecord, groups: Mapping[str, str] | None) -> None:
-        """Write one trial as a child run and return its run id; an existing run of this trial is brought up to date."""
+        """Write one trial as a child run; an existing run of this trial is brought up to date."""
         identity = f"{self.uid}/{record.kind}/{record.number}/{record.seed}"
         run_id = self._children.get(identity, "")
         if not run_id:

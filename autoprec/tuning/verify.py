@@ -261,6 +261,7 @@ def verify(
         seeds: paired seeds.
         first_seed: the first of them; 0 is the script's own.
         timed: whether step times mean anything for the policy's target.
+        max_divergence: the acceptable mean divergence, as a fraction.
         max_gradient_error: the acceptable gradient error, in units of the mini-batch gradient noise.
         tell: receives one line per finished seed.
 

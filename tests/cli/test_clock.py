@@ -23,3 +23,11 @@ def test_a_process_began_before_its_first_line() -> None:
 def test_where_the_system_does_not_say_it_begins_now(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pathlib.Path.read_text", lambda *_, **__: "7 (a name with ) in it) S 1 2")
     assert process_began() == pytest.approx(time.monotonic(), abs=0.5)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
+def test_what_a_shell_did_before_it_became_this_process_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``bash -c "pip install ... && autoprec search --budget 20m ..."``: the budget was gone before the search began."""
+    later = time.clock_gettime(time.CLOCK_BOOTTIME) + 600
+    monkeypatch.setattr("time.clock_gettime", lambda _clock: later)
+    assert process_began() == pytest.approx(time.monotonic(), abs=0.5)

@@ -452,8 +452,9 @@ class TrialRunner(Runner):
             timeout_s=spec.timeout_s,
             tail=process.tail,
         )
-        if result.status == "oom" and beside is not None:  # the next trial's process may have been in the way
-            beside.end()
+        if result.status == "oom" and spec.starting:  # the next trial's process may have been in the way, and be gone
+            if beside is not None:
+                beside.end()
             return self._run_process(replace(spec, ahead=False, starting=""), told)
         return replace(result, wall_s=time.monotonic() - began)
 

@@ -81,7 +81,13 @@ def test_a_trial_finds_its_process_at_its_first_step_and_loses_nothing_by_it(hos
 
 
 @pytest.mark.slow
-def test_a_trial_runs_again_alone_where_the_next_one_may_have_taken_its_memory(host: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_trial_runs_again_alone_where_the_next_one_may_have_taken_its_memory(
+    host: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, gone: bool
+) -> None:
+    """Also where that one has run out of memory itself, and is gone."""
+    if gone:
+        monkeypatch.setattr(Spare, "look", lambda spare: bool(spare.end()))
     (tmp_path / "user").mkdir()
     (tmp_path / "user" / "hungry_train.py").write_text(_HUNGRY)
     with host("-m", "hungry_train", str(tmp_path / "failed"), real=True, launch="zygote") as runner:

@@ -167,3 +167,45 @@ def test_a_machine_that_is_slower_now_times_its_reference_now(here: Path) -> Non
     assert first.ledger is not None
     assert again.ledger is not None
     assert again.ledger.reference.step_ms == pytest.approx(first.ledger.reference.step_ms, rel=0.05)
+
+
+@pytest.mark.parametrize(("moved", "measured"), [(1e-7, False), (0.05, True)])
+def test_a_script_that_does_not_repeat_itself_keeps_a_reference_of_the_same_losses_alone(
+    here: Path,  # noqa: F811
+    moved: float,
+    *,
+    measured: bool,
+) -> None:
+    """Its data changed between two sessions, and trials were compared with the losses of the old data."""
+    asked = options(study="mine", sampler="random", trials=2, seeds=1)
+    search(script(), asked)
+    kept = here / "autoprec-runs" / "mine" / "reference.json"
+    document = {key: value for key, value in json.loads(kept.read_text()).items() if key != "checksum"}
+    document["reference"]["deterministic"] = False
+    document["reference"]["losses"] = [loss * (1 + moved) for loss in document["reference"]["losses"]]
+    kept.write_text(json.dumps(with_checksum(document)))
+    search(again := script(), replace(asked, trials=3, resume=True))
+    assert (references(again) > 2) is measured
+
+
+class DisturbedOnce(SimulatedRunner):
+    """The first run takes 30 % longer."""
+
+    def run(self, spec: TrialSpec) -> TrialResult:
+        first = not any(asked.kind == "train" for _, asked in self.script.calls)
+        ran = super().run(spec)
+        slow = first and spec.kind == "train"
+        return replace(ran, step_ms=tuple(1.3 * ms for ms in ran.step_ms)) if slow else ran
+
+
+def test_a_disturbed_run_does_not_make_the_kept_reference_slower(here: Path) -> None:  # noqa: F811
+    """One run of the script decided: trials after it gained 30 % that nobody has."""
+    asked = options(study="mine", sampler="random", trials=2, seeds=1)
+    first, _ = search(script(), asked)
+    asked, simulated = replace(asked, trials=3, resume=True), script()
+    command = ScriptCommand.parse(asked.command)
+    again = Search(asked, command, Listeners(), lambda seed, _folder: DisturbedOnce(simulated, seed))
+    again.run()
+    assert first.ledger is not None
+    assert again.ledger is not None
+    assert again.ledger.reference == first.ledger.reference
