@@ -27,7 +27,7 @@ def test_where_the_system_does_not_say_it_begins_now(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems are not asked")
 def test_what_a_shell_did_before_it_became_this_process_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``bash -c "pip install ... && autoprec search --budget 20m ..."``: the budget was gone before the search began."""
+    """``bash -c "pip install ... && autoprec search --budget 20m ..."``: the budget was gone before it began."""
     later = time.clock_gettime(time.CLOCK_BOOTTIME) + 600
     monkeypatch.setattr("time.clock_gettime", lambda _clock: later)
     assert process_began() == pytest.approx(time.monotonic(), abs=0.5)

@@ -23,8 +23,8 @@ from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
 
 #: The reference beside the study, and how far its steps may be from what they took, to be as fast.
 _FILE, _AS_FAST = "reference.json", 0.05
-#: How far the losses of a script that does not repeat itself may be from those kept, over what its benign changes reach,
-#: and what is float32 rounding anyway.
+#: How far the losses of a script that does not repeat itself may be from those kept, over what its benign changes
+#: reach, and what is float32 rounding anyway.
 _ONE_RUN, _ROUNDING = 2.0, 1e-6
 
 
@@ -112,8 +112,8 @@ def _keep(setup: Setup, ledger: Ledger, reference: Reference) -> None:
 def _kept(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Reference | None:
     """Return the reference of an earlier session; None where there is none, or it was measured elsewhere.
 
-    Where steps are timed, it is run once more, twice if it is slower: a machine that is as fast as it was keeps the time
-    that the study's trials were compared with.
+    Where steps are timed, it is run once more, twice if it is slower: a machine that is as fast as it was keeps the
+    time that the study's trials were compared with.
     """
     path = setup.study_dir / _FILE
     try:
