@@ -42,6 +42,8 @@ def is_block(recipe: Recipe | None) -> bool:
 
 def block_refusal(recipe: Recipe, gemm: Gemm, sizes: dict[str, int]) -> str:
     """Return why block products of libraries cannot run a GEMM, or an empty string; ``sizes`` are those of features."""
+    if torch.version.hip is not None:  # whose capability may read 9.4, and whose E4M3 may be another format
+        return "block products of libraries run on NVIDIA GPUs only"
     formats = {recipe.operand_format(operand) for operand in GEMM_OPERANDS[gemm]}
     if formats != {"e4m3"}:
         return f"block products multiply E4M3 by E4M3 only, {gemm} has {' and '.join(sorted(formats))}"

@@ -170,6 +170,9 @@ def test_blocks_that_no_kernel_runs_are_refused(products: None, monkeypatch: pyt
     backend, asks = TorchaoBackend(), {"gemm": "fprop", "m": 0, "k": 256, "n": 384, "device": "cuda"}
     assert backend.capability(BLOCK, **asks)
     assert "N = 100 is not a multiple of 128" in backend.capability(BLOCK, **asks | {"n": 100}).reason
+    with monkeypatch.context() as amd:
+        amd.setattr(torch.version, "hip", "6.4")
+        assert "NVIDIA GPUs only" in backend.capability(BLOCK, **asks).reason
     with pytest.raises(UnsupportedError, match="row"):
         backend.bind(LayerPlan(fprop=BLOCK, wgrad=ROW), nn.Identity(), name="x", seed=0)
     monkeypatch.setitem(sys.modules, torchao._BLOCKS, None)
