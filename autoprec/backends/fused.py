@@ -37,7 +37,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from autoprec.numerics.operand import QuantizedOperand, QuantizerState, Spec
 from autoprec.numerics.quantize import quantize
@@ -240,8 +239,8 @@ def _is_delayed(spec: Spec) -> bool:
 
 
 _holders: weakref.WeakSet[FusedCasts] = weakref.WeakSet()
-_optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-_stepped: Any = WeakIdKeyDictionary()
+#: ids of what each optimizer updates; weak references would forbid torch.utils.swap_tensors, which autoprec.optim needs
+_stepped: weakref.WeakKeyDictionary[Optimizer, frozenset[int]] = weakref.WeakKeyDictionary()
 
 
 @functools.cache
@@ -252,15 +251,13 @@ def _watch_optimizers() -> None:
 def _after_step(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
     for casts in _holders:
         casts.stepped()
-    if optimizer not in _optimizers:
-        _optimizers.add(optimizer)
-        _stepped.update((parameter, True) for group in optimizer.param_groups for parameter in group["params"])
+    _stepped[optimizer] = frozenset(id(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _is_stepped(weight: nn.Parameter) -> bool:
     """Say whether an optimizer has been seen to update this very Parameter."""
     _watch_optimizers()
-    return weight in _stepped
+    return any(id(weight) in ids for ids in _stepped.values())
 
 
 class _Zeros(threading.local):

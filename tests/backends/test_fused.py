@@ -292,3 +292,18 @@ def test_a_scale_that_ranks_agree_on_is_not_found_by_a_kernel(monkeypatch: pytes
     assert casts.pair(x, tensor, None, "weight") == (None, None)
     assert casts.pair(x, row, None, "weight") == ("cast", "cast")
     assert casts.pair(x, tensor, None, "input") == ("cast", "cast")
+
+
+def test_parameters_that_were_stepped_can_still_be_swapped() -> None:
+    """``torch.utils.swap_tensors`` refuses what weak references point to; optimizers that store weights use it."""
+    weight, other = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    assert not fused._is_stepped(weight)
+    weight.grad = torch.ones(2)
+    optimizer = torch.optim.SGD([weight])
+    optimizer.step()
+    assert fused._is_stepped(weight)
+    assert not fused._is_stepped(other)
+    torch.utils.swap_tensors(weight, other)
+    assert weight.tolist() == [1.0, 1.0]
+    del optimizer
+    assert not fused._is_stepped(weight)
