@@ -23,6 +23,11 @@ from autoprec.precision.hardware import Target, alignment, grouped_refusal, reci
 from autoprec.precision.recipes import Recipe
 
 _KEEP = LayerPlan()
+#: What the cost of a rank that shares layers with others leaves out.
+EXCHANGES = (
+    "; of what ranks exchange only the least is charged (two ranks at a link's full speed, no amaxes): gains are upper "
+    "bounds"
+)
 _NO_CONV = ("fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8")
 
 
@@ -112,6 +117,7 @@ class CostModel:
         self._input_reuse = _readers_of_one_input(report.layers)
         self._script = {layer.name: _dtype_as_written(layer, target) for layer in report.layers}
         self._rest_operators = rest_operators(report)
+        self._divided = report.divided and not target.is_cpu
         self.parameters = scaled_parameters(report, self.scale)
         self._part = 1.0
         self._known: dict[int, tuple[Recipe, int]] = {}
@@ -125,7 +131,7 @@ class CostModel:
     @property
     def label(self) -> str:
         scaled = self.scale.describe()
-        return self.rates.label + (f", at scale {scaled}" if scaled else "")
+        return self.rates.label + (f", at scale {scaled}" if scaled else "") + (EXCHANGES if self._divided else "")
 
     def _index(self, recipe: Recipe | None) -> int:
         if recipe is None:

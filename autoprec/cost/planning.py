@@ -379,8 +379,7 @@ def _whole(model: CostModel) -> CostModel:
     Raises:
         UsageError: the recorded rank computed a part of the layers as well.
     """
-    # those after backward are of gradients: FSDP2's norm of all ranks, where the script clips
-    if any(row.op.startswith("_c10d_functional::") and row.phase != "update" for row in model.report.operators):
+    if model.report.divided:
         raise UsageError(
             "the script divides its layers among ranks itself (tensor parallelism), and one rank was recorded",
             fix="plan from the script without parallelize_module, with --tensor-parallel",

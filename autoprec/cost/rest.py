@@ -1,11 +1,13 @@
 """Everything of a step that no policy decides per layer: attention, norms, pointwise, optimizer, launches.
 
 Traffic is what the recorder counted (unique inputs and outputs of each operator), scaled to the asked shapes;
-compiled code fuses pointwise chains, so it moves less and launches less.
+compiled code fuses pointwise chains, so it moves less and launches less. Exchanges of tensor parallelism go over the
+links of the hardware table.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -27,6 +29,7 @@ _CATEGORY = {
     "cast": "pointwise",
     "output": "pointwise",
 }
+_BYTES = {"fp64": 8.0, "bf16": 2.0, "fp16": 2.0, "e4m3": 1.0, "e5m2": 1.0}
 #: Share of traffic and of kernels that is left when pointwise chains and norms are fused by a compiler.
 _FUSED_TRAFFIC = {"pointwise": 0.45, "norm": 0.6, "attention": 0.9, "other": 0.8}
 _FUSED_KERNELS = {"pointwise": 0.3, "norm": 0.5, "attention": 1.0, "other": 0.6}
@@ -47,6 +50,8 @@ def rest_operators(report: GraphReport) -> list[Operator]:
     names = {layer.name for layer in report.layers}
     out = []
     for operator in report.operators:
+        if operator.exchanges and operator.op.endswith(("::wait_tensor", "::_wrap_tensor_autograd")):
+            continue  # no work of their own: the collective before them has it
         own = operator.cls in ("gemm", "conv") and (operator.weight in weights or operator.module in names)
         if not own and operator.cls != "view" and (operator.bytes or operator.flops):
             out.append(operator)
@@ -75,6 +80,23 @@ def growth(operator: Operator, scale: CostScale) -> tuple[float, float]:
     return scale.tokens * scale.width * depth, scale.tokens * scale.width * depth
 
 
+def exchange_seconds(operator: Operator, target: Target) -> float:
+    """Return the least seconds of a collective between the ranks that share a layer, at a link's full speed.
+
+    A rank sends ``2 (n - 1) / n`` of what ``n`` ranks reduce, and what a gather adds or a scatter leaves out. How many
+    they are was not recorded, so a reduction is charged as that of two ranks, which is the least: the tensor once.
+    """
+    row = operator
+    sizes = [
+        sum(
+            math.prod(shape) * _BYTES.get(short_dtype(dtype), 4.0) for shape, dtype in zip(shapes, dtypes, strict=False)
+        )
+        for shapes, dtypes in ((row.shapes, row.dtypes), (row.out_shapes, row.out_dtypes))
+    ]
+    sent = abs(sizes[0] - sizes[1]) or sizes[0]
+    return sent / target.links["scale_up"] if target.links else 0.0
+
+
 def rest_cost(
     target: Target,
     rates: Rates,
@@ -97,7 +119,9 @@ def rest_cost(
             moved *= 0.5
         if compiled:
             moved *= _FUSED_TRAFFIC[kind]
-        time = moved / speed
+        time = exchange_seconds(operator, target) * more_bytes if operator.exchanges else moved / speed
+        if operator.exchanges and activations != "keep" and wide:
+            time *= 0.5
         if kind == "attention" and operator.cls != "softmax":
             family = "bf16" if activations != "keep" or not wide else "tf32"
             peak = target.peak(family) or target.peak("fp32") or target.peak("bf16")

@@ -109,6 +109,11 @@ class Operator:
         """Whether it is attention, fused or written by hand; other products without a weight are of that class, too."""
         return self.cls == "attention" and ("attention" in self.op or self.pattern in ("scores", "values"))
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether it belongs to an exchange of DTensors between ranks (torch's functional collectives)."""
+        return self.op.startswith("_c10d_functional")
+
     def to_json(self) -> dict[str, Any]:
         """Return the row that ``autoprec inspect --json`` prints."""
         out = asdict(self)
@@ -148,6 +153,12 @@ class GraphReport:
     def tunable(self) -> tuple[Layer, ...]:
         """The layers a policy can decide about, in model order."""
         return tuple(layer for layer in self.layers if layer.tunable)
+
+    @property
+    def divided(self) -> bool:
+        """Whether ranks share layers (tensor parallelism), and this is the step of one of them."""
+        # those after backward are of gradients: FSDP2's norm of all ranks, where the script clips
+        return any(operator.exchanges and operator.phase != "update" for operator in self.operators)
 
     def layer(self, name: str) -> Layer:
         """Return a layer by name; KeyError if there is none."""

@@ -19,7 +19,7 @@ from autoprec.optim.audit import audit_optimizer
 from autoprec.optim.codecs import BlockCodec
 from autoprec.optim.optimizer import rewrap_optimizer
 from autoprec.optim.weight_gather import is_sharded
-from autoprec.policy import CommunicationPolicy
+from autoprec.policy import CommunicationPolicy, LayerRule
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.warm import run_ranks
 
@@ -368,3 +368,25 @@ def test_experts_that_ranks_share_run_their_recipe(tmp_path: Path) -> None:
         assert one
         assert other
         assert torch.equal(whole, sharded)
+
+
+def experts_cut_inside(_rank: int, _how: str) -> tuple[bool, str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    model = nn.Sequential(nn.Linear(32, 32), Experts())
+    model[1].up = nn.Parameter(distribute_tensor(model[1].up.detach(), init_device_mesh("cpu", (2,)), [Shard(2)]))
+    policy = POLICY.model_copy(update={"layers": (LayerRule(match="1.up", recipe="f"),), "default": "keep"})
+    policy.apply(model)
+    model(torch.randn(16, 32)).square().sum().backward()
+    audit = policy.audit(model)
+    (row,) = (row for row in audit.layers if row.name == "1.up")
+    return audit.ok, row.reason
+
+
+@pytest.mark.slow
+def test_experts_cut_inside_are_told_not_to_run_their_recipe(tmp_path: Path) -> None:
+    for rank in on_two_ranks(experts_cut_inside, ("inside",), tmp_path):
+        ok, reason = rank["inside"]
+        assert not ok
+        assert reason == "no F.linear, matmul or einsum by this weight was seen"

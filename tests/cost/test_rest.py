@@ -6,8 +6,18 @@ from typing import get_args
 
 import pytest
 
+from autoprec.cost.model import CostModel
 from autoprec.cost.rates import default_rates
-from autoprec.cost.rest import OTHER, attention_casts, category, growth, optimizer_bytes, rest_cost, rest_operators
+from autoprec.cost.rest import (
+    OTHER,
+    attention_casts,
+    category,
+    exchange_seconds,
+    growth,
+    optimizer_bytes,
+    rest_cost,
+    rest_operators,
+)
 from autoprec.cost.scale import CostScale
 from autoprec.graph.report import GraphReport, Operator
 from autoprec.policy.schema import OptimizerPolicy
@@ -34,6 +44,33 @@ def test_gemms_of_layers_and_views_are_not_counted_again(tiny: GraphReport) -> N
     rows = (operator("gemm", weight=weight), operator("view"), operator("norm"), operator("gemm", module="loose"))
     found = rest_operators(replace(tiny, operators=rows))
     assert [row.cls for row in found] == ["norm", "gemm"]
+
+
+def collective(op: str, rows: int, made: int) -> Operator:
+    more = {"shapes": ((rows, 1000),), "out_shapes": ((made, 1000),), "out_dtypes": ("fp32",)}
+    return operator("collective", op=f"_c10d_functional::{op}", flops=0, **more)
+
+
+def test_exchanges_of_tensor_parallelism_go_over_the_links(tiny: GraphReport) -> None:
+    """By hand: 4 MB at 450 GB/s; a gather from 250 to 1000 rows receives 3 MB."""
+    reduced, gathered = collective("all_reduce", 1000, 1000), collective("all_gather_into_tensor", 250, 1000)
+    assert exchange_seconds(reduced, H100) == pytest.approx(4e6 / 450e9)
+    assert exchange_seconds(gathered, H100) == pytest.approx(3e6 / 450e9)
+    scale = CostScale(width=2, depth=3, tokens=4)
+    wide, low = (rest_cost(H100, RATES, [reduced], scale, activations=a) for a in ("keep", "bf16"))
+    assert wide.seconds["other"] == pytest.approx(24 * 4e6 / 450e9)
+    assert low.seconds["other"] == pytest.approx(12 * 4e6 / 450e9)
+    waits = [collective(op, 1000, 1000) for op in ("wait_tensor", "_wrap_tensor_autograd")]
+    assert rest_operators(replace(tiny, operators=(reduced, *waits))) == [reduced]
+
+
+def test_every_modelled_time_of_a_divided_model_says_what_is_left_out(tiny: GraphReport) -> None:
+    divided = replace(tiny, operators=(*tiny.operators, collective("all_reduce", 1000, 1000)))
+    assert divided.divided
+    assert CostModel(divided, H100).estimate({}).label.endswith("gains are upper bounds")
+    clipped = replace(tiny, operators=(replace(collective("all_reduce", 1, 1), phase="update"),))  # FSDP2's norm
+    assert not clipped.divided
+    assert "ranks" not in CostModel(tiny, H100).label
 
 
 def test_attention_has_a_peak_on_a_device_that_lists_bf16_alone() -> None:

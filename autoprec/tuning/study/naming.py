@@ -21,7 +21,8 @@ def free_name(options: SearchOptions, command: ScriptCommand, held: Collection[s
     Raises:
         StudyError: ``--resume``, and the script has no study here.
     """
-    stem = Path(command.label.split()[0]).name.removesuffix(".py")
+    words = command.label.split()  # "torchrun train.py" is a study of train
+    stem = Path(words[-1] if command.kind == "launcher" else words[0]).name.removesuffix(".py")
     stem = re.sub(r"[^A-Za-z0-9_.-]+", "-", stem).strip("-.") or "study"
     if options.target not in ("auto", "cpu"):
         stem += f"-{re.sub(r'[^A-Za-z0-9_.-]+', '-', options.target)}"

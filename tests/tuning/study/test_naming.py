@@ -37,6 +37,11 @@ def test_a_name_is_a_safe_file_name_and_says_the_target(command: ScriptCommand) 
     assert name(command, target="h100").endswith("-h100")
 
 
+def test_a_launched_script_gives_its_own_name(tmp_path: Path) -> None:
+    launched = ScriptCommand.parse(["--", "torchrun", "--nproc-per-node", "2", "train_gpt.py"], cwd=tmp_path)
+    assert name(launched, target="h100") == "train_gpt-h100"
+
+
 def test_a_name_that_is_not_there_cannot_be_resumed_and_leaves_no_folder(command: ScriptCommand) -> None:
     asked = SearchOptions(command=("my train.py",), study="train", resume=True)
     with pytest.raises(StudyError, match="leave out --resume"):
