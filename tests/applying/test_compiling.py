@@ -138,9 +138,9 @@ def test_a_script_that_lets_its_compiler_time_kernels_is_seen(how: dict[str, Any
     del plain, timing
 
 
-def test_settings_that_let_every_compiler_time_kernels_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch._inductor.config.max_autotune", True)
-    assert autotunes()
+def test_settings_that_let_every_compiler_time_kernels_are_seen() -> None:
+    with torch._inductor.config.patch(max_autotune=True):
+        assert autotunes()
 
 
 def test_a_scan_compiles_nothing() -> None:
