@@ -6,6 +6,7 @@ that the gap between their loss curves is the policy's doing, and far smaller ga
 
 from __future__ import annotations
 
+import functools
 import os
 import statistics
 import threading
@@ -15,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+from autoprec.trial.inside.observe.conditions import ask_driver
 from autoprec.trial.protocol import STEPS, TrialResult, TrialSpec
 from autoprec.tuning.by_block import ByBlock
 from autoprec.tuning.decide.metrics import divergence, signed_gap
@@ -22,6 +24,7 @@ from autoprec.tuning.decide.noise import Baseline, has_learnt, needs_more_benign
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.workers.local import HostPool
+from autoprec.tuning.workers.slots import visible_gpus
 
 #: Trials that are repeated because a GPU was throttled or shared; more would only double the search.
 MOST_REPEATED = 5
@@ -70,6 +73,11 @@ class PairedRunner:
     def _on_one_gpu(self) -> bool:
         return self._setup.measured and not self._setup.target.is_cpu and self._pool.slots() == 1
 
+    @functools.cached_property
+    def _holds_one_process(self) -> bool:
+        gpu = next(iter(visible_gpus(dict(os.environ))), "")
+        return ask_driver(["compute_mode"], gpu).startswith("Exclusive")
+
     @property
     def shares_device(self) -> bool:
         """Whether trials start and compile while another is timed on the one GPU there is: only where asked for.
@@ -89,6 +97,8 @@ class PairedRunner:
             return "ranks of two trials could wait for each other"
         if setup.host.autotunes:
             return "the script compiles with max-autotune, which times kernels on the GPU to choose among them"
+        if self._holds_one_process:
+            return "the GPU is in exclusive compute mode (nvidia-smi -c 0 ends that)"
         if 0 not in ledger.references:
             return "nothing is known of their memory yet"
         if not fit_together(asked, ledger.reference.memory_bytes, setup.target.memory_bytes):
@@ -107,7 +117,7 @@ class PairedRunner:
             return False
         alone = setup.options.engine == "local" and setup.host.launch == "zygote" and not setup.host.autotunes
         fit = fit_together(2, ledger.reference.memory_bytes, setup.target.memory_bytes)
-        return alone and fit and not setup.options.at_step
+        return alone and fit and not setup.options.at_step and not self._holds_one_process
 
     @property
     def final_workers(self) -> int:

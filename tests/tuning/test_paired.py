@@ -104,6 +104,19 @@ def test_trials_share_one_gpu_only_where_asked_for(
     assert runner.workers == (2 if refused == "" else 1)
 
 
+def test_a_gpu_in_exclusive_mode_has_one_process(made: Search, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup, ledger = made.setup, made.ledger
+    assert setup is not None
+    assert ledger is not None
+    host = replace(setup.host, launch="zygote")
+    pool = HostPool(lambda seed, _: SimulatedRunner(script(), seed), tmp_path)
+    for mode, free in (("Default", True), ("Exclusive_Process", False), ("", True)):
+        monkeypatch.setattr("autoprec.tuning.paired.ask_driver", lambda *_, mode=mode: mode)
+        assert PairedRunner(replace(setup, host=host), pool, ledger).starts_ahead is free
+        both = replace(setup, host=host, options=replace(setup.options, workers=2))
+        assert ("exclusive" in PairedRunner(both, pool, ledger).refused_sharing()) is not free
+
+
 @pytest.mark.parametrize(
     ("option", "host", "peak_bytes", "ahead"),
     [
