@@ -6,7 +6,7 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoprec.cli.script import script_command, split_script
+from autoprec.cli.script import OURS_ALONE, script_command, split_script
 
 TAKES = {"--trials": True, "--max-divergence": True, "-o": True, "--json": False, "-q": False}
 
@@ -84,3 +84,4 @@ def test_our_own_options_behind_the_script_are_noted_and_passed_on() -> None:
     assert "note: --trials comes after the script" in late.stderr
     assert "['train.py', '--trials', '6'], 30, 0" in late.stdout
     assert not CliRunner().invoke(study, ["--trials", "6", "train.py", "--seed", "1"]).stderr
+    assert "--budget" in OURS_ALONE  # a search would take all the time it wants

@@ -59,8 +59,8 @@ class OverPreset:
     @property
     def text(self) -> str:
         if self.gain < -_ENOUGH:  # cut short before the preset that it should have been compared with
-            faster = f"{1 / (1 + self.gain):.2f}x"
-            return f"the preset {self.name} was not run, and is predicted to be {faster} as fast as it: search longer"
+            faster = f"{1 / (1 + self.gain):.2f}x as fast as this policy"
+            return f"the preset {self.name} was not run, and is predicted to be {faster}: search longer"
         doubt = "" if self.measured else ", which was not run: predicted"
         told = f"{max(0.0, self.gain):.1%} over the best preset ({self.name}{doubt})"
         if self.gain < _ENOUGH:

@@ -55,7 +55,9 @@ def test_a_gain_over_the_best_preset_is_told_beside_the_timing_noise() -> None:
     assert OverPreset("all bf16", 1.4, 0.001, True, 0.0).text.endswith("a preset is enough here")
     assert "not run" in OverPreset("all bf16", 1.4, 0.04, False).text
     slower = OverPreset("all fp8", 1.5, 1 / 1.5 - 1, False).text  # a budget ended the search before it
-    assert slower == "the preset all fp8 was not run, and is predicted to be 1.50x as fast as it: search longer"
+    assert (
+        slower == "the preset all fp8 was not run, and is predicted to be 1.50x as fast as this policy: search longer"
+    )
 
 
 def test_a_policy_that_one_device_cannot_hold_says_so(here: Path) -> None:  # noqa: F811
