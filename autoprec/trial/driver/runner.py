@@ -267,11 +267,11 @@ class TrialRunner(Runner):
     ) -> tuple[socket.socket, Iterator[dict[str, Any]]]:
         deadline = Deadline(self._setup_timeout, host.pid, steps, self._aging)
         while True:
+            code = host.poll()  # asked first: what it said before its end is heard below
             with contextlib.suppress(TimeoutError):
                 control, _ = listener.accept()
                 control.settimeout(None)
                 return control, receive_messages(control)
-            code = host.poll()
             if code is not None:
                 host.settle()
                 raise failures.script_failed(self.command, code, host.tail)

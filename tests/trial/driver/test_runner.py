@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
 import re
 import shutil
 import sqlite3
@@ -22,6 +23,7 @@ from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner, load_result
 from autoprec.trial.inside import agent
+from autoprec.trial.messages import connect, listen, send_message
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
 from tests.trial.conftest import SCRIPTS, uniform
 from tests.warm import run_forked
@@ -474,3 +476,25 @@ def test_a_script_that_ends_before_trials_start_says_so(host: Any) -> None:
         pytest.raises(ScriptError, match="after 4 training steps"),
     ):
         runner.start()
+
+
+def test_what_a_script_says_right_before_its_end_is_heard(tmp_path: Path) -> None:
+    """It connects, speaks and ends between two looks of the driver."""
+
+    class Ending:
+        pid, tail = os.getpid(), ""
+
+        def poll(self) -> int:
+            with connect(tmp_path / "control") as said:
+                send_message(said, op="ended", seen={})
+            return 0
+
+        def settle(self) -> None: ...
+
+    runner = TrialRunner(ScriptCommand.parse([str(SCRIPTS / "plain.py")], cwd=tmp_path), run_dir=tmp_path)
+    with contextlib.closing(listen(tmp_path / "control", 4)) as listener:
+        listener.settimeout(0.05)
+        control, messages = runner._accept(listener, Ending(), tmp_path / "steps")  # type: ignore[arg-type]
+        assert next(messages)["op"] == "ended"
+        control.close()
+    runner.close()
