@@ -17,6 +17,9 @@ are kept in float32 every 128 values, which is ``accumulation: full``. Not run o
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -33,9 +36,15 @@ from autoprec.precision.recipes import Gemm, Recipe
 from autoprec.support.optional import require
 
 
+@functools.cache
+def _library() -> Any:
+    """Return DeepGEMM, asked for once: its version is read from files, which is too slow for every product."""
+    return require("deep_gemm", purpose="backend 'deepgemm'")
+
+
 def _deep_gemm(left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, square: bool) -> Tensor:
     """Multiply codes ``[M, K]`` by ``[N, K]``; squares return bfloat16, tiles float32."""
-    library = require("deep_gemm", purpose="backend 'deepgemm'")
+    library = _library()
     shape, device = (left.shape[0], right.shape[0]), left.device
     hopper = torch.cuda.get_device_capability(device)[0] == 9
     if not hopper:  # what packs scales to UE8M0 stops at NaN, and packs infinity to UE8M0's NaN

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from autoprec.backends import get
+from autoprec.backends import deepgemm, get
 from autoprec.backends.deepgemm import DeepGemmBackend
 from autoprec.errors import UnsupportedError
 from autoprec.numerics import rounding
@@ -69,6 +70,7 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
     module = types.ModuleType("deep_gemm")
     module.fp8_gemm_nt = fp8_gemm_nt  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deep_gemm", module)
+    monkeypatch.setattr(deepgemm, "_library", functools.cache(deepgemm._library.__wrapped__))  # forgotten after a test
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: request.param)
     return request.param
 
@@ -79,6 +81,13 @@ def gpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> tupl
 def test_it_computes_what_the_emulation_computes(name: str, tokens: int) -> None:
     compare(get("deepgemm"), PLANS[name], tokens=tokens)
     compare(get("deepgemm"), PLANS[name], tokens=tokens, most=4e-3)
+
+
+def test_products_do_not_look_for_the_package_again(gpu: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(deepgemm, "require", lambda name, **_: (asked.append(name), sys.modules[name])[1])
+    compare(get("deepgemm"), PLANS["block"], tokens=128)
+    assert asked == ["deep_gemm"]
 
 
 @pytest.mark.parametrize("gpu", [(9, 0)], indirect=True)

@@ -187,13 +187,19 @@ def test_trials_that_run_out_of_memory_beside_each_other_run_again_alone(
     assert any("one at a time" in note for note in made.ledger.notes) is not by_itself
 
 
+def _asked_for(monkeypatch: pytest.MonkeyPatch) -> list[TrialSpec]:
+    """Keep what simulated trials are asked for."""
+    kept: list[TrialSpec] = []
+    run = SimulatedRunner.run
+    monkeypatch.setattr(SimulatedRunner, "run", lambda self, spec: (kept.append(spec), run(self, spec))[1])
+    return kept
+
+
 def test_a_timed_search_on_one_gpu_times_runs_longer_and_overlaps_trials_where_asked_to(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept: list[TrialSpec] = []
-    run = SimulatedRunner.run
-    monkeypatch.setattr(SimulatedRunner, "run", lambda self, spec: (kept.append(spec), run(self, spec))[1])
+    kept = _asked_for(monkeypatch)
     monkeypatch.setattr("autoprec.tuning.paired.fit_together", lambda *_: True)
     told: list[str] = []
     monkeypatch.setattr(Listeners, "note", lambda _, text: told.append(text))
@@ -236,9 +242,7 @@ def test_every_trial_but_the_last_has_the_next_ones_process_started_beside_it(
     here: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept: list[TrialSpec] = []
-    run = SimulatedRunner.run
-    monkeypatch.setattr(SimulatedRunner, "run", lambda self, spec: (kept.append(spec), run(self, spec))[1])
+    kept = _asked_for(monkeypatch)
     monkeypatch.setattr(PairedRunner, "starts_ahead", property(lambda _: True))
     search(script(), options(trials=3, seeds=2))
     asked = [spec.ahead for spec in kept if spec.stop_gap is not None]  # trials alone
