@@ -38,8 +38,6 @@ ENTRANCES = (
     "autoprec.trial.inside._inject.sitecustomize",
     "autoprec.integrations.lightning",
     "autoprec.integrations.transformers",
-    "autoprec.testing.backends",
-    "autoprec.testing.exporters",
     "autoprec.export.standalone",
 )
 COMPARATIVE = "longer|more|less|fewer|slower|faster|better|worse|larger|smaller|higher|lower|different|further"
@@ -162,8 +160,8 @@ def definitions(name: str) -> tuple[list[Definition], set[str]]:
                     framework = {"command", "overload", "field_validator", "model_validator"}
                     framework |= {"custom_op", "register_fake"}
                     here.implicit = child.name.startswith(("__", "_repr_")) or bool(decorators & framework)
-                    # pytest calls the tests of a conformance suite, a training framework the methods of its plugin
-                    here.implicit |= name.startswith(("autoprec.testing.", "autoprec.integrations."))
+                    # a training framework calls the methods of its plugin
+                    here.implicit |= name.startswith("autoprec.integrations.")
                 found.append(here)
             elif not is_export_list(child):
                 used |= words_of(child)

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 warnings.filterwarnings("ignore")
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoprec.applying.policy import Policy  # noqa: E402
 from autoprec.numerics.linear import LinearExecution  # noqa: E402
@@ -34,7 +35,7 @@ from autoprec.policy import LayerPlan  # noqa: E402
 from autoprec.precision.recipes import BUILTIN_RECIPES as RECIPES  # noqa: E402
 from autoprec.precision.recipes import GEMMS  # noqa: E402
 from autoprec.support.optional import installed_version, is_available  # noqa: E402
-from autoprec.testing.backends import reference_gemms  # noqa: E402
+from tests.conformance.backends import reference_gemms  # noqa: E402
 
 Row = tuple[str, str, str, bool | None]
 

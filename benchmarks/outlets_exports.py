@@ -24,7 +24,7 @@ from autoprec.errors import MissingDependencyError
 from autoprec.export import EXPORTERS, Export, Request, exporter
 from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.testing.exporters import (
+from tests.conformance.exporters import (
     MODELS,
     POLICIES,
     differences,

@@ -132,7 +132,7 @@ def test_the_map_of_rooms_is_the_one_that_the_code_is_held_to() -> None:
     picture = (ROOT / "docs" / "images" / "rooms.svg").read_text(encoding="utf-8")
     assert re.findall(r'font-weight="600"[^>]*>([\w ]+)<', picture) == [
         *("support", "precision", "policy", "numerics", "optim", "backends", "applying", "graph", "cost", "trial"),
-        *("tuning", "tracking  report  export  integrations", "testing", "cli"),
+        *("tuning", "tracking  report  export  integrations", "cli"),
     ]
 
 

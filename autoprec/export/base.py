@@ -86,7 +86,7 @@ class Export:
 
 
 class Exporter(Protocol):
-    """One target; its conformance suite is :mod:`autoprec.testing.exporters`."""
+    """One target; its conformance suite is :mod:`tests.conformance.exporters`."""
 
     name: str
 

@@ -88,7 +88,7 @@ def emulated(chosen: Any, steps: int = 1, **options: Any) -> torch.Tensor:
 def _numbers(first: Any, steps: int = 1, **rule: Any) -> dict[str, Any]:
     """Run one layer, all three GEMMs; errors are against float64 sums of the same quantised operands."""
     from autoprec.policy import resolve
-    from autoprec.testing.backends import reference_gemms
+    from tests.conformance.backends import reference_gemms
 
     model, chosen = nn.Sequential(nn.Linear(128, 256)), policy(first, match="0", **rule)
     keys, before = list(model.state_dict()), [id(p) for p in model.parameters()]
@@ -266,7 +266,7 @@ def conformance() -> dict[str, Any]:
     import pytest
 
     from autoprec.backends.transformer_engine import TransformerEngineBackend, is_delayed
-    from autoprec.testing.backends import PLANS, BackendSuite, BoundLayer
+    from tests.conformance.backends import PLANS, BackendSuite, BoundLayer
 
     class Suite(BackendSuite):
         backend = TransformerEngineBackend()

@@ -17,8 +17,8 @@ from autoprec.errors import UnsupportedError
 from autoprec.numerics import rounding
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.testing.backends import BackendSuite
 from tests.backends.block_kernels import BLOCK, FP32_SCALES, PLANS, compare, multiplied, on_cpu
+from tests.conformance.backends import BackendSuite
 
 Operand = tuple[Tensor, Tensor]
 

@@ -16,8 +16,8 @@ from autoprec.numerics.operand import Spec
 from autoprec.numerics.quantize import spec_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.testing.backends import reference_gemms
 from tests.backends.test_scaled_mm import kernel_around
+from tests.conformance.backends import reference_gemms
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 #: By row, by column, square, Hadamard, stochastic: a weight's, an input's, a gradient's, and one GEMM alone.

@@ -15,7 +15,7 @@ from autoprec.numerics.plan import compile_plan
 from autoprec.numerics.quantize import quantize
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, GEMMS
-from autoprec.testing.backends import reference_gemms
+from tests.conformance.backends import reference_gemms
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 E2M1 = torch.cat([E2M1, -E2M1])

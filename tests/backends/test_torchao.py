@@ -23,9 +23,9 @@ from autoprec.errors import UnsupportedError
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
-from autoprec.testing.backends import BackendSuite
 from tests.backends import block_kernels
 from tests.backends.block_kernels import BLOCK, compare, multiplied, on_cpu
+from tests.conformance.backends import BackendSuite
 
 pytest.importorskip("torchao", reason="torchao is not installed: pip install --no-deps torchao")
 

@@ -19,7 +19,7 @@ from autoprec.export import Export, Request
 from autoprec.policy import LayerPlan, OptimizerPolicy
 from autoprec.precision.recipes import GEMM_OPERANDS, GEMMS, Gemm, Operands, Recipe, Scaling
 from autoprec.support.optional import require
-from autoprec.testing.exporters import Executed, gemm_label
+from tests.conformance.exporters import Executed, gemm_label
 
 __all__ = ["UNTOUCHED", "Reading", "fast_fprop", "labels", "load_source", "model_of", "read", "stand_ins", "uniform"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoprec.export import Export, Request
 from autoprec.export.base import Losses, state_losses
 from autoprec.policy import LayerPlan
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 
 
 def test_rules_that_match_no_known_layer_are_left_out() -> None:

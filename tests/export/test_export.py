@@ -11,7 +11,7 @@ from autoprec.errors import UnknownNameError, UnsupportedError
 from autoprec.export import EXPORTERS, Request, exact_target, export, exporter
 from autoprec.policy import Phase, policy_from_dict
 from autoprec.support.optional import is_available
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source
 
 

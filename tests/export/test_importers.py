@@ -11,7 +11,7 @@ from autoprec.errors import FileError, UnknownNameError
 from autoprec.export import export
 from autoprec.export.importers import as_space, detect, import_policy
 from autoprec.policy import resolve
-from autoprec.testing.exporters import MODELS, POLICIES, gemm_label
+from tests.conformance.exporters import MODELS, POLICIES, gemm_label
 
 TE = {"fp8_format": "HYBRID", "amax_history_len": 32, "amax_compute_algo": "max", "margin": 0}
 

@@ -15,7 +15,7 @@ from autoprec.export.base import Losses
 from autoprec.export.operators import OPERATORS, autocast_operators
 from autoprec.policy import OperatorPolicy, policy_from_dict
 from autoprec.support.optional import is_available
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source
 
 

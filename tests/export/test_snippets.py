@@ -10,7 +10,7 @@ from torch import nn
 
 from autoprec.export import Request
 from autoprec.export.snippets import ATTEND, CONTEXT, PLAN_OF, RUN_IN, fill, wide_output
-from autoprec.testing.exporters import POLICIES
+from tests.conformance.exporters import POLICIES
 from tests.export.readers import load_source
 
 

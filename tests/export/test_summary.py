@@ -9,7 +9,7 @@ from autoprec.export.base import Loss, Losses, RulePlan
 from autoprec.export.summary import changes, fast_forward, lose_rule, main_plan, matching_layers, other_dtype
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 
 
 def test_the_main_plan_is_the_quantised_one_that_most_layers_run() -> None:

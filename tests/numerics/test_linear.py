@@ -19,7 +19,7 @@ from autoprec.numerics.plan import GemmStep
 from autoprec.numerics.rounding import fast_bf16_gemm
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.testing.backends import reference_gemms
+from tests.conformance.backends import reference_gemms
 
 DETERMINISTIC = [n for n, r in BUILTIN_RECIPES.items() if not r.stochastic_rounding]
 MIXED = st.sampled_from([None, *(BUILTIN_RECIPES[n] for n in DETERMINISTIC)])

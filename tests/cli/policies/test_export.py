@@ -12,7 +12,7 @@ from autoprec.cli.policies.export import export, known_layers, layer_names
 from autoprec.cli.policies.import_ import import_
 from autoprec.errors import FileError, UnsupportedError
 from autoprec.policy import load_policy, save_policy
-from autoprec.testing.exporters import POLICIES
+from tests.conformance.exporters import POLICIES
 
 
 @pytest.fixture

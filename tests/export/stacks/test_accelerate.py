@@ -11,7 +11,7 @@ import yaml
 from autoprec.export import Export, Request, export, exporter
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import is_available
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.toys import one_rule
 
 

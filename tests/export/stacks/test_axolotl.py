@@ -9,7 +9,7 @@ import yaml
 
 from autoprec.export import Export, Request, exporter
 from autoprec.export.stacks.axolotl import left_out
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 
 
 def _export(case: str, names: tuple[str, ...] = MODELS["gpt"], **update: Any) -> tuple[Any, Export]:

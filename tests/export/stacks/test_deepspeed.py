@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from autoprec.export import Export, Request, exporter
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 
 
 def _export(case: str, **update: Any) -> tuple[Any, Export]:

@@ -9,7 +9,7 @@ import yaml
 from autoprec.export import Request, exporter
 from autoprec.export.stacks.dlfw_inspect import section_pattern
 from autoprec.policy import glob_matches
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 
 
 def test_every_layer_is_in_one_dlfw_section_with_and_without_the_model_prefix() -> None:

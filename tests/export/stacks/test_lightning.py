@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 from autoprec.export import Request, export, exporter
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source, stand_ins
 from tests.export.toys import one_rule, toy_model
 

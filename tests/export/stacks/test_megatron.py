@@ -9,7 +9,7 @@ import yaml
 from autoprec.export import Export, Request, exporter
 from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 
 
 def _export(policy: Any, layers: tuple[str, ...] = MODELS["gpt"]) -> tuple[Any, list[str], Export]:

@@ -11,7 +11,7 @@ import torch
 from autoprec.export import Request, export, exporter
 from autoprec.export.stacks.msamp import nearest_level
 from autoprec.policy.levels import level
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source, model_of, stand_ins
 
 

@@ -8,7 +8,7 @@ from autoprec.export import Request, exporter
 from autoprec.export.base import Losses
 from autoprec.export.stacks.python import standalone_source
 from autoprec.precision.recipes import GEMMS
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source
 
 

@@ -22,7 +22,7 @@ from autoprec.export.stacks.torchao import gathers_float8, nearest_float8
 from autoprec.policy import LayerPlan, OperatorPolicy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.support.optional import is_available
-from autoprec.testing.exporters import POLICIES
+from tests.conformance.exporters import POLICIES
 from tests.export.readers import load_source
 from tests.export.toys import distance, one_rule, toy_model
 from tests.warm import run_ranks

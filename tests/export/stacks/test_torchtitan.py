@@ -8,7 +8,7 @@ from autoprec.export import Request, export, exporter
 from autoprec.export.stacks.torchtitan import expert, nearest_converter, substrings
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.testing.exporters import MODELS, POLICIES
+from tests.conformance.exporters import MODELS, POLICIES
 from tests.export.readers import load_source
 
 

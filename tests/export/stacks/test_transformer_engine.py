@@ -17,7 +17,7 @@ from autoprec.export import Request, exporter
 from autoprec.export.stacks.transformer_engine import nearest_te, nested_recipe, slot_specs
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.testing.exporters import POLICIES
+from tests.conformance.exporters import POLICIES
 
 
 def test_te_slots_put_single_gemms_into_rows_and_columns() -> None:

@@ -8,7 +8,7 @@ import torch
 from autoprec.backends import BACKENDS, Backend, Capability, Execution, get
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.testing.backends import PLANS, BackendSuite, BoundLayer, reference_gemms
+from tests.conformance.backends import PLANS, BackendSuite, BoundLayer, reference_gemms
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = [pytest.mark.filterwarnings("ignore")]  # torchao warns on import

@@ -2,7 +2,7 @@
 
 ::
 
-    from autoprec.testing.exporters import ExporterSuite
+    from tests.conformance.exporters import ExporterSuite
 
     class TestMyExporter(ExporterSuite):
         exporter = MyExporter()

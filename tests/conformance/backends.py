@@ -2,7 +2,7 @@
 
 ::
 
-    from autoprec.testing.backends import BackendSuite
+    from tests.conformance.backends import BackendSuite
 
     class TestMyBackend(BackendSuite):
         backend = MyBackend()
@@ -132,7 +132,7 @@ class BackendSuite:
         """Return a layer bound to the backend; override it to place the tensors elsewhere than ``device`` says."""
         return BoundLayer(self.backend, plan, self.device)
 
-    def known_gap(self, plan: LayerPlan, check: str) -> str:  # noqa: ARG002
+    def known_gap(self, plan: LayerPlan, check: str) -> str:
         """Return why the backend is known not to pass a check (its method's name) under a plan; empty: it must pass."""
         return ""
 

@@ -8,7 +8,7 @@ import pytest
 
 from autoprec.export import EXPORTERS, Export, Request, exporter
 from autoprec.policy import policy_from_dict
-from autoprec.testing.exporters import (
+from tests.conformance.exporters import (
     MODELS,
     POLICIES,
     Executed,
