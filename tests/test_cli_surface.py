@@ -23,7 +23,7 @@ SURFACE = {
         "--space --sweep --target --tensor-parallel --threshold --timeout"
     ),
     "sensitivity": "--json --passes --space --target --warmup",
-    "run": "--audit --backend --follow --policy --run-steps",
+    "run": "--audit --backend --policy --run-steps",
     "check": "--backend --json --output --policy --sensitivity --steps --timeout --verbose",
     "verify": (
         "--anneal --backend --json --max-divergence --max-gradient-error --no-anneal --policy --quiet --seeds --steps "

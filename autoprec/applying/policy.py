@@ -20,7 +20,6 @@ from autoprec.applying import compiling, swap
 from autoprec.applying.attention import AttentionExecutions
 from autoprec.applying.binding import Binder, timed_backends
 from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
-from autoprec.applying.following import Following, following_of, stop_following
 from autoprec.applying.fp8_attention import Fp8Attention, bind_attention
 from autoprec.applying.operators import RootExecution
 from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
@@ -43,6 +42,7 @@ from autoprec.numerics.sharded import is_dtensor
 from autoprec.optim.weight_gather import is_sharded
 from autoprec.policy import LayerPlan, load_policy, resolve, save_policy
 from autoprec.policy.table import policy_table
+from autoprec.support.removed import FOLLOW, no_longer_takes
 from autoprec.support.tables import Shown, Table
 
 if TYPE_CHECKING:
@@ -73,7 +73,6 @@ def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "a
     """
     put_policy(policy, model, backend=backend, strict=strict)
     stop_phases(model)
-    stop_following(model)
 
 
 def put_policy(
@@ -216,7 +215,6 @@ def _kept(unit: Unit, plan: LayerPlan) -> Any:
 def remove_policy(model: nn.Module) -> None:
     """Take a policy off again: every module gets its own class back and behaves bit-identically as before."""
     stop_phases(model)
-    stop_following(model)
     _take_off(unwrap(model))
 
 
@@ -241,6 +239,7 @@ class Policy(Shown, policies.Policy):
         """Return what each rule runs, GEMM by GEMM: what ``print(policy)`` and a notebook show."""
         return policy_table(self)
 
+    @no_longer_takes(follow=FOLLOW)
     def apply(
         self,
         model: nn.Module,
@@ -248,38 +247,27 @@ class Policy(Shown, policies.Policy):
         *,
         run_steps: int | None = None,
         step: int = 0,
-        follow: str | int | None = None,
         on_change: Callable[[str], None] | None = None,
     ) -> None:
         """Make ``model`` run under this policy, in place; see :func:`apply_policy`.
 
-        Where the policy has phases they follow by themselves, counted by the steps of the optimizer that trains it.
+        Phases of the policy begin by themselves, counted by the steps of the optimizer that trains the model.
 
         Args:
             model: the model, wrapped or not.
             backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`.
-            run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it. Following takes
-                no look right before its end.
+            run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it.
             step: optimizer steps that were taken before, in a run that is resumed.
-            follow: ``every=500``: measure the gradient errors again every so many optimizer steps, and reassign layers
-                where that matters (:mod:`autoprec.applying.following`).
-            on_change: called with a line of text whenever a phase begins or following changes something.
+            on_change: called with a line of text whenever a phase begins.
 
         Raises:
-            UsageError: a phase begins at a share of a run whose number of steps is not given; or the run cannot be
-                followed.
+            UsageError: a phase begins at a share of a run whose number of steps is not given.
         """
         put = partial(put_policy, backend=backend)
-        following = None
-        if follow is not None:
-            following = Following(self, model, put, every=follow, on_change=on_change, run_steps=run_steps)
         if self.phases:
             Phases(self, model, put, run_steps=run_steps, step=step, on_change=on_change).begin()
-            stop_following(model)
         else:
             apply_policy(self, model, backend=backend)
-        if following is not None:
-            following.begin()
 
     def remove(self, model: nn.Module) -> None:
         """Take any policy off ``model``: bit-identical behaviour as before."""
@@ -289,10 +277,8 @@ class Policy(Shown, policies.Policy):
         """Compare what was asked for with what the last forward and backward really ran, in the phase of now."""
         from autoprec.applying.audit import audit_model
 
-        phases, following = phases_of(model), following_of(model)
-        if phases is not None:
-            return audit_model(phases.current, model)
-        return audit_model(self.stages[0] if following is None else following.policy, model)
+        phases = phases_of(model)
+        return audit_model(self.stages[0] if phases is None else phases.current, model)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Give an optimizer the storage formats this policy asks for; returns the same object.

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import click
 
 from autoprec.cli.echo import echo
+from autoprec.errors import UsageError
+from autoprec.support.removed import FOLLOW
 
 #: Options that hardly any training script has: after the script's name they are probably in the wrong place.
 OURS_ALONE = frozenset(
@@ -19,6 +21,9 @@ OURS_ALONE = frozenset(
         *("--max-divergence", "--max-gradient-error", "--max-memory", "--passes", "--policy", "--budget"),
     }
 )
+
+#: Options that earlier versions had, and what to do instead.
+REMOVED_OPTIONS = {"--follow": FOLLOW}
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -92,6 +97,9 @@ class TakesScript(click.Command):
         try:
             return super().parse_args(ctx, [*own, "--", *script])
         except click.NoSuchOption as error:
+            if error.option_name in REMOVED_OPTIONS:
+                fix = REMOVED_OPTIONS[error.option_name]
+                raise UsageError(f"the option {error.option_name} was removed", fix=fix) from None
             message = f"{error.message} Arguments of the script itself come after the script's name."
             raise click.NoSuchOption(error.option_name, message, error.possibilities, error.ctx) from error
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from autoprec.errors import UnsupportedError
@@ -31,6 +32,16 @@ from autoprec.errors import UnsupportedError
 Groups = Mapping[str, tuple[str, ...]]
 #: Dimensions of inputs for which a layer knows what :func:`layout_of` returns before a graph is traced.
 NDIMS = range(1, 6)
+
+
+def world_size() -> int:
+    """Return the number of ranks of the default process group; 1 without one."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """Return the number of this rank in the default process group; 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def is_dtensor(tensor: Any) -> bool:

@@ -19,8 +19,6 @@ P = TypeVar("P", bound=Policy)
 
 #: Share of the run that ends, and steps that begin, in bf16 under the presets.
 LAST_SHARE, FIRST_STEPS = 0.15, 200
-#: Steps between two looks at a run that is followed, at least: the noise is taken from the last four.
-FEWEST_BETWEEN = 5
 
 
 def boundaries(policy: Policy, run_steps: int | None) -> tuple[int, ...]:
@@ -56,28 +54,6 @@ def boundaries(policy: Policy, run_steps: int | None) -> tuple[int, ...]:
             fix="write them in the order in which they begin",
         )
     return tuple(found)
-
-
-def check_follow(policy: Policy, every: str | int) -> int:
-    """Return the steps between two looks at a run, from ``every=500`` or a number.
-
-    Raises:
-        UsageError: it is neither, or less than five; or this policy cannot be followed.
-    """
-    digits = str(every).removeprefix("every=")
-    if not digits.isdecimal() or int(digits) < FEWEST_BETWEEN:
-        raise UsageError(
-            f"following '{every}' is not known",
-            fix=f"write every=500: look again every 500 optimizer steps (at least {FEWEST_BETWEEN})",
-        )
-    if policy.follow is None:
-        raise UsageError(
-            "the policy does not record what following a run needs: times and gradient errors of each choice",
-            fix="search again: `autoprec search` writes them into the section 'follow' of a policy that it found",
-        )
-    if any(stage.loss_scaling != "none" for stage in policy.stages):
-        raise UsageError("a policy that scales the loss (fp16) cannot be followed", fix="run it without following")
-    return int(digits)
 
 
 def plain_recipe(policy: Policy) -> tuple[str, dict[str, object]]:

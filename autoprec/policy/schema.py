@@ -6,7 +6,8 @@ Nothing here touches a model: :mod:`autoprec.applying.policy` gives a policy han
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -203,54 +204,6 @@ class Phase(_Frozen):
         return out
 
 
-class FollowGroup(_Frozen):
-    """Layers that move together, and what is known of each of :attr:`Follow.choices`; None where one is not theirs.
-
-    ``times``: milliseconds of a step, counted from any one of the choices. ``errors``: relative gradient error.
-    """
-
-    layers: tuple[str, ...] = Field(min_length=1)
-    times: tuple[float | None, ...]
-    errors: tuple[float | None, ...]
-
-
-class Follow(_Frozen):
-    """What deciding again during a run needs to know (``autoprec run --follow``); nothing follows by itself.
-
-    ``choices`` are names as a search space has them (``fp8_rowwise``, ``fp8_rowwise/wgrad=bf16``, ``keep``).
-    ``max_gradient_error`` is the budget: relative gradient error in units of the mini-batch gradient noise.
-    ``other_error`` is what activations and attention add to the layers' errors (in quadrature).
-    """
-
-    reference: Literal["script", "fp32", "bf16"] = Field("script", description="what errors are counted from")
-    max_gradient_error: float = Field(gt=0)
-    most_error: float | None = Field(None, gt=0, description="an absolute limit beside it, for noisy losses")
-    other_error: float = Field(0.0, ge=0)
-    step_time_ms: float = Field(gt=0, description="of the step under this policy")
-    recipes: dict[str, Recipe] = Field(default_factory=dict, description="that the choices name")
-    choices: tuple[str, ...] = Field(min_length=1)
-    groups: tuple[FollowGroup, ...] = Field(min_length=1, max_length=MOST_RULES)
-
-    @model_validator(mode="after")
-    def _a_number_per_choice(self) -> Follow:
-        for index, group in enumerate(self.groups):
-            known = [(time is None) == (error is None) for time, error in zip(group.times, group.errors, strict=False)]
-            if not len(group.times) == len(group.errors) == len(self.choices) or not all(known):
-                raise ValueError(f"groups[{index}]: times and errors have a number, or null, for each of the choices")
-        for choice in self.choices:
-            names = {part.partition("=")[2] or part for part in choice.split("/")}
-            if undefined := names - self.recipes.keys() - {KEEP}:
-                raise ValueError(f"choice '{choice}': recipe '{min(undefined)}' is not defined under follow.recipes")
-        return self
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            **self.model_dump(mode="json", exclude={"recipes", "groups"}),
-            "recipes": {name: recipe.to_dict() for name, recipe in self.recipes.items()},
-            "groups": [group.model_dump(mode="json") for group in self.groups],
-        }
-
-
 class LayerPlan(_Frozen):
     """What one layer runs: a recipe per GEMM, ``None`` meaning "as the script wrote it"."""
 
@@ -316,7 +269,14 @@ class Policy(_Frozen):
     evidence: dict[str, Any] = Field(default_factory=dict, description="how it was found; plain data")
     guard: Guard | None = None
     phases: tuple[Phase, ...] = Field((), max_length=16, description="what changes during the run, in order")
-    follow: Follow | None = Field(None, description="what deciding again during the run needs to know")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _ignore_removed_sections(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping) or "follow" not in data:
+            return data
+        warnings.warn("the policy's section 'follow' is ignored: runs are no longer followed", stacklevel=2)
+        return {key: value for key, value in data.items() if key != "follow"}
 
     @field_validator("recipes")
     @classmethod
@@ -414,8 +374,6 @@ class Policy(_Frozen):
             out["guard"] = self.guard.model_dump(mode="json")
         if self.phases:
             out["phases"] = [phase.to_dict() for phase in self.phases]
-        if self.follow is not None:
-            out["follow"] = self.follow.to_dict()
         return out
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autoprec.errors import UsageError
+from autoprec.support.removed import FOLLOW, no_longer_takes
 
 if TYPE_CHECKING:
     import torch
@@ -44,10 +44,9 @@ class Session:
         policy: a policy, or a policy file, applied at once. In a trial of AutoPrec the trial's own is used instead.
         backend: which backend runs the GEMMs.
         run_steps: optimizer steps of the whole run, where a phase of the policy begins at a share of it.
-        follow: ``every=500``: measure the gradient errors again every so many optimizer steps, and change layers where
-            that matters; needs an optimizer, and a policy that records what that takes.
     """
 
+    @no_longer_takes(follow=FOLLOW)
     def __init__(
         self,
         model: nn.Module,
@@ -56,7 +55,6 @@ class Session:
         *,
         backend: str = "auto",
         run_steps: int | None = None,
-        follow: str | int | None = None,
     ) -> None:
         self.model, self.optimizer = model, optimizer
         self._phases: Any = None
@@ -69,9 +67,7 @@ class Session:
             from autoprec.applying.policy import load
 
             chosen = load(policy) if isinstance(policy, (str, Path)) else policy
-            if follow is not None and optimizer is None:
-                raise UsageError("a run without an optimizer cannot be followed", fix="Session(model, optimizer, ...)")
-            chosen.apply(model, backend=backend, run_steps=run_steps, follow=follow)
+            chosen.apply(model, backend=backend, run_steps=run_steps)
             if optimizer is not None:
                 chosen.wrap_optimizer(optimizer, model)
             else:

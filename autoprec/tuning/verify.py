@@ -237,7 +237,7 @@ def _what_runs(document: dict[str, Any]) -> tuple[Any, ...]:
         rules.append((rule.match, [recipes[rule.gemms.get(gemm, rule.recipe)] for gemm in GEMMS]))
         if rule.match == "*":
             break
-    rest = policy.model_dump(exclude={"recipes", "layers", "default", "model", "evidence", "guard", "follow"})
+    rest = policy.model_dump(exclude={"recipes", "layers", "default", "model", "evidence", "guard"})
     return rules, rest
 
 

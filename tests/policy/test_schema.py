@@ -125,3 +125,11 @@ def test_a_plan_says_what_it_runs() -> None:
     assert mixed.recipes == (fp8, None, bf16)
     assert mixed.scaled == (fp8,)
     assert LayerPlan.uniform(bf16).scaled == ()
+
+
+def test_a_file_of_an_earlier_version_with_a_section_that_was_removed_loads_without_it() -> None:
+    document = {**Policy(default="keep").to_dict(), "follow": {"max_gradient_error": 0.12, "choices": ["keep"]}}
+    with pytest.warns(UserWarning, match="'follow' is ignored"):
+        policy = policy_from_dict(document)
+    assert policy == Policy()
+    assert "follow" not in policy.to_dict()

@@ -26,17 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.applying.following import Following, following_of
-from autoprec.applying.following.ranks import world_size
 from autoprec.applying.guard.fallback import FALLBACKS, fall_back
 from autoprec.applying.guard.jump import LossJump, sigma_of
 from autoprec.applying.guard.samples import OperandSampler
 from autoprec.applying.phases import Phases, phases_of
 from autoprec.applying.policy import apply_policy, put_policy, remove_policy
 from autoprec.applying.units import tunable_units, unwrap
-from autoprec.errors import AutoPrecError, UnknownNameError, UsageError
+from autoprec.errors import AutoPrecError, UnknownNameError
+from autoprec.numerics.sharded import world_size
 from autoprec.policy import GUARD_METRICS, Policy, resolve
 from autoprec.support.active_run import log_to_active_run
+from autoprec.support.removed import FOLLOW, no_longer_takes
 
 _LOG = logging.getLogger("autoprec.guard")
 #: A gap to the reference of this many times its threshold, beyond noise, is acted on at the first look.
@@ -85,10 +85,9 @@ class Guard:
         recover: windows without a crossed threshold after which the last fallback is undone; doubled whenever the
             breach returned. 0: never.
         run_steps: optimizer steps of the whole run; for a policy with phases that is not applied yet.
-        follow: ``every=500``: measure the gradient errors again every so many optimizer steps, and reassign layers
-            where that matters (:mod:`autoprec.applying.following`); not while a fallback is in force.
     """
 
+    @no_longer_takes(follow=FOLLOW)
     def __init__(
         self,
         policy: Policy,
@@ -102,7 +101,6 @@ class Guard:
         on_breach: Callable[[Breach], None] | None = None,
         recover: int = 5,
         run_steps: int | None = None,
-        follow: str | int | None = None,
     ) -> None:
         section = policy.guard
         named = section.metrics if section and section.metrics else tuple(GUARD_METRICS)
@@ -125,21 +123,8 @@ class Guard:
         self._best = math.inf
         self._above: dict[str, int] = {}
         self._sampler = OperandSampler(model) if model is not None and self._samples() else None
-        self._put = partial(put_policy, backend=backend, strict=False)
         if policy.phases and model is not None and phases_of(model) is None:
-            Phases(policy, model, self._put, run_steps=run_steps).begin()
-        if follow is not None:
-            self._follow(follow, run_steps)
-
-    def _follow(self, every: str | int, run_steps: int | None) -> None:
-        if self.model is None:
-            raise UsageError("a guard without a model cannot follow it", fix="Guard(policy, model, follow=...)")
-
-        def changed(_text: str) -> None:
-            self.policy = following.policy
-
-        following = Following(self.policy, self.model, self._put, every=every, on_change=changed, run_steps=run_steps)
-        following.begin()
+            Phases(policy, model, partial(put_policy, backend=backend, strict=False), run_steps=run_steps).begin()
 
     def _samples(self) -> bool:
         return bool({"saturated_share", "underflow_share"} & set(self.thresholds))
@@ -296,16 +281,16 @@ class Guard:
             return False
         layers = list(tunable_units(unwrap(self.model)))
         try:
-            following = fall_back(self.policy, name, layers)
+            stepped = fall_back(self.policy, name, layers)
         except UnknownNameError as error:
             _LOG.warning("%s", error)
             return False
-        plans = [[resolve(stage, layers, strict=False) for stage in p.stages] for p in (following, self.policy)]
+        plans = [[resolve(stage, layers, strict=False) for stage in p.stages] for p in (stepped, self.policy)]
         same = plans[0] == plans[1]
-        if same and (name != "script" or following == self.policy):
+        if same and (name != "script" or stepped == self.policy):
             return False
         before = self.policy
-        if not self._install(following, name):
+        if not self._install(stepped, name):
             return False
         self._undo.append((name, before))
         return True
@@ -316,12 +301,10 @@ class Guard:
             return False
         if self._sampler is not None:
             self._sampler.disarm()
-        phases, following = phases_of(self.model), following_of(self.model)
+        phases = phases_of(self.model)
         try:
             if phases is not None:
                 phases.replace(policy)
-            elif following is not None:
-                self._put(policy, self.model)
             elif policy == type(policy)():
                 remove_policy(self.model)
             else:
@@ -330,8 +313,6 @@ class Guard:
             _LOG.warning("fallback %s could not be applied: %s", name, error)
             return False
         self.policy = policy
-        if following is not None:
-            following.paused = policy != following.policy
         return True
 
     def state_dict(self) -> dict[str, Any]:
@@ -357,12 +338,9 @@ class Guard:
         self._undo = [(name, cls.model_validate(document)) for name, document in state.get("undo", ())]
         self._calm, self._relapses = state.get("calm", (0, 0))
         policy = cls.model_validate(state["policy"])
-        following = following_of(self.model) if self.model is not None else None
-        if self.model is not None and (self.breaches or (following is not None and policy != self.policy)):
+        if self.breaches:
             self._install(policy, "of the checkpoint")
         self.policy = policy
-        if following is not None and not self._undo:
-            following.resume(policy)
 
 
 def _detached(value: Tensor | float | None) -> Any:

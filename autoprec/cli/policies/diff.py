@@ -30,7 +30,7 @@ def diff(a: Path, b: Path, everything: bool, as_json: bool) -> int:
     rows = [
         row
         for row in diff_policies(load_policy(a), load_policy(b))
-        if everything or row[0].partition(".")[0] not in ("evidence", "guard", "follow")
+        if everything or row[0].partition(".")[0] not in ("evidence", "guard")
     ]
     if as_json:
         changes = [{"where": where, "a": old, "b": new} for where, old, new in rows]

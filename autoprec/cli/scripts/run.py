@@ -16,15 +16,12 @@ from autoprec.errors import UsageError
 @options.backend
 @click.option("--run-steps", type=click.IntRange(min=1), metavar="N",
               help="Optimizer steps of the whole run, for a policy whose phases begin at a share of it.")  # fmt: skip
-@click.option("--follow", metavar="every=N",
-              help="Measure gradient errors again every N steps, and change layers where that matters.")  # fmt: skip
 @click.option("--audit", type=click.Path(path_type=Path), metavar="FILE", help="Write asked/executed here at the end.")
 def run(
     script: tuple[str, ...],
     policy: Path | None,
     backend: str,
     run_steps: int | None,
-    follow: str | None,
     audit: Path | None,
 ) -> int:
     """Run a training script, unmodified, under a policy.
@@ -40,8 +37,6 @@ def run(
         _refuse_late(script)
     command = ScriptCommand.parse(script)
     loaded = load_policy(policy) if policy is not None else None
-    if follow is not None and loaded is None:
-        raise UsageError("--follow is about a policy", fix="give one with --policy")
     if audit is not None:
         check_kind(audit, "an audit", holds_keys("ok", "layers", "operators"), option="--audit")
     code = run_script(
@@ -50,7 +45,6 @@ def run(
         backend=backend,
         audit=audit if audit is not None else False,
         run_steps=run_steps,
-        follow=follow,
     )
     return code if code >= 0 else 128 - code
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.policy import Policy, boundaries
-from autoprec.policy.phases import check_follow
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.environment import run_environment
 from autoprec.trial.processes import die_with_parent, private_folder, sweep
@@ -101,7 +100,6 @@ def run_script(
     backend: str = "auto",
     audit: Path | str | bool = False,
     run_steps: int | None = None,
-    follow: str | None = None,
 ) -> int:
     """Run a script in its own process, with its own input, output, files and environment; returns its exit code.
 
@@ -116,15 +114,12 @@ def run_script(
         audit: where to write the audit (asked against executed, JSON) when the script ends; True for ``audit.json``
             beside the script's working directory; False for none.
         run_steps: optimizer steps of the whole run, for phases that begin at a share of it.
-        follow: ``every=500``: measure the gradient errors again every so many steps, and reassign layers.
 
     Raises:
-        UsageError: such a phase, and no ``run_steps``; or a policy that cannot be followed.
+        UsageError: such a phase, and no ``run_steps``.
     """
     if isinstance(policy, Policy):
         boundaries(policy, run_steps)
-        if follow is not None:
-            check_follow(policy, follow)
     document = policy.to_dict() if isinstance(policy, Policy) else policy
     private, lock = private_folder()
     mark = f"autoprec-{uuid.uuid4().hex}"
@@ -132,7 +127,6 @@ def run_script(
     config = private / "run.json"
     settings: dict[str, Any] = {
         "run_steps": run_steps,
-        "follow": follow,
         "mode": "run",
         "policy": document,
         "backend": backend,

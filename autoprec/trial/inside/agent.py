@@ -442,8 +442,8 @@ def _other_threads() -> list[str]:
 def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostInfo:
     """Describe the script at its first training forward."""
     from autoprec.applying.compiling import autotunes, is_compiled
-    from autoprec.applying.following.ranks import world_size
     from autoprec.applying.units import tunable_layers
+    from autoprec.numerics.sharded import world_size
     from autoprec.optim.weight_gather import is_sharded
 
     root = found.root

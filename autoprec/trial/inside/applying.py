@@ -14,15 +14,13 @@ def apply_document(
     backend: str,
     *,
     run_steps: int | None = None,
-    follow: str | None = None,
     say: Callable[[str], None] | None = None,
 ) -> Any:
     """Apply a policy document to the primary model and its optimizers; returns the policy, or None.
 
     Args:
         run_steps: optimizer steps of the run, for phases that begin at a share of it.
-        follow: look again every so many steps (``every=500``).
-        say: told whenever a phase begins, or following changes something.
+        say: called with a line of text whenever a phase begins.
 
     Raises:
         UsageError, PolicyError, PolicyMismatchError, UnsupportedError: of `autoprec.applying.policy.Policy.apply`.
@@ -33,7 +31,7 @@ def apply_document(
     from autoprec.policy import policy_from_dict
 
     policy = policy_from_dict(document, cls=Policy)
-    policy.apply(found.root, backend=backend, run_steps=run_steps, follow=follow, on_change=say)
+    policy.apply(found.root, backend=backend, run_steps=run_steps, on_change=say)
     for optimizer in found.optimizers:  # changes nothing where the policy leaves state, loss and communication alone
         policy.wrap_optimizer(optimizer, model=found.root)
     return policy

@@ -44,7 +44,7 @@ class PolicyRun:
     """Applies one policy to every model of a kind that the script trains.
 
     Args:
-        config: ``policy``, ``backend``, ``run_steps``, ``follow`` and ``audit`` (a path or an empty string) of the run.
+        config: ``policy``, ``backend``, ``run_steps`` and ``audit`` (a path or an empty string) of the run.
         hooks: those of the process; after each model only a watch on new optimizers is left of them.
         folder: where the driver looks for :data:`APPLIED` and :data:`REFUSED`.
         writer: False in every rank but the first: no messages, no audit.
@@ -53,7 +53,6 @@ class PolicyRun:
     def __init__(self, config: dict[str, Any], hooks: Hooks, folder: Path, *, writer: bool = True) -> None:
         self._document, self._backend = config["policy"], config.get("backend", "auto")
         self._run_steps: int | None = config.get("run_steps")
-        self._follow: str | None = config.get("follow")
         self._audit = Path(config["audit"]) if config.get("audit") and writer else None
         self._hooks, self._folder, self._writer = hooks, folder, writer
         self._kind: tuple[type[nn.Module], frozenset[str]] | None = None
@@ -103,9 +102,7 @@ class PolicyRun:
         self._say(f"note: {type(root).__name__} is trained without the policy, which is for another model")
 
     def _apply(self, found: Found) -> None:
-        self._policy = apply_document(
-            self._document, found, self._backend, run_steps=self._run_steps, follow=self._follow, say=self._say
-        )
+        self._policy = apply_document(self._document, found, self._backend, run_steps=self._run_steps, say=self._say)
         if self._kind is None:
             self._kind = _kind_of(found.root)
             (self._folder / APPLIED).touch()

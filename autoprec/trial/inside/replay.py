@@ -1,8 +1,8 @@
 """Gradient errors where a process must not be forked (CUDA, process groups): replay one recorded step per policy.
 
-A probe applies its policy and plays the reference step again (:mod:`autoprec.applying.following.recorded`). Every rank
+A probe applies its policy and plays the reference step again (:mod:`autoprec.trial.inside.recorded_step`). Every rank
 does the same, in the same order, and a probe that fails on one of them has failed on all: they exchange gradients only
-once they have told each other that all of them have theirs (:mod:`autoprec.applying.following.ranks`).
+once they have told each other that all of them have theirs (:mod:`autoprec.trial.inside.ranks`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoprec.applying.following.gradients import Gradients, local_part, relative_error
-from autoprec.applying.following.ranks import EndedError, Ranks, average, fill, playing_alone, rank, replicas
-from autoprec.applying.following.recorded import RecordedStep, random_state, set_random_state
+from autoprec.numerics.sharded import rank
 from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.gradients import Gradients, local_part, relative_error
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
+from autoprec.trial.inside.ranks import EndedError, Ranks, average, fill, playing_alone, replicas
+from autoprec.trial.inside.recorded_step import RecordedStep, random_state, set_random_state
 from autoprec.trial.inside.sensitivity import NOISE_BATCHES, StateSample, Weights, hardly_moved, is_over
 from autoprec.trial.protocol import Probe, TrialSpec
 

@@ -23,10 +23,10 @@ from typing import Any, NoReturn
 import torch
 from torch.optim import Optimizer
 
-from autoprec.applying.following.gradients import PIECE, Gradients, local_part, relative_error
 from autoprec.applying.units import tunable_units
 from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
+from autoprec.trial.inside.gradients import PIECE, Gradients, local_part, relative_error
 from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss

@@ -16,15 +16,14 @@ from typing import Any
 from autoprec._version import __version__
 from autoprec.cost import CostScale
 from autoprec.cost.verdict import too_large
-from autoprec.policy import GUARD_METRICS, Follow, Guard, ModelInfo, Policy, first_match
+from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, first_match
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.precision.recipes import KEEP
 from autoprec.support.redact import redact_arguments
 from autoprec.support.units import memory_text
 from autoprec.tuning.decide.decision import Candidate
-from autoprec.tuning.decide.follow import follow_section
 from autoprec.tuning.decide.pareto import front
-from autoprec.tuning.decide.reasons import explanation, group_times, told, unmoved
+from autoprec.tuning.decide.reasons import explanation, told, unmoved
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import rank
 from autoprec.tuning.setup import Setup
@@ -249,26 +248,8 @@ def emitted_policy(setup: Setup, ledger: Ledger, answer: Answer) -> Policy:
         return Policy(model=ModelInfo.model_validate(setup.graph.model), evidence=evidence)
     reasons = told(_explanation(setup, ledger, answer))
     policy = setup.problem.policy(answer.record.params, evidence=evidence | reasons)
-    policy = policy.model_copy(update={"guard": guard_for(policy), "follow": _follow(setup, ledger, answer)})
+    policy = policy.model_copy(update={"guard": guard_for(policy)})
     return _over_the_run(setup, ledger, policy, answer.phases) if answer.phases else policy
-
-
-def _follow(setup: Setup, ledger: Ledger, answer: Answer) -> Follow | None:
-    """Return what deciding again during the run needs to know; None where there is nothing to decide by."""
-    record = answer.record
-    if ledger.table is None or record is None:
-        return None
-    problem, table = setup.problem, ledger.table
-    return follow_section(
-        problem,
-        record.params,
-        group_times(problem, setup.cost.layer_time_ms, table, ledger.store.learned()),
-        table,
-        max_gradient_error=setup.limits.gradient_error if answer.phases else setup.options.max_gradient_error,
-        limit=ledger.gradient_limit(),
-        step_time_ms=record.metrics["step_time_ms"],
-        reference=setup.options.reference,
-    )
 
 
 def _over_the_run(setup: Setup, ledger: Ledger, policy: Policy, phases: tuple[str, ...]) -> Policy:

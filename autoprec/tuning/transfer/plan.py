@@ -152,7 +152,6 @@ def rendered(policy: Policy, names: Sequence[str], choices: Mapping[str, str], r
         "recipes": {name: recipes[name] for name in recipes if name in used},
         "default": KEEP,
         "phases": (),
-        "follow": None,  # its times and errors are the proxy's
         "evidence": {},
     }
     return Policy.model_validate(document)

@@ -13,10 +13,8 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[tuple[object, ...]]:
     """Record what would be run instead of running it."""
     calls: list[tuple[object, ...]] = []
 
-    def record(
-        command: object, policy: object, *, backend: str, audit: object, run_steps: int | None, follow: str | None
-    ) -> int:
-        calls.append((command, policy, backend, audit, run_steps, follow))
+    def record(command: object, policy: object, *, backend: str, audit: object, run_steps: int | None) -> int:
+        calls.append((command, policy, backend, audit, run_steps))
         code = getattr(command, "args", ("0",))[0]
         return int(code) if code.lstrip("-").isdigit() else 0
 
@@ -42,10 +40,10 @@ def test_policy_backend_and_audit_are_passed_on(
 ) -> None:
     audit = tmp_path / "audit.json"
     autoprec("run", "--policy", policy_file, "--backend", "emulated", "--audit", audit, "--run-steps", "9",
-             "--follow", "every=500", script, "0")  # fmt: skip
+             script, "0")  # fmt: skip
     (_, policy, backend, where, *rest) = ran[0]
     assert getattr(policy, "default", "") == "bf16"
-    assert (backend, where, rest) == ("emulated", audit, [9, "every=500"])
+    assert (backend, where, rest) == ("emulated", audit, [9])
 
 
 def test_an_audit_replaces_nothing_but_an_audit(
@@ -61,12 +59,10 @@ def test_an_audit_replaces_nothing_but_an_audit(
     assert autoprec("run", "--policy", policy_file, "--audit", earlier, script, "0").code == 0
 
 
-def test_what_cannot_be_followed_is_refused_before_the_script_starts(script: Path, policy_file: Path) -> None:
-    assert "--policy" in autoprec("run", "--follow", "every=500", script).err
-    for given, why in (("every=500", "does not record"), ("often", "every=500")):
-        found = autoprec("run", "--policy", policy_file, "--follow", given, script)
-        assert found.code == 2
-        assert why in found.err
+def test_the_removed_option_is_refused_by_name(ran: list[object], script: Path, policy_file: Path) -> None:
+    found = autoprec("run", "--policy", policy_file, "--follow", "every=500", script)
+    assert (found.code, ran) == (2, [])
+    assert "--follow was removed" in found.err
 
 
 def test_shares_of_a_run_of_unknown_length_are_refused(script: Path, tmp_path: Path) -> None:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.applying.following.recorded import RecordedStep
 from autoprec.optim.communication import install_gradient_hook
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
+from autoprec.trial.inside.recorded_step import RecordedStep
 from autoprec.trial.inside.replay import Replay
 from autoprec.trial.protocol import Probe, TrialSpec
 from benchmarks.held import Held

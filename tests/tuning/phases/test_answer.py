@@ -137,10 +137,6 @@ def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  #
             assert row[name] == pytest.approx(known[row["name"]][name])
     assert evidence["trials"] == result.trials["complete"] <= 6
     assert result.reference["name"] == "script as written"
-    follow = load_policy(here / result.policy).follow  # what a run needs to decide again
-    assert made.setup is not None
-    assert follow.max_gradient_error == 0.12
-    assert [name for group in follow.groups for name in group.layers] == list(made.setup.problem.layer_names)
     assert result.budget["max_divergence"] == made.setup.limits.divergence
 
 

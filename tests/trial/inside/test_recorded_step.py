@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,15 +12,33 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoprec.applying.following.recorded import RecordedStep
+from autoprec.trial.inside.recorded_step import RecordedStep
+
+
+class Recorded(RecordedStep):
+    """Learns of every backward pass, as from the hooks of a trial."""
+
+    def start(self) -> None:
+        self._backward = torch.autograd.backward
+
+        def backward(tensors: Tensor, *args: Any, **kwargs: Any) -> None:
+            self.before_backward((tensors,) if isinstance(tensors, Tensor) else tuple(tensors))
+            self._backward(tensors, *args, **kwargs)
+            self.after_backward()
+
+        torch.autograd.backward = backward  # type: ignore[assignment]
+        super().start()
+
+    def stop(self) -> None:
+        torch.autograd.backward = self._backward
+        super().stop()
 
 
 def test_two_micro_batches_are_played_again_and_a_sum_of_losses_is_not() -> None:
     torch.manual_seed(0)
     model, other = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 2)), nn.Linear(2, 2)
     total = torch.zeros(())
-    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
-    assert not step.complete
+    step = Recorded(model.parameters(), torch.device("cpu"))
     step.start()
     seen = 0.0
     for _ in range(2):
@@ -31,7 +50,6 @@ def test_two_micro_batches_are_played_again_and_a_sum_of_losses_is_not() -> None
     other(torch.randn(3, 2)).sum().backward()  # another model, in turns with this one
     step.stop()
     step.stop()
-    assert step.complete
     first, before = [p.grad.clone() for p in model.parameters()], float(total)
     others = other.weight.grad.clone()
     for parameter in model.parameters():
@@ -41,7 +59,8 @@ def test_two_micro_batches_are_played_again_and_a_sum_of_losses_is_not() -> None
     assert float(total) == before
     assert torch.equal(other.weight.grad, others)
     step.forget()
-    assert not step.complete
+    with pytest.raises(RuntimeError, match="no loss"):
+        step.play()
 
 
 Losses = Callable[[nn.Module, Tensor, Tensor], Tensor]
@@ -107,14 +126,13 @@ def _gradient_penalty(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_losses_as_scripts_write_them_are_played_with_the_same_gradients(loss_of: Losses) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step = Recorded(model.parameters(), torch.device("cpu"))
     x, y = torch.empty(5, 4), torch.empty(5, dtype=torch.long)
     step.start()
     for _ in range(2):  # the second batch is loaded into the memory of the first
         loss_of(model, x.normal_(), y.random_(0, 3)).backward()
     step.stop()
     y.zero_()
-    assert step.complete
     first = [p.grad.clone() for p in model.parameters()]
     for _ in range(2):
         model.zero_grad()
@@ -132,7 +150,7 @@ def test_a_mask_that_all_blocks_see_is_copied_once_and_again_where_its_memory_wa
     blocks = nn.ModuleList(_Masked(4, 4) for _ in range(4))
     memory = np.ones((3, 4), dtype=np.float32)
     mask, x = torch.from_numpy(memory), torch.randn(3, 4)
-    step = RecordedStep(blocks.parameters(), torch.device("cpu"), sees_backward=True)
+    step = Recorded(blocks.parameters(), torch.device("cpu"))
     step.start()
     for index, block in enumerate(blocks):
         memory[:] += index == 2  # torch does not see that
@@ -149,7 +167,7 @@ def test_a_mask_that_all_blocks_see_is_copied_once_and_again_where_its_memory_wa
 
 def test_a_function_that_writes_what_it_is_given_by_name_is_played() -> None:
     model = nn.Linear(4, 4)
-    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step = Recorded(model.parameters(), torch.device("cpu"))
     step.start()
     torch.relu_(input=model(torch.randn(3, 4))).sum().backward()
     step.stop()
@@ -163,7 +181,7 @@ def test_a_model_behind_this_one_keeps_its_gradients_and_its_running_statistics(
     """A generator that is played again must not train the discriminator."""
     torch.manual_seed(0)
     model, judge = nn.Linear(4, 3), nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step = Recorded(model.parameters(), torch.device("cpu"))
     step.start()
     judge(model(torch.randn(5, 4))).mean().backward()
     step.stop()
@@ -175,7 +193,7 @@ def test_a_model_behind_this_one_keeps_its_gradients_and_its_running_statistics(
 
 def test_a_loss_whose_way_was_not_seen_is_refused() -> None:
     model = nn.Linear(4, 3)
-    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step = Recorded(model.parameters(), torch.device("cpu"))
     hidden = model.weight.square().sum()  # before the recording began
     step.start()
     (model(torch.randn(5, 4)).mean() + hidden).backward()
@@ -207,7 +225,7 @@ def _a_state_is_handed_on(model: nn.Module, x: Tensor, y: Tensor) -> None:
 def test_several_backward_passes_are_played_with_the_same_gradients(train: Callable[..., None]) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step = Recorded(model.parameters(), torch.device("cpu"))
     step.start()
     for _ in range(2):
         train(model, torch.randn(5, 4), torch.randint(0, 3, (5,)))
@@ -222,7 +240,7 @@ def test_several_backward_passes_are_played_with_the_same_gradients(train: Calla
 def test_what_a_micro_batch_made_is_let_go_when_its_backward_has_ended() -> None:
     """Logits of a language model are larger than all that is kept of a step beside them."""
     model = nn.Linear(4, 1000)
-    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step = Recorded(model.parameters(), torch.device("cpu"))
     held: list[weakref.ref[Tensor]] = []
     step.start()
     for _ in range(3):
@@ -241,7 +259,7 @@ def test_what_a_micro_batch_made_is_let_go_when_its_backward_has_ended() -> None
 
 def test_no_memory_for_a_copy_ends_the_recording_and_not_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(4, 3)
-    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step = Recorded(model.parameters(), torch.device("cpu"))
     step.start()
 
     def full(_value: Tensor) -> Tensor:
@@ -253,7 +271,8 @@ def test_no_memory_for_a_copy_ends_the_recording_and_not_the_step(monkeypatch: p
         F.cross_entropy(model(torch.randn(5, 4)), torch.randint(0, 3, (5,))).backward()
     step.stop()
     assert step.failed == "OutOfMemoryError: no room"
-    assert not step.complete
+    with pytest.raises(RuntimeError, match="no room"):
+        step.play()
 
 
 def test_a_device_that_the_script_chose_stays_chosen_in_the_recorded_step() -> None:
@@ -263,7 +282,7 @@ def test_a_device_that_the_script_chose_stays_chosen_in_the_recorded_step() -> N
             return super().forward(x)
 
     model = Positions(4, 3)
-    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step = Recorded(model.parameters(), torch.device("cpu"))
     step.start()
     with torch.device("meta"):
         out = model(torch.randn(5, 4, device="cpu"))
@@ -285,7 +304,7 @@ def test_a_compiled_step_is_recorded_as_eager_code() -> None:
 
     backward()
     compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    step = RecordedStep(model.parameters(), torch.device("cpu"), sees_backward=True)
+    step = Recorded(model.parameters(), torch.device("cpu"))
     model.zero_grad()
     step.start()
     backward()

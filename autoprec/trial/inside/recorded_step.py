@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autoprec.applying.following.gradients import local_part
+from autoprec.trial.inside.gradients import local_part
 
 #: Its functions about the stack of modes have no types.
 _modes: Any = torch.overrides
@@ -94,14 +94,7 @@ class _Tape(TorchFunctionMode):
         owner, named = self._owner, kwargs or {}
         if owner.busy or owner.failed:
             return func(*args, **named)
-        if getattr(func, "__name__", "") == "backward":
-            if not owner.sees_backward:
-                return func(*args, **named)
-            owner.before_backward((args[0],))
-            out = func(*args, **named)
-            owner.after_backward()
-            return out
-        if not owner.follows((args, named)):
+        if getattr(func, "__name__", "") == "backward" or not owner.depends((args, named)):
             return func(*args, **named)
         replaced = getattr(func, "__name__", "") == "__setitem__"  # what else its first argument held are constants
         # copied before it writes into them
@@ -115,19 +108,19 @@ class _Tape(TorchFunctionMode):
 class RecordedStep:
     """The step that the script takes between :meth:`start` and :meth:`stop`; :meth:`play` repeats it.
 
+    The owner calls :meth:`before_backward` and :meth:`after_backward` around every backward pass of the step.
+
     Args:
         parameters: of the model that is recorded; a call of a module that holds one of them is a call of the model.
         device: where they are.
-        sees_backward: note every ``Tensor.backward``; otherwise the owner tells, with :meth:`before_backward` and
-            :meth:`after_backward`.
 
     Attributes:
         failed: why the step could not be recorded (no memory for a copy of its inputs); the script's step goes on.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], device: torch.device, *, sees_backward: bool = False) -> None:
+    def __init__(self, parameters: Iterable[Tensor], device: torch.device) -> None:
         self._owned = {id(parameter) for parameter in parameters}
-        self._device, self.sees_backward = device, sees_backward
+        self._device = device
         self._micros = [_Micro()]
         self._mode: _Tape | None = None
         self._eager = contextlib.ExitStack()
@@ -190,7 +183,7 @@ class RecordedStep:
                 self._eager.enter_context(eager())
             self._mode, self.busy = mode, False
 
-    def follows(self, values: Any) -> bool:
+    def depends(self, values: Any) -> bool:
         """Say whether anything of these depends on the model's outputs, or on its parameters."""
         known = [value for value in tree_flatten(values)[0] if isinstance(value, Tensor)]
         if any(self._number(value) is not None for value in known):
@@ -208,7 +201,7 @@ class RecordedStep:
         """Return what :meth:`copied` does; None where that fails, from where on nothing is recorded."""
         try:
             args, kwargs = self.copied(values, constant)
-        except Exception as error:  # following must never be what ends a training
+        except Exception as error:  # measuring must never be what ends a training
             self.forget()
             self.failed = f"{type(error).__name__}: {error}"
             return None
@@ -279,7 +272,9 @@ class RecordedStep:
         """End the forward of one micro-batch: backward begins on these tensors."""
         if self.failed:
             return
-        losses = tuple(self.copied(tensor) if self._number(tensor) else tensor for tensor in tensors)
+        # a loss that reaches no parameter is of another model, which is trained in turns with this one
+        ours = [tensor for tensor in tensors if self._number(tensor) or _leaves_of(tensor) & self._owned]
+        losses = tuple(self.copied(tensor) if self._number(tensor) else tensor for tensor in ours)
         done, last = self._micros[:-1], self._micros[-1]
         needed, calls = _numbers_in(losses), list[_Call]()
         for call in reversed(last.calls):
@@ -290,8 +285,6 @@ class RecordedStep:
         # backward goes once more through a forward whose graph was kept: both losses are played together
         joined = [one for one in done if any(not missing.isdisjoint(call.made) for call in one.calls)]
         calls = [*(call for one in joined for call in one.calls), *calls]
-        if self.sees_backward and all(call.random is None for call in calls):
-            losses = ()  # of another model, which is trained in turns with this one
         micro = _Micro(calls, (*(loss for one in joined for loss in one.losses), *losses))
         waiting = _Micro([call for call in last.calls if call not in calls])
         self._micros = [*(one for one in done if one not in joined), micro, waiting]
@@ -305,11 +298,6 @@ class RecordedStep:
 
     # ---------------------------------------------------------------- playing
     @property
-    def complete(self) -> bool:
-        """Whether there is a loss, and the model was called on the way to it."""
-        return any(call.random is not None for micro in self._micros if micro.losses for call in micro.calls)
-
-    @property
     def modules(self) -> list[nn.Module]:
         """What was called, wrappers as such."""
         return [c.run for micro in self._micros if micro.losses for c in micro.calls if isinstance(c.run, nn.Module)]
@@ -319,7 +307,12 @@ class RecordedStep:
 
         Gradients are added to those that the parameters have; the random state is left wherever the step leaves it.
         With ``alone`` wrappers keep what they were told about exchanging gradients.
+
+        Raises:
+            RuntimeError: the step could not be recorded, or a loss depends on what was computed before the recording.
         """
+        if self.failed or not any(micro.losses for micro in self._micros):
+            raise RuntimeError(f"the step could not be recorded: {self.failed or 'no loss of the model was seen'}")
         return sum(self._play(micro, alone) for micro in self._micros if micro.losses)
 
     def _play(self, micro: _Micro, alone: bool) -> float:

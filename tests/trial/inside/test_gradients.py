@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from autoprec.applying.following.gradients import Gradients, relative_error
+from autoprec.trial.inside.gradients import Gradients, relative_error
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -23,7 +23,6 @@ def test_store_compare_and_spread(shared: bool) -> None:
     gradients.store(1, {id(parameters[1]): 2.0})  # clipped to half: undone
     assert gradients.compare(1, {id(parameters[1]): 2.0})[0] == 0.0
     assert gradients.squares(0) == [9.0, 0.0]
-    assert gradients.square(0) == 9.0
     variance, size = gradients.spread(2)
     assert (variance, size) == (32.0, 9.0)
     assert math.isnan(relative_error(1.0, 0.0))

@@ -71,10 +71,8 @@ class Gradients:
                 error += float(torch.dot(difference, difference))
         return error, norm
 
-    def square(self, slot: int) -> float:
-        return math.fsum(self.squares(slot))
-
     def squares(self, slot: int) -> list[float]:
+        """Return the squared norm of each parameter's gradient in a slot."""
         return [
             math.fsum(float(torch.dot(piece, piece)) for piece in torch.split(one, PIECE))
             for one in torch.split(self._slots[slot], self._sizes)

@@ -1,11 +1,9 @@
-"""What the ranks of a run find out together while it is followed, and how they end that together.
+"""Gradient errors of a distributed step: all ranks replay the same passes, and fail a probe together.
 
-A search's scan of gradient errors plays its probes in the same way (:mod:`autoprec.trial.inside.replay`).
-
-Every rank plays the same passes and decides from the same numbers. One that stopped by itself (no memory for a pass on
-its device) would leave the others in an exchange, which its next training step would then answer with gradients of
-another kind. So ranks exchange nothing during a look before they have told each other, over a gloo group of their own,
-that all of them got there; if one did not, all of them hear its reason and follow the run no more.
+A rank that stopped by itself (no memory for a pass on its device) would leave the others in an exchange, which its next
+training step would then answer with gradients of another kind. So ranks exchange nothing in a probe before they have
+reported to each other, over a gloo group of their own, that all of them got there; if one did not, the probe has failed
+on all of them, with its reason (:mod:`autoprec.trial.inside.replay`).
 
 Passes of DistributedDataParallel are played without its exchange, and gradients averaged afterwards. Where the model
 itself exchanges tensors in its passes (FSDP, tensor parallelism, SyncBatchNorm), a rank that fails inside of one leaves
@@ -25,6 +23,7 @@ from torch import nn
 
 from autoprec.errors import AutoPrecError
 from autoprec.numerics.delayed import not_reduced
+from autoprec.numerics.sharded import world_size
 
 T = TypeVar("T")
 #: A pass that takes this much longer on one rank than on another has not slowed down: it waits for one that failed.
@@ -32,7 +31,7 @@ TIMEOUT_S = 300.0
 
 
 class EndedError(Exception):
-    """The run is followed no more, on all ranks; ``str`` is why."""
+    """A probe failed on one of the ranks, and so on all; ``str`` is why."""
 
 
 class RanksApartError(AutoPrecError):
@@ -47,11 +46,7 @@ class Ranks:
         fix: what a user can do then.
     """
 
-    def __init__(
-        self,
-        doing: str = "the run was followed",
-        fix: str = "continue from the last checkpoint without --follow (follow=None)",
-    ) -> None:
+    def __init__(self, doing: str, fix: str) -> None:
         self._doing, self._fix = doing, fix
         self._group: Any = None
 
@@ -89,16 +84,6 @@ class Ranks:
                 fix=self._fix,
             ) from error
         return told
-
-
-def world_size() -> int:
-    """Return the number of ranks, 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
-
-
-def rank() -> int:
-    """Return the number of this rank, 0 without a process group."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
 def replicas(modules: Iterable[nn.Module]) -> list[nn.parallel.DistributedDataParallel]:
