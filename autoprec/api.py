@@ -16,6 +16,7 @@ from autoprec.support.optional import require
 from autoprec.support.tables import Shown, Table
 from autoprec.trial.protocol import STEPS
 from autoprec.tuning.study import records
+from autoprec.tuning.study.run import headline
 
 if TYPE_CHECKING:
     import optuna
@@ -82,7 +83,7 @@ class SearchResult(Shown, records.SearchResult):
         return result_table(self)
 
     def __repr__(self) -> str:
-        gain = f", {records.headline(self.best)}" if "speedup" in self.best else ""
+        gain = f", {headline(self.best)}" if "speedup" in self.best else ""
         return f"SearchResult({self.verdict}{gain}, policy={self.policy!r}, study_name={self.study_name!r})"
 
 

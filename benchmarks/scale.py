@@ -27,7 +27,7 @@ from autoprec.trial.protocol import TrialResult, TrialSpec  # noqa: E402
 from autoprec.tuning.engine import Search  # noqa: E402
 from autoprec.tuning.events import Listeners  # noqa: E402
 from autoprec.tuning.options import SearchOptions  # noqa: E402
-from autoprec.tuning.study.records import TrialRecord  # noqa: E402
+from autoprec.tuning.study.run import Run  # noqa: E402
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph  # noqa: E402
 
 
@@ -61,7 +61,7 @@ class Clock:
     def note(self, text: str) -> None:
         print(f"    {text}", file=sys.stderr)
 
-    def trial(self, record: TrialRecord, *_: object) -> None:
+    def trial(self, record: Run, *_: object) -> None:
         if record.kind in ("preset", "search"):
             self.marks.append(time.process_time() - Played.seconds)
             self.keys.append(repr(sorted(record.params.items())))

@@ -25,8 +25,9 @@ from autoprec.tuning.decide.decision import Candidate, Rules, choose
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.race import Standings, standings
-from autoprec.tuning.decide.sampler.expectation import Expectation, Measured
+from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
+from autoprec.tuning.study.run import Run, metrics_of
 
 TRIALS, SEEDS, REFERENCE_RUNS = 30, 4, 3
 
@@ -75,10 +76,19 @@ class Replay:
         slower = self.case.time(row) / self.case.time(self.case.baseline)
         return f"{name:9} {slower:.3f}  {len(runs):5}  {gap:10.3%}  {upper:10.3%}  {chance:6.2f}  {accepted}".rstrip()
 
-    def measured(self) -> list[Measured]:
+    def measured(self) -> list[Run]:
         """Return the pool."""
         return [
-            Measured(self.case.params(row), k, gap, self.case.time(row))
+            Run(
+                0,
+                "search",
+                "",
+                self.case.params(row),
+                {},
+                "ok",
+                metrics=metrics_of({"divergence": gap, "step_time_ms": self.case.time(row)}),
+                seed=k,
+            )
             for row, gaps in self.rows.items()
             for k, gap in enumerate(gaps)
         ]

@@ -17,9 +17,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.expectation import Goals, Measured
+from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
+from autoprec.tuning.study.run import Run, metrics_of
 from tests.simulated import simulated_graph
 
 
@@ -33,7 +34,7 @@ def main(blocks: int, trials: int) -> None:
     time_ms = problem.table(lambda _g, c: rng.uniform(0.5, 1.5) * {"keep": 1.6, "bf16": 1.0}.get(c, 0.65))
     sampler = PrecisionSampler(problem, Prior(time_ms, error2, 10.0), Goals())
     study = optuna.create_study(directions=["minimize", "minimize"], sampler=sampler)
-    rows, spent, runs = np.arange(len(problem.groups)), [], list[Measured]()
+    rows, spent, runs = np.arange(len(problem.groups)), [], list[Run]()
     for _ in range(trials):
         began = time.process_time()
         trial = study.ask(problem.distributions())
@@ -42,7 +43,9 @@ def main(blocks: int, trials: int) -> None:
         step = 10.0 + float(time_ms[rows, index].sum())
         trial.set_user_attr("metrics", {"step_time_ms": step, "divergence": gap})
         study.tell(trial, [step, gap])
-        runs.append(Measured(trial.params, 0, gap, step))
+        runs.append(
+            Run(0, "search", "", trial.params, {}, "ok", metrics=metrics_of({"divergence": gap, "step_time_ms": step}))
+        )
         sampler.learn(runs, None)
         spent.append(1e3 * (time.process_time() - began))
     print(f"{len(problem.groups)} groups x {len(problem.choice_names)} choices, {len(problem.parameters)} parameters")

@@ -13,9 +13,10 @@ from optuna.trial import FrozenTrial
 from search_cases import MAX_DIVERGENCE
 
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.sampler.expectation import Goals, Measured
+from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.other_samplers import IlpSampler, make_sampler
-from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, told_divergence
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
+from autoprec.tuning.study.run import Run, metrics_of
 
 #: So many of five trials look for the largest gain, the others for the point that adds most hypervolume.
 AIMING = 2
@@ -52,7 +53,7 @@ class FrontSampler(PrecisionSampler):
         metrics = [t.user_attrs["metrics"] for t in done]
         self.learn(
             [
-                Measured(t.params, 0, told_divergence(m["divergence"], "ok", MAX_DIVERGENCE), m["step_time_ms"])
+                Run(0, "search", "", t.params, {}, "ok", metrics=metrics_of(m))
                 for t, m in zip(done, metrics, strict=True)
             ],
             None,

@@ -21,7 +21,7 @@ from autoprec.policy import Policy, dump_yaml, parse_policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.report import write_html, write_markdown
 from autoprec.support.text import visible
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run
 from tests.cli.helpers import autoprec
 from tests.tracking.conftest import make_records, make_result
 
@@ -99,7 +99,7 @@ def test_a_page_runs_nothing_that_a_name_says(tmp_path: Path) -> None:
     bad = "<script>PWNED()</script><img src=x onerror=PWNED()>"
     records = [
         *make_records(),
-        TrialRecord(9, "search", bad, {f"layer:{bad}": bad}, {}, "crashed", reason=bad, tail=bad),
+        Run(9, "search", bad, {f"layer:{bad}": bad}, {}, "crashed", reason=bad, tail=bad),
     ]
     result = make_result(records)
     page = write_html(tmp_path / "r.html", result, records).read_text()

@@ -6,7 +6,8 @@ from autoprec.cli.console import clock
 from autoprec.cli.phases import Phases
 from autoprec.support.units import counted, memory_text
 from autoprec.tuning.events import SearchInfo
-from autoprec.tuning.study.records import SearchResult, TrialRecord, headline
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run, headline
 
 PHASES = {
     "script": "starting the script",
@@ -21,11 +22,11 @@ PHASES = {
 }
 
 
-def describe(record: TrialRecord) -> str:
+def describe(record: Run) -> str:
     """Return one trial in a few words: what it gained, what it cost, or why it failed."""
     if not record.ok:
         return f"{record.status}: {record.reason}"
-    m = record.metrics
+    m = record.figures
     return f"{headline(m)}  divergence {m['divergence']:.3%}  {memory_text(m['memory_bytes'])}"
 
 
@@ -57,14 +58,14 @@ class TerminalProgress:
             f"target {info.target} ({info.source}); trials start by {info.launch}"
         )
 
-    def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
+    def trial(self, record: Run, done: int, total: int, best: Run | None, seconds_left: float) -> None:
         if record.kind in ("reference", "noise"):
             if record.kind == "reference" and record.seed == 0:
                 self._phases.say("`autoprec ui` in another terminal shows the trials as they end")
             if self._verbosity > 0:
                 self._phases.say(f"{record.name}: {describe(record)}")
             return
-        leader = f"best {headline(best.metrics)} ({best.name})" if best else "best: the script as written"
+        leader = f"best {headline(best.figures)} ({best.name})" if best else "best: the script as written"
         further = f"seed {record.seed + 1} of" if record.seed else "whole model of"
         count = further if record.kind == "finalist" else f"{done}/{total}"
         if not self._phases.live or self._verbosity > 0:

@@ -18,7 +18,8 @@ from autoprec.report.text import duration, gradient_limit, headings, percent, ra
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
 from autoprec.support.units import counted, memory_text
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
@@ -102,7 +103,7 @@ def _cost(summary: Summary) -> str:
     return f"<p>{escape(text)}</p>"
 
 
-def _usage(result: SearchResult, records: Sequence[TrialRecord]) -> str:
+def _usage(result: SearchResult, records: Sequence[Run]) -> str:
     if not result.policy or result.verdict != "adopt":
         return ""
     policy, script = escape(result.policy), escape(result.script or "train.py")
@@ -115,10 +116,10 @@ def _usage(result: SearchResult, records: Sequence[TrialRecord]) -> str:
     )
 
 
-def _trials(records: Sequence[TrialRecord]) -> str:
+def _trials(records: Sequence[Run]) -> str:
     rows = []
     for record in records:
-        row = metrics_row(record.metrics, record.kind, name=record.name)
+        row = metrics_row(record.figures, record.kind, name=record.name)
         status = record.status if not record.reason else f"{record.status}: {record.reason}"
         rows.append((record.kind, (str(record.number), record.kind, *row_cells(row), str(record.seed or ""), status)))
     titles = ("#", "kind", "name", *headings(over_16bit=False)[1:], "seed", "ended")
@@ -142,7 +143,7 @@ def _words(summary: Summary) -> str:
     return "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in terms.items())
 
 
-def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport | None = None) -> str:
+def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport | None = None) -> str:
     """Return the page's text."""
     summary = summarise(result, records)
     over = summary.baseline is not None
@@ -189,7 +190,7 @@ def html_report(result: SearchResult, records: Sequence[TrialRecord], graph: Gra
     )
 
 
-def write_charts(folder: Path | str, result: SearchResult, records: Sequence[TrialRecord]) -> list[Path]:
+def write_charts(folder: Path | str, result: SearchResult, records: Sequence[Run]) -> list[Path]:
     """Write the Pareto plot, the loss gap and the sensitivity heat map as files of their own, e.g. for MLflow."""
     summary = summarise(result, records)
     out = []
@@ -204,7 +205,7 @@ def write_charts(folder: Path | str, result: SearchResult, records: Sequence[Tri
 
 
 def write_html(
-    path: Path | str, result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport | None = None
+    path: Path | str, result: SearchResult, records: Sequence[Run], graph: GraphReport | None = None
 ) -> Path:
     """Write the report as one HTML file, atomically; ``graph`` lets it draw the model layer by layer."""
     return write_atomic(path, visible(html_report(result, records, graph)))

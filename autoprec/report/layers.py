@@ -10,7 +10,8 @@ from autoprec.errors import AutoPrecError
 from autoprec.graph.report import GraphReport
 from autoprec.policy import policy_from_dict, resolve
 from autoprec.precision.recipes import GEMMS, Recipe
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 _WORDS = {"fprop": "forward", "dgrad": "backward to the input", "wgrad": "backward to the weight"}
 
@@ -28,14 +29,14 @@ def _label(recipe: Recipe | None) -> tuple[str, str]:
     return ("keep", "as written") if recipe is None else (recipe.format, recipe.describe())
 
 
-def best_policy(result: SearchResult, records: Sequence[TrialRecord]) -> dict[str, object]:
+def best_policy(result: SearchResult, records: Sequence[Run]) -> dict[str, object]:
     """Return the document of the winning policy, as its trial ran it; empty when no record has it."""
     name = result.best.get("name")
     found = [r for r in records if r.policy and r.name == name]
     return dict(found[0].policy) if found else {}
 
 
-def layer_rows(result: SearchResult, records: Sequence[TrialRecord], graph: GraphReport) -> tuple[LayerCell, ...]:
+def layer_rows(result: SearchResult, records: Sequence[Run], graph: GraphReport) -> tuple[LayerCell, ...]:
     """Resolve the best policy over the recorded layers; empty without a policy to draw."""
     document = best_policy(result, records)
     if not document:

@@ -11,7 +11,8 @@ from autoprec.report.text import duration, gradient_limit, headings, percent, ro
 from autoprec.support.files import write_atomic
 from autoprec.support.text import markdown_text, visible
 from autoprec.support.units import counted
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 
 def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
@@ -43,7 +44,7 @@ def _reasons(result: SearchResult) -> list[str]:
     return lines
 
 
-def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
+def markdown(result: SearchResult, records: Sequence[Run]) -> str:
     """Return the report's text."""
     summary = summarise(result, records)
     lines = [f"# AutoPrec: {markdown_text(summary.title)}", ""]
@@ -85,6 +86,6 @@ def markdown(result: SearchResult, records: Sequence[TrialRecord]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def write_markdown(path: Path | str, result: SearchResult, records: Sequence[TrialRecord]) -> Path:
+def write_markdown(path: Path | str, result: SearchResult, records: Sequence[Run]) -> Path:
     """Write the report as Markdown, atomically."""
     return write_atomic(path, markdown(result, records))

@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autoprec.tuning.decide.reasons import error_share
-from autoprec.tuning.study.records import SearchResult, TrialRecord, pooled
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run, pooled
 
 #: Formats of 16 bits; a policy that uses no other is one of the runs people have today.
 _SIXTEEN_BITS = frozenset({"bf16", "fp16"})
@@ -120,7 +121,7 @@ def number(value: Any) -> float | None:
     return float(value)
 
 
-def _is_16bit(record: TrialRecord) -> bool:
+def _is_16bit(record: Run) -> bool:
     """Say whether a policy is what people run today: 16-bit formats or none, and 16-bit somewhere."""
     recipes = record.policy.get("recipes") or {}
     used = {str(record.policy.get("default", "keep"))}
@@ -131,13 +132,13 @@ def _is_16bit(record: TrialRecord) -> bool:
     return bool(formats | lowered) and formats | lowered <= _SIXTEEN_BITS
 
 
-def _baseline(result: SearchResult, records: Sequence[TrialRecord]) -> str:
+def _baseline(result: SearchResult, records: Sequence[Run]) -> str:
     """Return the name of the fastest 16-bit preset measured; empty on a CPU, and where there is none."""
     times = {
         record.name: time
         for record in pooled(records).values()
         if record.kind == "preset" and _is_16bit(record)
-        if (time := number(record.metrics.get("step_time_ms"))) is not None
+        if (time := number(record.get("step_time_ms"))) is not None
     }
     return "" if result.target == "cpu" else min(times, key=lambda name: times[name], default="")
 
@@ -149,11 +150,11 @@ _FIGURES = (
 )
 
 
-def _by_name(records: Iterable[TrialRecord]) -> dict[str, TrialRecord]:
+def _by_name(records: Iterable[Run]) -> dict[str, Run]:
     return {record.name: record for record in records if record.ok}
 
 
-def _source(metrics: Mapping[str, Any], record: TrialRecord | None) -> str:
+def _source(metrics: Mapping[str, Any], record: Run | None) -> str:
     own = metrics.get("sources")
     sources = own if isinstance(own, Mapping) and own else (record.sources if record else {})
     kinds = {str(sources[key]) for key in ("step_time_ms", "speedup") if key in sources}
@@ -162,9 +163,7 @@ def _source(metrics: Mapping[str, Any], record: TrialRecord | None) -> str:
     return " and ".join(sorted(kinds))
 
 
-def metrics_row(
-    metrics: Mapping[str, Any], role: str, records: Mapping[str, TrialRecord] | None = None, name: str = ""
-) -> Row:
+def metrics_row(metrics: Mapping[str, Any], role: str, records: Mapping[str, Run] | None = None, name: str = "") -> Row:
     """Return a metric mapping of a result as a row; ``records`` (by name) tell measured from modelled."""
     label = str(name or metrics.get("name") or role)
     record = (records or {}).get(str(metrics.get("name", "")))
@@ -174,12 +173,12 @@ def metrics_row(
     return Row(label, role, **figures, source=_source(metrics, record), note=note, seeds=seeds, predicted=predicted)
 
 
-def _points(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Point, ...]:
+def _points(result: SearchResult, records: Sequence[Run]) -> tuple[Point, ...]:
     """Return one point per policy; a policy that was re-measured lies at its mean, the winner where the result says."""
     best = str(result.best.get("name"))
     found: dict[str, tuple[str, float, float]] = {}
     for record in pooled(records).values():
-        time, gap = number(record.metrics.get("step_time_ms")), number(record.metrics.get("divergence"))
+        time, gap = number(record.get("step_time_ms")), number(record.get("divergence"))
         if time is not None and gap is not None:
             found[record.name] = ("finalist" if "seeds" in record.metrics else record.kind, time, gap)
     time, gap = number(result.best.get("step_time_ms")), number(result.best.get("divergence"))
@@ -201,7 +200,7 @@ def _front(points: Sequence[tuple[float, float]]) -> list[bool]:
     return out
 
 
-def _curves(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Curve, ...]:
+def _curves(result: SearchResult, records: Sequence[Run]) -> tuple[Curve, ...]:
     """Return the reference's losses, the best policy's and the presets', all of the script's own seed."""
     out: list[Curve] = []
     reference = next((r for r in records if r.kind == "reference" and r.losses and r.seed == 0), None)
@@ -220,7 +219,7 @@ def _curves(result: SearchResult, records: Sequence[TrialRecord]) -> tuple[Curve
     return tuple(out)
 
 
-def _noise_band(records: Sequence[TrialRecord]) -> tuple[tuple[float, float], ...]:
+def _noise_band(records: Sequence[Run]) -> tuple[tuple[float, float], ...]:
     """Return, per step, the relative gaps (low, high) that runs of the same precision show: what noise looks like."""
     runs = [r for r in records if r.kind == "noise" and r.ok and r.losses and r.reference_losses]
     steps = min((min(len(r.losses), len(r.reference_losses)) for r in runs), default=0)
@@ -234,7 +233,7 @@ def _noise_band(records: Sequence[TrialRecord]) -> tuple[tuple[float, float], ..
     return tuple(band)
 
 
-def _assignment(result: SearchResult, records: Sequence[TrialRecord]) -> dict[str, str]:
+def _assignment(result: SearchResult, records: Sequence[Run]) -> dict[str, str]:
     name = str(result.best.get("name", ""))
     for record in records:
         if record.ok and record.name == name and record.params:
@@ -276,7 +275,7 @@ def important(result: SearchResult) -> list[tuple[str, str, str]]:
     return [(str(d["name"]), f"{d['time_share']:.0%}", error_share(d)) for d in rows]
 
 
-def summarise(result: SearchResult, records: Sequence[TrialRecord]) -> Summary:
+def summarise(result: SearchResult, records: Sequence[Run]) -> Summary:
     """Arrange a result and its trials for a report."""
     named = _by_name(records)
     best = number(result.best.get("step_time_ms"))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from autoprec.report.summary import Summary, summarise
 from autoprec.report.text import gradient_limit, headings, percent, row_cells
 from autoprec.support.tables import Table as Plain
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -32,7 +33,7 @@ def _about(summary: Summary) -> str:
     return "; ".join(notes)
 
 
-def terminal_table(result: SearchResult, records: Sequence[TrialRecord]) -> Table:
+def terminal_table(result: SearchResult, records: Sequence[Run]) -> Table:
     """Return a rich table: the policy, the reference and the presets, with speed, memory, divergence ± confidence."""
     from rich.table import Table
 

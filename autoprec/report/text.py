@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autoprec.report.summary import Payback, Row, Summary
-from autoprec.support.units import counted, memory_text
+from autoprec.support import units
+from autoprec.support.units import counted, memory_text, percent_text, ratio_text
 from autoprec.tuning.decide.decision import told_error
 
 _MISSING = "–"
@@ -11,16 +12,12 @@ _MISSING = "–"
 
 def ratio(value: float | None) -> str:
     """A speed-up, ``1.31x``."""
-    return f"{value:.2f}x" if value is not None else _MISSING
+    return _MISSING if value is None else ratio_text(value)
 
 
 def percent(value: float | None, half_width: float | None = None) -> str:
-    """A fraction as a percentage, three significant digits or fewer, with the half width of its confidence interval."""
-    if value is None:
-        return _MISSING
-    digits = 3 if abs(value) < 0.01 else 2 if abs(value) < 0.1 else 1
-    text = f"{100 * value:.{digits}f} %"
-    return text if half_width is None else f"{100 * value:.{digits}f} ± {100 * half_width:.{digits}f} %"
+    """A fraction as a percentage, with the half width of its confidence interval."""
+    return _MISSING if value is None else percent_text(value, half_width)
 
 
 def gradient_limit(summary: Summary) -> str:
@@ -31,7 +28,7 @@ def gradient_limit(summary: Summary) -> str:
 
 def time_text(value: float | None) -> str:
     """Milliseconds per step."""
-    return _MISSING if value is None else f"{value:.1f} ms" if value >= 10 else f"{value:.3g} ms"
+    return _MISSING if value is None else units.time_text(value)
 
 
 def duration(seconds: float) -> str:

@@ -1,4 +1,4 @@
-"""Amounts as people read them: memory in one unit, GiB, in every command, report and message; counts of things."""
+"""Amounts as people read them, alike in every command, report and message: memory in GiB, shares, times, counts."""
 
 from __future__ import annotations
 
@@ -17,6 +17,35 @@ def memory_text(size: float | None) -> str:
     if gib < 0.1:
         return f"{size / 2**20:.1f} MiB"
     return f"{gib:,.2f} GiB" if gib < 10 else f"{gib:,.1f} GiB"
+
+
+def ratio_text(value: float) -> str:
+    """Return a speed-up.
+
+    >>> ratio_text(1.314)
+    '1.31x'
+    """
+    return f"{value:.2f}x"
+
+
+def percent_text(value: float, half_width: float | None = None) -> str:
+    """Return a fraction in percent with three significant digits or fewer, and the half width of its interval.
+
+    >>> percent_text(0.0007), percent_text(0.0007, 0.0002), percent_text(0.4)
+    ('0.070 %', '0.070 ± 0.020 %', '40.0 %')
+    """
+    digits = 3 if abs(value) < 0.01 else 2 if abs(value) < 0.1 else 1
+    about = "" if half_width is None else f" ± {100 * half_width:.{digits}f}"
+    return f"{100 * value:.{digits}f}{about} %"
+
+
+def time_text(ms: float) -> str:
+    """Return milliseconds.
+
+    >>> time_text(1.5), time_text(666.66)
+    ('1.5 ms', '666.7 ms')
+    """
+    return f"{ms:.1f} ms" if ms >= 10 else f"{ms:.3g} ms"
 
 
 def counted(count: int, thing: str) -> str:

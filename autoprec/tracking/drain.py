@@ -19,7 +19,8 @@ from autoprec.errors import StudyError
 from autoprec.support.files import file_lock
 from autoprec.support.redact import redact_text, redact_uri
 from autoprec.tracking.spool import Spool, State
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 #: What MLflow is told in our processes: no telemetry, and no minutes of retries when a server is gone.
 ENVIRONMENT = {
@@ -85,7 +86,7 @@ class _Writer:
         if kind == "study":
             self.store.open_parent(event.get("info") or {}, float(event.get("time") or 0.0))
         elif kind == "trial":
-            self.store.write_trial(TrialRecord.from_json(event["record"]), event.get("groups"))
+            self.store.write_trial(Run.from_json(event["record"]), event.get("groups"))
         elif kind == "finished":
             result = SearchResult.from_json(event["result"])
             self.store.write_result(result, self._files(event), float(event.get("time") or 0.0))

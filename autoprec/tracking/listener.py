@@ -13,7 +13,8 @@ from autoprec.tracking.origin import commit_of, versions
 from autoprec.tracking.spool import named_uri
 from autoprec.tracking.tracker import Tracker
 from autoprec.tuning.events import SearchInfo
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 _FILES = ("report.html", "report.md", "result.json")
 
@@ -53,7 +54,7 @@ class TrackingListener:
         document = {**asked, **document, "version": versions(), **commit_of(folder)}
         self._tracker.study_started(document)
 
-    def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:  # noqa: ARG002
+    def trial(self, record: Run, done: int, total: int, best: Run | None, seconds_left: float) -> None:  # noqa: ARG002
         if self._tracker is not None:
             self._tracker.trial(record, _groups(record))
 
@@ -77,7 +78,7 @@ class TrackingListener:
         return result
 
     @staticmethod
-    def _marked(recorded: Sequence[TrialRecord], result: SearchResult) -> list[TrialRecord]:
+    def _marked(recorded: Sequence[Run], result: SearchResult) -> list[Run]:
         """Return the records whose marks are known only now: on the front, the best, rejected, or no longer so.
 
         A resumed study may have another answer than before, and its best may be a trial of the session before.
@@ -108,5 +109,5 @@ class TrackingListener:
         self._tracker = None
 
 
-def _groups(record: TrialRecord) -> dict[str, str]:
+def _groups(record: Run) -> dict[str, str]:
     return {key[6:]: str(value) for key, value in record.params.items() if key.startswith("layer:")}

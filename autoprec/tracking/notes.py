@@ -12,7 +12,8 @@ from typing import Any
 from autoprec.report.summary import Row, important, summarise
 from autoprec.report.text import headings, row_cells
 from autoprec.support.text import markdown_text, visible
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 #: Reasons in a study's description; the report has them all.
 MOST_REASONS = 12
@@ -20,7 +21,7 @@ MOST_REASONS = 12
 _NEAR = 0.5
 
 
-def trial_name(record: TrialRecord) -> str:
+def trial_name(record: Run) -> str:
     """Return the run name of a trial: its name, a star where it is the answer and, for paired repeats, their seed."""
     seed = (f" (seed {record.seed})" if record.seed else " (whole model)") if record.kind == "finalist" else ""
     star = "\N{BLACK STAR} " if "best" in record.tags else ""

@@ -19,7 +19,8 @@ from autoprec.support.redact import redact, redact_text
 from autoprec.support.text import visible
 from autoprec.tracking.notes import parent_note, parent_params, reference_figures, shown_metrics, trial_name
 from autoprec.tracking.view import shared_view, telling_params
-from autoprec.tuning.study.records import BY_BLOCK, SearchResult, TrialRecord, pooled
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import BY_BLOCK, Run, metrics_of, pooled
 
 #: Tags of a trial that a person filters by: ``tags.pareto = 'true'``.
 TRIAL_TAGS = ("preset", "finalist", "pareto", "best", "infeasible", "pruned", BY_BLOCK)
@@ -138,7 +139,7 @@ class Store:
             if not token:
                 return found
 
-    def write_trial(self, record: TrialRecord, groups: Mapping[str, str] | None) -> None:
+    def write_trial(self, record: Run, groups: Mapping[str, str] | None) -> None:
         """Write one trial as a child run; an existing run of this trial is brought up to date."""
         identity = f"{self.uid}/{record.kind}/{record.number}/{record.seed}"
         run_id = self._children.get(identity, "")
@@ -218,10 +219,10 @@ class Store:
         several: dict[str, Mapping[str, Any]] = {}
         plain = _plain_speedup(result)
         for name, record in pooled(map(_recorded, trials)).items():
-            over = {"speedup_over_16bit": record.metrics.get("speedup", math.nan) / plain} if plain else {}
-            shown = shown_metrics(record.metrics | over)
+            over = {"speedup_over_16bit": record.figures.get("speedup", math.nan) / plain} if plain else {}
+            shown = shown_metrics(record.figures | over)
             if "seeds" in record.metrics:
-                told[name], several[name] = shown | {"seeds": record.metrics["seeds"]}, record.metrics | over
+                told[name], several[name] = shown | {"seeds": record["seeds"]}, record.figures | over
             elif name in rows and shown.get("gain") != rows[name].data.metrics.get("gain"):
                 told[name] = {
                     key: shown[key] for key in ("gain",) if key in shown
@@ -301,15 +302,15 @@ def _plain_speedup(result: SearchResult) -> float | None:
     return known[0]["speedup"] / known[0]["speedup_over_16bit"] if known else None
 
 
-def _recorded(run: Any) -> TrialRecord:
-    """Return of a run what :func:`~autoprec.tuning.study.records.pooled` asks for."""
+def _recorded(run: Any) -> Run:
+    """Return of a run what :func:`~autoprec.tuning.study.run.pooled` asks for."""
     tags, metrics = run.data.tags, dict(run.data.metrics)
     kind, name, status = (tags.get(f"autoprec.{key}", "") for key in ("kind", "name", "status"))
     own = {key.removeprefix(FIRST_RUN): value for key, value in metrics.items() if key.startswith(FIRST_RUN)}
     metrics = {key: value for key, value in metrics.items() if not key.startswith(FIRST_RUN)} | own
     blocks = (BY_BLOCK,) if tags.get(BY_BLOCK) == "true" else ()
-    return TrialRecord(
-        0, kind, name, {}, {}, status, metrics=metrics, tags=blocks, seed=int(tags.get("autoprec.seed", 0))
+    return Run(
+        0, kind, name, {}, {}, status, metrics=metrics_of(metrics), tags=blocks, seed=int(tags.get("autoprec.seed", 0))
     )
 
 
@@ -317,28 +318,28 @@ def _of_all_runs(run: Any, figures: Mapping[str, Any]) -> dict[str, float]:
     """Return a policy's figures over all its runs by the names its first run had them, and that run's own as such."""
     out: dict[str, float] = {}
     shown = shown_metrics(figures)
-    for name, own in _recorded(run).metrics.items():
+    for name, own in _recorded(run).figures.items():
         value = figures.get(name)
         if isinstance(value, (int, float)) and math.isfinite(value) and name not in shown and value != own:
             out |= {name: float(value), f"{FIRST_RUN}{name}": own}
     return out
 
 
-def _shown(record: TrialRecord) -> dict[str, float]:
+def _shown(record: Run) -> dict[str, float]:
     """Return a trial's figures of the table; whether the script is drawn among policies is known at the end only."""
     return (
-        reference_figures(record.metrics, drawn=False) if record.kind == "reference" else shown_metrics(record.metrics)
+        reference_figures(record.figures, drawn=False) if record.kind == "reference" else shown_metrics(record.figures)
     )
 
 
-def _metrics(record: TrialRecord) -> list[Any]:
+def _metrics(record: Run) -> list[Any]:
     """Return the trial's metrics: figures once, curves per step (thinned to 1000 points), stamped with its start."""
     from mlflow.entities import Metric
 
     stamp = int(record.started * 1000)
     out = [
         Metric(safe_key(name), float(value), stamp, 0)
-        for name, value in {**record.metrics, **_shown(record), "seconds": record.seconds}.items()
+        for name, value in {**record.figures, **_shown(record), "seconds": record.seconds}.items()
         if isinstance(value, (int, float)) and math.isfinite(value)
     ]
     stride = max(1, math.ceil(max(len(record.losses), len(record.reference_losses)) / _MAX_POINTS))
@@ -354,7 +355,7 @@ def _metrics(record: TrialRecord) -> list[Any]:
     return out
 
 
-def _tags(record: TrialRecord, study: str) -> dict[str, str]:
+def _tags(record: Run, study: str) -> dict[str, str]:
     tags = {
         "autoprec.role": "trial",
         "autoprec.row": "policy" if record.kind in ("reference", "preset", "search") else "run",

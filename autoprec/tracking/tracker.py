@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 from autoprec.support.redact import redact, redact_uri
 from autoprec.tracking.drain import child_environment
 from autoprec.tracking.spool import Spool, State, default_uri, named_uri
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 #: All the waiting one search does for its store, in total: a server that does not answer must cost < 2 s.
 _REMOTE_PATIENCE_S = 1.2
@@ -72,12 +73,12 @@ class Tracker:
         """What the store is known to hold by now."""
         return self._spool.load_state(self._uri)
 
-    def recorded(self) -> list[TrialRecord]:
+    def recorded(self) -> list[Run]:
         """Return every trial of the study as last recorded, those of earlier sessions of a resumed study included."""
-        latest: dict[tuple[str, int, int], TrialRecord] = {}
+        latest: dict[tuple[str, int, int], Run] = {}
         for event, _ in self._spool.read():
             if event["kind"] == "trial":
-                record = TrialRecord.from_json(event["record"])
+                record = Run.from_json(event["record"])
                 latest[(record.kind, record.number, record.seed)] = record
         return list(latest.values())
 
@@ -86,7 +87,7 @@ class Tracker:
         self._spool.append("study", info=redact(dict(info)), time=time.time())
         self._start()
 
-    def trial(self, record: TrialRecord, groups: Mapping[str, str] | None = None) -> None:
+    def trial(self, record: Run, groups: Mapping[str, str] | None = None) -> None:
         """Record a trial, with the choice of every layer group; calling again updates the same run."""
         self._spool.append("trial", record=record.to_json(), groups=dict(groups) if groups else None)
         self._start()

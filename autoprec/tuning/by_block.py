@@ -18,7 +18,7 @@ from autoprec.tuning.decide.metrics import Reference, divergence, step_time
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.schedule import QUANTISED_COMPILE, repeated_blocks
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
+from autoprec.tuning.study.run import BY_BLOCK, Run
 
 #: Fewer blocks, or fewer seconds to compile the script as written, are not worth a further run of the reference.
 _FEWEST_BLOCKS, _LEAST_COMPILE_S = 4, 10.0
@@ -28,7 +28,7 @@ _LEAST_QUANTISED_S = 2.0
 _Run = Callable[[TrialSpec, int], TrialResult]
 
 
-def is_whole(record: TrialRecord) -> bool:
+def is_whole(record: Run) -> bool:
     """Say whether a run compiled what the script, or its policy, compiles: the whole model, if anything."""
     return BY_BLOCK not in record.tags
 

@@ -48,7 +48,8 @@ from autoprec.tuning.phases.trials import run_study
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import is_worth_searching, only_sixteen_bit
 from autoprec.tuning.study.naming import check_named, free_name, is_numbered
-from autoprec.tuning.study.records import SearchResult, TrialRecord, headline
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run, headline
 from autoprec.tuning.study.storage import sqlite_file
 from autoprec.tuning.study.study import StudyStore, default_storage
 from autoprec.tuning.target import calibration_here, calibration_of
@@ -106,7 +107,7 @@ class Search:
         self._info: SearchInfo | None = None
 
     @property
-    def records(self) -> list[TrialRecord]:
+    def records(self) -> list[Run]:
         """Every finished record of the study, references and finalists included."""
         return list(self._store.records) if self._store else []
 
@@ -421,7 +422,7 @@ class Search:
             ends = self.options.phase_names or (("last-bf16",) if self.options.run_steps else ())
             answer = Answer("undecided", "interrupted before the finalists", best, seeds=1, phases=ends)
             policy = emitted_policy(setup, ledger, answer)
-            kept = f"the best policy so far ({headline(best.metrics)}) is in {self.options.output}"
+            kept = f"the best policy so far ({headline(best.figures)}) is in {self.options.output}"
             try:
                 self._emit(policy)
             except AutoPrecError as error:

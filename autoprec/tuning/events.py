@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Listener(Protocol):
     def started(self, info: SearchInfo) -> None:
         """The script reached its first training step and its operators are known."""
 
-    def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
+    def trial(self, record: Run, done: int, total: int, best: Run | None, seconds_left: float) -> None:
         """A trial ended; ``best`` is the best acceptable one so far."""
 
     def note(self, text: str) -> None:
@@ -76,7 +77,7 @@ class Listeners:
     def started(self, info: SearchInfo) -> None:
         self._each("started", info)
 
-    def trial(self, record: TrialRecord, done: int, total: int, best: TrialRecord | None, seconds_left: float) -> None:
+    def trial(self, record: Run, done: int, total: int, best: Run | None, seconds_left: float) -> None:
         self._each("trial", record, done, total, best, seconds_left)
 
     def note(self, text: str) -> None:

@@ -17,7 +17,7 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.events import Listener
 from autoprec.tuning.limits import Limits, rank
 from autoprec.tuning.schedule import CLOSING_S
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run
 from autoprec.tuning.study.study import StudyStore
 
 #: How many times :data:`CLOSING_S` they may be where the machine is not idle (14 s at a load of 9 on two cores).
@@ -116,8 +116,8 @@ class Ledger:
         baseline = self.references[0].baseline if self.references else Baseline(0.0)  # stopped before it was measured
         return self.limits.gradient(self.gradient_noise, baseline)
 
-    def exceeded(self, record: TrialRecord) -> tuple[str, ...]:
-        return self.limits.exceeded(record.metrics, self.gradient_limit())
+    def exceeded(self, record: Run) -> tuple[str, ...]:
+        return self.limits.exceeded(record.figures, self.gradient_limit())
 
     def told_limit(self, name: str) -> str:
         """Return a limit of :meth:`exceeded` in words, with its value."""
@@ -126,24 +126,24 @@ class Ledger:
         value = f"{self.limits.divergence:.3%}" if name == "divergence" else memory_text(self.limits.memory or 0)
         return f"the limit of {name}, {value}"
 
-    def acceptable(self, record: TrialRecord) -> bool:
+    def acceptable(self, record: Run) -> bool:
         """Say whether a trial was measured, and is within every limit."""
         return record.ok and bool(record.metrics) and not self.exceeded(record)
 
-    def rank(self, record: TrialRecord) -> float:
-        return rank(record.metrics, self.objective)
+    def rank(self, record: Run) -> float:
+        return rank(record.figures, self.objective)
 
-    def acceptable_ones(self) -> list[TrialRecord]:
+    def acceptable_ones(self) -> list[Run]:
         """Return the acceptable trials so far, the best first."""
         return sorted((r for r in self.store.learned() if self.acceptable(r)), key=self.rank)
 
-    def best(self) -> TrialRecord | None:
+    def best(self) -> Run | None:
         """Return the best of those that are surely acceptable; before there is one, of those that may be; or None."""
         sure = [r for r in self.store.learned() if r.ok and r.name in self.accepted]
         fine = sure or [r for r in self.acceptable_ones() if r.name not in self.refused]
         return min(fine, key=self.rank, default=None)
 
-    def find(self, kind: str, name: str, seed: int) -> TrialRecord | None:
+    def find(self, kind: str, name: str, seed: int) -> Run | None:
         """Return the record of a run that was measured to its end, or None."""
         for record in self.store.records:
             if (record.kind, record.name, record.seed) == (kind, name, seed) and record.ok:

@@ -16,7 +16,7 @@ from autoprec.policy.space import Choice, ChoiceRule, SearchSpace
 from autoprec.precision.recipes import GEMMS, KEEP
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.records import TrialRecord, pooled
+from autoprec.tuning.study.run import Run, pooled
 
 #: Below this modelled gain over 16 bit no quantised policy is worth a trial (the threshold of the verdict).
 WORTH_SEARCHING = 1.03
@@ -59,7 +59,7 @@ def _is_named(name: str, plain: str) -> bool:
     return name == plain or name.endswith(f" ({plain})")
 
 
-def sixteen_bit_speedup(setup: Setup, records: Iterable[TrialRecord]) -> float | None:
+def sixteen_bit_speedup(setup: Setup, records: Iterable[Run]) -> float | None:
     """Return the best 16-bit run's speed-up over the reference; None on a CPU, or before it was measured."""
     if setup.target.is_cpu:
         return None
@@ -70,16 +70,16 @@ def sixteen_bit_speedup(setup: Setup, records: Iterable[TrialRecord]) -> float |
     return max(speeds, default=None)
 
 
-def plain_speedup(records: Iterable[TrialRecord]) -> float | None:
+def plain_speedup(records: Iterable[Run]) -> float | None:
     """Return the speed-up of the better of the 16-bit presets that were measured; None where none was."""
     found = fastest_plain(records)
-    return found.metrics["speedup"] if found is not None else None
+    return found["speedup"] if found is not None else None
 
 
-def fastest_plain(records: Iterable[TrialRecord]) -> TrialRecord | None:
+def fastest_plain(records: Iterable[Run]) -> Run | None:
     """Return the better of the 16-bit presets that were measured, with the figures of all its runs; or None."""
     known = pooled(record for record in records if is_plain(record.name)).values()
-    return max((r for r in known if "speedup" in r.metrics), key=lambda r: r.metrics["speedup"], default=None)
+    return max((r for r in known if "speedup" in r.metrics), key=lambda r: r["speedup"], default=None)
 
 
 def over_sixteen_bit(metrics: Mapping[str, float], sixteen_bit: float | None) -> dict[str, float]:

@@ -8,7 +8,7 @@ import pytest
 
 from autoprec.cli.progress import PHASES, TerminalProgress, describe
 from autoprec.tuning.events import SearchInfo
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run, metrics_of
 
 METRICS = {"speedup": 1.5, "divergence": 0.0012, "memory_bytes": 2e9, "step_time_ms": 10.0}
 INFO = SearchInfo(
@@ -27,8 +27,8 @@ INFO = SearchInfo(
 )
 
 
-def record(kind: str = "search", number: int = 3, status: str = "ok", **values: object) -> TrialRecord:
-    return TrialRecord(number, kind, f"trial {number}", {}, {}, status, metrics=dict(METRICS), **values)  # type: ignore[arg-type]
+def record(kind: str = "search", number: int = 3, status: str = "ok", **values: object) -> Run:
+    return Run(number, kind, f"trial {number}", {}, {}, status, metrics=metrics_of(METRICS), **values)  # type: ignore[arg-type]
 
 
 def test_every_trial_is_a_line_where_there_is_not_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +80,7 @@ def test_quiet_leaves_notes_only(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_trial_that_failed_says_why() -> None:
-    failed = TrialRecord(1, "search", "trial 1", {}, {}, "oom", reason="out of memory")
+    failed = Run(1, "search", "trial 1", {}, {}, "oom", reason="out of memory")
     assert describe(failed) == "oom: out of memory"
 
 

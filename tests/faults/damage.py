@@ -17,7 +17,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.policy.space import load_space
 from autoprec.support.files import read_document, with_checksum, without_checksum, write_json
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
 from tests.faults.bad_documents import flipped, policy_document, space_seeds
 
@@ -95,7 +95,9 @@ def _write_study(folder: Path, trials: int) -> Path:
             metrics = {"step_time_ms": 10.0 + number, "divergence": 1e-3 / (number + 1), "speedup": 1.1}
             policy = policy_document().to_dict()
             name = f"trial {number}"
-            store.tell(trial, TrialRecord(number, "search", name, dict(trial.params), policy, "ok", metrics=metrics))
+            store.tell(
+                trial, Run(number, "search", name, dict(trial.params), policy, "ok", metrics=metrics_of(metrics))
+            )
     connection = sqlite3.connect(folder / "study.db")
     connection.executescript("pragma page_size = 512; vacuum")  # little of it is empty, so most damage hits something
     connection.close()

@@ -8,17 +8,18 @@ from typing import Any
 import pytest
 
 from autoprec.graph.report import GemmCall, GraphReport, Layer
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run, metrics_of
 from tests.tracking.conftest import make_records, make_result
 
 
 @pytest.fixture
-def records() -> list[TrialRecord]:
+def records() -> list[Run]:
     return make_records()
 
 
 @pytest.fixture
-def result(records: list[TrialRecord]) -> SearchResult:
+def result(records: list[Run]) -> SearchResult:
     rows = ({"group": "h.*.attn", "choice": "bf16", "gradient_error": 0.01, "measured": True},)
     rows += ({"group": "h.*.mlp", "choice": "bf16", "gradient_error": 0.2, "measured": False},)
     return replace(make_result(records), sensitivity=rows, notes=("a <b>note</b>",))
@@ -35,7 +36,7 @@ def graph() -> GraphReport:
     return GraphReport({"class": "GPT"}, layers, (), {}, 1, 1.0)
 
 
-def rehearsal() -> tuple[SearchResult, list[TrialRecord]]:
+def rehearsal() -> tuple[SearchResult, list[Run]]:
     """A search for a GPU as it really goes: a slow script in FP32, the 16-bit run ten times as fast, and finalists."""
     bf16 = {"recipes": {"bf16": {"format": "bf16"}}, "default": "bf16", "activations": "bf16"}
     fp8 = {"recipes": {"fp8": {"format": "fp8"}}, "default": "fp8", "activations": "bf16"}
@@ -53,11 +54,11 @@ def rehearsal() -> tuple[SearchResult, list[TrialRecord]]:
         metrics = {"step_time_ms": time, "divergence": gap, "speedup": 9544.0 / time, "gradient_error": 0.05}
         document = {"schema": "autoprec.policy/1", **policy} if policy else {}
         losses = tuple(4.0 - 0.1 * step + gap for step in range(10))
-        record = TrialRecord(number, kind, name, {}, document, "ok", metrics=metrics, losses=losses, seed=seed)
-        records.append(replace(record, sources=dict.fromkeys(metrics, "modelled")))
+        figures = metrics_of(metrics, "modelled")
+        records.append(Run(number, kind, name, {}, document, "ok", metrics=figures, losses=losses, seed=seed))
 
     def row(number: int) -> dict[str, Any]:
-        return {**records[number].metrics, "name": records[number].name, "sources": dict(records[number].sources)}
+        return {**records[number].figures, "name": records[number].name, "sources": dict(records[number].sources)}
 
     base = make_result(make_records())
     return replace(
@@ -85,7 +86,7 @@ def modelled_stay(result: SearchResult) -> SearchResult:
 
 
 @pytest.fixture
-def broken(result: SearchResult, records: list[TrialRecord]) -> tuple[SearchResult, list[TrialRecord]]:
+def broken(result: SearchResult, records: list[Run]) -> tuple[SearchResult, list[Run]]:
     """A result and records with figures that are not finite, or missing."""
     nan = float("nan")
     found = replace(result, best={**result.best, "divergence": nan, "memory_bytes": None})

@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.summary import Curve, summarise
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
 
 
@@ -45,7 +46,7 @@ def test_a_script_that_was_run_alone_is_not_plotted_against_itself(result: Searc
 
 
 def test_the_gap_is_relative_to_the_reference_with_what_noise_does_as_a_band(
-    result: SearchResult, records: list[TrialRecord]
+    result: SearchResult, records: list[Run]
 ) -> None:
     summary = summarise(result, records)
     chart = gap_chart(summary)
@@ -59,9 +60,7 @@ def test_the_gap_is_relative_to_the_reference_with_what_noise_does_as_a_band(
     assert {float(point.split(",")[1]) for point in drawn[1].split()} == {edge}
 
 
-def test_a_loss_that_is_not_finite_leaves_a_gap_and_the_axis_alone(
-    result: SearchResult, records: list[TrialRecord]
-) -> None:
+def test_a_loss_that_is_not_finite_leaves_a_gap_and_the_axis_alone(result: SearchResult, records: list[Run]) -> None:
     summary = summarise(result, records)
     broken = [Curve(c.name, c.kind, (*c.losses[:4], math.inf, *c.losses[5:])) for c in summary.curves]
     chart = loss_chart(replace(summary, curves=tuple(broken)))

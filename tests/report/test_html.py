@@ -17,7 +17,8 @@ from autoprec.export import export
 from autoprec.graph.report import GraphReport
 from autoprec.policy import policy_from_dict
 from autoprec.report.html import html_report, write_charts, write_html
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
 
 VOID = {"meta", "circle", "polygon", "line", "polyline"}
@@ -45,7 +46,7 @@ class _Checker(HTMLParser):
 
 
 def test_the_page_is_well_formed_small_and_fetches_nothing(
-    tmp_path: Path, result: SearchResult, records: list[TrialRecord], graph: GraphReport
+    tmp_path: Path, result: SearchResult, records: list[Run], graph: GraphReport
 ) -> None:
     path = write_html(tmp_path / "report.html", result, records, graph)
     text = path.read_text(encoding="utf-8")
@@ -59,12 +60,12 @@ def test_the_page_is_well_formed_small_and_fetches_nothing(
     assert "default-src 'none'" in text
 
 
-def test_a_large_study_stays_under_three_megabytes(result: SearchResult, records: list[TrialRecord]) -> None:
+def test_a_large_study_stays_under_three_megabytes(result: SearchResult, records: list[Run]) -> None:
     many = [replace(records[4], number=n, name=f"trial {n}", losses=tuple(range(200))) for n in range(2000)]
     assert len(html_report(result, [*records, *many])) < 3_000_000
 
 
-def test_the_page_shows_every_section(result: SearchResult, records: list[TrialRecord], graph: GraphReport) -> None:
+def test_the_page_shows_every_section(result: SearchResult, records: list[Run], graph: GraphReport) -> None:
     text = html_report(result, records, graph)
     for heading in (
         "Compared with",
@@ -84,7 +85,7 @@ def test_the_page_shows_every_section(result: SearchResult, records: list[TrialR
     assert "<td>layer:h.0.mlp</td><td>50%</td><td>25%</td>" in text
 
 
-def test_charts_are_files_of_their_own(tmp_path: Path, result: SearchResult, records: list[TrialRecord]) -> None:
+def test_charts_are_files_of_their_own(tmp_path: Path, result: SearchResult, records: list[Run]) -> None:
     paths = write_charts(tmp_path, result, records)
     assert [path.name for path in paths] == ["pareto.svg", "loss_gap.svg", "sensitivity.html"]
     for path in paths[:2]:
@@ -92,7 +93,7 @@ def test_charts_are_files_of_their_own(tmp_path: Path, result: SearchResult, rec
         assert root.tag == "{http://www.w3.org/2000/svg}svg"
 
 
-def test_hostile_names_are_escaped(result: SearchResult, records: list[TrialRecord]) -> None:
+def test_hostile_names_are_escaped(result: SearchResult, records: list[Run]) -> None:
     evil = "<script>alert(1)</script>"
     records = [replace(r, name=evil, reason=evil) if r.number == 4 else r for r in records]
     assert evil not in html_report(replace(result, reason=evil, script=evil, study_name=evil), records)
@@ -188,7 +189,7 @@ def test_on_a_gpu_the_first_figure_is_the_gain_over_the_16bit_run() -> None:
     assert re.search(r"<b>1.31x</b><span>over all bf16</span><small>668.0 ms per step; 14.29x over the script", page)
 
 
-def test_modelled_times_give_no_payback(result: SearchResult, records: list[TrialRecord]) -> None:
+def test_modelled_times_give_no_payback(result: SearchResult, records: list[Run]) -> None:
     modelled = replace(result, best={**result.best, "sources": {"step_time_ms": "modelled"}})
     assert "modelled for another machine" in html_report(modelled, records)
 
@@ -205,11 +206,9 @@ def test_a_verdict_from_the_cost_model_alone_shows_no_candidate(modelled_stay: S
     assert ".apply(model)" not in text  # there is nothing to load
 
 
-def test_non_finite_figures_are_missing_not_printed(broken: tuple[SearchResult, list[TrialRecord]]) -> None:
+def test_non_finite_figures_are_missing_not_printed(broken: tuple[SearchResult, list[Run]]) -> None:
     assert "nan" not in html_report(*broken).lower().replace("is nan", "")
 
 
-def test_decisions_without_an_effect_are_not_called_important(
-    unimportant: SearchResult, records: list[TrialRecord]
-) -> None:
+def test_decisions_without_an_effect_are_not_called_important(unimportant: SearchResult, records: list[Run]) -> None:
     assert "amax_history_len</td>" not in html_report(unimportant, records)

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from autoprec.graph.report import GraphReport
 from autoprec.report.layers import LayerCell, best_policy, layer_map, layer_rows
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
 
 
@@ -18,7 +19,7 @@ def test_the_best_of_a_search_that_was_resumed_is_not_the_layers_of_the_best_bef
 
 
 def test_each_gemm_of_a_layer_has_its_precision_and_its_share_of_the_work(
-    result: SearchResult, records: list[TrialRecord], graph: GraphReport
+    result: SearchResult, records: list[Run], graph: GraphReport
 ) -> None:
     attn, mlp = layer_rows(result, records, graph)
     assert (attn.name, mlp.name) == ("h.0.attn", "h.0.mlp")
@@ -28,7 +29,7 @@ def test_each_gemm_of_a_layer_has_its_precision_and_its_share_of_the_work(
 
 
 def test_without_a_policy_or_with_a_damaged_one_nothing_is_drawn(
-    result: SearchResult, records: list[TrialRecord], graph: GraphReport
+    result: SearchResult, records: list[Run], graph: GraphReport
 ) -> None:
     assert best_policy(result, []) == {}
     assert layer_rows(result, [], graph) == ()

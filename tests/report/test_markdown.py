@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from autoprec.report.markdown import markdown, write_markdown
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
 
 
-def test_markdown_is_a_table_per_section(result: SearchResult, records: list[TrialRecord]) -> None:
+def test_markdown_is_a_table_per_section(result: SearchResult, records: list[Run]) -> None:
     text = markdown(result, records)
     assert "| the policy | 2.50x |" in text
     assert "## The front" in text
@@ -42,11 +43,9 @@ def test_a_verdict_from_the_cost_model_alone_shows_no_candidate(modelled_stay: S
     assert ".apply(model)" not in text  # there is nothing to load
 
 
-def test_non_finite_figures_are_missing_not_printed(broken: tuple[SearchResult, list[TrialRecord]]) -> None:
+def test_non_finite_figures_are_missing_not_printed(broken: tuple[SearchResult, list[Run]]) -> None:
     assert "nan" not in markdown(*broken).lower().replace("is nan", "")
 
 
-def test_decisions_without_an_effect_are_not_called_important(
-    unimportant: SearchResult, records: list[TrialRecord]
-) -> None:
+def test_decisions_without_an_effect_are_not_called_important(unimportant: SearchResult, records: list[Run]) -> None:
     assert "amax_history_len" not in markdown(unimportant, records)

@@ -9,7 +9,8 @@ from autoprec.graph.report import GraphReport
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.report.html import html_report, write_charts
 from autoprec.report.style import CSS, LIGHT
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
 
 #: Classes without a look of their own: kinds of rows, verdicts and numbers, for whoever restyles the page.
@@ -20,9 +21,7 @@ def _classes(document: str) -> set[str]:
     return {name for value in re.findall(r'class="([^"]*)"', document) for name in value.split()}
 
 
-def test_every_class_of_the_page_has_a_rule(
-    result: SearchResult, records: list[TrialRecord], graph: GraphReport
-) -> None:
+def test_every_class_of_the_page_has_a_rule(result: SearchResult, records: list[Run], graph: GraphReport) -> None:
     used = _classes(html_report(result, records, graph)) | _classes(html_report(*rehearsal(), graph))
     assert {name for name in used - PLAIN if not re.search(rf"\.{re.escape(name)}\b", CSS)} == set()
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 
 from autoprec.report.summary import important, metrics_row, number, summarise
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run, metrics_of
 from tests.report.conftest import rehearsal
 
 
-def test_payback_is_seconds_over_saved_share(result: SearchResult, records: list[TrialRecord]) -> None:
+def test_payback_is_seconds_over_saved_share(result: SearchResult, records: list[Run]) -> None:
     payback = summarise(result, records).payback
     assert payback.saved_share == pytest.approx(0.6)
     assert payback.break_even_s == pytest.approx(150.0)
@@ -36,12 +37,12 @@ def test_the_front_is_that_of_the_points_shown() -> None:
     result, records = rehearsal()
     points = {point.name: point.front for point in summarise(result, records).points}
     assert points == {"all bf16": True, "all fp8_rowwise": True, "all fp8_delayed": True}
-    worse = replace(records[3], metrics={**records[3].metrics, "step_time_ms": 700.0})
+    worse = replace(records[3], metrics=records[3].metrics | metrics_of({"step_time_ms": 700.0}, "modelled"))
     points = {p.name: p.front for p in summarise(result, [*records[:3], worse, *records[4:]]).points}
     assert points["all fp8_delayed"] is False
 
 
-def test_modelled_times_give_no_payback(result: SearchResult, records: list[TrialRecord]) -> None:
+def test_modelled_times_give_no_payback(result: SearchResult, records: list[Run]) -> None:
     modelled = replace(result, best={**result.best, "sources": {"step_time_ms": "modelled"}})
     assert summarise(modelled, records).payback.break_even_s is None
 
@@ -59,15 +60,13 @@ def test_on_a_gpu_the_gain_over_the_16bit_run_comes_first() -> None:
     assert summarise(replace(result, target="cpu"), records).baseline is None, "on a CPU people run what they wrote"
 
 
-def test_the_noise_band_is_as_wide_as_the_noise_run_at_each_step(
-    result: SearchResult, records: list[TrialRecord]
-) -> None:
+def test_the_noise_band_is_as_wide_as_the_noise_run_at_each_step(result: SearchResult, records: list[Run]) -> None:
     band = summarise(result, records).noise
     assert len(band) == 10
     assert all(high == pytest.approx(1e-3) and low == -high for low, high in band)
 
 
-def test_failures_tell_how_they_ended(result: SearchResult, records: list[TrialRecord]) -> None:
+def test_failures_tell_how_they_ended(result: SearchResult, records: list[Run]) -> None:
     assert summarise(result, records).failures == (("trial 7", "diverged: loss is NaN"),)
 
 

@@ -10,18 +10,19 @@ from rich.console import Console
 from autoprec.report.html import html_report
 from autoprec.report.markdown import markdown
 from autoprec.report.terminal import terminal_table
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
 
 
-def _terminal(result: SearchResult, records: list[TrialRecord], width: int = 120) -> str:
+def _terminal(result: SearchResult, records: list[Run], width: int = 120) -> str:
     out = io.StringIO()
     Console(file=out, width=width, no_color=True).print(terminal_table(result, records))
     return out.getvalue()
 
 
 def test_the_terminal_table_has_policy_reference_presets_and_confidence(
-    result: SearchResult, records: list[TrialRecord]
+    result: SearchResult, records: list[Run]
 ) -> None:
     text = _terminal(result, records)
     for part in ("the policy", "2.50x", "0.060 ± 0.020 %", "preset 2", "noise floor 0.040 %", "measured"):
@@ -54,7 +55,7 @@ def test_the_gain_over_the_16bit_run_has_its_column() -> None:
     assert "over 16-bit" in _terminal(*rehearsal(), 160)
 
 
-def test_modelled_times_are_called_so(result: SearchResult, records: list[TrialRecord]) -> None:
+def test_modelled_times_are_called_so(result: SearchResult, records: list[Run]) -> None:
     modelled = replace(result, best={**result.best, "sources": {"step_time_ms": "modelled"}})
     assert "modelled" in _terminal(modelled, records)
 
@@ -63,10 +64,10 @@ def test_a_verdict_of_stay_without_any_trial(stay: SearchResult) -> None:
     assert "reference" in _terminal(stay, [])
 
 
-def test_non_finite_figures_are_missing_not_printed(broken: tuple[SearchResult, list[TrialRecord]]) -> None:
+def test_non_finite_figures_are_missing_not_printed(broken: tuple[SearchResult, list[Run]]) -> None:
     assert "nan" not in _terminal(*broken).lower().replace("is nan", "")
 
 
-def test_a_preset_that_failed_says_why(result: SearchResult, records: list[TrialRecord]) -> None:
+def test_a_preset_that_failed_says_why(result: SearchResult, records: list[Run]) -> None:
     failed = {"name": "all fp8", "status": "crashed", "reason": "signal 11"}
     assert "all fp8 (signal 11)" in _terminal(replace(result, presets=(failed,)), records)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from autoprec.tracking import Tracker
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run, metrics_of
 
 POLICY = {
     "schema": "autoprec.policy/1",
@@ -19,8 +20,8 @@ POLICY = {
 }
 
 
-def make_records() -> list[TrialRecord]:
-    base = TrialRecord(0, "reference", "reference", {}, {}, "ok", started=1_700_000_000.0, seconds=2.0)
+def make_records() -> list[Run]:
+    base = Run(0, "reference", "reference", {}, {}, "ok", started=1_700_000_000.0, seconds=2.0)
     reference = tuple(4.0 - 0.1 * step for step in range(10))
     kinds = ["reference", "noise", "preset", "preset", "search", "search", "finalist"]
     out = []
@@ -34,8 +35,7 @@ def make_records() -> list[TrialRecord]:
                 name=f"{kind} {number}",
                 params={"layer:h.*.attn": "bf16", "fp8.amax_history_len": 16} if number > 1 else {},
                 policy=POLICY if number > 1 else {},
-                metrics=metrics if kind != "noise" else {},
-                sources=dict.fromkeys(metrics, "measured"),
+                metrics=metrics_of(metrics if kind != "noise" else {}),
                 losses=tuple(loss * (1 + 1e-3 * number) for loss in reference),
                 reference_losses=reference,
                 tags=("pareto",) if number == 4 else (),
@@ -48,9 +48,9 @@ def make_records() -> list[TrialRecord]:
     return [*out, failed]
 
 
-def make_result(records: list[TrialRecord]) -> SearchResult:
-    def row(record: TrialRecord) -> dict[str, Any]:
-        return {**record.metrics, "name": record.name, "sources": dict(record.sources)}
+def make_result(records: list[Run]) -> SearchResult:
+    def row(record: Run) -> dict[str, Any]:
+        return {**record.figures, "name": record.name, "sources": dict(record.sources)}
 
     return SearchResult(
         verdict="adopt",
@@ -76,12 +76,12 @@ def make_result(records: list[TrialRecord]) -> SearchResult:
 
 
 @pytest.fixture
-def records() -> list[TrialRecord]:
+def records() -> list[Run]:
     return make_records()
 
 
 @pytest.fixture
-def result(records: list[TrialRecord]) -> SearchResult:
+def result(records: list[Run]) -> SearchResult:
     return make_result(records)
 
 
@@ -106,7 +106,7 @@ def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         further = [("search 5", 1, 6e-4), ("search 5", 2, 1e-3), ("search 4", 1, 1e-3)]
         for number, (name, seed, gap) in enumerate(further, start=8):
             record = replace(records[6], name=name, number=number, seed=seed)
-            records.append(replace(record, metrics={**record.metrics, "divergence": gap}))
+            records.append(replace(record, metrics=record.metrics | metrics_of({"divergence": gap})))
             tracker.trial(records[-1])
         best = {**own.best, "name": "search 5", "divergence": 7e-4, "seeds": 3}
         tracker.trial(replace(records[5], tags=("pareto", "best")))

@@ -12,7 +12,8 @@ from autoprec.tracking.listener import TrackingListener
 from autoprec.tracking.notes import parent_params
 from autoprec.tracking.spool import Spool
 from autoprec.tuning.events import SearchInfo
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 INFO = SearchInfo("demo", "", "sqlite://", "train.py", "cpu", "measured", "fork", "cpu", {}, {}, 3, "autoprec search")
 
@@ -59,7 +60,7 @@ def test_the_study_says_what_was_asked_under_which_versions(tmp_path: Path, monk
 
 @pytest.mark.usefixtures("no_process")
 def test_events_are_spooled_and_the_front_is_tagged_at_the_end(
-    tmp_path: Path, records: list[TrialRecord], result: SearchResult
+    tmp_path: Path, records: list[Run], result: SearchResult
 ) -> None:
     listener = _started(tmp_path)
     result = replace(result, best={**result.best, "name": "search 5"})
@@ -78,7 +79,7 @@ def test_events_are_spooled_and_the_front_is_tagged_at_the_end(
     assert events[-1]["status"] == "FINISHED"
 
 
-def test_what_was_rejected_is_not_on_the_front(records: list[TrialRecord], result: SearchResult) -> None:
+def test_what_was_rejected_is_not_on_the_front(records: list[Run], result: SearchResult) -> None:
     """A row that says `infeasible` and `pareto` at once offers what must not be taken."""
     own = replace(result, front=({"name": "search 4"}, {"name": "search 5"}), rejected={"search 4": "beyond 0.250%"})
     marked = {record.name: set(record.tags) for record in TrackingListener._marked(records, own)}
@@ -88,7 +89,7 @@ def test_what_was_rejected_is_not_on_the_front(records: list[TrialRecord], resul
 
 @pytest.mark.usefixtures("no_process")
 def test_after_a_resume_only_the_new_answer_is_the_best(
-    tmp_path: Path, records: list[TrialRecord], result: SearchResult
+    tmp_path: Path, records: list[Run], result: SearchResult
 ) -> None:
     for best in ("search 4", "search 5"):
         listener = _started(tmp_path)
@@ -102,7 +103,7 @@ def test_after_a_resume_only_the_new_answer_is_the_best(
 
 @pytest.mark.usefixtures("no_process")
 def test_charts_show_the_runs_of_earlier_sessions_as_well(
-    tmp_path: Path, records: list[TrialRecord], result: SearchResult
+    tmp_path: Path, records: list[Run], result: SearchResult
 ) -> None:
     charts = []
     for told in (records, [record for record in records if record.ok and record.kind == "search"][:1]):

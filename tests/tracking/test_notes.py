@@ -8,7 +8,8 @@ import pytest
 from markdown_it import MarkdownIt
 
 from autoprec.tracking.notes import parent_note, parent_params, reference_figures, shown_metrics, trial_name
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 
 
 def test_the_winner_table_comes_first(result: SearchResult) -> None:
@@ -74,7 +75,7 @@ def test_parameters_are_flat_text() -> None:
     assert found == {"a.b": "1", "argv": "x --lr 1", "t": "y"}
 
 
-def test_names_of_trials(records: list[TrialRecord]) -> None:
+def test_names_of_trials(records: list[Run]) -> None:
     assert trial_name(records[2]) == "preset 2"
     assert trial_name(records[6]) == "finalist 6 (seed 1)"
     assert trial_name(replace(records[6], seed=0)) == "finalist 6 (whole model)"

@@ -18,6 +18,7 @@ from autoprec.tracking.replay import sync
 from autoprec.tracking.spool import Spool
 from autoprec.tracking.store import Store, _without_stray_folder, safe_key
 from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import metrics_of
 from tests.tracking.conftest import make_records, make_result, tracked_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -168,7 +169,10 @@ def test_the_policy_is_registered_once(tracked: dict[str, Any]) -> None:
 
 def test_on_a_gpu_every_gain_of_the_table_is_over_the_16bit_run(tmp_path: Path) -> None:
     records = make_records()
-    over = {number: {**records[number].metrics, "speedup_over_16bit": gain} for number, gain in ((2, 1.0), (4, 1.3333))}
+    over = {
+        number: records[number].metrics | metrics_of({"speedup_over_16bit": gain})
+        for number, gain in ((2, 1.0), (4, 1.3333))
+    }
     records = [replace(r, metrics=over.get(r.number, r.metrics)) for r in records]
     result = make_result(records)
     result = replace(

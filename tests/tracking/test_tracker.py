@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from autoprec.tracking import Tracker, sync
-from autoprec.tuning.study.records import SearchResult, TrialRecord
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import Run
 from tests.tracking.conftest import tracked_runs
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -33,7 +34,7 @@ def test_no_secret_reaches_the_spool_or_the_store(tracked: dict[str, Any]) -> No
     assert run.data.params["script"] == "train.py --api-key [hidden] --lr=1"
 
 
-def _track(directory: Path, uri: str, records: list[TrialRecord], result: SearchResult) -> tuple[float, dict[str, Any]]:
+def _track(directory: Path, uri: str, records: list[Run], result: SearchResult) -> tuple[float, dict[str, Any]]:
     start = time.monotonic()
     tracker = Tracker.open(directory, study="demo", tracking_uri=uri)
     tracker.study_started({})
@@ -45,7 +46,7 @@ def _track(directory: Path, uri: str, records: list[TrialRecord], result: Search
 
 
 def test_a_dead_server_costs_less_than_two_seconds_and_loses_nothing(
-    tmp_path: Path, tracked: dict[str, Any], records: list[TrialRecord], result: SearchResult
+    tmp_path: Path, tracked: dict[str, Any], records: list[Run], result: SearchResult
 ) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -63,7 +64,7 @@ def test_a_dead_server_costs_less_than_two_seconds_and_loses_nothing(
 
 
 def test_a_server_that_accepts_and_never_answers_costs_less_than_two_seconds(
-    tmp_path: Path, records: list[TrialRecord], result: SearchResult
+    tmp_path: Path, records: list[Run], result: SearchResult
 ) -> None:
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))

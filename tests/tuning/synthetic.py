@@ -12,9 +12,9 @@ import optuna
 
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.problem import FloatTable, Problem
-from autoprec.tuning.decide.sampler.expectation import Measured
 from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, told_divergence
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
+from autoprec.tuning.study.run import Run, metrics_of
 from tests.tuning.models import gpt
 
 BUDGET = 0.0025
@@ -53,13 +53,20 @@ def synthetic(blocks: int = 4, seed: int = 0, space: str = "hopper-fp8", misfit:
     return Synthetic(problem, prior, prior2 * rng.lognormal(0, misfit, shape))
 
 
+def run_of(params: Mapping[str, Any], seed: int, gap: float | None, step: float | None, status: str = "ok") -> Run:
+    """Return a run of a policy under a paired seed, of which as much is known; a failed one has neither figure."""
+    known = {"divergence": gap, "step_time_ms": step}
+    metrics = metrics_of({name: value for name, value in known.items() if value is not None})
+    return Run(0, "search", "", dict(params), {}, status, metrics=metrics, seed=seed)
+
+
 def drive(found: Synthetic, study: optuna.Study, trials: int) -> list[tuple[float, float]]:
     """Run trials and return (step time, divergence) of each; our sampler learns from all of them."""
     out = []
     for _ in range(trials):
         if isinstance(study.sampler, PrecisionSampler):
             done = [(t.params, *found.step(t.params)) for t in study.trials if t.state.is_finished()]
-            runs = [Measured(params, 0, told_divergence(gap, "ok", BUDGET), step) for params, step, gap in done]
+            runs = [run_of(params, 0, gap, step) for params, step, gap in done]
             study.sampler.learn(runs, min((math.log(step) for _, step, gap in done if gap <= BUDGET), default=None))
             if study.sampler.best(study) is None:  # nothing else is on the front: a search ends here
                 break

@@ -10,7 +10,7 @@ import pytest
 from autoprec.trial.protocol import TrialResult, TrialSpec
 from autoprec.tuning.by_block import ByBlock, is_whole
 from autoprec.tuning.decide.metrics import Reference
-from autoprec.tuning.study.records import BY_BLOCK
+from autoprec.tuning.study.run import BY_BLOCK
 
 LAYERS = tuple(f"h.{k}.mlp" for k in range(12))
 REFERENCE, TRIAL = TrialSpec(), TrialSpec(policy={"default": "bf16"}, by_block=True)

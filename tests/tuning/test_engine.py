@@ -423,10 +423,10 @@ def test_trials_on_a_throttled_gpu_are_repeated(here: Path) -> None:
     notes = [note for note in made.ledger.notes if note.startswith("a trial is repeated")] if made.ledger else []
     assert 1 <= len(notes) <= 5
     assert "power brake" in notes[0]
-    times = {r.name: r.metrics["step_time_ms"] for r in plain.records if r.ok}
+    times = {r.name: r["step_time_ms"] for r in plain.records if r.ok}
     trusted = [r for r in made.records if r.ok and r.kind == "preset" and "unreliable" not in r.tags]
     assert trusted
-    assert all(record.metrics["step_time_ms"] == times[record.name] for record in trusted if record.name in times)
+    assert all(record["step_time_ms"] == times[record.name] for record in trusted if record.name in times)
 
 
 def test_a_gpu_that_is_always_throttled_is_not_measured_twice_for_ever(here: Path) -> None:

@@ -8,15 +8,19 @@ import pytest
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import Limits
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
 
 
-def record(number: int, step_ms: float, gap: float = 0.001, **fields: object) -> TrialRecord:
+def record(number: int, step_ms: float, gap: float = 0.001, **fields: object) -> Run:
     metrics = {"step_time_ms": step_ms, "divergence": gap, "noise_floor": 0.0, "gradient_error": 0.0}
     values: dict[str, object] = {"kind": "search", "name": f"trial {number}", "status": "ok", "seconds": step_ms}
-    return TrialRecord(
-        number, params={"number": number}, policy={}, metrics=metrics | {"memory_bytes": 1.0}, **(values | fields)
+    return Run(
+        number,
+        params={"number": number},
+        policy={},
+        metrics=metrics_of(metrics | {"memory_bytes": 1.0}),
+        **(values | fields),
     )  # type: ignore[arg-type]
 
 

@@ -21,7 +21,7 @@ from autoprec.tuning.sixteen_bit import (
     runs_in_sixteen_bit,
     sixteen_bit_space,
 )
-from autoprec.tuning.study.records import headline
+from autoprec.tuning.study.run import headline
 from tests.simulated import SimulatedRunner, simulated_graph
 from tests.tuning.test_engine import engine, here, options, script, search, trained  # noqa: F401
 

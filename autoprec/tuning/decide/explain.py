@@ -19,7 +19,7 @@ from autoprec.tuning.decide.problem import Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel
 from autoprec.tuning.decide.sampler.prior import divergence_model, features_of, points_of
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run
 
 #: What a choice has to gain of a group's time to be called faster: as much as the fit leaves of one run's time.
 _FASTER = 0.01
@@ -167,7 +167,7 @@ class Importance:
 
 
 def importance(
-    problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[TrialRecord]
+    problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[Run]
 ) -> list[Importance]:
     """Return the importance of every group and parameter, largest first.
 
@@ -202,24 +202,20 @@ def _significant(effects: FloatTable, uncertainty: FloatTable) -> FloatTable:
     return np.where(np.abs(effects) > SIGNIFICANT * uncertainty, effects, 0.0)
 
 
-def learned_times(
-    problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[TrialRecord]
-) -> FloatTable:
+def learned_times(problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[Run]) -> FloatTable:
     """Return ``[G, C]`` milliseconds as the finished trials corrected them; differences within a row are meant."""
     _, time = _fitted(problem, time_ms, table, records)
     return time.mean()[0]
 
 
 def _fitted(
-    problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[TrialRecord]
+    problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[Run]
 ) -> tuple[DivergenceModel, LinearModel]:
     divergence = divergence_model(problem, table.error2)
     time = LinearModel(time_ms, 0.0, np.zeros(len(features_of(problem))), noise=0.01)
     done = [record for record in records if record.ok]
     points = points_of(problem, [record.params for record in done], partial(table.parameter_error2, problem))
-    gaps, times = (
-        np.array([r.metrics[name] for r in done], dtype=np.float64) for name in ("divergence", "step_time_ms")
-    )
+    gaps, times = (np.array([r[name] for r in done], dtype=np.float64) for name in ("divergence", "step_time_ms"))
     divergence.fit(points, gaps, np.zeros(len(done), dtype=np.int64))
     time.fit(points, times)
     return divergence, time

@@ -19,6 +19,7 @@ from autoprec.cost import StepEstimate
 from autoprec.trial.losses import loss_units
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.noise import Baseline, Vector
+from autoprec.tuning.study.run import MEASURED, MODELLED, Metric, Run, metrics_of
 
 
 def divergence(losses: Sequence[float], reference: Sequence[float]) -> float:
@@ -140,16 +141,6 @@ class Reference:
         return replace(self, baseline=baseline, deterministic=deterministic)
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
-    """A trial's metrics, where each comes from, and how it ended once its numbers were looked at."""
-
-    status: str
-    reason: str
-    metrics: dict[str, float]
-    sources: dict[str, str]
-
-
 def audit_failure(audit: Mapping[str, Any] | None) -> str:
     """Return what a trial did not execute as asked; empty when it did, or was not audited.
 
@@ -167,46 +158,44 @@ def audit_failure(audit: Mapping[str, Any] | None) -> str:
 
 
 def score(
+    plan: Run,
     result: TrialResult,
     reference: Reference,
     *,
     estimate: StepEstimate | None,
     gradient_error: float,
-) -> Scored:
-    """Score one trial against its paired reference.
+) -> Run:
+    """Return a planned run with what a host says of it, scored against its paired reference.
 
     Args:
+        plan: the run as far as it is known before it starts.
         reference: the reference run of the same paired seed.
         estimate: the modelled step on the target; None when this machine is the target and was timed.
         gradient_error: relative gradient error predicted from the sensitivity table, in units of the gradient norm.
     """
+    seen = replace(plan, tail=result.tail, losses=result.losses, reference_losses=reference.losses)
     if not result.ok:
-        return Scored(result.status, result.reason, {}, {})
+        return replace(seen, status=result.status, reason=result.reason)
     not_run = audit_failure(result.audit)
     if not_run:
-        return Scored("mismatch", not_run, {}, {})
+        return replace(seen, status="mismatch", reason=not_run)
     gap = divergence(result.losses, reference.losses)
     if not math.isfinite(gap):
-        return Scored("diverged", "the loss became non-finite", {}, {})
+        return replace(seen, status="diverged", reason="the loss became non-finite")
     # Weights or state that lose updates can flatter a short loss curve: what was seen of them from the inside counts.
     gap += float(result.payload.get("state", {}).get("penalty", 0.0))
-    where = "measured" if estimate is None else "modelled"
     step_ms = step_time(result.step_ms, result.warmup) if estimate is None else estimate.time_ms
-    memory = result.memory_bytes if estimate is None else estimate.memory_bytes
     speedup = reference.step_ms / step_ms
-    metrics = {
+    timed = {
         "throughput": 1000.0 / step_ms,
         "step_time_ms": step_ms,
-        "memory_bytes": float(memory),
-        "divergence": gap,
-        "noise_floor": reference.noise_floor,
-        "gradient_error": gradient_error,
+        "memory_bytes": float(result.memory_bytes if estimate is None else estimate.memory_bytes),
         "speedup": speedup,
         "effective_speedup": effective_speedup(speedup, result.losses, reference.losses),
     }
-    sources = dict.fromkeys(("throughput", "step_time_ms", "memory_bytes", "speedup", "effective_speedup"), where)
-    sources |= {"divergence": "measured", "noise_floor": "measured", "gradient_error": "modelled"}
     if reference.samples:
-        metrics["samples_per_s"] = reference.samples * 1000.0 / step_ms
-        sources["samples_per_s"] = where
-    return Scored("ok", "", metrics, sources)
+        timed["samples_per_s"] = reference.samples * 1000.0 / step_ms
+    metrics = metrics_of(timed, MEASURED if estimate is None else MODELLED)
+    metrics |= metrics_of({"divergence": gap, "noise_floor": reference.noise_floor})
+    metrics["gradient_error"] = Metric(gradient_error, MODELLED)
+    return replace(seen, status="ok", reason="", metrics=metrics)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run
 
 
 def nondominated(points: Sequence[Sequence[float]]) -> list[int]:
@@ -22,12 +22,12 @@ def nondominated(points: Sequence[Sequence[float]]) -> list[int]:
     return kept
 
 
-def front(records: Sequence[TrialRecord]) -> list[TrialRecord]:
+def front(records: Sequence[Run]) -> list[Run]:
     """Return the records on the Pareto front of step time and divergence, fastest first.
 
     Only records that were measured to their end and have both metrics take part.
     """
     metrics = ("step_time_ms", "divergence")
     usable = [r for r in records if r.ok and all(name in r.metrics for name in metrics)]
-    points = [[r.metrics[name] for name in metrics] for r in usable]
+    points = [[r[name] for name in metrics] for r in usable]
     return [usable[i] for i in nondominated(points)]

@@ -19,7 +19,7 @@ from autoprec.tuning.decide.explain import LayerReason, explain_layers, importan
 from autoprec.tuning.decide.problem import Params, Problem
 from autoprec.tuning.decide.sampler.prior import LayerTime
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run
 
 #: Rows that are kept of each list: a person reads no more.
 MOST_REASONS, MOST_DECISIONS = 40, 8
@@ -33,7 +33,7 @@ def explanation(
     problem: Problem,
     layer_time_ms: LayerTime,
     table: SensitivityTable,
-    trials: Sequence[TrialRecord],
+    trials: Sequence[Run],
     params: Params,
     whole_ms: float | None = None,
     limit: float | None = None,
@@ -77,7 +77,7 @@ def explanation(
 
 
 def group_times(
-    problem: Problem, layer_time_ms: LayerTime, table: SensitivityTable, trials: Sequence[TrialRecord]
+    problem: Problem, layer_time_ms: LayerTime, table: SensitivityTable, trials: Sequence[Run]
 ) -> FloatTable:
     """Return ``[G, C]`` milliseconds by the cost model, as finished trials corrected them."""
     records = [record for record in trials if _finite(record)][-MOST_RECORDS:]
@@ -159,8 +159,8 @@ def error_share(decision: Mapping[str, Any]) -> str:
     return f"{share:.0%} ± {sd:.0%}" if sd >= 0.005 else f"{share:.0%}"
 
 
-def _finite(record: TrialRecord) -> bool:
-    return record.ok and all(math.isfinite(record.metrics[name]) for name in ("divergence", "step_time_ms"))
+def _finite(record: Run) -> bool:
+    return record.ok and all(math.isfinite(record[name]) for name in ("divergence", "step_time_ms"))
 
 
 def _modelled_times(problem: Problem, layer_time_ms: LayerTime) -> FloatTable:

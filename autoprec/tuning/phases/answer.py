@@ -28,17 +28,14 @@ from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import rank
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, plain_speedup, sixteen_bit_speedup
-from autoprec.tuning.study.records import SearchResult, TrialRecord, pooled
+from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.run import METRICS, Run, pooled
 from autoprec.tuning.transfer.law import Growth, error_factor
 
 #: A gain over the best preset below this is none that anybody would notice.
 _ENOUGH = 0.005
 #: What to fall back to in the long run, in order; short trials see early divergence only.
 FALLBACK_QUANTISED = ("wgrad_bf16", "head_bf16", "all_bf16", "script")
-KEPT_METRICS = (
-    "throughput", "samples_per_s", "step_time_ms", "memory_bytes", "divergence", "noise_floor", "gradient_error",
-    "speedup", "speedup_over_16bit", "effective_speedup",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ class Answer:
 
     verdict: str
     reason: str
-    record: TrialRecord | None
+    record: Run | None
     seeds: int
     chosen: Candidate | None = None
     interval: float = 0.0
@@ -110,11 +107,11 @@ def with_size(answer: Answer, setup: Setup, ledger: Ledger) -> Answer:
     if answer.record is None or setup.measured:
         return answer
     holds = setup.target.memory_bytes
-    text = too_large(answer.record.metrics.get("memory_bytes", 0.0), setup.target, "this policy")
-    fitting = [r for r in ledger.store.records if r.ok and r.params and 0 < r.metrics.get("memory_bytes", 0) <= holds]
+    text = too_large(answer.record.get("memory_bytes") or 0.0, setup.target, "this policy")
+    fitting = [r for r in ledger.store.records if r.ok and r.params and 0 < (r.get("memory_bytes") or 0) <= holds]
     if text and fitting:
-        fastest = max(fitting, key=lambda r: r.metrics["speedup"])
-        text += f". The fastest run that fits is {fastest.name} ({memory_text(fastest.metrics['memory_bytes'])})"
+        fastest = max(fitting, key=lambda r: r["speedup"])
+        text += f". The fastest run that fits is {fastest.name} ({memory_text(fastest['memory_bytes'])})"
     return replace(answer, reason=answer.reason + text)
 
 
@@ -139,7 +136,7 @@ def final_metrics(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any
     record, chosen = answer.record, answer.chosen
     if record is None:
         return reference_metrics(setup, ledger) | {"name": "script as written"}
-    out: dict[str, Any] = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
+    out: dict[str, Any] = {name: record[name] for name in METRICS if name in record.metrics}
     if chosen is not None and chosen.divergences:
         speedup = chosen.speedup
         out["divergence"], out["interval"] = statistics.fmean(chosen.divergences), answer.interval
@@ -166,7 +163,7 @@ def reference_metrics(setup: Setup, ledger: Ledger) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for record in ledger.store.records:
         if record.kind == "reference" and record.seed == 0:
-            out = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
+            out = {name: record[name] for name in METRICS if name in record.metrics}
             out |= {"name": record.name, "sources": dict(record.sources)}
     if not out:
         step = setup.steps.of_reference()
@@ -306,15 +303,15 @@ def _measured_saving(setup: Setup, ledger: Ledger, answer: Answer) -> float:
     return script_ms / (plain or 1.0) - float(final_metrics(setup, ledger, answer)["step_time_ms"])
 
 
-def _row(record: TrialRecord, sixteen_bit: float | None, answer: Answer, errors: Mapping[str, float]) -> dict[str, Any]:
+def _row(record: Run, sixteen_bit: float | None, answer: Answer, errors: Mapping[str, float]) -> dict[str, Any]:
     """Return a trial as a row of the result; ``reason`` says why it failed, was rejected, or was not taken.
 
     ``errors`` are gradient errors that were measured for policies as a whole; those of other policies are predicted.
     """
     said = (("rejected", answer.rejected), ("not taken", answer.not_taken))
     why = record.reason or next((f"{what}: {found[record.name]}" for what, found in said if record.name in found), "")
-    kept: dict[str, Any] = {k: record.metrics[k] for k in KEPT_METRICS if k in record.metrics}
-    kept |= {"seeds": int(record.metrics.get("seeds", record.ok))}
+    kept: dict[str, Any] = {name: record[name] for name in METRICS if name in record.metrics}
+    kept |= {"seeds": int(record.get("seeds") or record.ok)}
     kept |= over_sixteen_bit(kept, sixteen_bit)
     if record.ok and "gradient_error" in kept:
         known = record.name in errors
@@ -384,7 +381,7 @@ def why_nothing(setup: Setup, ledger: Ledger) -> str:
     if fine:
         best, known = fine[0], ledger.reference
         script = {"step_time_ms": known.step_ms, "memory_bytes": known.memory_bytes}
-        figures = f"{best.name} ({best.metrics['speedup']:.2f}x, {memory_text(best.metrics['memory_bytes'])})"
+        figures = f"{best.name} ({best['speedup']:.2f}x, {memory_text(best['memory_bytes'])})"
         if ledger.rank(best) < rank(script, setup.options.objective):
             return f"{figures} is within the limits so far, but was not measured under the further seeds that it takes"
         return f"none of {len(tried)} measured policies is better than the script as written: the best is {figures}"

@@ -22,8 +22,7 @@ from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
 from autoprec.tuning.decide.noise import Baseline, blindness, student95
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.race import Standings, fewest_seeds, standings
-from autoprec.tuning.decide.sampler.expectation import Expectation, Measured
-from autoprec.tuning.decide.sampler.sampler import told_divergence
+from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases.answer import Answer, OverPreset, why_nothing
@@ -33,7 +32,7 @@ from autoprec.tuning.phases.sensitivity import measure_errors
 from autoprec.tuning.schedule import CONTENDERS
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import fastest_plain, plain_speedup, sixteen_bit_speedup
-from autoprec.tuning.study.records import TrialRecord, pooled
+from autoprec.tuning.study.run import Run, pooled
 
 #: Paired seeds under which the script as written may fail before no further one is tried.
 UNUSABLE_SEEDS = 2
@@ -72,8 +71,8 @@ class Race:
 
     def __init__(self, setup: Setup, runner: PairedRunner, ledger: Ledger, expectation: Expectation) -> None:
         self._setup, self._runner, self._ledger, self.expectation = setup, runner, ledger, expectation
-        self._rows: dict[int, list[TrialRecord]] = {}
-        self._tried: list[TrialRecord] = []
+        self._rows: dict[int, list[Run]] = {}
+        self._tried: list[Run] = []
         self._benign: dict[int, tuple[float, float]] = {}
         self._unusable: dict[int, str] = {}
         self._asked_errors: set[str] = set()
@@ -98,25 +97,17 @@ class Race:
         """Whether the script as written fails under further paired seeds, so that nothing can be accepted."""
         return len(self._unusable) >= UNUSABLE_SEEDS
 
-    def runs(self) -> list[Measured]:
-        return [
-            Measured(
-                record.params,
-                record.seed,
-                told_divergence(record.metrics.get("divergence"), record.status, self._setup.limits.divergence),
-                self._step_ms(record),
-                record.metrics.get("memory_bytes", 0.0),
-            )
-            for records in self._rows.values()
-            for record in records
-        ]
+    def runs(self) -> list[Run]:
+        """Return every run, step times of compiled blocks as runs of whole models have corrected them."""
+        return [self._corrected(run) for runs in self._rows.values() for run in runs]
 
-    def _step_ms(self, run: TrialRecord) -> float | None:
-        """Return a step time, of compiled blocks as runs of whole models have corrected it."""
+    def _corrected(self, run: Run) -> Run:
         time = run.metrics.get("step_time_ms")
-        return time if time is None or is_whole(run) or not self._correction else time * self._factor(run)
+        if time is None or is_whole(run) or not self._correction:
+            return run
+        return run.with_metrics({"step_time_ms": replace(time, value=time.value * self._factor(run))})
 
-    def _factor(self, run: TrialRecord) -> float:
+    def _factor(self, run: Run) -> float:
         """Return how much longer a step takes as the script compiles it than its blocks say."""
         known = [ratio for scaled, ratio in self._correction if scaled == _is_scaled(run)]
         return statistics.median(known) if known and not is_whole(run) else 1.0
@@ -125,7 +116,7 @@ class Race:
         """Take in what was measured since, refit, and return where everybody stands."""
         known, is_script = self._ledger.store.learned(), self._setup.problem.is_script
         self._tried = [record for record in known if not is_script(record.params)]
-        further: dict[str, list[TrialRecord]] = {}
+        further: dict[str, list[Run]] = {}
         for record in self._ledger.store.records:
             if record.kind == "finalist":
                 further.setdefault(record.name, []).append(record)
@@ -134,7 +125,7 @@ class Race:
             rows = sorted(further.get(record.name, ()), key=lambda r: r.seed)
             whole = [row for row in rows if row.seed == record.seed]  # says more of that seed than blocks did
             if whole and whole[-1].ok and record.ok and not is_whole(record):
-                ratio = record.metrics["speedup"] / whole[-1].metrics["speedup"]
+                ratio = record["speedup"] / whole[-1]["speedup"]
                 self._correction.append((_is_scaled(record), ratio))
             self._rows[record.number] = [*(whole[-1:] or [record]), *(row for row in rows if row.seed != record.seed)]
         self.expectation.goals = replace(self.expectation.goals, blind=bool(self._blindness()))
@@ -180,14 +171,14 @@ class Race:
         return True
 
     # --- measuring --------------------------------------------------------------------------------------------------
-    def _one_more(self, record: TrialRecord) -> None:
+    def _one_more(self, record: Run) -> None:
         """Run a policy under its next paired seed, beside that seed's reference where it was not run yet."""
         seed = self._rows[record.number][-1].seed + 1
         while seed in self._unusable:
             seed += 1
         self._measure(record, seed, by_block=self._runner.by_block.wanted and not is_whole(record))
 
-    def _measure(self, record: TrialRecord, seed: int, *, by_block: bool) -> None:
+    def _measure(self, record: Run, seed: int, *, by_block: bool) -> None:
         """Run a policy under a paired seed, beside a reference that is compiled likewise, and judge all again."""
         runner, ledger = self._runner, self._ledger
         plan = replace(record, kind="finalist", tags=("finalist",), seed=seed)
@@ -235,7 +226,7 @@ class Race:
         """
         budget = self._setup.limits.divergence
         runs = [run for rows in self._rows.values() for run in rows if run.ok]
-        if self._benign or all(run.metrics["divergence"] <= budget for run in runs) or self._must_end():
+        if self._benign or all(run["divergence"] <= budget for run in runs) or self._must_end():
             return False
         for seed in [seed for seed in self._ledger.references if seed]:
             self._perturb(seed)
@@ -255,7 +246,7 @@ class Race:
             if not self._measure_error(best):
                 return
 
-    def _measure_error(self, record: TrialRecord) -> bool:
+    def _measure_error(self, record: Run) -> bool:
         """Measure the gradient error of a policy as a whole, and judge all again; false where it was measured."""
         if record.name in self._asked_errors:
             return False
@@ -265,9 +256,9 @@ class Race:
         self.update()
         return True
 
-    def _error(self, record: TrialRecord) -> float:
+    def _error(self, record: Run) -> float:
         """Return the gradient error of a policy as a whole: measured where it was, else predicted."""
-        return self._ledger.measured_errors.get(record.name, record.metrics["gradient_error"])
+        return self._ledger.measured_errors.get(record.name, record["gradient_error"])
 
     # --- judging ----------------------------------------------------------------------------------------------------
     def _baseline(self) -> Baseline:
@@ -291,19 +282,19 @@ class Race:
             gradient_noise=self._ledger.gradient_noise,
         )
 
-    def _candidate(self, record: TrialRecord) -> Candidate:
+    def _candidate(self, record: Run) -> Candidate:
         runs = self._rows[record.number]
         known = pooled(runs).get(record.name)
-        metrics = record.metrics if known is None else known.metrics
+        figures = record if known is None else known
         factor = self._factor(record) if self._correction else 1.0
         return Candidate(
             name=record.name,
-            speedup=0.0 if known is None else metrics["speedup"] / (1.0 if any(map(is_whole, runs)) else factor),
+            speedup=0.0 if known is None else figures["speedup"] / (1.0 if any(map(is_whole, runs)) else factor),
             # a failed seed is an infinite divergence: such a candidate is never accepted
-            divergences=tuple(run.metrics["divergence"] if run.ok else math.inf for run in runs),
+            divergences=tuple(run["divergence"] if run.ok else math.inf for run in runs),
             excess=tuple(signed_gap(run.losses, run.reference_losses) for run in runs if run.ok),
             gradient_error=self._error(record),
-            memory_bytes=metrics["memory_bytes"],
+            memory_bytes=figures["memory_bytes"],
             preset=record.kind == "preset",
             tag=record,
         )
@@ -340,7 +331,7 @@ class Race:
         )
         return decision, [script, *final], rejected | decision.rejected
 
-    def _is_known(self, record: TrialRecord) -> bool:
+    def _is_known(self, record: Run) -> bool:
         """Whether a policy was run as the script, or the policy itself, compiles the model.
 
         A run that failed by block may not have come as far as to say that it compiled blocks.
@@ -352,7 +343,7 @@ class Race:
         first, rows = candidate.tag, self._rows[candidate.tag.number]
         # a run of the whole model stands for the first one, which is still the one to compare further seeds with
         runs = [run for run in (first, *(row for row in rows if row is not first)) if run.ok]
-        blocks, whole = ([run.metrics["speedup"] for run in runs if is_whole(run) is how] for how in (False, True))
+        blocks, whole = ([run["speedup"] for run in runs if is_whole(run) is how] for how in (False, True))
         return whole if len(whole) > len(blocks) else blocks
 
     def measured_whole(self) -> bool:
@@ -482,13 +473,13 @@ class Race:
         """Say, where the time ended a search without an answer, how sure the best guess is."""
         if not self._ledger.cut_short or not self.now.candidates or self.expectation.goals.blind:
             return ""
-        speeds = [record.metrics["speedup"] for record in self._ok]
+        speeds = [record["speedup"] for record in self._ok]
         at = max(range(len(speeds)), key=lambda i: self.now.chance[i] * max(speeds[i] - 1, 0))
         best, chance = self._ok[at], self.now.chance[at]
-        if chance < 0.05 or best.metrics["speedup"] <= 1:
+        if chance < 0.05 or best["speedup"] <= 1:
             return ""
-        return f"; the best guess is {best.name} ({best.metrics['speedup']:.2f}x), within the budget with {chance:.0%}"
+        return f"; the best guess is {best.name} ({best['speedup']:.2f}x), within the budget with {chance:.0%}"
 
 
-def _is_scaled(record: TrialRecord) -> bool:
+def _is_scaled(record: Run) -> bool:
     return any(recipe.scaled for recipe in Policy.model_validate(record.policy).recipes.values())

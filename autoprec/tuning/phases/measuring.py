@@ -17,7 +17,7 @@ from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import over_sixteen_bit, sixteen_bit_speedup
-from autoprec.tuning.study.records import BY_BLOCK, TrialRecord, pooled
+from autoprec.tuning.study.run import BY_BLOCK, Run, metrics_of, pooled
 
 
 def make_prior(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Prior:
@@ -63,12 +63,12 @@ def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
 def scored(
     setup: Setup,
     ledger: Ledger,
-    plan: TrialRecord,
+    plan: Run,
     result: TrialResult,
     reference: Reference,
     gradient_error: float,
     began: tuple[float, float],
-) -> TrialRecord:
+) -> Run:
     """Return a planned record with everything that its run measured.
 
     Args:
@@ -78,33 +78,26 @@ def scored(
     """
     estimate = None if setup.measured else setup.steps.of(plan.params)
     doubt = result.unreliable if setup.measured else ""
-    found = score(result, reference, estimate=estimate, gradient_error=gradient_error)
+    found = score(plan, result, reference, estimate=estimate, gradient_error=gradient_error)
     done = replace(
-        plan,
-        status=found.status,
+        found,
         reason=found.reason or doubt,
         tags=(*plan.tags, *(["unreliable"] if doubt else ()), *([BY_BLOCK] if result.payload.get(BY_BLOCK) else ())),
-        tail=result.tail,
-        metrics=found.metrics,
-        sources=found.sources,
-        losses=result.losses,
-        reference_losses=reference.losses,
         started=began[0],
         seconds=time.monotonic() - began[1],
     )
     return with_gain(setup, ledger, done)
 
 
-def with_gain(setup: Setup, ledger: Ledger, record: TrialRecord) -> TrialRecord:
+def with_gain(setup: Setup, ledger: Ledger, record: Run) -> Run:
     """Return a record with its gain over the best 16-bit run that is known by now, where there is one."""
     known = ledger.store.records
     stored = any(r.number == record.number for r in known)
-    over = over_sixteen_bit(record.metrics, sixteen_bit_speedup(setup, known if stored else [*known, record]))
-    sources = dict.fromkeys(over, setup.source)
-    return replace(record, metrics={**record.metrics, **over}, sources={**record.sources, **sources})
+    over = over_sixteen_bit(record.figures, sixteen_bit_speedup(setup, known if stored else [*known, record]))
+    return record.with_metrics(metrics_of(over, setup.source))
 
 
-def leader(setup: Setup, ledger: Ledger) -> TrialRecord | None:
+def leader(setup: Setup, ledger: Ledger) -> Run | None:
     """Return the best acceptable trial so far with the figures of all its runs, or None."""
     best = ledger.best()
     return None if best is None else with_gain(setup, ledger, pooled(ledger.store.records).get(best.name, best))

@@ -19,7 +19,7 @@ from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs, ti
 from autoprec.tuning.phases.concluded import measured_here
 from autoprec.tuning.schedule import Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
+from autoprec.tuning.study.run import BY_BLOCK, Run, metrics_of
 
 #: The reference beside the study, and how far its steps may be from what they took, to be as fast.
 _FILE, _AS_FAST = "reference.json", 0.05
@@ -238,7 +238,7 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
     )
 
 
-def _record(setup: Setup, reference: Reference, result: TrialResult, number: int, kind: str, name: str) -> TrialRecord:
+def _record(setup: Setup, reference: Reference, result: TrialResult, number: int, kind: str, name: str) -> Run:
     metrics = {
         "step_time_ms": reference.step_ms,
         "throughput": 1000.0 / reference.step_ms,
@@ -246,20 +246,18 @@ def _record(setup: Setup, reference: Reference, result: TrialResult, number: int
         "speedup": 1.0,
         "effective_speedup": 1.0,
         "gradient_error": 0.0,
-        "noise_floor": reference.noise_floor,
     }
     if reference.samples:
         metrics["samples_per_s"] = reference.samples * 1000.0 / reference.step_ms
-    sources = dict.fromkeys(metrics, setup.source) | {"noise_floor": "measured", "divergence": "measured"}
-    return TrialRecord(
+    gaps = {"noise_floor": reference.noise_floor, "divergence": divergence(result.losses, reference.losses)}
+    return Run(
         number=number,
         kind=kind,
         name=name,
         params={},
         policy={},
         status="ok",
-        metrics=metrics | {"divergence": divergence(result.losses, reference.losses)},
-        sources=sources,
+        metrics=metrics_of(metrics, setup.source) | metrics_of(gaps),
         losses=result.losses,
         reference_losses=reference.losses,
         started=time.time() - result.wall_s,

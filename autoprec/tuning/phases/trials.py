@@ -33,7 +33,7 @@ from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.phases.measuring import goals_of, leader, make_prior, scored, with_gain
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.sixteen_bit import first_presets, is_plain, runs_in_sixteen_bit
-from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
+from autoprec.tuning.study.run import BY_BLOCK, Run
 
 #: This many failures in a row end the search: the cause is then not the policy. Where others ran, twice as many do: a
 #: target that cannot run FP8 fails one recipe after the other.
@@ -98,8 +98,8 @@ class _Loop:
     goal: int
     done: int = 0
     failures: int = 0
-    seen: dict[tuple[Any, ...], TrialRecord] = field(default_factory=dict)
-    running: dict[Future[TrialRecord], optuna.Trial] = field(default_factory=dict)
+    seen: dict[tuple[Any, ...], Run] = field(default_factory=dict)
+    running: dict[Future[Run], optuna.Trial] = field(default_factory=dict)
     begun: int = 0
     began_s: float = 0.0
     yardstick: tuple[Any, ...] | None = None
@@ -117,11 +117,11 @@ class _Loop:
         self.place = max((int(r.name[6:]) for r in store.learned() if re.fullmatch(r"trial \d+", r.name)), default=0)
         self._teach()
 
-    def trial(self, number: int, kind: str, name: str, params: dict[str, Any]) -> TrialRecord:
+    def trial(self, number: int, kind: str, name: str, params: dict[str, Any]) -> Run:
         setup, ledger = self.setup, self.ledger
         policy = setup.problem.policy(params).to_dict()
         tags = ("preset",) if kind == "preset" else ()
-        plan = TrialRecord(number, kind, name, params, policy, status="", tags=tags)
+        plan = Run(number, kind, name, params, policy, status="", tags=tags)
         predicted, began = self.table.predict(setup.problem, params), (time.time(), time.monotonic())
         limit = hopeless_gap(setup, ledger) if setup.host.world_size == 1 else None
         shared = self.runner.shares_device
@@ -133,7 +133,7 @@ class _Loop:
         reference = ledger.reference if result.payload.get(BY_BLOCK) else ledger.written
         return scored(setup, ledger, plan, result, reference, predicted, began)
 
-    def finish(self, trial: optuna.Trial, record: TrialRecord) -> None:
+    def finish(self, trial: optuna.Trial, record: Run) -> None:
         """Book one finished trial.
 
         Raises:
@@ -169,7 +169,7 @@ class _Loop:
         if isinstance(self.sampler, PrecisionSampler):
             self.sampler.learn(self.race.runs(), self.race.now.best_cost)
 
-    def known(self, params: Mapping[str, Any]) -> TrialRecord | None:
+    def known(self, params: Mapping[str, Any]) -> Run | None:
         """Return what is known of a proposal without running it: it ran before, or it is bound to fail.
 
         A script that ``torch.compile`` failed on twice and never ran under is not compiled again.

@@ -25,7 +25,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.errors import FileError, NoSpaceError, StudyError
 from autoprec.support.files import canonical_json, sqlite_url, with_checksum, without_checksum
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run
 from autoprec.tuning.study.sqlite_check import check_sqlite
 from autoprec.tuning.study.storage import Claim, open_storage, patiently, root_cause, without_password
 
@@ -102,7 +102,7 @@ class StudyStore:
         self._guarded(self._claim.hold)
         if self._guarded(lambda: self._rdb.metric_names) is None:
             self._guarded(lambda: self._rdb.set_metric_names(list(self.objectives)))
-        self.records: list[TrialRecord] = self._load()
+        self.records: list[Run] = self._load()
         known = self._guarded(lambda: self._rdb.user_attrs).get("time_spent")
         known = known if isinstance(known, dict) else {}
         self._earlier_s, self.sessions = float(known.get("seconds", 0.0)), 1 + int(known.get("sessions", 0))
@@ -153,7 +153,7 @@ class StudyStore:
         if not self.records and self.signature is None:
             self._guarded(lambda: optuna.delete_study(study_name=self.name, storage=self._storage))
 
-    def _load(self) -> list[TrialRecord]:
+    def _load(self) -> list[Run]:
         """Return every stored record, or none: a study with a damaged trial would go on from what nobody measured."""
         trials = self._guarded(lambda: self._rdb.get_trials(deepcopy=False))
         documents = [trial.user_attrs.get("record") for trial in trials]
@@ -165,7 +165,7 @@ class StudyStore:
             try:
                 if trial.number != number or not trial.state.is_finished() or not isinstance(document, dict):
                     raise FileError("is damaged: its record is missing", where=where)
-                out.append(TrialRecord.from_stored(document) if self._checked else TrialRecord.from_json(document))
+                out.append(Run.from_stored(document) if self._checked else Run.from_json(document))
             except (FileError, TypeError, ValueError) as error:
                 what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
                 raise StudyError(what, where=where, fix=_DAMAGED) from error
@@ -218,7 +218,7 @@ class StudyStore:
     def queued(self) -> bool:
         return bool(self.live.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
-    def learned(self) -> list[TrialRecord]:
+    def learned(self) -> list[Run]:
         """Return the finished records the sampler learns from, in order of their numbers."""
         return sorted((r for r in self.records if r.kind in LEARNED), key=lambda r: r.number)
 
@@ -227,24 +227,24 @@ class StudyStore:
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return self.live.ask(self._distributions)
 
-    def tell(self, trial: optuna.Trial, record: TrialRecord) -> None:
+    def tell(self, trial: optuna.Trial, record: Run) -> None:
         self.add(record)
         self._tell_live(trial, record, record.status)
 
-    def forget(self, trial: optuna.Trial, known: TrialRecord) -> None:
+    def forget(self, trial: optuna.Trial, known: Run) -> None:
         """Answer a proposal that was measured before with what is known, without running or storing it again."""
         self._tell_live(trial, known, "duplicate")
 
-    def _tell_live(self, trial: optuna.Trial, record: TrialRecord, status: str) -> None:
+    def _tell_live(self, trial: optuna.Trial, record: Run, status: str) -> None:
         if self._live is None:
             return
-        trial.set_user_attr("metrics", record.metrics)
+        trial.set_user_attr("metrics", record.figures)
         trial.set_user_attr("status", status)
         values = self._values(record)
         failed = TrialState.PRUNED if status == "pruned" else TrialState.FAIL
         self._live.tell(trial, values, state=failed if values is None else None)
 
-    def add(self, record: TrialRecord) -> None:
+    def add(self, record: Run) -> None:
         """Store one finished record in one transaction, waiting for a server that is away for a while."""
         tried = False
 
@@ -260,17 +260,17 @@ class StudyStore:
         self._guarded(lambda: patiently(store, self._address, self._tell))
         self.records.append(record)
 
-    def _is_stored(self, record: TrialRecord) -> bool:
+    def _is_stored(self, record: Run) -> bool:
         documents = [trial.user_attrs.get("record") or {} for trial in self._rdb.get_trials(deepcopy=False)]
         return any(document.get("number") == record.number for document in documents)
 
-    def _values(self, record: TrialRecord) -> list[float] | None:
+    def _values(self, record: Run) -> list[float] | None:
         if not record.ok:
             return None
         # floats, always: integer objectives crash Optuna 5's multi-objective TPE at the next ask
-        return [float(record.metrics.get(name, 0.0)) for name in self.objectives]
+        return [float(record.get(name) or 0.0) for name in self.objectives]
 
-    def _frozen(self, record: TrialRecord, *, store: bool = False) -> FrozenTrial:
+    def _frozen(self, record: Run, *, store: bool = False) -> FrozenTrial:
         known = getattr(self, "_distributions", {})
         params = {key: value for key, value in record.params.items() if key in known}
         values = self._values(record)
@@ -282,7 +282,7 @@ class StudyStore:
             # dashboard draws the parameters that all but FAIL trials have
             state = TrialState.PRUNED if params else TrialState.FAIL
             values = values if params else None
-        attrs: dict[str, Any] = {"metrics": record.metrics, "status": record.status}
+        attrs: dict[str, Any] = {"metrics": record.figures, "status": record.status}
         trial = optuna.trial.create_trial(
             state=state,
             values=values,
@@ -306,8 +306,8 @@ class StudyStore:
         return 1 + max((record.number for record in self.records), default=-1)
 
 
-def _attributes(record: TrialRecord) -> dict[str, Any]:
+def _attributes(record: Run) -> dict[str, Any]:
     """Return what Optuna's tables and plots show of a trial, one by one; ``record`` beside them holds everything."""
     about = {"kind": record.kind, "name": record.name, "status": record.status, "reason": record.reason}
-    figures = {key: float(value) for key, value in record.metrics.items() if math.isfinite(value)}
+    figures = {key: float(value) for key, value in record.figures.items() if math.isfinite(value)}
     return {**figures, **about, "seed": record.seed, "tags": ", ".join(record.tags)}

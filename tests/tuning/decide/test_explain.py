@@ -8,7 +8,7 @@ import pytest
 from autoprec.tuning.decide.explain import explain_layers, importance
 from autoprec.tuning.decide.problem import layer_key
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run, metrics_of
 from tests.tuning.synthetic import Synthetic, synthetic
 
 
@@ -105,7 +105,7 @@ def test_the_group_that_moves_the_objectives_most_leads() -> None:
         params = {n: int(v) if v.isdigit() else v for n, v in params.items()}
         step, gap = found.step(params)
         metrics = {"step_time_ms": step, "divergence": gap}
-        records.append(TrialRecord(k, "search", f"trial {k}", params, {}, "ok", metrics=metrics))
+        records.append(Run(k, "search", f"trial {k}", params, {}, "ok", metrics=metrics_of(metrics)))
     found_importance = importance(found.problem, found.prior.time_ms, table_of(found), records)
     assert found_importance[0].name == layer_key(found.problem.groups[g].name)
     assert sum(i.time_share for i in found_importance) == pytest.approx(1.0)
@@ -114,7 +114,7 @@ def test_the_group_that_moves_the_objectives_most_leads() -> None:
     assert idle.time_share < 0.05
 
 
-def searched(found: Synthetic, seed: int, matters: str = "", factor: float = 1.0) -> list[TrialRecord]:
+def searched(found: Synthetic, seed: int, matters: str = "", factor: float = 1.0) -> list[Run]:
     """Random trials, each gap off by a lognormal factor; one parameter's last value may multiply it as well."""
     rng = np.random.default_rng(seed)
     records = []
@@ -127,7 +127,7 @@ def searched(found: Synthetic, seed: int, matters: str = "", factor: float = 1.0
         if matters and params[matters] == found.problem.parameters[matters][-1]:
             gap *= factor
         metrics = {"step_time_ms": step, "divergence": gap}
-        records.append(TrialRecord(k, "search", f"trial {k}", params, {}, "ok", metrics=metrics))
+        records.append(Run(k, "search", f"trial {k}", params, {}, "ok", metrics=metrics_of(metrics)))
     return records
 
 

@@ -18,6 +18,7 @@ from autoprec.tuning.decide.metrics import (
     signed_gap,
     step_time,
 )
+from autoprec.tuning.study.run import Run
 
 
 def test_divergence_is_the_mean_absolute_relative_gap_of_the_last_half() -> None:
@@ -89,45 +90,48 @@ def test_a_diverged_run_is_worth_nothing() -> None:
 REFERENCE = Reference(losses=(3.0, 2.5, 2.2, 2.0), step_ms=100.0, memory_bytes=1000, samples=8)
 
 
+PLAN = Run(1, "search", "trial 1", {}, {}, "")
+
+
 def result(losses: tuple[float, ...] = (3.0, 2.5, 2.2, 2.0), **changes: object) -> TrialResult:
     values = {"losses": losses, "step_ms": (400.0, 50.0, 50.0, 50.0), "warmup": 1, "memory_bytes": 700} | changes
     return TrialResult("ok", **values)  # type: ignore[arg-type]
 
 
 def test_a_timed_trial() -> None:
-    scored = score(result(), REFERENCE, estimate=None, gradient_error=0.01)
-    assert scored.metrics["speedup"] == pytest.approx(2.0)
-    assert scored.metrics["throughput"] == pytest.approx(20.0)
-    assert scored.metrics["samples_per_s"] == pytest.approx(160.0)
-    assert scored.metrics["divergence"] == 0
+    scored = score(PLAN, result(), REFERENCE, estimate=None, gradient_error=0.01)
+    assert scored["speedup"] == pytest.approx(2.0)
+    assert scored["throughput"] == pytest.approx(20.0)
+    assert scored["samples_per_s"] == pytest.approx(160.0)
+    assert scored["divergence"] == 0
     assert scored.sources["step_time_ms"] == "measured"
     assert scored.sources["gradient_error"] == "modelled"
 
 
 def test_a_rehearsed_trial_takes_time_and_memory_from_the_model_and_the_loss_from_the_run() -> None:
     estimate = StepEstimate(time_ms=25.0, low_ms=20.0, high_ms=30.0, memory_bytes=5000)
-    scored = score(result((3.0, 2.5, 2.21, 2.0)), REFERENCE, estimate=estimate, gradient_error=0.01)
-    assert scored.metrics["speedup"] == pytest.approx(4.0)
-    assert scored.metrics["memory_bytes"] == 5000
-    assert scored.metrics["divergence"] == pytest.approx((0.01 / 2.2) / 2)
+    scored = score(PLAN, result((3.0, 2.5, 2.21, 2.0)), REFERENCE, estimate=estimate, gradient_error=0.01)
+    assert scored["speedup"] == pytest.approx(4.0)
+    assert scored["memory_bytes"] == 5000
+    assert scored["divergence"] == pytest.approx((0.01 / 2.2) / 2)
     assert scored.sources["speedup"] == "modelled"
     assert scored.sources["divergence"] == "measured"
 
 
 def test_a_loss_that_ends_non_finite_is_diverged_and_has_no_metrics() -> None:
-    scored = score(result((3.0, 2.5, math.nan, 2.0)), REFERENCE, estimate=None, gradient_error=0.0)
+    scored = score(PLAN, result((3.0, 2.5, math.nan, 2.0)), REFERENCE, estimate=None, gradient_error=0.0)
     assert (scored.status, scored.metrics) == ("diverged", {})
 
 
 def test_failures_keep_their_reason() -> None:
-    scored = score(TrialResult("oom", "out of memory"), REFERENCE, estimate=None, gradient_error=0.0)
+    scored = score(PLAN, TrialResult("oom", "out of memory"), REFERENCE, estimate=None, gradient_error=0.0)
     assert (scored.status, scored.reason, scored.metrics) == ("oom", "out of memory", {})
 
 
 def test_state_that_loses_updates_adds_to_the_divergence() -> None:
     """A stalled second moment may well end at a lower loss; what was seen of it from the inside counts."""
-    scored = score(result(payload={"state": {"penalty": 0.3}}), REFERENCE, estimate=None, gradient_error=0.0)
-    assert scored.metrics["divergence"] == pytest.approx(0.3)
+    scored = score(PLAN, result(payload={"state": {"penalty": 0.3}}), REFERENCE, estimate=None, gradient_error=0.0)
+    assert scored["divergence"] == pytest.approx(0.3)
 
 
 def test_a_trial_that_did_not_execute_its_policy_is_a_failure() -> None:
@@ -138,11 +142,13 @@ def test_a_trial_that_did_not_execute_its_policy_is_a_failure() -> None:
         "ok": False,
         "reason": "",
     }
-    scored = score(result(audit={"layers": [row], "operators": {}}), REFERENCE, estimate=None, gradient_error=0.0)
+    scored = score(PLAN, result(audit={"layers": [row], "operators": {}}), REFERENCE, estimate=None, gradient_error=0.0)
     assert scored.status == "mismatch"
     assert "blocks.0.fc" in scored.reason
     around = {"ok": False, "executed": "-", "reason": "never executed"}
-    scored = score(result(audit={"operators": {"activations": around}}), REFERENCE, estimate=None, gradient_error=0.0)
+    scored = score(
+        PLAN, result(audit={"operators": {"activations": around}}), REFERENCE, estimate=None, gradient_error=0.0
+    )
     assert scored.reason == "1 layers or operators did not run as asked, first activations: never executed"
 
 
@@ -150,7 +156,7 @@ def test_an_expert_without_tokens_is_forgiven_and_a_weight_out_of_reach_is_not()
     row = {"name": "experts.7", "requested": {"fprop": "fp8"}, "executed": {}, "ok": True, "reason": "not called"}
     for ok, status in ((True, "ok"), (False, "mismatch")):
         audit = {"layers": [{**row, "ok": ok}], "operators": {}}
-        assert score(result(audit=audit), REFERENCE, estimate=None, gradient_error=0.0).status == status
+        assert score(PLAN, result(audit=audit), REFERENCE, estimate=None, gradient_error=0.0).status == status
 
 
 def test_a_loss_near_zero_is_not_divided_by() -> None:

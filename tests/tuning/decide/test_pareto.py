@@ -6,13 +6,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoprec.tuning.decide.pareto import front, nondominated
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run, metrics_of
 
 
-def record(number: int, step: float, gap: float, status: str = "ok") -> TrialRecord:
+def record(number: int, step: float, gap: float, status: str = "ok") -> Run:
     metrics = {"step_time_ms": step, "divergence": gap}
-    return TrialRecord(
-        number=number, kind="search", name=f"t{number}", params={}, policy={}, status=status, metrics=metrics
+    return Run(
+        number=number,
+        kind="search",
+        name=f"t{number}",
+        params={},
+        policy={},
+        status=status,
+        metrics=metrics_of(metrics),
     )
 
 

@@ -5,8 +5,8 @@ import math
 from autoprec.tuning.decide.decision import Candidate, Rules
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.race import Standings, standings
-from autoprec.tuning.decide.sampler.expectation import MOST_SEEDS, Expectation, Goals, Measured
-from tests.tuning.synthetic import synthetic
+from autoprec.tuning.decide.sampler.expectation import MOST_SEEDS, Expectation, Goals
+from tests.tuning.synthetic import run_of, synthetic
 
 BUDGET = 0.0025
 FOUND = synthetic(blocks=2)
@@ -18,7 +18,7 @@ def stand(gaps: dict[str, list[float]], seeds: int = 4, *, blind: bool = False, 
     expectation = Expectation(FOUND.problem, FOUND.prior, goals)
     params = {name: FOUND.problem.params_of(name) for name in gaps}
     runs = [
-        Measured(params[name], seed, gap, FOUND.step(params[name])[0])
+        run_of(params[name], seed, gap, FOUND.step(params[name])[0])
         for name, row in gaps.items()
         for seed, gap in enumerate(row)
     ]

@@ -24,6 +24,7 @@ from autoprec.tuning.phases.answer import (
     settled,
     with_size,
 )
+from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
@@ -71,9 +72,9 @@ def test_a_policy_that_one_device_cannot_hold_says_so(here: Path) -> None:  # no
 
 
 def test_what_fits_is_named_beside_a_policy_that_does_not() -> None:
-    def run(name: str, speedup: float, memory: float) -> Any:
-        return SimpleNamespace(
-            name=name, ok=True, params={"a": 1}, metrics={"speedup": speedup, "memory_bytes": memory}
+    def run(name: str, speedup: float, memory: float) -> Run:
+        return Run(
+            0, "search", name, {"a": 1}, {}, "ok", metrics=metrics_of({"speedup": speedup, "memory_bytes": memory})
         )
 
     large, fits = run("trial 3", 1.5, 90e9), [run("all bf16", 1.0, 70e9), run("trial 2", 1.2, 75e9)]
@@ -131,7 +132,7 @@ def test_the_result_and_the_policy_tell_the_same_figures(here: Path) -> None:  #
     told = [result.best, *result.presets, *result.front]
     known = {row["name"]: row for row in told}
     for row in told:  # over all its runs, everywhere
-        gaps = [r.metrics["divergence"] for r in made.records if r.name == row["name"] and r.ok]
+        gaps = [r["divergence"] for r in made.records if r.name == row["name"] and r.ok]
         assert (row["seeds"], row["divergence"]) == (len(gaps), pytest.approx(sum(gaps) / len(gaps)))
         for name in ("gradient_error", "speedup", "step_time_ms"):
             assert row[name] == pytest.approx(known[row["name"]][name])

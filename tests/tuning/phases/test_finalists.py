@@ -26,7 +26,7 @@ from autoprec.tuning.paired import PairedRunner
 from autoprec.tuning.phases import finalists
 from autoprec.tuning.phases.finalists import LEAST_NOISE, MOST_NOISE, Race, timing_noise
 from autoprec.tuning.sixteen_bit import NAMES
-from autoprec.tuning.study.records import BY_BLOCK, TrialRecord
+from autoprec.tuning.study.run import BY_BLOCK, Run, metrics_of
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 from tests.tuning.test_engine import H100, here, options, script, search  # noqa: F401
 
@@ -183,14 +183,16 @@ def test_the_speed_of_a_policy_is_that_of_runs_which_compile_the_whole_model_whe
     race: Any = object.__new__(Race)
     race._error, race._correction = (lambda _record: 0.01), []
     rows = [
-        TrialRecord(
+        Run(
             3 + seed,
             "finalist" if seed else "search",
             "fp8",
             {},
             {},
             "ok" if ok else "diverged",
-            metrics={"speedup": speedup, "step_time_ms": 80 / speedup, "divergence": 1e-4, "memory_bytes": 1},
+            metrics=metrics_of(
+                {"speedup": speedup, "step_time_ms": 80 / speedup, "divergence": 1e-4, "memory_bytes": 1}
+            ),
             tags=(BY_BLOCK,) if by_block else (),
             losses=(2.0, 1.0),
             reference_losses=(2.0, 1.0),
@@ -205,10 +207,10 @@ def test_the_speed_of_a_policy_is_that_of_runs_which_compile_the_whole_model_whe
     assert (math.inf in found.divergences) is (not runs[-1][2])
 
 
-def row(seed: int, speedup: float, *, by_block: bool, ok: bool = True) -> TrialRecord:
-    return TrialRecord(
+def row(seed: int, speedup: float, *, by_block: bool, ok: bool = True) -> Run:
+    return Run(
         *(seed, "finalist", "fp8", {}, {}, "ok" if ok else "crashed"),
-        metrics={"speedup": speedup} if ok else {},
+        metrics=metrics_of({"speedup": speedup} if ok else {}),
         tags=(BY_BLOCK,) if by_block else (),
         seed=seed,
     )
@@ -295,9 +297,9 @@ def test_only_what_is_adopted_and_what_it_is_told_against_are_compiled_as_the_sc
     assert whole_runs(simulated) == [(0, False), (0, True), (0, True)]  # the script as written, first of all
     written = made.ledger.whole[0]
     assert adopted.reference_losses == written.losses != made.ledger.reference.losses
-    assert adopted.metrics["speedup"] == pytest.approx(written.step_ms / adopted.metrics["step_time_ms"])
-    assert result.best["speedup"] == adopted.metrics["speedup"]
-    assert result.best["step_time_ms"] == pytest.approx(adopted.metrics["step_time_ms"])
+    assert adopted["speedup"] == pytest.approx(written.step_ms / adopted["step_time_ms"])
+    assert result.best["speedup"] == adopted["speedup"]
+    assert result.best["step_time_ms"] == pytest.approx(adopted["step_time_ms"])
     others = [r for r in made.records if r.kind in ("preset", "search", "finalist") and BY_BLOCK in r.tags]
     assert others
     # compared with what rounds as they do: the difference of 1e-4 to the whole model's losses is not theirs
@@ -365,7 +367,7 @@ def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> N
     chosen = Candidate("mixed", 1.5, (0.0, 0.0))
     race._tried = []
     assert race._over_preset(chosen, 0.0).name == name
-    race._tried = [TrialRecord(1, "preset", name, params, {}, "oom", "out of memory")]
+    race._tried = [Run(1, "preset", name, params, {}, "oom", "out of memory")]
     assert race._over_preset(chosen, 0.0).name == "the script as written"
 
 
@@ -383,7 +385,7 @@ def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_pre
         return {}
 
     monkeypatch.setattr("autoprec.tuning.phases.finalists.measure_errors", measure)
-    record = TrialRecord(1, "search", "A", {}, {}, "ok", metrics={"gradient_error": 0.05})
+    record = Run(1, "search", "A", {}, {}, "ok", metrics=metrics_of({"gradient_error": 0.05}))
     assert [race._measure_error(record), race._measure_error(record)] == [True, False]
     assert (calls, race._ledger.measured_errors, race._error(record)) == (["A"], {}, 0.05)
 
@@ -392,7 +394,9 @@ def test_benign_runs_that_nothing_would_be_compared_with_are_not_cut_short() -> 
     race: Any = object.__new__(Race)
     race._setup = SimpleNamespace(limits=Limits(0.0025, 0.12))
     race._benign, race._ledger = {}, SimpleNamespace(references={0: None, 1: None})
-    race._rows = {1: [replace(row(seed, 1.2, by_block=False), metrics={"divergence": 0.001}) for seed in (0, 1)]}
+    race._rows = {
+        1: [replace(row(seed, 1.2, by_block=False), metrics=metrics_of({"divergence": 0.001})) for seed in (0, 1)]
+    }
 
     def must_end() -> bool:
         raise AssertionError("nothing was left out")

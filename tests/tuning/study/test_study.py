@@ -10,7 +10,7 @@ import optuna
 import pytest
 
 from autoprec.errors import StudyError
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, default_storage
 
 SPACE = {f"layer:{i}": optuna.distributions.CategoricalDistribution(("keep", "bf16")) for i in range(4)}
@@ -21,9 +21,9 @@ def store(folder: Path, *, resume: bool = False) -> StudyStore:
     return StudyStore(default_storage(folder), "study", OBJECTIVES, resume=resume)
 
 
-def record(number: int, params: dict[str, str], status: str = "ok", kind: str = "search") -> TrialRecord:
+def record(number: int, params: dict[str, str], status: str = "ok", kind: str = "search") -> Run:
     metrics = {"step_time_ms": 10 + number, "divergence": 0.001} if status == "ok" else {}
-    return TrialRecord(number, kind, f"trial {number}", params, {"schema": "x"}, status, metrics=metrics)
+    return Run(number, kind, f"trial {number}", params, {"schema": "x"}, status, metrics=metrics_of(metrics))
 
 
 def run(target: StudyStore, count: int) -> list[dict[str, str]]:
@@ -167,7 +167,7 @@ def test_optuna_shows_objectives_and_figures_by_name(tmp_path: Path) -> None:
         told = record(number, dict(trial.params))
         figures = {"step_time_ms": float(list(trial.params.values()).count("keep")), "divergence": number / 1e4}
         more = {"speedup": 1.5, "memory_bytes": 2 * 2**30, "gradient_error": float("nan")}
-        study.tell(trial, replace(told, metrics={**figures, **more}))
+        study.tell(trial, replace(told, metrics=metrics_of({**figures, **more})))
     seen = optuna.load_study(study_name="study", storage=default_storage(tmp_path))
     assert seen.metric_names == list(OBJECTIVES)
     frame = seen.trials_dataframe()
@@ -205,7 +205,7 @@ def test_the_time_of_all_sessions_is_counted(tmp_path: Path, monkeypatch: pytest
     url = f"sqlite:///{tmp_path}/study.db"
     first = StudyStore(url, "s", ("step_time_ms", "divergence"), resume=False)
     clock[0] += 30.0
-    first.add(TrialRecord(0, "search", "trial 1", {}, {}, "ok", metrics={"step_time_ms": 1.0, "divergence": 0.0}))
+    first.add(Run(0, "search", "trial 1", {}, {}, "ok", metrics=metrics_of({"step_time_ms": 1.0, "divergence": 0.0})))
     clock[0] += 5.0
     first.close()
     assert (first.seconds(), first.sessions) == (35.0, 1)

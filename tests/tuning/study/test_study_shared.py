@@ -14,7 +14,7 @@ import pytest
 
 from autoprec.errors import StudyError
 from autoprec.tuning.options import SearchOptions
-from autoprec.tuning.study.records import TrialRecord
+from autoprec.tuning.study.run import Run, metrics_of
 from autoprec.tuning.study.study import StudyStore, without_password
 
 missing = [name for name in ("pgserver", "psycopg2") if importlib.util.find_spec(name) is None]
@@ -43,7 +43,7 @@ def test_a_search_is_resumed_from_postgres(url: str) -> None:
     for number in range(4):
         trial = first.ask()
         metrics = {"step_time_ms": 1.0, "divergence": 0.1}
-        first.tell(trial, TrialRecord(number, "search", "t", dict(trial.params), {}, "ok", metrics=metrics))
+        first.tell(trial, Run(number, "search", "t", dict(trial.params), {}, "ok", metrics=metrics_of(metrics)))
     with pytest.raises(StudyError, match=f"in use by pid {os.getpid()}"):
         StudyStore(url, "shared", ("step_time_ms", "divergence"), resume=True)
     first.close()

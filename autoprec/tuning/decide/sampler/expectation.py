@@ -22,6 +22,7 @@ from autoprec.policy.solver import FloatTable, Limit
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.posterior import LinearModel, Points
 from autoprec.tuning.decide.sampler.prior import Prior, divergence_model, features_of, points_of
+from autoprec.tuning.study.run import Run
 
 Vector = npt.NDArray[np.float64]
 
@@ -62,6 +63,9 @@ _MORE_SEEDS = (1, 2, 3, 4, 6, 8, 12, 16)
 _REUSED = 0.5
 #: What is left of the chance of a policy for each failed run of a choice in it that never ran to its end.
 _AFTER_FAILURE = 0.2
+#: Budgets (and a fraction, at least) beyond which divergences are not told apart: such a run, and one without a finite
+#: loss, says that a policy is far off, and nothing of the seed noise of the others.
+_FAR_OFF, _LEAST_FAR_OFF = 8.0, 0.02
 #: The share of memory, against time, in the logarithm of what an objective minimises; the rest breaks ties.
 _MEMORY_SHARE = {"throughput": 0.0, "balanced": 0.5, "memory": 0.999}
 
@@ -99,17 +103,6 @@ class Goals:
         """Return the logarithm of what the objective minimises, of step times and bytes."""
         share = _MEMORY_SHARE[self.objective]
         return np.asarray((1 - share) * np.log(step_ms) + share * np.log(np.maximum(memory, 1.0)))
-
-
-@dataclass(frozen=True, slots=True)
-class Measured:
-    """One run of one policy: its params, paired seed, divergence, step time and memory (None where unknown)."""
-
-    params: Mapping[str, Any]
-    seed: int
-    divergence: float | None
-    step_ms: float | None
-    memory: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -177,18 +170,23 @@ class Expectation:
         return np.array(kept, dtype=bool)
 
     # --- learning ---------------------------------------------------------------------------------------------------
-    def fit(self, runs: Sequence[Measured]) -> None:
+    def fit(self, runs: Sequence[Run]) -> None:
+        """Refit the models to all runs of the search, failed ones included."""
         prior = self.prior
         self.divergence = divergence_model(self.problem, prior.error2)
         self.time = LinearModel(
             prior.time_ms, prior.base_time_ms, self._effects, noise=prior.time_noise, trust=prior.time_trust
         )
         held = prior.memory if prior.memory is not None else np.where(self.problem.allowed, 0.0, np.inf)
-        base = prior.base_memory or max((run.memory for run in runs), default=0.0)
+        base = prior.base_memory or max((run.get("memory_bytes") or 0.0 for run in runs), default=0.0)
         self.memory = LinearModel(held, base, self._sizes, noise=1e-3, trust=0.1)
         points = self.points([run.params for run in runs])
-        told = [(run.seed, run.divergence, run.step_ms, run.memory or None) for run in runs]
-        paired, gaps, times, sizes = np.array(told, dtype=np.float64).reshape(-1, 4).T  # NaN where nothing is known
+        most = self.goals.max_divergence
+        known = [
+            (run.seed, bounded_divergence(run, most), run.get("step_time_ms"), run.get("memory_bytes") or None)
+            for run in runs
+        ]
+        paired, gaps, times, sizes = np.array(known, dtype=np.float64).reshape(-1, 4).T  # NaN where nothing is known
         seeds = paired.astype(np.int64)
         self.divergence.fit(points, gaps, seeds)
         self.time.fit(points, times)
@@ -267,6 +265,15 @@ class Expectation:
         time, held = np.maximum(time, 1e-3 * self.time.scale), np.maximum(held, 1.0)
         sd = np.hypot((1 - share) * time_sd / time, share * held_sd / held)
         return self.goals.cost(time, held), np.maximum(sd, 1e-9)
+
+
+def bounded_divergence(run: Run, max_divergence: float) -> float | None:
+    """Return the divergence that a model may learn from; a diverged run counts as far beyond the budget."""
+    gap = run.get("divergence")
+    if gap is None and run.status == "diverged":
+        gap = math.inf
+    far = max(_FAR_OFF * max_divergence, _LEAST_FAR_OFF)
+    return min(gap, far) if gap is not None and not math.isnan(gap) else None
 
 
 def _keys(points: Points) -> list[bytes]:

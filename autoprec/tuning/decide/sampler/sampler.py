@@ -19,8 +19,9 @@ from optuna.trial import FrozenTrial, TrialState
 
 from autoprec.policy.solver import solve
 from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.expectation import Expectation, Goals, Measured
+from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior, features_of
+from autoprec.tuning.study.run import Run
 
 #: Why a search ends that has asked for everything.
 NOTHING_NEW = "no other policy is on the front of time and error"
@@ -32,9 +33,6 @@ _BINDING = 1.15
 _LEAST_EFFECT = 0.002
 #: A preset with this share of the largest expected gain is asked first.
 _AS_GOOD = 0.95
-#: Budgets (and a fraction, at least) beyond which divergences are not told apart: such a run, and one without a finite
-#: loss, says that a policy is far off, and nothing of how much luck there is in the others.
-_FAR_OFF, _LEAST_FAR_OFF = 8.0, 0.02
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         return {name: value for name, value in params.items() if name in known}
 
     # --- proposing --------------------------------------------------------------------------------------------------
-    def learn(self, runs: Sequence[Measured], best_cost: float | None) -> None:
+    def learn(self, runs: Sequence[Run], best_cost: float | None) -> None:
         """Take in every run of the search, and the cost of the best policy that is surely acceptable."""
         self.expectation.fit(runs)
         self.expectation.best_cost = best_cost
@@ -181,11 +179,3 @@ def _params_of(trial: FrozenTrial) -> dict[str, Any] | None:
         fixed = trial.system_attrs.get("fixed_params")
         return dict(fixed) if isinstance(fixed, dict) else None
     return dict(trial.params) if trial.params or trial.state.is_finished() else None
-
-
-def told_divergence(gap: float | None, status: str, max_divergence: float) -> float | None:
-    """Return the divergence that a model may learn from; a diverged run counts as far beyond the budget."""
-    if gap is None and status == "diverged":
-        gap = math.inf
-    far = max(_FAR_OFF * max_divergence, _LEAST_FAR_OFF)
-    return min(float(gap), far) if gap is not None and not math.isnan(gap) else None

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoprec.tuning.decide.sampler.expectation import MODELLED, Expectation, Goals, Measured
-from tests.tuning.synthetic import synthetic
+from autoprec.tuning.decide.sampler.expectation import MODELLED, Expectation, Goals
+from tests.tuning.synthetic import run_of, synthetic
 
 FOUND = synthetic(blocks=2)
 GOALS = Goals(0.0025, reference=(60.0, 1.0))
@@ -16,7 +16,7 @@ FAST, SAFE = FOUND.problem.params_of("fp8_tensorwise"), FOUND.problem.params_of(
 
 def expect(gaps: list[float], goals: Goals = GOALS) -> Expectation:
     made = Expectation(FOUND.problem, FOUND.prior, goals)
-    made.fit([Measured(FAST, seed, gap, FOUND.step(FAST)[0]) for seed, gap in enumerate(gaps)])
+    made.fit([run_of(FAST, seed, gap, FOUND.step(FAST)[0]) for seed, gap in enumerate(gaps)])
     return made
 
 
@@ -48,7 +48,7 @@ def test_a_gain_is_told_against_the_best_that_is_sure_and_costs_more_runs_near_t
 def test_a_preset_that_is_faster_by_less_than_the_tie_is_worth_a_run() -> None:
     """Another policy is not; the answer was slower than a preset by 0.7 % that nobody had measured."""
     timed = [FOUND.step(FAST)[0] * (1 + 0.001 * math.sin(k)) for k in range(40)]
-    runs = [Measured(FAST, seed, 0.0003, step) for seed, step in enumerate(timed)]
+    runs = [run_of(FAST, seed, 0.0003, step) for seed, step in enumerate(timed)]
     worth = []
     for offered in ((), [("a preset", FAST)]):
         made = Expectation(FOUND.problem, FOUND.prior, GOALS, offered)

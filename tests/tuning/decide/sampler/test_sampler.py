@@ -12,12 +12,12 @@ from autoprec.policy.solver import solve
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.problem import Problem
-from autoprec.tuning.decide.sampler.expectation import Goals, Measured
+from autoprec.tuning.decide.sampler.expectation import Goals, bounded_divergence
 from autoprec.tuning.decide.sampler.other_samplers import make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.sampler.sampler import NOTHING_NEW, PrecisionSampler, told_divergence
+from autoprec.tuning.decide.sampler.sampler import NOTHING_NEW, PrecisionSampler
 from tests.tuning.models import even_space, gpt, linear, report
-from tests.tuning.synthetic import Synthetic, drive, synthetic
+from tests.tuning.synthetic import Synthetic, drive, run_of, synthetic
 
 BUDGET = 0.0025
 GOALS = Goals(BUDGET)
@@ -147,7 +147,7 @@ def test_it_stops_when_what_is_left_cannot_pay_for_its_runs() -> None:
     assert sampler.finished(at) == ""
     fast = found.problem.params_of("fp8_tensorwise")
     step, _ = found.step(fast)
-    runs = [Measured(fast, seed, 1e-5, step) for seed in range(3)]
+    runs = [run_of(fast, seed, 1e-5, step) for seed in range(3)]
     sampler.learn(
         runs, sampler.expectation.goals.cost(0.5 * step, 0.0)
     )  # something is that fast, and surely acceptable
@@ -175,8 +175,8 @@ def test_a_choice_that_only_ever_crashed_is_avoided() -> None:
     found = synthetic(blocks=2)
     sampler = PrecisionSampler(found.problem, found.prior, GOALS)
     at = study(sampler)
-    crashed = [Measured(found.problem.params_of("fp8_tensorwise"), 0, None, None)] * 2
-    ran = [Measured(found.problem.params_of("bf16"), 0, 1e-5, 30.0)]
+    crashed = [run_of(found.problem.params_of("fp8_tensorwise"), 0, None, None)] * 2
+    ran = [run_of(found.problem.params_of("bf16"), 0, 1e-5, 30.0)]
     sampler.learn(ran + crashed, None)
     best = sampler.best(at)
     assert best is not None
@@ -261,7 +261,7 @@ def test_parameters_that_cost_no_time_are_worth_a_run_only_where_the_error_binds
     problem, step = found.problem, found.step
     sampler = PrecisionSampler(problem, found.prior, Goals(BUDGET, reference=(found.base_ms + 40.0, 1.0)))
     fast = problem.from_indices(np.argmin(found.prior.time_ms, axis=1), {})
-    runs = [Measured(fast, seed, gap * factor, step(fast)[0]) for seed, factor in enumerate((0.9, 1.0, 1.1))]
+    runs = [run_of(fast, seed, gap * factor, step(fast)[0]) for seed, factor in enumerate((0.9, 1.0, 1.1))]
     binds = gap > BUDGET
     sampler.learn(runs, None if binds else float(GOALS.cost(step(fast)[0], 0.0)))
     defaults = {name: values[0] for name, values in problem.parameters.items()}
@@ -270,7 +270,10 @@ def test_parameters_that_cost_no_time_are_worth_a_run_only_where_the_error_binds
     assert (worth > 0).any() == binds
 
 
-def test_a_run_far_off_tells_nothing_of_the_luck_of_others() -> None:
-    assert told_divergence(None, "diverged", BUDGET) == told_divergence(5.0, "pruned", BUDGET) == 8 * BUDGET
-    assert told_divergence(0.001, "ok", BUDGET) == 0.001
-    assert told_divergence(None, "oom", BUDGET) is None
+def test_a_run_far_off_tells_nothing_of_the_seed_noise_of_others() -> None:
+    def bounded(gap: float | None, status: str) -> float | None:
+        return bounded_divergence(run_of({}, 0, gap, 1.0, status), BUDGET)
+
+    assert bounded(None, "diverged") == bounded(5.0, "pruned") == 8 * BUDGET
+    assert bounded(0.001, "ok") == 0.001
+    assert bounded(None, "oom") is None

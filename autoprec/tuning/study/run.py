@@ -1,0 +1,230 @@
+"""One run of the script under one policy and one paired seed: what ran, how it ended, and what was measured.
+
+There is one record of a run. It is made where a host's message is read (:func:`autoprec.tuning.phases.measuring.scored`
+and the reference's), stored in the study, fitted by the models, ranked by the decision, and printed by every outlet.
+Each of its figures is a :class:`Metric`: a value that says whether it was measured or modelled, and its 95 % interval
+where that is known. :data:`METRICS` says once what each figure is: label, unit, direction, and how it is written.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from autoprec.support.files import with_checksum, without_checksum
+from autoprec.support.plain import or_null, rebuild
+from autoprec.support.redact import redact_text
+from autoprec.support.units import memory_text, percent_text, ratio_text, time_text
+
+#: The tag of runs whose trial compiled repeated blocks instead of the whole model.
+BY_BLOCK = "by_block"
+MEASURED, MODELLED = "measured", "modelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """One figure of a run.
+
+    Attributes:
+        value: in the unit of :data:`METRICS`; ratios, divergences and gradient errors are fractions.
+        source: ``measured`` or ``modelled``.
+        low, high: bounds of its two-sided 95 % interval; None where that is not known.
+    """
+
+    value: float
+    source: str = MEASURED
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What a metric is.
+
+    Attributes:
+        label: as a column's heading.
+        unit: empty for a ratio or a fraction.
+        better: ``higher``, ``lower``, or empty where it is neither.
+        text: writes a value for a person.
+    """
+
+    label: str
+    unit: str
+    better: str
+    text: Callable[[float], str]
+
+
+#: Every metric by the name that the database, ``--json``, MLflow and Python use for it.
+METRICS = {
+    "throughput": About("throughput", "steps/s", "higher", "{:.4g} steps/s".format),
+    "samples_per_s": About("samples", "samples/s", "higher", "{:.4g} samples/s".format),
+    "step_time_ms": About("step", "ms", "lower", time_text),
+    "memory_bytes": About("memory", "bytes", "lower", memory_text),
+    "divergence": About("divergence", "", "lower", percent_text),
+    "noise_floor": About("noise floor", "", "", percent_text),
+    "gradient_error": About("gradient error", "", "lower", percent_text),
+    "speedup": About("over the script", "", "higher", ratio_text),
+    "speedup_over_16bit": About("over 16-bit", "", "higher", ratio_text),
+    "effective_speedup": About("effective speed-up", "", "higher", ratio_text),
+}
+#: Figures that follow the speed-up where that is taken over several runs.
+_RATES = ("throughput", "samples_per_s", "effective_speedup", "speedup_over_16bit")
+
+
+def metrics_of(values: Mapping[str, float], source: str | Mapping[str, str] = MEASURED) -> dict[str, Metric]:
+    """Return plain values as metrics.
+
+    Args:
+        source: of all of them, or of each by name (``measured`` where it is not named).
+    """
+    named = {} if isinstance(source, str) else source
+    usual = source if isinstance(source, str) else MEASURED
+    return {name: Metric(value, named.get(name, usual)) for name, value in values.items()}
+
+
+def headline(figures: Mapping[str, Any]) -> str:
+    """Return the gain that is given first: over the 16-bit run where that is known (a GPU), else over the script."""
+    over = figures.get("speedup_over_16bit")
+    return f"{over:.2f}x over 16-bit" if over is not None else f"{figures['speedup']:.2f}x over the script"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One finished run; ``run["speedup"]`` is the value of a metric.
+
+    Attributes:
+        number: 0, 1, 2, ... in order of asking; finalist and reference runs have their own numbers.
+        kind: ``reference``, ``noise`` (the benign perturbation), ``preset``, ``search`` or ``finalist``.
+        name: what a person calls it: a preset's name, or ``trial 17``.
+        params: what Optuna decided (``layer:<group>`` -> choice, and other parameters).
+        policy: the policy document that ran; empty for the reference.
+        status: ``ok``, ``pruned``, ``duplicate`` or a failure of :mod:`autoprec.trial.protocol`, with ``reason`` and
+            ``tail``, the last lines of its output.
+        metrics: by the names of :data:`METRICS`; empty where it failed. On a GPU target also ``speedup_over_16bit``,
+            once the 16-bit run was measured.
+        losses: per step; ``reference_losses`` the paired reference's.
+        tags: any of preset, finalist, pareto, best, infeasible, pruned, unreliable (its times; ``reason`` says why).
+        started, seconds: epoch seconds of the start, and duration.
+        seed: which paired seed (0 is the script's own).
+        variant: name of the script's other arguments that it ran under; empty for the script as it was given.
+    """
+
+    number: int
+    kind: str
+    name: str
+    params: dict[str, Any]
+    policy: dict[str, Any]
+    status: str
+    reason: str = ""
+    tail: str = ""
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
+    tags: tuple[str, ...] = ()
+    started: float = 0.0
+    seconds: float = 0.0
+    seed: int = 0
+    variant: str = ""
+
+    def __post_init__(self) -> None:
+        """Hide secrets in what the script said: runs go to databases, reports and tracking servers."""
+        object.__setattr__(self, "reason", redact_text(self.reason))
+        object.__setattr__(self, "tail", redact_text(self.tail))
+
+    @property
+    def ok(self) -> bool:
+        """True when it was measured to its end."""
+        return self.status == "ok"
+
+    def __getitem__(self, name: str) -> float:
+        """Return the value of a metric.
+
+        Raises:
+            KeyError: the run has none of this name.
+        """
+        return self.metrics[name].value
+
+    def get(self, name: str) -> float | None:
+        """Return the value of a metric; None where the run has none of this name."""
+        found = self.metrics.get(name)
+        return None if found is None else found.value
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """The values of all metrics by name."""
+        return {name: metric.value for name, metric in self.metrics.items()}
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """Where each metric comes from: ``measured`` or ``modelled``."""
+        return {name: metric.source for name, metric in self.metrics.items()}
+
+    @property
+    def intervals(self) -> dict[str, tuple[float | None, float | None]]:
+        """Bounds of the metrics whose interval is known."""
+        bounds = ((name, (metric.low, metric.high)) for name, metric in self.metrics.items())
+        return {name: bound for name, bound in bounds if bound != (None, None)}
+
+    def with_metrics(self, more: Mapping[str, Metric]) -> Run:
+        """Return a copy with further metrics, or others of the same names."""
+        return replace(self, metrics=self.metrics | dict(more))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON form: values, ``sources`` and ``intervals`` by name; non-finite losses become null."""
+        out = {one.name: getattr(self, one.name) for one in fields(self)}
+        parts = {"metrics": self.figures, "sources": self.sources, "intervals": self.intervals}
+        return out | parts | {"losses": or_null(self.losses), "reference_losses": or_null(self.reference_losses)}
+
+    def to_stored(self) -> dict[str, Any]:
+        """Return the form that a study's database holds: :meth:`to_json` and its checksum."""
+        return with_checksum(self.to_json())
+
+    @classmethod
+    def from_stored(cls, document: dict[str, Any], *, where: str = "record") -> Run:
+        """Rebuild from :meth:`to_stored`.
+
+        Raises:
+            FileError: it is not what was stored.
+        """
+        return cls.from_json(without_checksum(document, where=where))
+
+    @classmethod
+    def from_json(cls, document: dict[str, Any]) -> Run:
+        """Rebuild from :meth:`to_json`, also of a version that knew no intervals."""
+        sources, intervals = document.get("sources", {}), document.get("intervals", {})
+        metrics = {
+            name: Metric(value, sources.get(name, MEASURED), *intervals.get(name, ()))
+            for name, value in document.get("metrics", {}).items()
+        }
+        return rebuild(cls, document | {"metrics": metrics})
+
+
+def pooled(runs: Iterable[Run]) -> dict[str, Run]:
+    """Return every policy that was measured, by name: its first run, with the figures of all its paired runs.
+
+    The speed-up is the median over the runs that compiled the model as the script does, where there are any, and what
+    else is of time follows it, and the memory is theirs; the divergence is the mean over paired seeds, and
+    ``metrics["seeds"]`` says over how many.
+    """
+    by_name: dict[str, list[Run]] = {}
+    for run in sorted(runs, key=lambda r: (r.kind == "finalist", r.seed)):
+        if run.ok and run.kind not in ("reference", "noise"):
+            by_name.setdefault(run.name, []).append(run)
+    return {name: _pool(of_one) for name, of_one in by_name.items()}
+
+
+def _pool(runs: Sequence[Run]) -> Run:
+    first = runs[0]
+    if len(runs) == 1 or not {"speedup", "divergence"} <= first.metrics.keys():
+        return first
+    whole = [run for run in runs if BY_BLOCK not in run.tags] or runs
+    speedup = statistics.median(run["speedup"] for run in whole)
+    faster = speedup / first["speedup"]
+    values = {name: first[name] * faster for name in _RATES if name in first.metrics}
+    gaps = {run.seed: run["divergence"] for run in runs}  # under one seed the whole model's run is the later
+    values |= {"speedup": speedup, "step_time_ms": first["step_time_ms"] / faster, "seeds": float(len(gaps))}
+    values |= {name: whole[0][name] for name in ("memory_bytes",) if name in whole[0].metrics}
+    values["divergence"] = statistics.fmean(gaps.values())
+    return first.with_metrics(metrics_of(values, first.sources))
