@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from autoprec.errors import StudyError, UsageError
+from autoprec.support.amounts import check_share, parse_share
 from autoprec.support.optional import require
 from autoprec.support.tables import Shown, Table
 from autoprec.trial.protocol import STEPS
+from autoprec.tuning.options import OPTIONS, SearchOptions
 from autoprec.tuning.study import records
 from autoprec.tuning.study.run import headline
 
@@ -96,7 +98,7 @@ def search(
     budget_s: float | None = None,
     steps: int = STEPS,
     warmup: int = 3,
-    max_divergence: float = 0.0025,
+    max_divergence: float | str = 0.0025,
     max_gradient_error: float = 0.12,
     max_memory: int | None = None,
     objective: str = "throughput",
@@ -108,8 +110,6 @@ def search(
     resume: bool = False,
     workers: int = 0,
     engine: str = "local",
-    ray_address: str = "",
-    gpus_per_trial: int = 1,
     sampler: str = "ours",
     cost_scale: str = "",
     calibration: str = "",
@@ -118,7 +118,6 @@ def search(
     run_steps: int = 0,
     phases: str = "",
     at_step: int = 0,
-    at: str = "",
     backend: str = "auto",
     runs_dir: str = "autoprec-runs",
     track: bool = True,
@@ -129,30 +128,10 @@ def search(
     Args:
         script: the command line of the script, as text (``"train.py --lr 3e-4"``) or as tokens; or a function that
             trains when it is called, which is run in processes of its own (``functools.partial`` gives it arguments).
-        target: ``auto`` (the device the script trains on, timed), or a name of ``autoprec targets`` (modelled).
-        space: a shipped search space, or a file; empty: the one that suits the target.
-        trials, budget_s: the most trials and seconds; it ends earlier when nothing left is worth a trial.
-        steps, warmup: training steps of a trial that are scored, and those before them that are not.
-        max_divergence: accepted mean relative loss gap, as a fraction (0.0025 is 0.25 %).
-        max_gradient_error: accepted gradient error, as a share of the mini-batch gradient noise.
-        max_memory: accepted peak memory in bytes.
-        objective: ``throughput``, ``memory`` or ``balanced``.
-        reference: what divergence is measured against: ``script``, ``fp32`` or ``bf16``.
-        seed: the first paired seed, and the seed of the sampler.
-        seeds: paired seeds of a policy where the loss cannot judge; elsewhere two to 24, as the decision needs.
-        run_steps, phases: steps of the whole run, and its parts in bf16: ``first-bf16``, ``last-bf16`` or both.
-        at_step, at: the step at which trials start, and steps (``"0,1000"``) of which the worst gradient error counts.
-        output: where the policy is written.
-        study, storage, resume: name and database of the study, and whether to continue it.
-        workers, engine: trials side by side (0: as many as can be timed; 2 on one GPU: one compiles while another is
-            timed), ``local`` or on a ``ray`` cluster.
-        ray_address, gpus_per_trial: the Ray cluster, and the GPUs that one trial takes there.
-        sampler: ``ours``, ``tpe``, ``nsga2``, ``random``, ``gp``, ``ilp`` or ``greedy``.
-        cost_scale, calibration: model time at larger shapes (``"width=16,depth=4,tokens=32"``), with measured rates.
-        force: search although the verdict is that nothing can be gained.
-        backend: who runs the GEMMs, see ``autoprec doctor``.
-        runs_dir: folder of all studies.
-        track, progress: log trials to MLflow; print phases and trials on stderr.
+        progress: print phases and trials on stderr.
+
+    Every other keyword is an option of ``autoprec search`` of the same name (docs/cli.md); ``help(autoprec.search)``
+    lists them with their units:
 
     Returns:
         What ``autoprec search --json`` prints, as an object that notebooks and terminals show as a table;
@@ -178,7 +157,6 @@ def _run(
     from autoprec.trial.command import ScriptCommand
     from autoprec.tuning.engine import Search
     from autoprec.tuning.events import Listener, Listeners
-    from autoprec.tuning.options import SearchOptions
 
     began = time.monotonic()
     checked = _checked(asked)
@@ -220,12 +198,12 @@ def _tokens(script: Any, runs_dir: Path) -> tuple[str, ...]:
     return (str(function_script(script, runs_dir / "functions")),)
 
 
-#: What a Python type accepts, by the first word of an option's annotation.
-_KINDS: dict[str, tuple[type, ...]] = {"str": (str,), "int": (int,), "float": (int, float), "bool": (bool,)}
-_UNITS = {
-    "budget_s": "seconds: 1200 for 20 minutes",
-    "max_memory": "bytes: 60 * 2**30 for 60 GiB",
-    "max_divergence": "a fraction: 0.0025 for 0.25 %",
+#: What a Python type accepts, by the first word of an option's annotation, and what that is called.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "str": ((str,), "text"),
+    "int": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "bool": ((bool,), "True or False"),
 }
 
 
@@ -235,21 +213,38 @@ def _checked(asked: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         UsageError: naming the option, what it was given and what it takes.
     """
-    from autoprec.tuning.options import SearchOptions
-
+    types = {one.name: str(one.type) for one in fields(SearchOptions)}
     out: dict[str, Any] = {}
-    for option in (one for one in fields(SearchOptions) if one.name in asked):
-        kind, _, optional = str(option.type).partition(" | ")
-        value = asked[option.name]
-        value = os.fspath(value) if kind == "str" and isinstance(value, os.PathLike) else value
-        right = isinstance(value, _KINDS[kind]) and (kind == "bool" or not isinstance(value, bool))
+    for name, about in OPTIONS.items():
+        kind, _, optional = types[name].partition(" | ")
+        accepted, takes = _KINDS[kind]
+        value = asked[name]
+        if kind == "str" and isinstance(value, os.PathLike):
+            value = os.fspath(value)
+        elif about.parse == "parse_share":  # a number has no unit here: as a number without one on a command line
+            value = parse_share(value) if isinstance(value, str) else value
+        right = isinstance(value, accepted) and (kind == "bool" or not isinstance(value, bool))
         if not right and not (optional and value is None):
-            takes = {"str": "text", "int": "a whole number", "float": "a number", "bool": "True or False"}[kind]
             raise UsageError(
-                f"{option.name}={value!r} is a {type(value).__name__}, where {takes} is needed",
-                fix=f"it is in {_UNITS[option.name]}"
-                if option.name in _UNITS
-                else f"e.g. {option.name}={option.default!r}",
+                f"{name}={value!r} is a {type(value).__name__}, where {takes} is needed",
+                fix=f"it is in {about.python}" if about.python else f"e.g. {name}={about.default!r}",
+                code="type",
             )
-        out[option.name] = value
+        if about.parse == "parse_share" and value is asked[name]:
+            check_share(value)
+        out[name] = value
     return out
+
+
+def _described() -> str:
+    """Return what ``help(autoprec.search)`` says of every option, from their table."""
+    lines = []
+    for name, about in OPTIONS.items():
+        words = f" One of {', '.join(about.choices)}." if about.choices else ""
+        unit = f" In {about.python}." if about.python else ""
+        lines.append(f"        {name}: {about.help}{words}{unit} Default: {about.default!r}.\n")
+    return "".join(lines)
+
+
+if search.__doc__:  # absent under python -OO
+    search.__doc__ = search.__doc__.replace("\n    Returns:", f"{_described()}\n    Returns:", 1)

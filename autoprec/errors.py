@@ -18,7 +18,8 @@
     ├── NoSpaceError                   exit 6   the disk is full
     └── SearchInterruptedError         exit 130 or 143   Ctrl-C or SIGTERM ended a search
 
-Each says what went wrong, where, and how to fix it: ``str(error)`` is what a person reads.
+Each says what went wrong, where, and how to fix it: ``str(error)`` is what a person reads. What a program reads is its
+``code``: a word that stays the same when the sentence is reworded.
 """
 
 from __future__ import annotations
@@ -66,13 +67,17 @@ def nearest(name: str, valid: Iterable[str], limit: int = 1) -> list[str]:
 
 
 class AutoPrecError(Exception):
-    """Base of the tree: ``what`` happened, ``where``, and how to ``fix`` it."""
+    """Base of the tree: ``what`` happened, ``where``, how to ``fix`` it, and a ``code`` for programs."""
 
     exit_code = 1
+    #: What kind of error this is; one raise may be more specific (``code=`` of the constructor).
+    code = "failed"
 
-    def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
+    def __init__(self, what: str, *, where: str = "", fix: str = "", code: str = "") -> None:
         super().__init__(what)
         self.what, self.where, self.fix = what, where, fix
+        if code:
+            self.code = code
 
     def __str__(self) -> str:
         head = f"{self.where}: {self.what}" if self.where else self.what
@@ -82,23 +87,32 @@ class AutoPrecError(Exception):
 class UsageError(AutoPrecError):
     """The command line or a Python call is wrong."""
 
+    code = "usage"
     exit_code = 2
 
 
 class FileError(UsageError):
     """A file is missing, unreadable, malformed, or cannot be written."""
 
+    code = "file"
+
 
 class PolicyError(FileError):
     """A policy file or object is not valid."""
+
+    code = "policy"
 
 
 class SpaceError(FileError):
     """A search-space file is not valid."""
 
+    code = "space"
+
 
 class UnknownNameError(UsageError):
     """A name nobody knows; the message carries the nearest valid names."""
+
+    code = "unknown-name"
 
     def __init__(self, kind: str, name: str, valid: Iterable[str], *, where: str = "") -> None:
         options = sorted(set(valid))
@@ -112,46 +126,59 @@ class UnknownNameError(UsageError):
 class MissingDependencyError(UsageError):
     """An optional package is needed here and is not installed, or is too old."""
 
+    code = "missing-package"
+
 
 class PolicyMismatchError(AutoPrecError):
     """A policy does not fit the model it is applied to."""
+
+    code = "mismatch"
 
 
 class UnsupportedError(AutoPrecError):
     """A backend cannot run what the policy asks for; the message carries the reason."""
 
+    code = "unsupported"
+
 
 class AuditError(AutoPrecError):
     """What ran is not what was asked for."""
+
+    code = "audit"
 
 
 class NothingAcceptableError(AutoPrecError):
     """No trial could be measured, or nothing acceptable was found."""
 
+    code = "nothing-acceptable"
     exit_code = 3
 
 
 class ScriptError(AutoPrecError):
     """The user's script failed before its first training step: its fault, not AutoPrec's."""
 
+    code = "script"
     exit_code = 4
 
 
 class StudyError(AutoPrecError):
     """The study is locked by another process, damaged, or does not match this call."""
 
+    code = "study"
     exit_code = 5
 
 
 class NoSpaceError(AutoPrecError):
     """The disk is full."""
 
+    code = "no-space"
     exit_code = 6
 
 
 class SearchInterruptedError(AutoPrecError):
     """Ctrl-C (130) or SIGTERM (143) ended a search; everything finished is kept, and ``fix`` continues it."""
 
+    code = "interrupted"
     exit_code = 130
 
     def __init__(self, what: str, *, fix: str, exit_code: int) -> None:

@@ -53,6 +53,11 @@ def _option_row(option: click.Option, context: click.Context) -> str:
     return f"| {names}{value} | {default} | {_sentence(option.help or '')} |"
 
 
+def _rare(command: click.Command) -> list[click.Option]:
+    """Return the options that ``--help`` leaves out."""
+    return [param for param in command.params if isinstance(param, click.Option) and param.hidden]
+
+
 def _section(name: str, command: click.Command) -> list[str]:
     context = click.Context(command, info_name=f"autoprec {name}", parent=None)
     usage = " ".join([f"autoprec {name}", *command.collect_usage_pieces(context)])
@@ -70,7 +75,8 @@ def _groups(command: click.Command, context: click.Context) -> dict[str, list[cl
     if not (isinstance(command, TakesScript) and command.groups):
         return {"option": options}
     found = command.grouped(context)
-    return {heading: [param for param in params if param in options] for heading, params in found.items()}
+    shown = {heading: [param for param in params if param in options] for heading, params in found.items()}
+    return shown | {"Rarely needed, not shown by `--help`": _rare(command)}
 
 
 def reference() -> str:

@@ -1,7 +1,6 @@
-"""Options that several commands share: one spelling, one default, one help text, one way to parse.
+"""Click options from the table of :mod:`autoprec.tuning.options`, and the few that several commands share.
 
-Commands that run a script's training under a policy take ``--backend``; those that print a document take ``--json``;
-a search takes ``--max-divergence``.
+Commands that run a script's training under a policy take ``--backend``; those that print a document take ``--json``.
 """
 
 from __future__ import annotations
@@ -12,24 +11,67 @@ from typing import Any, TypeVar
 import click
 
 from autoprec.errors import AutoPrecError
+from autoprec.tuning.options import OPTIONS, PRINTED, Option
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def parsed(parse: str) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return a click callback that parses an option by a function of :mod:`autoprec.tuning.options`."""
+def _reader(about: Option) -> Callable[[click.Context, click.Parameter, Any], Any] | None:
+    """Return the click callback of an option that is not taken as it is."""
+    if about.is_flag and about.default:
+        return lambda _context, _parameter, given: not given  # the flag takes it away
+    if not about.parse:
+        return None
 
-    def callback(_context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
+    def parsed(_context: click.Context, parameter: click.Parameter, value: str | None) -> Any:
         if value is None:
             return None
-        from autoprec.tuning import options
+        from autoprec.support import amounts
 
         try:
-            return getattr(options, parse)(value)
+            return getattr(amounts, about.parse)(value)
         except AutoPrecError as error:
             raise click.BadParameter(f"{error.what}; {error.fix}", param=parameter) from error
 
-    return callback
+    return parsed
+
+
+def _shown(about: Option) -> Any:
+    """Return the default as a person writes it."""
+    return f"{100 * about.default:g}%" if about.parse == "parse_share" and about.default else about.default
+
+
+def of_search(name: str, **changes: Any) -> Callable[[F], F]:
+    """Return an option of ``autoprec search`` for any command; ``changes`` are what it has otherwise there."""
+    about = OPTIONS[name]
+    kind: dict[str, Any] = {"default": _shown(about), "show_default": bool(about.default)}
+    if about.is_flag:
+        kind = {"is_flag": True}
+    elif about.choices:
+        kind["type"] = click.Choice(about.choices)
+    elif not about.parse and about.default is not None:
+        kind["type"] = type(about.default)
+    if about.metavar:
+        kind["metavar"] = about.metavar
+    kind |= {"help": about.help, "hidden": about.hidden, "callback": _reader(about), "envvar": about.envvar or None}
+    spellings = [spelling for spelling in (about.flag, about.short) if spelling]
+    return click.option(*spellings, name, **(kind | changes))
+
+
+def search_options(function: F) -> F:
+    """Give a command every option of a search, in the order of the table."""
+    for name in reversed(OPTIONS):
+        function = of_search(name)(function)
+    return function
+
+
+def search_groups() -> dict[str, list[str]]:
+    """Return heading -> the options that ``autoprec search --help`` shows under it."""
+    found: dict[str, list[str]] = {}
+    for about in OPTIONS.values():
+        if not about.hidden:
+            found.setdefault(about.group, []).append(about.flag)
+    return found | {PRINTED: ["--dry-run", "--json", "--quiet", "--verbose"]}
 
 
 def as_json(what: str) -> Callable[[F], F]:
@@ -42,13 +84,5 @@ def timeout(until: str) -> Callable[[F], F]:
     return click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help=until)
 
 
-backend = click.option("--backend", default="auto", show_default=True, metavar="NAME", help="Who runs the GEMMs.")
+backend = of_search("backend")
 quiet = click.option("-q", "--quiet", is_flag=True, help="No progress.")
-max_divergence = click.option(
-    "--max-divergence",
-    default="0.25%",
-    show_default=True,
-    callback=parsed("parse_share"),
-    metavar="SHARE",
-    help="Largest acceptable mean relative loss gap.",
-)

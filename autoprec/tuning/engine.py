@@ -14,7 +14,6 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -145,7 +144,7 @@ class Search:
             named = sqlite_file(self.options.storage)
             if named is not None:  # it may be the storage of a search that was started in another directory
                 stack.enter_context(file_lock(named.with_name(f"{named.name}.{self.options.study}.lock")))
-            pool = stack.enter_context(HostPool(self._factory_at(self.options.ages[0]), self.study_dir / "hosts"))
+            pool = stack.enter_context(HostPool(self._trial_factory(), self.study_dir / "hosts"))
             try:
                 return self._run(pool, stack)
             except (KeyboardInterrupt, SystemExit) as stop:
@@ -161,17 +160,10 @@ class Search:
         """Return the command that continues the search, with a budget that is enough where this one was not."""
         return self.options.with_budget_for(self.ledger.needed_s if self.ledger else 0.0).resume_command()
 
-    def _factory_at(self, age: int) -> RunnerFactory:
+    def _trial_factory(self) -> RunnerFactory:
         if self._factory is not None:
             return self._factory
-        return runner_factory(self.options, self.command, age, partial(setattr, self, "_aged"))
-
-    def _runners_at(self, ages: Sequence[int], setup: Setup, ledger: Ledger) -> Iterator[tuple[int, PairedRunner]]:
-        """Yield, for each further age, what runs trials there; its hosts end afterwards."""
-        for age in ages:
-            with HostPool(self._factory_at(age), self.study_dir / f"hosts-at-{age}") as pool:
-                self._host_at(pool, age)
-                yield age, PairedRunner(setup, pool, ledger)
+        return runner_factory(self.options, self.command, partial(setattr, self, "_aged"))
 
     def _host_at(self, pool: HostPool, age: int) -> HostInfo:
         """Wait for the first host to reach the step at which trials start, and tell how far it is."""
@@ -219,7 +211,7 @@ class Search:
             self._calibration = calibration_of(self.options, pool.info(0).device)
         store = self._store or self._open_store(stack)
         try:
-            host = self._host_at(pool, self.options.ages[0])
+            host = self._host_at(pool, self.options.at_step)
         except ScriptError:
             store.discard_empty()
             raise
@@ -239,8 +231,8 @@ class Search:
         runner = PairedRunner(setup, pool, ledger)
         self._info = self._introduction(setup, store)
         self.listener.started(self._info)
-        if self.options.ages[0]:
-            ledger.note(_late(self.options.ages[0], host.launch, ledger.elapsed()))
+        if self.options.at_step:
+            ledger.note(_late(self.options.at_step, host.launch, ledger.elapsed()))
         if not setup.measured:
             ledger.note(f"times are {setup.cost.label}")
         if chosen := setup.backends_text(self._calibration):
@@ -264,7 +256,7 @@ class Search:
                 if not self.options.resume:
                     self.listener.note(line)
             self.listener.phase("sensitivity")
-            table = measure_table(setup, runner, ledger, self._runners_at(self.options.ages[1:], setup, ledger))
+            table = measure_table(setup, runner, ledger)
             answer = with_unknown(settled(run_study(setup, runner, ledger, table), ledger), setup, ledger)
             if narrow is not None:
                 most = f"by the cost model nothing else gains more than {verdict.bound_speedup:.2f}x over that"

@@ -1,4 +1,9 @@
-"""What a search was asked to do, and the signature that a resumed search must match."""
+"""What a search was asked to do, and the signature that a resumed search must match.
+
+:class:`SearchOptions` is the table of options, too: what each field says about itself (:class:`Option`) makes the
+options of ``autoprec search``, their headings and help, docs/cli.md, the keywords of ``help(autoprec.search)``, and the
+command line that resumes a search. A new option is one field here, and one typed keyword of :func:`autoprec.search`.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +12,65 @@ import math
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from autoprec.errors import StudyError, UnknownNameError, UsageError
-from autoprec.policy import Policy, boundaries
-from autoprec.policy.phases import speedup_of_run, with_presets
-from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.support.amounts import LEAST_BYTES
 from autoprec.support.files import canonical_json
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_uri
 from autoprec.trial.protocol import STEPS
 
 #: Fewer timed steps than these have no median and no second half.
 FEWEST_STEPS = 4
-#: What the options that are one of a few words may be.
-CHOICES = {
-    "objective": ("throughput", "memory", "balanced"),
-    "reference": ("script", "fp32", "bf16"),
-    "engine": ("local", "ray"),
-    "sampler": ("ours", "tpe", "nsga2", "random", "gp", "ilp", "greedy"),
-}
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """What a field of :class:`SearchOptions` says about itself.
+
+    Attributes:
+        help: one sentence, for ``--help`` and ``help(autoprec.search)`` alike.
+        group: the heading that it stands under.
+        flag: how the command line spells it, where that is not the field's name with dashes.
+        short: a second, short spelling.
+        parse: the function of :mod:`autoprec.support.amounts` that reads it from a command line.
+        python: what a call from Python gives instead, where that is in another unit.
+        least: the smallest number that it may be.
+        choices: the words that it may be.
+        envvar: the environment variable that it is taken from where it is not given.
+        hidden: not shown by ``--help``: for plans of a whole run, and for the command lines that AutoPrec prints.
+        name: the field.
+        default: its default.
+    """
+
+    help: str
+    group: str
+    metavar: str = ""
+    flag: str = ""
+    short: str = ""
+    parse: str = ""
+    python: str = ""
+    least: int | None = None
+    choices: tuple[str, ...] = ()
+    envvar: str = ""
+    hidden: bool = False
+    name: str = ""
+    default: Any = None
+
+    @property
+    def is_flag(self) -> bool:
+        return isinstance(self.default, bool)
+
+
+def option(default: Any, help: str, group: str, **about: Any) -> Any:
+    """Return a dataclass field with a default that describes itself as an option."""
+    return field(default=default, metadata={"option": Option(help, group, **about)})
+
+
+WHAT, HOW_LONG, ACCEPTABLE = "What to search", "How long", "What is acceptable"
+KEPT, TRIALS, PRINTED, RARE = "Where it is kept", "Who runs and proposes trials", "What is printed", "Rarely needed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,86 +78,123 @@ class SearchOptions:
     """The options of ``autoprec search``, parsed; times in seconds, memory in bytes, divergence as a fraction."""
 
     command: tuple[str, ...]
-    target: str = "auto"
-    space: str = ""
-    trials: int = 30
-    budget_s: float | None = None
-    steps: int = STEPS
-    warmup: int = 3
-    max_divergence: float = 0.0025
-    max_gradient_error: float = 0.12
-    max_memory: int | None = None
-    objective: str = "throughput"
-    reference: str = "script"
-    seed: int = 0
-    output: str = "policy.yaml"
-    study: str = ""
-    storage: str = ""
-    resume: bool = False
-    workers: int = 0
-    engine: str = "local"
-    ray_address: str = ""
-    gpus_per_trial: int = 1
-    sampler: str = "ours"
-    cost_scale: str = ""
-    calibration: str = ""
-    force: bool = False
-    seeds: int = 4
-    run_steps: int = 0
-    phases: str = ""
-    at_step: int = 0
-    at: str = ""
-    backend: str = "auto"
-    runs_dir: str = "autoprec-runs"
-    track: bool = True
+    target: str = option(
+        "auto", "auto (the device the script trains on, timed), or a GPU to rehearse for.", WHAT, metavar="NAME"
+    )
+    cost_scale: str = option(
+        "", "Rehearsal: evaluate the cost model at scaled shapes.", WHAT, metavar="width=16,depth=4,tokens=32"
+    )
+    space: str = option("", "Search space; default: the target's.", WHAT, metavar="NAME|FILE")
+    reference: str = option(
+        "script", "What divergence and speed are compared with.", WHAT, choices=("script", "fp32", "bf16")
+    )
+    backend: str = option("auto", "Who runs the GEMMs.", WHAT, metavar="NAME")
+    trials: int = option(30, "Trials at most, presets included.", HOW_LONG, metavar="N", least=1)
+    budget_s: float | None = option(
+        None,
+        "Stop in time: 20m, 90s.",
+        HOW_LONG,
+        metavar="TIME",
+        flag="--budget",
+        parse="parse_duration",
+        python="seconds: 1200 for 20 minutes",
+    )
+    steps: int = option(STEPS, "Measured steps per trial.", HOW_LONG, metavar="N", least=FEWEST_STEPS)
+    warmup: int = option(3, "Steps before measuring.", HOW_LONG, metavar="N", least=1)
+    force: bool = option(False, "Search even where the verdict is 'stay'.", HOW_LONG)
+    max_divergence: float = option(
+        0.0025,
+        "Largest acceptable mean relative loss gap.",
+        ACCEPTABLE,
+        metavar="SHARE",
+        parse="parse_share",
+        python="a fraction: 0.0025 for 0.25 %",
+    )
+    max_gradient_error: float = option(
+        0.12, "Largest gradient error, in units of the mini-batch gradient noise.", ACCEPTABLE, metavar="X"
+    )
+    max_memory: int | None = option(
+        None,
+        "Largest peak memory, e.g. 60GiB.",
+        ACCEPTABLE,
+        metavar="BYTES",
+        parse="parse_bytes",
+        python="bytes: 60 * 2**30 for 60 GiB",
+        least=LEAST_BYTES,
+    )
+    objective: str = option(
+        "throughput",
+        "What to optimise among acceptable policies.",
+        ACCEPTABLE,
+        choices=("throughput", "memory", "balanced"),
+    )
+    output: str = option("policy.yaml", "Where the policy goes.", KEPT, metavar="FILE", short="-o")
+    study: str = option("", "Name of the study; default: from the script.", KEPT, metavar="NAME")
+    storage: str = option("", "Optuna RDB; default: SQLite.", KEPT, metavar="URL", envvar="OPTUNA_STORAGE")
+    resume: bool = option(False, "Continue a study; finished trials are not repeated.", KEPT)
+    track: bool = option(True, "Track nothing.", KEPT, flag="--no-mlflow")
+    workers: int = option(0, "Parallel trials; default: by target, on one GPU 1.", TRIALS, metavar="N", least=0)
+    engine: str = option("local", "Where trials run.", TRIALS, choices=("local", "ray"))
+    sampler: str = option(
+        "ours", "Who proposes trials; all but ours are for comparison.", TRIALS, choices=("ours", "tpe", "random")
+    )
+    seed: int = option(0, "The first paired seed, and the seed of the sampler.", TRIALS, metavar="N")
+    calibration: str = option(
+        "",
+        "Rates of another device, from `autoprec calibrate`; those of this one are found.",
+        RARE,
+        metavar="FILE",
+        hidden=True,
+    )
+    seeds: int = option(
+        4,
+        "Paired seeds of a policy where the loss cannot judge; else 2 to 24, as the decision needs.",
+        RARE,
+        metavar="N",
+        least=1,
+        hidden=True,
+    )
+    run_steps: int = option(
+        0,
+        "Optimizer steps of the whole run: its end goes to bf16 where that makes a faster policy acceptable.",
+        RARE,
+        metavar="N",
+        least=0,
+        hidden=True,
+    )
+    phases: str = option(
+        "",
+        "Begin (200 steps) and end (15 %) a run of --run-steps in bf16.",
+        RARE,
+        metavar="first-bf16,last-bf16",
+        hidden=True,
+    )
+    at_step: int = option(
+        0, "Train the script to step N first; every trial starts there.", RARE, metavar="N", least=0, hidden=True
+    )
+    runs_dir: str = option("autoprec-runs", "Folder of all studies.", RARE, metavar="DIR", hidden=True)
 
     def __post_init__(self) -> None:
-        for name, valid in CHOICES.items():
-            if getattr(self, name) not in valid:
-                raise UnknownNameError(name, str(getattr(self, name)), valid)
-        for name, least in (
-            ("trials", 1),
-            ("steps", FEWEST_STEPS),
-            ("warmup", 1),
-            ("seeds", 1),
-            ("gpus_per_trial", 1),
-        ):
-            if getattr(self, name) < least:
-                flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} {getattr(self, name)} is too small", fix=f"use {least} or more")
+        for name, about in OPTIONS.items():
+            value = getattr(self, name)
+            if about.choices and value not in about.choices:
+                raise UnknownNameError(name, str(value), about.choices)
+            if about.least is not None and value is not None and value < about.least:
+                raise UsageError(f"{about.flag} {value} is too small", fix=f"use {about.least} or more")
         if not 0 < self.max_divergence < 1:
             raise UsageError("--max-divergence must lie between 0 and 100 %", fix="e.g. --max-divergence 0.25%")
-        self._check_phases()
-        self._check_ages()
-        if self.workers < 0:
-            raise UsageError("--workers must not be negative", fix="leave it out to let AutoPrec choose")
-
-    def _check_phases(self) -> None:
-        if self.run_steps < 0 or (self.phases and not self.run_steps):
+        if self.phases and not self.run_steps:
             raise UsageError(
                 f"--phases {self.phases} needs the steps of the whole run, to know what share of it they take",
                 fix="add --run-steps N",
             )
         if self.phases:
+            from autoprec.policy import Policy, boundaries
+            from autoprec.policy.phases import with_presets
+
             boundaries(with_presets(Policy(), self.phase_names), self.run_steps)
-
-    def _check_ages(self) -> None:
-        if self.at_step < 0 or any(not age.isdecimal() for age in self._at):
-            raise UsageError(
-                "--at-step and --at are optimizer steps of the script", fix="e.g. --at-step 1000, or --at 0,1000,5000"
-            )
-        if self.engine == "ray" and any(self.ages):
+        if self.engine == "ray" and self.at_step:
             raise UsageError("--engine ray starts every trial at the script's first step", fix="use --engine local")
-
-    @property
-    def _at(self) -> list[str]:
-        return [part.strip() for part in self.at.split(",") if part.strip()]
-
-    @property
-    def ages(self) -> tuple[int, ...]:
-        """The steps of the script at which gradient errors are measured; trials start at the first."""
-        asked = [int(age) for age in self._at]
-        return tuple(dict.fromkeys([self.at_step, *asked] if self.at_step or not asked else asked))
 
     @property
     def phase_names(self) -> tuple[str, ...]:
@@ -130,6 +210,10 @@ class SearchOptions:
         """
         if not self.run_steps:
             return self.max_gradient_error
+        from autoprec.policy import Policy
+        from autoprec.policy.phases import speedup_of_run, with_presets
+        from autoprec.precision.recipes import BUILTIN_RECIPES
+
         fp8 = Policy(recipes={"fp8": BUILTIN_RECIPES["fp8_rowwise"]}, default="fp8")
         phased = with_presets(fp8, self.phase_names or ("last-bf16",))
         return self.max_gradient_error / math.sqrt(speedup_of_run(phased, self.run_steps, 1.0, 1.0)[1])
@@ -150,8 +234,8 @@ class SearchOptions:
         kept = {"target", "steps", "warmup", "reference", "seed", "cost_scale", "max_divergence", "backend"}
         out: dict[str, Any] = {key: value for key, value in asdict(self).items() if key in kept}
         out["script"] = shlex.join(redact_arguments(self.command))  # a new password does not make another script
-        if self.ages != (0,):  # studies without it stay as they were
-            out["at"] = list(self.ages)
+        if self.at_step:  # studies without it stay as they were
+            out["at"] = [self.at_step]
         out["space"] = hashlib.sha256(space_text.encode()).hexdigest()[:16]
         out["model"] = fingerprint
         if calibration is not None:  # by what it says: the file may move, and studies without one stay as they were
@@ -164,19 +248,15 @@ class SearchOptions:
     def resume_command(self, *, stored: bool = False) -> str:
         """Return the command line that continues this search; to be ``stored``, with the script's secrets hidden."""
         words = ["autoprec", "search", "--resume"]
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name in ("command", "resume", "study") or value == field.default:
+        for name, about in OPTIONS.items():
+            value = getattr(self, name)
+            if name in ("resume", "study") or value == about.default:
                 continue
-            flag = {"budget_s": "--budget"}.get(field.name, f"--{field.name.replace('_', '-')}")
-            if field.name == "storage":
+            if name == "storage":
                 value = redact_uri(re.sub(r"(://[^:/@]*):[^@]*@", r"\1:PASSWORD@", value), hidden="PASSWORD")
-            if field.name == "track":
-                words.append("--no-mlflow")
-            elif value is True:
-                words.append(flag)
-            elif value is not None and value is not False:
-                words += [flag, f"{value:g}s" if field.name == "budget_s" else str(value)]
+            words.append(about.flag)
+            if not isinstance(value, bool):
+                words.append(f"{value:g}s" if about.parse == "parse_duration" else str(value))
         words += ["--study", self.study]
         script = redact_arguments(self.command) if stored else list(self.command)
         return shlex.join(words) + " " + shlex.join(script)
@@ -192,6 +272,19 @@ class SearchOptions:
 
     def study_dir(self) -> Path:
         return Path(self.runs_dir) / self.study
+
+
+#: The table of options: field -> what it says about itself, in the order of ``--help``.
+OPTIONS: dict[str, Option] = {
+    one.name: replace(
+        about,
+        name=one.name,
+        default=one.default,
+        flag=about.flag or f"--{one.name.replace('_', '-')}",
+    )
+    for one in fields(SearchOptions)
+    if (about := one.metadata.get("option")) is not None
+}
 
 
 def check_signature(stored: dict[str, Any], asked: dict[str, Any], *, where: str) -> None:
@@ -242,45 +335,3 @@ def fewer_steps(seen: int, warmup: int) -> str:
     if seen > FEWEST_STEPS:
         return f"make it train longer, or ask for less: --steps {FEWEST_STEPS} --warmup {seen - FEWEST_STEPS}"
     return f"make it train for at least {FEWEST_STEPS + 1} steps: one to warm up, {FEWEST_STEPS} to measure"
-
-
-def parse_duration(text: str) -> float:
-    """Parse ``90s``, ``20m`` or ``1.5h`` into seconds. A number alone is refused: 2 could be meant in any unit.
-
-    Raises:
-        UsageError: anything else.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", text)
-    if not found or float(found[1]) <= 0:
-        raise UsageError(f"'{text}' is not a duration", fix="write seconds, minutes or hours: 90s, 20m, 1.5h")
-    if not found[2]:
-        number = found[1]
-        raise UsageError(f"'{text}' is a duration without a unit", fix=f"write {number}s, {number}m or {number}h")
-    return float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]]
-
-
-def parse_share(text: str) -> float:
-    """Parse ``0.25%`` or ``0.0025`` into a fraction.
-
-    Raises:
-        UsageError: anything else.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e-?\d+)?)\s*(%?)\s*", text)
-    if not found:
-        raise UsageError(f"'{text}' is not a share", fix="write a percentage or a fraction: 0.25% or 0.0025")
-    return float(found[1]) / (100 if found[2] else 1)
-
-
-def parse_bytes(text: str) -> int:
-    """Parse ``60GiB``, ``60GB`` or a number of bytes.
-
-    Raises:
-        UsageError: anything else.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?b?)\s*", text.lower())
-    units = {"": 1, "b": 1}
-    for power, letter in enumerate("kmgt", start=1):
-        units |= {letter: 1000**power, f"{letter}b": 1000**power, f"{letter}i": 1024**power, f"{letter}ib": 1024**power}
-    if not found or found[2] not in units:
-        raise UsageError(f"'{text}' is not an amount of memory", fix="e.g. 60GiB or 512MiB")
-    return int(float(found[1]) * units[found[2]])

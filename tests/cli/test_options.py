@@ -35,7 +35,7 @@ def test_json_always_says_where_it_goes() -> None:
 
 def test_a_value_that_cannot_be_parsed_names_its_option_and_the_fix() -> None:
     @click.command()
-    @options.max_divergence
+    @options.of_search("max_divergence")
     def command(max_divergence: float) -> None:
         click.echo(repr(max_divergence))
 

@@ -1,68 +1,36 @@
 from __future__ import annotations
 
-import contextlib
 import shlex
+from dataclasses import fields
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autoprec.cli.scripts.search import search
 from autoprec.errors import AutoPrecError, StudyError, UsageError
-from autoprec.tuning.options import (
-    SearchOptions,
-    check_signature,
-    fewer_steps,
-    parse_bytes,
-    parse_duration,
-    parse_share,
-)
-
-
-@pytest.mark.parametrize(
-    ("text", "seconds"), [("90s", 90), ("20m", 1200), ("1.5h", 5400), (" 2 m ", 120), ("0.5s", 0.5)]
-)
-def test_durations(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["", "soon", "2", "90", "-3m", "3d", "0s", "1m30s"])
-def test_what_is_no_duration_says_how_to_write_one(text: str) -> None:
-    with pytest.raises(UsageError, match="duration") as error:
-        parse_duration(text)
-    assert "m" in error.value.fix
-
-
-def test_a_duration_without_a_unit_names_the_units_of_that_number() -> None:
-    with pytest.raises(UsageError, match="without a unit") as error:
-        parse_duration("2")
-    assert error.value.fix == "write 2s, 2m or 2h"
-
-
-@pytest.mark.parametrize(("text", "share"), [("0.25%", 0.0025), ("0.0025", 0.0025), ("1 %", 0.01), ("1e-3", 1e-3)])
-def test_shares(text: str, share: float) -> None:
-    assert parse_share(text) == pytest.approx(share)
-
-
-@pytest.mark.parametrize(
-    ("text", "amount"), [("60GB", 60 * 10**9), ("512MiB", 512 * 2**20), ("1k", 1000), ("7", 7), ("1.5gb", 15 * 10**8)]
-)
-def test_bytes(text: str, amount: int) -> None:
-    assert parse_bytes(text) == amount
-
-
-@given(st.text(max_size=12))
-def test_parsers_accept_or_refuse_and_never_crash(text: str) -> None:
-    for parse in (parse_duration, parse_share, parse_bytes):
-        with contextlib.suppress(UsageError):
-            assert parse(text) >= 0
+from autoprec.tuning.options import OPTIONS, SearchOptions, check_signature, fewer_steps
 
 
 @pytest.mark.parametrize("field", ["trials", "steps", "warmup", "seeds"])
 def test_zero_is_refused_by_the_name_of_its_option(field: str) -> None:
     with pytest.raises(UsageError, match=f"--{field} 0"):
         SearchOptions(command=("train.py",), **{field: 0})  # type: ignore[arg-type]
+
+
+def test_an_option_is_one_entry_of_the_table() -> None:
+    """Field, type and default are the dataclass's; the rest is what the field says about itself."""
+    assert [one.name for one in fields(SearchOptions)] == ["command", *OPTIONS]
+    for name, about in OPTIONS.items():
+        assert (about.name, about.flag[:2]) == (name, "--")
+        assert about.help.endswith(".")
+        assert about.is_flag or about.choices or about.metavar
+        assert about.default == getattr(SearchOptions(command=("train.py",)), name)
+
+
+@pytest.mark.parametrize("size", [60, 2**20 - 1])
+def test_so_little_memory_lacks_its_unit(size: int) -> None:
+    with pytest.raises(UsageError, match="--max-memory"):
+        SearchOptions(command=("train.py",), max_memory=size)
 
 
 def test_the_resume_command_repeats_every_option_that_was_changed() -> None:
@@ -153,21 +121,13 @@ def test_phases_that_cannot_be_are_refused_before_anything_runs(asked: dict[str,
         SearchOptions(command=("train.py",), **asked)
 
 
-def test_the_ages_of_a_search() -> None:
-    def ages(**values: Any) -> tuple[int, ...]:
-        return SearchOptions(command=("train.py",), **values).ages
-
-    assert ages() == (0,)
-    assert ages(at_step=500) == (500,)
-    assert ages(at="0,1000, 5000") == (0, 1000, 5000)
-    assert ages(at_step=1000, at="0,1000") == (1000, 0)
-    with pytest.raises(UsageError, match="--at"):
-        ages(at="early")
-    with pytest.raises(UsageError, match="ray"):
-        ages(at_step=5, engine="ray")
+def test_a_search_that_begins_later_in_a_run() -> None:
     late = SearchOptions(command=("train.py",), at_step=5)
-    assert late.signature("space", "model") != SearchOptions(command=("train.py",)).signature("space", "model")
+    assert late.signature("space", "model")["at"] == [5]
+    assert "at" not in SearchOptions(command=("train.py",)).signature("space", "model")
     assert "--at-step 5" in late.resume_command()
+    with pytest.raises(UsageError, match="ray"):
+        SearchOptions(command=("train.py",), at_step=5, engine="ray")
 
 
 def test_a_budget_that_was_too_short_is_replaced_by_one_that_is_enough() -> None:

@@ -14,29 +14,14 @@ from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.script import script_command
 from autoprec.errors import AutoPrecError, NothingAcceptableError
-from autoprec.trial.protocol import STEPS
+from autoprec.tuning.options import SearchOptions
 
 if TYPE_CHECKING:
     from autoprec.tuning.engine import Search
-    from autoprec.tuning.options import SearchOptions
     from autoprec.tuning.study.records import SearchResult
 
 Files = dict[str, Path]
 
-
-#: The order in which a first reader needs them; what has no place here comes last.
-GROUPS = {
-    "What to search": ("--target", "--cost-scale", "--calibration", "--space", "--reference", "--backend"),
-    "How long": ("--trials", "--budget", "--steps", "--warmup", "--seeds", "--dry-run", "--force"),
-    "What the whole run is": ("--run-steps", "--phases", "--at-step", "--at"),
-    "What is acceptable": ("--max-divergence", "--max-gradient-error", "--max-memory", "--objective"),
-    "Where it is kept": ("--output", "--study", "--storage", "--resume", "--no-mlflow"),
-    "Who runs and proposes trials": (
-        *("--workers", "--engine", "--ray-address", "--gpus-per-trial"),
-        *("--sampler", "--seed"),
-    ),
-    "What is printed": ("--json", "--quiet", "--verbose"),
-}
 EXAMPLES = (
     "autoprec search train.py --lr 3e-4",
     "autoprec search --dry-run --target h100 train.py",
@@ -46,57 +31,9 @@ EXAMPLES = (
 )
 
 
-@script_command("search", groups=GROUPS, examples=EXAMPLES)
-@click.option("--target", default="auto", metavar="NAME", help="auto (this device, timed), or a GPU to rehearse for.")
-@click.option("--space", default="", metavar="NAME|FILE", help="Search space; default: the target's.")
-@click.option("--trials", default=30, show_default=True, metavar="N", help="Trials, presets included.")
-@click.option(
-    "--budget", "budget_s", callback=options.parsed("parse_duration"), metavar="TIME", help="Stop in time: 20m, 90s."
-)
-@click.option("--steps", default=STEPS, show_default=True, metavar="N", help="Measured steps per trial.")
-@click.option("--warmup", default=3, show_default=True, metavar="N", help="Steps before measuring.")
-@options.max_divergence
-@click.option("--max-gradient-error", default=0.12, show_default=True, metavar="X",
-              help="Largest gradient error, in units of the mini-batch gradient noise.")  # fmt: skip
-@click.option("--max-memory", callback=options.parsed("parse_bytes"), metavar="BYTES", help="e.g. 60GiB.")
-@click.option("--objective", type=click.Choice(["throughput", "memory", "balanced"]), default="throughput",
-              show_default=True, help="What to optimise among acceptable policies.")  # fmt: skip
-@click.option("--reference", type=click.Choice(["script", "fp32", "bf16"]), default="script", show_default=True,
-              help="What divergence and speed are compared with.")  # fmt: skip
-@click.option("--seed", default=0, show_default=True, metavar="N", help="Seed of the search itself.")
-@click.option(
-    "--seeds",
-    default=4,
-    show_default=True,
-    metavar="N",
-    help="Paired seeds of a policy: as many where the loss cannot judge, else 2 to 24, as the decision needs.",
-)
-@click.option("--run-steps", default=0, metavar="N", help="Optimizer steps of the whole run, for --phases.")
-@click.option("--phases", default="", metavar="first-bf16,last-bf16",
-              help="Begin (200 steps) and end (15 %) the run in bf16.")  # fmt: skip
-@click.option("--at-step", default=0, metavar="N",
-              help="Train the script to step N first; every trial starts there.")  # fmt: skip
-@click.option("--at", default="", metavar="0,1000,5000",
-              help="Measure gradient errors at these steps of the script; the worst of all ages counts.")  # fmt: skip
-@click.option("--output", "-o", default="policy.yaml", show_default=True, metavar="FILE", help="Where the policy goes.")
-@click.option("--study", default="", metavar="NAME", help="Name of the study; default: from the script.")
-@click.option("--storage", envvar="OPTUNA_STORAGE", default="", metavar="URL", help="Optuna RDB; default: SQLite.")
-@click.option("--resume", is_flag=True, help="Continue a study; finished trials are not repeated.")
-@click.option("--workers", default=0, metavar="N", help="Parallel trials; default: by target, on one GPU 1.")
-@click.option("--engine", type=click.Choice(["local", "ray"]), default="local", show_default=True,
-              help="Where trials run.")  # fmt: skip
-@click.option("--ray-address", default="", metavar="ADDRESS", help="Of the Ray cluster; default: one on this machine.")
-@click.option("--gpus-per-trial", default=1, show_default=True, metavar="N", help="With --engine ray.")
-@click.option("--sampler", type=click.Choice(["ours", "tpe", "nsga2", "random", "gp", "ilp", "greedy"]), default="ours",
-              show_default=True, help="Who proposes trials; all but ours are for comparison.")  # fmt: skip
-@click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32",
-              help="Rehearsal: evaluate the cost model at scaled shapes.")  # fmt: skip
-@click.option("--calibration", default="", metavar="FILE", help="From `autoprec calibrate`; not needed on that device.")
-@click.option("--runs-dir", default="autoprec-runs", hidden=True)  # what a search from Python says to resume it
-@options.backend
-@click.option("--dry-run", is_flag=True, help="Print the plan and how long it would take; search nothing.")
-@click.option("--force", is_flag=True, help="Search even where the verdict is 'stay'.")
-@click.option("--no-mlflow", is_flag=True, help="Track nothing.")
+@script_command("search", groups=options.search_groups(), examples=EXAMPLES)
+@options.search_options
+@click.option("--dry-run", is_flag=True, help="Print the plan, its limits and how long it would take; search nothing.")
 @options.as_json("The result")
 @options.quiet
 @click.option("-v", "--verbose", is_flag=True, help="Every trial.")
@@ -105,14 +42,11 @@ def search(
     as_json: bool,
     quiet: bool,
     verbose: bool,
-    no_mlflow: bool,
     dry_run: bool,
     **values: Any,
 ) -> int:
     """Search the precision policy that trains SCRIPT fastest without changing its loss curve."""
-    from autoprec.tuning.options import SearchOptions
-
-    asked = SearchOptions(command=script, track=not no_mlflow, **values)
+    asked = SearchOptions(command=script, **values)
     if dry_run:
         from autoprec.cli.scripts.plan import print_plan
 

@@ -21,13 +21,21 @@ if TYPE_CHECKING:
 
 @script_command("verify")
 @click.option("--policy", "policy_path", required=True, metavar="FILE", help="Policy file to verify.")
-@click.option("--steps", default=40, show_default=True, metavar="N", help="Measured steps per run.")
-@click.option("--warmup", default=3, show_default=True, metavar="N", help="Steps before measuring.")
-@click.option("--seeds", default=4, show_default=True, metavar="N", help="Paired seeds.")
-@click.option("--max-divergence", callback=options.parsed("parse_share"), metavar="SHARE",
-              help="Largest acceptable mean relative loss gap; default: the search's, else 0.25%.")  # fmt: skip
-@click.option("--max-gradient-error", type=float, metavar="X",
-              help="In units of the mini-batch gradient noise; default: the search's, else 0.12.")  # fmt: skip
+@options.of_search("steps", default=40, help="Measured steps per run.")
+@options.of_search("warmup")
+@options.of_search("seeds", help="Paired seeds.", hidden=False)
+@options.of_search(
+    "max_divergence",
+    default=None,
+    show_default=False,
+    help="Largest acceptable mean relative loss gap; default: the search's, else 0.25%.",
+)
+@options.of_search(
+    "max_gradient_error",
+    default=None,
+    show_default=False,
+    help="In units of the mini-batch gradient noise; default: the search's, else 0.12.",
+)
 @click.option("--anneal/--no-anneal", default=True, show_default=True, help="Decay the learning rate over a run.")
 @options.backend
 @options.as_json("The result")

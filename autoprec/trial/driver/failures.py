@@ -74,7 +74,7 @@ def nothing_trained(command: ScriptCommand, seen: Mapping[str, Any], tail: str) 
         return ScriptError(
             f"the script ended after {steps} training steps, before the step at which the search was to start",
             where=command.label,
-            fix="give a smaller --at-step (or --at), or let the script train for longer",
+            fix="give a smaller --at-step, or let the script train for longer",
         )
     kind = str(seen.get("why") or ("no_backward" if not seen.get("backwards") else "no_training_mode"))
     what, fix = _ADVICE.get(kind, _ADVICE["no_backward"])

@@ -34,7 +34,7 @@ _ENDED = ("converged", "exhausted")
 _MAXIMA = ("trials",)
 _ELSEWHERE = (
     *("command", "output", "study", "storage", "resume", "runs_dir", "track"),
-    *("workers", "engine", "ray_address", "gpus_per_trial"),
+    *("workers", "engine"),
 )
 #: What is told of a search anew, from the options of the one that resumes it.
 _TOLD_ANEW = ("study_dir", "storage", "trials", "resume_command", "options", "folder")

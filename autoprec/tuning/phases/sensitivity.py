@@ -8,8 +8,7 @@ so that a few dozen passes rank the gradient error of every combination (:mod:`~
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,13 +34,8 @@ def scan_warmup(steps: int) -> int:
     return min(10, max(2, steps // 2))
 
 
-def measure_table(
-    setup: Setup, runner: PairedRunner, ledger: Ledger, others: Iterable[tuple[int, PairedRunner]] = ()
-) -> SensitivityTable:
+def measure_table(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityTable:
     """Measure (or, on resume, read back) the table of gradient errors.
-
-    Args:
-        others: further steps of the script (``--at``), and what runs trials there: the worst of all ages counts.
 
     Raises:
         NothingAcceptableError: the scan could not be run, or no gradient to compare with was seen.
@@ -55,39 +49,14 @@ def measure_table(
             ledger.note(f"the stored sensitivity table cannot be used ({error}); it is measured again")
     began = time.monotonic()
     table = _scanned(setup, runner, ledger)
-    for age, other in others:
-        table, worse = worst_of(table, _scanned(setup, other, ledger))
-        ledger.note(
-            f"at step {age} of the script {worse:.0%} of the gradient errors are larger than before, over noise"
-        )
     if table.hardly_moved:
-        step = max(options.ages) + scan_warmup(options.steps)
-        ledger.note(f"at step {step} {unmoved(table.hardly_moved)}; --at-step N, or --at 0,N, looks beyond the warm-up")
+        step = options.at_step + scan_warmup(options.steps)
+        ledger.note(f"at step {step} {unmoved(table.hardly_moved)}; --at-step N looks beyond the warm-up")
     ledger.table = table
     ledger.timings["sensitivity_s"] = time.monotonic() - began
     ledger.timings["sensitivity_passes"] = float(table.passes)
     write_json(path, with_checksum(table.to_json()), indent=None)
     return table
-
-
-def worst_of(first: SensitivityTable, other: SensitivityTable) -> tuple[SensitivityTable, float]:
-    """Return the larger error of two ages for each group and choice, and the share that is larger at the second.
-
-    Errors are compared, and kept, in units of the first age's mini-batch noise: the limit of a search is one in units
-    of noise. Where a noise is not known, as they are.
-    """
-    scale2 = (first.noise / other.noise) ** 2 if first.noise and other.noise else 1.0
-    error2 = np.maximum(first.error2, other.error2 * scale2)
-    offered = first.error2 > 0
-    parameters = {
-        name: max(first.parameters.get(name, 0.0), other.parameters.get(name, 0.0) * scale2)
-        for name in first.parameters | other.parameters
-    }
-    misfit = max(first.misfit, other.misfit, key=lambda found: found.ratio)
-    still = tuple(name for name in first.hardly_moved if name in other.hardly_moved)
-    passes = first.passes + other.passes
-    merged = replace(first, error2=error2, parameters=parameters, misfit=misfit, passes=passes, hardly_moved=still)
-    return merged, float(np.mean(error2[offered] > first.error2[offered])) if offered.any() else 0.0
 
 
 def _scanned(setup: Setup, runner: PairedRunner, ledger: Ledger) -> SensitivityTable:
@@ -146,8 +115,6 @@ def measure_errors(
     setup: Setup, runner: PairedRunner, ledger: Ledger, policies: Mapping[str, dict[str, Any]]
 ) -> dict[str, float]:
     """Return the measured relative gradient error of whole policies, by name; those that failed are left out."""
-    if len(setup.options.ages) > 1:
-        return {}  # those of the table are the worst of several ages, and hold; one age's would not
     probes = [Probe(name, policy | {"execution": "keep"}) for name, policy in policies.items()]  # same numerics
     began = time.monotonic()
     try:

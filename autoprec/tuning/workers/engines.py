@@ -20,15 +20,7 @@ from autoprec.tuning.workers.slots import SlotRunner, visible_gpus
 
 
 def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
-    """Return the value of ``CUDA_VISIBLE_DEVICES`` of every slot.
-
-    Raises:
-        UsageError: fewer GPUs than one trial needs.
-    """
-    if gpus and per_trial > len(gpus):
-        raise UsageError(
-            f"--gpus-per-trial {per_trial}, but {len(gpus)} GPUs are visible", fix=f"use {len(gpus)} or fewer"
-        )
+    """Return the value of ``CUDA_VISIBLE_DEVICES`` of every slot."""
     count = len(gpus) // per_trial
     return [",".join(gpus[i * per_trial : (i + 1) * per_trial]) for i in range(count)]
 
@@ -36,23 +28,21 @@ def gpu_slots(gpus: list[str], per_trial: int) -> list[str]:
 def runner_factory(
     options: SearchOptions,
     command: ScriptCommand,
-    at_step: int = 0,
     aging: Callable[[int], None] | None = None,
 ) -> RunnerFactory:
     """Return the factory of the engine that was asked for.
 
     Args:
-        at_step: the step of the script at which its trials start.
         aging: told the steps of a host on its way there.
 
     Raises:
-        UsageError: more GPUs per trial than there are.
+        UsageError: a Ray cluster without room for one trial.
         MissingDependencyError: ``--engine ray`` without Ray.
     """
     if options.engine == "ray":
         return _ray_factory(options, command)
-    gpus = visible_gpus(dict(os.environ))
-    slots = gpu_slots(gpus, _gpus_per_trial(options, command, len(gpus)))
+    gpus, at_step = visible_gpus(dict(os.environ)), options.at_step
+    slots = gpu_slots(gpus, _gpus_per_trial(command, len(gpus)))
     if options.workers:
         slots = slots[: options.workers]
     if len(slots) < 2:
@@ -76,28 +66,27 @@ def runner_factory(
     return on_slots
 
 
-def _gpus_per_trial(options: SearchOptions, command: ScriptCommand, visible: int) -> int:
-    """Return the GPUs that one trial takes: what was asked, and no fewer than the launcher starts processes."""
-    return max(options.gpus_per_trial, min(command.processes or visible, visible))
+def _gpus_per_trial(command: ScriptCommand, visible: int) -> int:
+    """Return the GPUs that one trial takes: as many as its launcher starts processes, one without a launcher."""
+    return max(1, min(command.processes or visible, visible))
 
 
 def _ray_factory(options: SearchOptions, command: ScriptCommand) -> RunnerFactory:
     from autoprec.tuning.workers.ray import RayRunner, connect
 
-    ray = connect(options.ray_address)
+    address = os.environ.get("RAY_ADDRESS", "")  # Ray's own name for the cluster to connect to
+    ray = connect(address)
     resources = ray.cluster_resources()
     gpus = int(resources.get("GPU", 0))
-    per_trial = _gpus_per_trial(options, command, gpus) if gpus else 0
+    per_trial = _gpus_per_trial(command, gpus) if gpus else 0
     # trials that are timed on CPUs would disturb each other on one node: each claims all the cores of the smallest
     nodes = [int(node["Resources"]["CPU"]) for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     timed_on_cpus = not gpus and options.target in ("auto", "cpu")
     cores = min(nodes, default=1) if timed_on_cpus else 1
     most = gpus // per_trial if per_trial else sum(count // cores for count in nodes)
     if most < 1:
-        raise UsageError(
-            f"--gpus-per-trial {per_trial}, but the cluster has {gpus} GPUs", fix="ask for fewer GPUs per trial"
-        )
+        raise UsageError("the Ray cluster has no CPU for a trial", fix="add a node with CPUs, or use --engine local")
     slots = min(options.workers or most, most)
     return lambda seed, folder: RayRunner(
-        command, folder, seed, slots=slots, gpus=per_trial, cores=cores, address=options.ray_address
+        command, folder, seed, slots=slots, gpus=per_trial, cores=cores, address=address
     )

@@ -95,7 +95,7 @@ def connect(address: str) -> Any:
     except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
         raise UsageError(
             f"no Ray cluster answers at '{address or 'this machine'}': {error}",
-            fix="start one with `ray start --head`, or leave out --ray-address to start one here",
+            fix="start one with `ray start --head`, or unset RAY_ADDRESS to start one here",
         ) from error
     if terminated is not None and threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, terminated)  # Ray's own handler would leave with another exit code

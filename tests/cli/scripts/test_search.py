@@ -10,8 +10,9 @@ import click
 import pytest
 
 from autoprec.cli import cli
+from autoprec.cli.options import search_groups
 from autoprec.cli.script import TakesScript
-from autoprec.cli.scripts.search import EXAMPLES, GROUPS, write_reports
+from autoprec.cli.scripts.search import EXAMPLES, write_reports
 from autoprec.errors import FileError
 from tests.cli.helpers import autoprec
 
@@ -20,14 +21,14 @@ def test_every_option_stands_under_a_heading() -> None:
     command = cli.get_command(click.Context(cli), "search")
     assert isinstance(command, TakesScript)
     grouped = command.grouped(click.Context(command))
-    assert list(grouped) == [*GROUPS, "Options"]
+    assert list(grouped) == [*search_groups(), "Options"]
     assert [param.opts[-1] for param in grouped["Options"]] == ["--help"]
     assert all(len(params) >= 2 for heading, params in grouped.items() if heading != "Options")
 
 
 def test_help_shows_headings_and_examples_that_parse() -> None:
     text = autoprec("search", "--help").out
-    for heading in (*GROUPS, "Examples"):
+    for heading in (*search_groups(), "Examples"):
         assert f"\n{heading}:\n" in text
     command = cli.get_command(click.Context(cli), "search")
     assert command is not None

@@ -9,10 +9,9 @@ import pytest
 from autoprec.errors import NothingAcceptableError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
-from autoprec.tuning.phases.sensitivity import scan_warmup, worst_of
+from autoprec.tuning.phases.sensitivity import scan_warmup
 from tests.simulated import SimulatedRunner
 from tests.tuning.test_engine import here, options, script, search  # noqa: F401
 
@@ -53,19 +52,6 @@ def test_a_resumed_search_reads_its_table_and_measures_a_damaged_one_again(here:
     assert any("it is measured again" in note for note in made.ledger.notes)
     asked = [spec for _, spec in third.calls if spec.kind == "sensitivity"]
     assert {len(spec.probes) > 1 for spec in asked} == {True, False}
-
-
-def test_of_several_ages_the_worst_counts_in_units_of_noise() -> None:
-    names = ("g", "h"), ("keep", "fp8")
-    first = SensitivityTable(*names, np.array([[0.0, 0.04], [0.0, 0.01]]), noise=1.0, passes=5, hardly_moved=("a", "b"))
-    later = SensitivityTable(
-        *names, np.array([[0.0, 0.04], [0.0, 0.09]]), {"attention=bf16": 0.04}, noise=2.0, passes=7, hardly_moved=("b",)
-    )
-    table, worse = worst_of(first, later)
-    assert table.error2.tolist() == [[0.0, 0.04], [0.0, 0.0225]]
-    assert table.parameters == {"attention=bf16": 0.01}
-    assert table.hardly_moved == ("b",)
-    assert (table.noise, table.passes, worse) == (1.0, 12, 0.5)
 
 
 def test_where_every_change_fails_the_reason_is_that_of_the_first(here: Path) -> None:  # noqa: F811

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.errors import UsageError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.tuning.options import SearchOptions
@@ -30,13 +29,12 @@ def test_several_gpus_are_slots_and_one_or_none_is_a_plain_runner(
     assert isinstance(four, SlotRunner)
     assert four.size == 4
     assert getattr(runner(tmp_path, "0,1,2,3", monkeypatch, workers=2), "size", 0) == 2
-    assert getattr(runner(tmp_path, "0,1,2,3", monkeypatch, gpus_per_trial=2), "size", 0) == 2
+    assert isinstance(runner(tmp_path, "0,1,2,3", monkeypatch, workers=1), TrialRunner)  # it sees all four
 
 
-def test_a_trial_that_needs_more_gpus_than_there_are_is_refused() -> None:
+def test_the_gpus_of_the_slots() -> None:
     assert gpu_slots(["4", "5", "6"], 1) == ["4", "5", "6"]
-    with pytest.raises(UsageError, match="--gpus-per-trial 3, but 2 GPUs"):
-        gpu_slots(["0", "1"], 3)
+    assert gpu_slots(["4", "5", "6"], 2) == ["4,5"]
 
 
 @pytest.mark.parametrize(
