@@ -163,6 +163,10 @@ class OperatorMode(TorchFunctionMode):
         self.slow: set[torch.dtype] = set()  # dtypes whose products are computed in float32
         self.emulated: torch.dtype | None = None  # products under autocast in this dtype are computed in float32
 
+    def does_nothing(self) -> bool:
+        """Say whether it hands every call on as it came: then it is left out, and autocast is torch's own alone."""
+        return not (self.in_float32 or self.attention or self.fp8 or self.emulated)
+
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -283,6 +287,7 @@ class RootExecution:
     traced: bool = False
     narrowed: bool = False
     modes: dict[tuple[bool, bool], OperatorMode] = field(init=False, default_factory=dict)
+    idle: dict[tuple[bool, bool], bool] = field(init=False, default_factory=dict)
     context: Callable[[], AbstractContextManager[Any]] | None = None
     before: DelayedReduction | None = None
     after_step: Callable[[], None] | None = None
@@ -300,6 +305,7 @@ class RootExecution:
             self.modes[autocast, training] = mode
             mode.slow, mode.fp8 = slow, self.fp8_attention if training else None
             mode.emulated = self.activations if self.activations in slow else None
+            self.idle[autocast, training] = mode.does_nothing()
 
     def needed(self, device: str) -> bool:
         """Say whether anything of low precision can reach the operators at all."""
@@ -347,6 +353,8 @@ class RootExecution:
             for name in _FLOAT32_CLASSES:
                 if getattr(self.operators, name) == "fp32":
                     self._note(name, "fp32")
+            return forward(*args, **kwargs)
+        if self.idle[autocast, training]:
             return forward(*args, **kwargs)
         with self.modes[autocast, training]:
             return forward(*args, **kwargs)

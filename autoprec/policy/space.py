@@ -32,6 +32,8 @@ SCHEMA = "autoprec.space/1"
 MAX_SPACE_BYTES = 1024 * 1024
 #: Values of recipe parameters in one space; each is tried on its recipe when the space is read.
 MOST_PARAMETER_VALUES = 1000
+#: Classes of operators that a search may keep in FP32 where the rest runs in 16 bits.
+WIDE_OPERATORS = ("norm", "softmax")
 #: Flags and kinds of layers that a rule can ask for (see :class:`autoprec.graph.report.Layer`).
 LayerFlag = Literal["first", "head", "tied", "router"]
 
@@ -137,6 +139,8 @@ class SearchSpace(_Frozen):
     operators: OperatorPolicy = OperatorPolicy()
     activations: tuple[Literal["keep", "bf16", "fp16"], ...] = Field(("keep",), min_length=1)
     attention: tuple[Literal["keep", "fp32", "bf16", "fp16", "fp8"], ...] = Field(("keep",), min_length=1)
+    norm: tuple[Literal["keep", "fp32"], ...] = Field((), description="instead of operators.norm")
+    softmax: tuple[Literal["keep", "fp32"], ...] = Field((), description="instead of operators.softmax")
     optimizer: OptimizerSpace = OptimizerSpace()
     communication: CommunicationSpace = CommunicationSpace()
     stability: StabilitySpace = StabilitySpace()
@@ -211,6 +215,7 @@ class SearchSpace(_Frozen):
     def parameter_values(self) -> dict[str, tuple[Any, ...]]:
         """Return every parameter beside the layers' choices with its values, the default first."""
         out: dict[str, tuple[Any, ...]] = {"activations": self.activations, "attention": self.attention}
+        out |= {name: values for name in WIDE_OPERATORS if (values := getattr(self, name))}
         for name in OptimizerSpace.model_fields:
             out[f"optimizer.{name}"] = getattr(self.optimizer, name)
         for name in CommunicationSpace.model_fields:
@@ -264,7 +269,8 @@ class SearchSpace(_Frozen):
 
     def without_surroundings(self) -> SearchSpace:
         """Return the space without what surrounds the model's forward, for a script that calls the model's parts."""
-        return self.model_copy(update={"activations": ("keep",), "attention": ("keep",)})
+        narrow = {name: getattr(self, name)[:1] for name in WIDE_OPERATORS}
+        return self.model_copy(update={"activations": ("keep",), "attention": ("keep",), **narrow})
 
     def with_fp8_attention(self, refusal: str, *, offer: bool) -> SearchSpace:
         """Return the space with FP8 attention where that can run, and without it where it cannot.

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from autoprec.graph.report import Layer
-from autoprec.policy.space import Choice
+from autoprec.policy.space import WIDE_OPERATORS, Choice
 from autoprec.precision.recipes import KEEP
 from autoprec.tuning.decide.problem import GroupVariable, Problem, layer_key
 
@@ -52,6 +52,10 @@ def _candidates(problem: Problem) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in ("bf16", "fp16"):
         if name in activations:
             yield f"{name} autocast", _uniform(problem, name, problem.groups, activations=name)
+            wide = {kind: "fp32" for kind in WIDE_OPERATORS if "fp32" in problem.parameters.get(kind, ())}
+            if wide:
+                kept = f"{name} autocast, {' and '.join(wide)} fp32"
+                yield kept, _uniform(problem, name, problem.groups, activations=name, **wide)
             if "fp32" in problem.parameters.get("attention", ()):
                 yield (
                     f"{name} autocast, attention fp32",

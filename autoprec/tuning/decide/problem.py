@@ -20,7 +20,7 @@ from autoprec.errors import NothingAcceptableError, UsageError
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.policy import LayerPlan, LayerRule, ModelInfo, Policy, StabilityPolicy, glob_matches
 from autoprec.policy.solver import FloatTable, IntVector
-from autoprec.policy.space import Choice, SearchSpace
+from autoprec.policy.space import WIDE_OPERATORS, Choice, SearchSpace
 from autoprec.precision.recipes import KEEP, Recipe
 from autoprec.tuning.decide.rules import GlobTable, compact_rules
 
@@ -112,6 +112,8 @@ class Problem:
         values = _relevant_parameters(space, groups)
         if report.operators and not any(operator.attends for operator in report.operators):
             values["attention"] = values["attention"][:1]
+        for name in WIDE_OPERATORS if values["activations"] == ("keep",) else ():
+            values[name] = values.get(name, ())[:1]
         if not sharded:
             values["communication.weights"] = values["communication.weights"][:1]
         return cls(
@@ -253,6 +255,7 @@ class Problem:
             values["communication.weights"] = KEEP
         if "attention" in values:
             values["attention"] = self._attention(params)
+        values |= {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
         return (index.tobytes(), *values.values(), *self._canonical(used, params))
 
     def _canonical(self, used: set[str], params: Params) -> tuple[Recipe, ...]:
@@ -270,6 +273,15 @@ class Problem:
         """Return what is asked of attention: ``keep`` where the script computes it in the dtype that is named."""
         value = str(self.value(params, "attention"))
         return KEEP if self.value(params, "activations") == KEEP and {value} == self._attention_dtypes else value
+
+    def _wide(self, params: Params, name: str) -> str:
+        """Return what is asked of a class of operators: ``keep`` where nothing reaches it in 16 bits."""
+        return str(self.value(params, name)) if self._narrowed or self.value(params, "activations") != KEEP else KEEP
+
+    @cached_property
+    def _narrowed(self) -> bool:
+        """Say whether the script as written computes anything in 16 bits."""
+        return any(dtype in ("bf16", "fp16") for op in self.report.operators for dtype in op.dtypes)
 
     @cached_property
     def _attention_dtypes(self) -> set[str]:
@@ -295,7 +307,14 @@ class Problem:
         plain |= {f"stability.{name}": value for name, value in StabilityPolicy().model_dump().items()}
         values = {n: self.value(params, n) for n in {**self.fixed, **self.parameters} if n not in self.space.parameters}
         values["attention"] = self._attention(params)
+        wide = {name: self._wide(params, name) for name in WIDE_OPERATORS if name in values}
+        values, plain = values | wide, plain | dict.fromkeys(wide, KEEP)
         return quiet and all(value == plain.get(name, "fp32") for name, value in values.items())
+
+    def is_autocast(self, params: Params) -> bool:
+        """True where activations are in 16 bits and every layer runs what ``torch.autocast`` gives it."""
+        cast = _AUTOCAST.get(str(self.value(params, "activations")), "")
+        return bool(cast) and all(self.effective(params, group) in (cast, KEEP) for group in self.groups)
 
     # --- policies ---------------------------------------------------------------------------------------------------
     def assignment(self, params: Params) -> dict[str, str]:
@@ -327,7 +346,9 @@ class Problem:
         if not self._globs:
             self._globs.append(GlobTable([layer.name for layer in self.report.layers]))
         rules = []
-        for glob, name in compact_rules(self._globs[0], self.assignment(params), KEEP):
+        # what is 16 bit throughout is torch.autocast itself: what a person gets who writes it around the model
+        assignment = {} if self.is_autocast(params) else self.assignment(params)
+        for glob, name in compact_rules(self._globs[0], assignment, KEEP) if assignment else ():
             choice = Choice.parse(name)
             # a rule that only exempts what no policy reaches (a recurrent kernel) matches nothing where it is applied
             spare = not any(glob_matches(glob, name) for name in self.layer_names)
@@ -343,7 +364,10 @@ class Problem:
                 "recipes": policy_recipes,
                 "layers": tuple(rules),
                 "activations": activations,
-                "operators": {**self.space.operators.model_dump(), "attention": params["attention"]},
+                "operators": {
+                    **self.space.operators.model_dump(),
+                    **{name: params[name] for name in ("attention", *WIDE_OPERATORS) if name in params},
+                },
                 "optimizer": {n.split(".")[1]: v for n, v in params.items() if n.startswith("optimizer.")},
                 "communication": {n.split(".")[1]: v for n, v in params.items() if n.startswith("communication.")},
                 "stability": {n.split(".")[1]: v for n, v in params.items() if n.startswith("stability.")},

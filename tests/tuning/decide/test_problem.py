@@ -36,7 +36,10 @@ def test_a_policy_resolves_to_exactly_the_plans(data: st.DataObject) -> None:
     params = {name: data.draw(st.sampled_from(d.choices)) for name, d in HOPPER.distributions().items()}
     policy = HOPPER.policy(params)
     names = [layer.name for layer in HOPPER.report.layers]
-    assert resolve(policy, names) == HOPPER.plans(params)
+    if HOPPER.is_autocast(params):
+        assert not policy.layers  # torch.autocast itself
+    else:
+        assert resolve(policy, names) == HOPPER.plans(params)
     index = HOPPER.indices(params)
     assert HOPPER.from_indices(index, params) == params
 
@@ -66,6 +69,18 @@ def test_attention_in_the_scripts_own_dtype_makes_no_difference() -> None:
     low = Problem.build(replace(gpt(), operators=(replace(ATTENTION, dtypes=("bf16",) * 3),)), load_space("cpu-bf16"))
     assert low.key(low.params_of("keep", attention="fp32")) != low.key(low.params_of("keep"))
     assert not low.is_script(low.params_of("keep", attention="fp32"))
+
+
+def test_all_16_bits_under_autocast_is_autocast_itself_with_the_lists_of_the_device() -> None:
+    policy = CPU.policy(CPU.params_of("bf16", activations="bf16"))
+    assert (policy.activations, policy.layers, policy.recipes) == ("bf16", (), {})
+    kept = policy.operators.model_dump()
+    assert kept.pop("output") == "fp32", "the loss sees what it sees under autocast, which has it in FP32"
+    assert set(kept.values()) == {"keep"}
+    mixed = CPU.params_of("keep", activations="bf16", norm="fp32")
+    assert CPU.policy(mixed).operators.norm == "fp32"
+    assert CPU.key(mixed) != CPU.key(mixed | {"norm": "keep"})
+    assert CPU.is_script(CPU.params_of("keep", norm="fp32")), "nothing in 16 bits reaches a norm"
 
 
 def test_under_autocast_keep_is_bf16() -> None:
