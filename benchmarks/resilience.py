@@ -155,7 +155,7 @@ def _policy(path: Path) -> object:
 
 
 def tracker() -> list[Row]:
-    """A whole search beside a server that is dead, silent, answers 500, or trickles; then ``autoprec sync``."""
+    """A whole search beside a server that is dead, silent, answers 500, or trickles; then ``autoprec ui --sync``."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
         for kind in SERVERS:
@@ -164,7 +164,7 @@ def tracker() -> list[Row]:
             with serving(kind) as uri:
                 waited = [_tracked_search(folder, f"{kind}{turn}", uri) for turn in range(TURNS)]
             target = f"sqlite:///{folder / 'later.db'}"
-            words = ["sync", str(folder / "autoprec-runs"), "--tracking-uri", target, "--experiment", "later"]
+            words = ["ui", "--sync", str(folder / "autoprec-runs"), "--tracking-uri", target]
             done = subprocess.run(
                 [sys.executable, "-m", "autoprec", *words], env=ENVIRONMENT, capture_output=True, text=True
             )
@@ -173,7 +173,7 @@ def tracker() -> list[Row]:
                 (f"{name}: all the waiting of a search for it, worst of {TURNS}", "< 2 s", f"{max(waited):.2f} s")
             )
             wanted, stored = _wanted(folder / "autoprec-runs"), _runs(target)
-            rows.append((f"{name}: runs after `autoprec sync` (exit {done.returncode})", str(wanted), str(stored)))
+            rows.append((f"{name}: runs after `autoprec ui --sync` (exit {done.returncode})", str(wanted), str(stored)))
     return rows
 
 

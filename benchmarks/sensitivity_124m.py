@@ -42,12 +42,12 @@ choices:
 
 
 def main() -> None:
-    """Run ``autoprec sensitivity`` on it, and print what it took."""
+    """Run ``autoprec inspect --sensitivity`` on it, and print what it took."""
     with tempfile.TemporaryDirectory() as folder:
         script, space = Path(folder, "train.py"), Path(folder, "space.yaml")
         script.write_text(SCRIPT)
         space.write_text(SPACE)
-        command = [sys.executable, "-m", "autoprec", "sensitivity", "--json", "--warmup", "1"]
+        command = [sys.executable, "-m", "autoprec", "inspect", "--sensitivity", "--json"]
         began = time.monotonic()
         done = subprocess.run(
             [*command, "--target", "b200", "--space", str(space), str(script)],

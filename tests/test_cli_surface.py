@@ -3,7 +3,7 @@
 import click
 import pytest
 
-from autoprec.cli import COMMANDS, cli
+from autoprec.cli import COMMANDS, MOVED, cli
 from autoprec.cli.script import TakesScript
 from autoprec.tuning.options import OPTIONS
 from tests.cli.helpers import autoprec
@@ -12,12 +12,11 @@ SURFACE = {
     "demo": "",
     "search": " ".join([about.flag for about in OPTIONS.values() if not about.hidden])
     + " --dry-run --json --quiet --verbose",
-    "inspect": "--graph --html --json --rules --save --timeout",
+    "inspect": "--graph --html --json --passes --rules --save --sensitivity --space --target --timeout",
     "estimate": (
         "--batch --calibration --config --cost-scale --eager --fused-casts --gpus --graph --json --seq "
         "--space --sweep --target --tensor-parallel --threshold --timeout"
     ),
-    "sensitivity": "--json --passes --space --target --warmup",
     "run": "--audit --backend --policy --run-steps",
     "check": "--backend --json --output --policy --sensitivity --steps --timeout --verbose",
     "verify": (
@@ -28,19 +27,15 @@ SURFACE = {
         "--batch --force --from --gpus --graph --json --layers --max-gradient-error --no-fill --output --role --scan "
         "--seq --spot --study --target --tensor-parallel --timeout --to"
     ),
-    "show": "--graph --json",
+    "show": "--graph --json --schema",
     "validate": "--json",
-    "diff": "--all --json",
     "export": "--allow-lossy --force --layers --output --to",
     "import": "--as-space --force --from --layers --output",
-    "targets": "--file --json",
     "calibrate": "--device --json --output --target",
-    "doctor": "--json",
-    "ui": "--no-open --port --study --tracking-uri",
-    "sync": "--experiment --tracking-uri",
-    "schema": "",
+    "doctor": "--json --targets",
+    "ui": "--no-open --port --study --sync --tracking-uri",
 }
-TAKES_SCRIPT = {"search", "inspect", "estimate", "sensitivity", "run", "check", "verify"}
+TAKES_SCRIPT = {"search", "inspect", "estimate", "run", "check", "verify"}
 
 
 def command(name: str) -> click.Command:
@@ -100,4 +95,15 @@ def test_words_that_mean_the_same_are_spelled_the_same() -> None:
 
 
 def test_a_person_can_read_the_whole_surface() -> None:
+    assert len(SURFACE) <= 15
     assert len(SURFACE["search"].split()) <= 28
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_command_that_moved_says_where_to(name: str) -> None:
+    found = autoprec(name, "x")
+    assert (found.code, found.out) == (2, "")
+    assert f"autoprec {MOVED[name]}" in found.err
+    words = MOVED[name].split()
+    assert words[0] in SURFACE
+    assert all(word in SURFACE[words[0]].split() for word in words if word.startswith("--"))

@@ -27,24 +27,29 @@ __all__ = ["COMMANDS", "cli"]
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("scripts.demo:demo", "See the whole product on a small GPT, on any machine."),
     "search": ("scripts.search:search", "Find the fastest precision policy for a training script."),
-    "inspect": ("scripts.inspect:inspect", "Operators, their classes, and the tunable share."),
+    "inspect": ("scripts.inspect:inspect", "Operators, their classes, the tunable share; gradient errors."),
     "estimate": ("scripts.estimate:estimate", "The verdict alone: what could be gained on a target."),
-    "sensitivity": ("scripts.sensitivity:sensitivity", "Gradient error per layer, recipe and GEMM."),
     "run": ("scripts.run:run", "Run the unmodified script under a policy."),
     "check": ("scripts.check:check", "Audit asked against executed, layer by layer."),
     "verify": ("scripts.verify:verify", "Longer paired runs: policy against reference and presets."),
     "transfer": ("scripts.transfer:transfer", "Carry a policy found on a small model over to a big one."),
-    "show": ("policies.show:show", "Print a policy as a table, with its evidence."),
+    "show": ("policies.show:show", "Print a policy with its evidence, or what two differ in."),
     "validate": ("policies.validate:validate", "Check that policy or search-space files are valid."),
-    "diff": ("policies.diff:diff", "What changed between two policies."),
     "export": ("policies.export:export", "Write a policy as configuration of another training stack."),
     "import": ("policies.import_:import_", "Read another stack's configuration as a policy."),
-    "targets": ("machine.targets:targets", "The hardware table, each figure with its source."),
     "calibrate": ("machine.calibrate:calibrate", "Measure this device for the cost model."),
-    "doctor": ("machine.doctor:doctor", "Devices, backends, formats: what works here, and why not."),
+    "doctor": ("machine.doctor:doctor", "What works here, and why not; the hardware table."),
     "ui": ("machine.ui:ui", "Open the MLflow UI on the study's runs."),
-    "sync": ("machine.sync:sync", "Replay runs that the tracking server missed."),
-    "schema": ("policies.schema:schema", "Print the JSON Schema of policies or search spaces."),
+}
+
+
+#: What earlier versions called otherwise: command, or command and option -> what to write now.
+MOVED: dict[str, str] = {
+    "sensitivity": "inspect --sensitivity train.py",
+    "targets": "doctor --targets [NAME]",
+    "schema": "show --schema policy|space",
+    "sync": "ui --sync",
+    "diff": "show A B",
 }
 
 
@@ -72,6 +77,8 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         name = kebab(args[0]) if args else ""
+        if name in MOVED:
+            raise UsageError(f"`autoprec {name}` has moved", fix=f"autoprec {MOVED[name]}", code="moved")
         if name and not name.startswith("-") and name not in COMMANDS:
             raise UnknownNameError("command", args[0], COMMANDS)
         return super().resolve_command(ctx, [name, *args[1:]])

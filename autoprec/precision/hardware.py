@@ -182,7 +182,7 @@ class Target:
         return 1 if self.is_cpu else alignment(family)
 
     def to_json(self) -> dict[str, Any]:
-        """Return the row ``autoprec targets --json`` prints."""
+        """Return the row ``autoprec doctor --targets --json`` prints."""
         return {
             "name": self.name,
             "title": self.title,

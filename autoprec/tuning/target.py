@@ -32,7 +32,7 @@ def resolve_target(name: str, device: str) -> tuple[Target, bool]:
         if here is None:
             raise UsageError(
                 f"the script trains on '{device}', which is not in the hardware table",
-                fix="name the nearest one (`autoprec targets`), or describe yours in YAML: --target FILE.yaml",
+                fix="name the nearest one (`autoprec doctor --targets`), or describe yours in YAML: --target FILE.yaml",
             )
         return here, True
     asked = target(name)

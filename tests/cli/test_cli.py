@@ -130,7 +130,7 @@ def test_signals_unwind_and_give_their_exit_code(tmp_path: Path, number: int, co
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    line = f"{sys.executable} -m autoprec schema policy | head -1"
+    line = f"{sys.executable} -m autoprec show --schema policy | head -1"
     found = subprocess.run(
         ["bash", "-c", f"set -o pipefail; {line}"], capture_output=True, text=True, cwd=ROOT, check=False
     )

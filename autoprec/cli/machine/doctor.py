@@ -13,8 +13,11 @@ from typing import Any
 
 import click
 
+from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.machine.here import cores, look_here
+from autoprec.cli.machine.targets import print_targets
+from autoprec.errors import UsageError
 
 #: Sizes of the GEMM that recipes are tried on: a multiple of every alignment rule.
 PROBE_SIZE = 1024
@@ -184,10 +187,17 @@ def _print(found: dict[str, Any]) -> None:
         console.print(f"{name}={value}", markup=False)
 
 
-@click.command("doctor")
-@click.option("--json", "as_json", is_flag=True, help="Everything as JSON on stdout.")
-def doctor(as_json: bool) -> None:
+@click.command("doctor", short_help="What works here, and why not; the hardware table.")
+@click.argument("names", nargs=-1)
+@click.option("--targets", is_flag=True, help="The hardware table instead; details of NAMES, or of FILE.yaml[:NAME].")
+@options.as_json("Everything")
+def doctor(names: tuple[str, ...], targets: bool, as_json: bool) -> None:
     """Print what works on this machine and why the rest does not; the block to paste into a bug report."""
+    if names and not targets:
+        raise UsageError(f"'{names[0]}' is not asked for", fix=f"autoprec doctor --targets {names[0]}")
+    if targets:
+        print_targets(names, as_json=as_json)
+        return
     found = diagnose()
     if as_json:
         print_json(found)

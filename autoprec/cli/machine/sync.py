@@ -1,11 +1,10 @@
-"""``autoprec sync``: send to MLflow what a tracking server missed."""
+"""What ``autoprec ui --sync`` does: send to MLflow what a tracking server missed."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import click
 
 from autoprec.cli.echo import echo
 from autoprec.errors import FileError
@@ -23,19 +22,16 @@ def _print(done: SyncReport) -> None:
         echo(f"{done.study}: nothing was missing")
 
 
-@click.command("sync", short_help="Send to MLflow what its server missed.")
-@click.argument("runs", type=click.Path(path_type=Path), default=Path("autoprec-runs"))
-@click.option("--tracking-uri", metavar="URI", help="Store to send to; default: MLFLOW_TRACKING_URI, or the study's.")
-@click.option("--experiment", metavar="NAME", help="Experiment to send to; default: the study's.")
-def sync(runs: Path, tracking_uri: str | None, experiment: str | None) -> int:
+def synced(runs: Path, tracking_uri: str | None) -> int:
     """Replay the trials of every study under RUNS that MLflow has not seen.
 
-    Sending twice changes nothing: trials are recognised, not duplicated. Exit code 1 when a store cannot be reached.
+    Sending twice changes nothing: trials are recognised, not duplicated. Returns 1 when a store cannot be reached.
     """
     from autoprec.tracking.replay import sync as replay
 
     if not runs.is_dir():
         raise FileError("no studies here", where=str(runs), fix="name the autoprec-runs directory of a search")
+    experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or None
     reports = replay(runs, tracking_uri=tracking_uri, experiment=experiment, report=_print)
     if not reports:
         raise FileError("no tracked study here", where=str(runs), fix="name the autoprec-runs directory of a search")

@@ -1,11 +1,9 @@
-"""``autoprec targets``: the hardware table, each figure with its source and date."""
+"""What ``autoprec doctor --targets`` prints: the hardware table, each figure with its source and date."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING
-
-import click
 
 if TYPE_CHECKING:
     from autoprec.precision.hardware import Target
@@ -41,19 +39,21 @@ def _details(entry: Target) -> list[str]:
     return lines
 
 
-@click.command("targets")
-@click.argument("names", nargs=-1)
-@click.option("--file", "own", type=click.Path(path_type=Path), help="Show the targets of your own YAML file.")
-@click.option("--json", "as_json", is_flag=True, help="The whole table as JSON on stdout.")
-def targets(names: tuple[str, ...], own: Path | None, as_json: bool) -> int:
-    """The hardware table: dense peaks, memory, links, what each GPU multiplies, sources. NAMES shows details."""
-    from autoprec.precision.hardware import TARGETS, load_targets, named
+def print_targets(names: tuple[str, ...], *, as_json: bool) -> None:
+    """Print the hardware table; of ``names`` every detail. ``FILE.yaml`` and ``FILE.yaml:NAME`` are a user's own.
 
-    table = load_targets(own) if own else dict(TARGETS)
-    chosen = [named(name, table, where=str(own or "")) for name in names] or list(table.values())
+    Raises:
+        UnknownNameError, FileError: no such target, or not a file of targets.
+    """
+    from autoprec.precision.hardware import TARGETS, load_targets, target
+
+    chosen: list[Target] = []
+    for name in names:
+        chosen += load_targets(Path(name)).values() if name.endswith((".yaml", ".yml")) else [target(name)]
+    chosen = chosen or list(TARGETS.values())
     if as_json:
         print_json({"targets": [entry.to_json() for entry in chosen]})
-        return 0
+        return
     header = ["target", "device", *(f"{name}" for name in _FORMATS), "memory", "bandwidth", "date"]
     rows = [header]
     for entry in chosen:
@@ -65,4 +65,3 @@ def targets(names: tuple[str, ...], own: Path | None, as_json: bool) -> int:
     echo("dense TFLOP/s (int8: TOP/s), no sparsity, FP32 accumulation")
     for entry in chosen if names else ():
         echo("\n".join(_details(entry)))
-    return 0

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import click
 
 from autoprec.cli.echo import echo
+from autoprec.cli.machine.sync import synced
 from autoprec.cli.phases import Phases
 
 if TYPE_CHECKING:
@@ -47,12 +48,16 @@ def _has_browser() -> bool:
     help="Port on 127.0.0.1; another free one if it is taken.",
 )
 @click.option("--tracking-uri", metavar="URI", help="Store to show; default: MLFLOW_TRACKING_URI, or the study's.")
+@click.option("--sync", is_flag=True, help="Open nothing: send to MLflow what its server missed.")
 @click.option("--no-open", is_flag=True, help="Print the address without opening a browser.")
-def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, no_open: bool) -> None:
+def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, sync: bool, no_open: bool) -> int:
     """Serve the studies under RUNS on this machine and open the trials table, fastest first.
 
-    The server listens on 127.0.0.1 only and ends with Ctrl-C.
+    The server listens on 127.0.0.1 only and ends with Ctrl-C. With --sync the exit code is 1 when a store cannot be
+    reached.
     """
+    if sync:
+        return synced(runs, tracking_uri)
     from autoprec.tracking.server import newest_study
 
     chosen = newest_study(runs, study, tracking_uri)
@@ -69,3 +74,4 @@ def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, no_op
         with contextlib.suppress(KeyboardInterrupt):
             while True:
                 signal.pause()
+    return 0

@@ -1,15 +1,18 @@
-"""``autoprec diff``: what changed between two policies."""
+"""What ``autoprec show A B`` prints: what changed between two policies."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
-from typing import Any
-
-import click
+from typing import TYPE_CHECKING, Any
 
 from autoprec.cli.console import print_json
 from autoprec.cli.echo import echo
+
+if TYPE_CHECKING:
+    from autoprec.policy import Policy
+
+#: Sections that say what was found, not what would run.
+_TOLD = ("evidence", "guard")
 
 
 def _text(value: Any) -> str:
@@ -18,25 +21,21 @@ def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-@click.command("diff")
-@click.argument("a", type=click.Path(path_type=Path))
-@click.argument("b", type=click.Path(path_type=Path))
-@click.option("--all", "everything", is_flag=True, help="Compare the evidence too, not only what would run.")
-@click.option("--json", "as_json", is_flag=True, help="The differences as JSON on stdout.")
-def diff(a: Path, b: Path, everything: bool, as_json: bool) -> int:
-    """Print what changed from policy A to policy B; exit 1 if anything did (as diff does)."""
-    from autoprec.policy import diff_policies, load_policy
+def print_differences(a: Policy, b: Policy, *, as_json: bool) -> int:
+    """Print what changed from one policy to another, what would run first; return 1 if any of that did."""
+    from autoprec.policy import diff_policies
 
-    rows = [
-        row
-        for row in diff_policies(load_policy(a), load_policy(b))
-        if everything or row[0].partition(".")[0] not in ("evidence", "guard")
-    ]
+    rows = diff_policies(a, b)
+    told = [row for row in rows if row[0].partition(".")[0] in _TOLD]
+    run = [row for row in rows if row not in told]
     if as_json:
-        changes = [{"where": where, "a": old, "b": new} for where, old, new in rows]
-        print_json({"same": not rows, "differences": changes})
-    for where, old, new in [] if as_json else rows:
+        changes = [{"where": where, "a": old, "b": new} for where, old, new in (*run, *told)]
+        print_json({"same": not run, "differences": changes})
+        return 1 if run else 0
+    for where, old, new in run:
         echo(f"{where}: {_text(old)} -> {_text(new)}")
-    if not rows and not as_json:
-        echo("no difference" if everything else "no difference in what runs (--all compares evidence too)")
-    return 1 if rows else 0
+    if not run:
+        echo("no difference in what runs")
+    for where, old, new in told:
+        echo(f"({where}: {_text(old)} -> {_text(new)})")
+    return 1 if run else 0

@@ -1,17 +1,20 @@
-"""``autoprec show``: a policy as a table a person can read, with its evidence."""
+"""``autoprec show``: a policy as a table a person can read, what two policies differ in, and the schema of files."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
+from autoprec.cli import options
 from autoprec.cli.console import print_json
-from autoprec.errors import PolicyError, nearest
+from autoprec.cli.policies.diff import print_differences
+from autoprec.errors import PolicyError, UsageError, nearest
 from autoprec.support.units import memory_text
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from rich.console import Console
 
     from autoprec.graph.report import GraphReport
@@ -110,25 +113,50 @@ def _load(path: Path) -> Policy:
     return loaded
 
 
-@click.command("show")
-@click.argument("policy", type=click.Path(path_type=Path))
+@click.command("show", short_help="Print a policy with its evidence, or what two differ in.")
+@click.argument("policy", required=False, type=click.Path(path_type=Path))
+@click.argument("other", required=False, type=click.Path(path_type=Path))
 @click.option("--graph", type=click.Path(path_type=Path), help="Layer by layer, of a step saved by `inspect --save`.")
-@click.option("--json", "as_json", is_flag=True, help="The policy, and the plan of each layer, as JSON on stdout.")
-def show(policy: Path, graph: Path | None, as_json: bool) -> None:
-    """Print POLICY as a table: what each layer runs, what surrounds the layers, and why."""
+@click.option("--schema", type=click.Choice(["policy", "space"]), help="The JSON Schema of such files instead.")
+@options.as_json("The policy, the plan of each layer, or the differences")
+def show(policy: Path | None, other: Path | None, graph: Path | None, schema: str | None, as_json: bool) -> int:
+    """Print POLICY as a table: what each layer runs, what surrounds the layers, and why.
+
+    With OTHER: what changed from the first to the second, and exit code 1 if that is anything that would run.
+    """
     from autoprec.graph.report import load_report
     from autoprec.policy import resolve
 
-    loaded = _load(policy)
+    if (policy is None) == (schema is None) or (other is not None and graph is not None):
+        raise UsageError(
+            "give a policy, two policies to compare, or --schema",
+            fix="autoprec show policy.yaml [--graph step.json | OTHER.yaml]",
+        )
+    if schema is not None:
+        print_json(_schema(schema), indent=2)
+        return 0
+    loaded = _load(cast(Path, policy))
+    if other is not None:
+        return print_differences(loaded, _load(other), as_json=as_json)
     report = load_report(graph) if graph else None
-    if as_json:
-        document: dict[str, Any] = {"policy": loaded.to_dict()}
-        if report is not None:
-            plans = resolve(loaded, [layer.name for layer in report.tunable])
-            document["layers"] = {name: plan.labels for name, plan in plans.items()}
-        print_json(document)
-        return
-    _print(loaded, report, str(policy))
+    if not as_json:
+        _print(loaded, report, str(policy))
+        return 0
+    document: dict[str, Any] = {"policy": loaded.to_dict()}
+    if report is not None:
+        plans = resolve(loaded, [layer.name for layer in report.tunable])
+        document["layers"] = {name: plan.labels for name, plan in plans.items()}
+    print_json(document)
+    return 0
+
+
+def _schema(kind: str) -> dict[str, Any]:
+    """Return the JSON Schema of policies or search spaces, for editors and other programs."""
+    from autoprec.policy import Policy
+    from autoprec.policy.space import SearchSpace
+
+    described: type[BaseModel] = Policy if kind == "policy" else SearchSpace
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described.model_json_schema(by_alias=True)}
 
 
 def _print(policy: Policy, report: GraphReport | None, label: str) -> None:

@@ -256,7 +256,9 @@ def _check_options(config: str, batch: int, seq: int, threshold: float, gpus: st
 
 
 @script_command("estimate", required=False)
-@click.option("--target", default="auto", metavar="NAME", help="A GPU of `autoprec targets`, cpu, or FILE.yaml:NAME.")
+@click.option(
+    "--target", default="auto", metavar="NAME", help="A GPU of `autoprec doctor --targets`, cpu, or FILE.yaml:NAME."
+)
 @click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are compared.")
 @click.option("--cost-scale", default="", metavar="width=16,depth=4,tokens=32", help="Cost at scaled shapes.")
 @click.option("--graph", type=click.Path(path_type=Path), help="A step saved by `autoprec inspect --save`.")

@@ -14,6 +14,7 @@ from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record_step
 from autoprec.cli.script import script_command
+from autoprec.cli.scripts.sensitivity import print_sensitivity
 from autoprec.errors import UsageError
 
 if TYPE_CHECKING:
@@ -66,6 +67,11 @@ def _recorded(script: tuple[str, ...], timeout_s: float) -> GraphReport:
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Write the graph, coloured by class, as HTML.")
 @click.option("--save", type=click.Path(path_type=Path), help="Write the recorded step as JSON.")
 @options.timeout("For the script's first step.")
+@click.option("--sensitivity", is_flag=True, help="Gradient error of each recipe in each group of layers instead.")
+@click.option("--passes", default=60, show_default=True, metavar="N", type=click.IntRange(min=2),
+              help="With --sensitivity: gradients to spend.")  # fmt: skip
+@options.of_search("target", help="With --sensitivity: device whose recipes are probed; default: this one.")
+@options.of_search("space", help="With --sensitivity: search space whose choices are probed.")
 @options.as_json("Everything")
 def inspect(
     script: tuple[str, ...],
@@ -74,14 +80,24 @@ def inspect(
     page: Path | None,
     save: Path | None,
     timeout: float,
+    sensitivity: bool,
+    passes: int,
+    target: str,
+    space: str,
     as_json: bool,
 ) -> None:
-    """Record one training step: every operator, its class and precision, and what share of the step is tunable."""
+    """Record one training step: every operator, its class and precision, and what share of the step is tunable.
+
+    With --sensitivity: the gradient error of every group of layers under every recipe, on the same weights and batch.
+    """
     from autoprec.cli.console import print_json
     from autoprec.graph.analysis.rules import load_rules, reclassify
     from autoprec.graph.report import MAX_GRAPH_BYTES, load_report
     from autoprec.support.files import check_kind, holds_keys, write_atomic
 
+    if sensitivity and script:
+        print_sensitivity(script, target, space, passes, as_json=as_json)
+        return
     if bool(script) == (graph is not None):
         raise UsageError("give either a script or --graph FILE", fix="autoprec inspect train.py [script args]")
     chosen: Any = load_rules(rules) if rules is not None else None  # a bad file is refused before the script starts

@@ -1,4 +1,4 @@
-"""``autoprec sensitivity``: the gradient error that each recipe would cause in each group of layers."""
+"""What ``autoprec inspect --sensitivity`` prints: the gradient error of each recipe in each group of layers."""
 
 from __future__ import annotations
 
@@ -6,14 +6,10 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import click
-
-from autoprec.cli import options
 from autoprec.cli.console import plain_table, print_json, stdout_console
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import payload_of, record, running, tunable
-from autoprec.cli.script import script_command
 from autoprec.trial.protocol import TrialSpec
 
 if TYPE_CHECKING:
@@ -21,8 +17,11 @@ if TYPE_CHECKING:
     from autoprec.tuning.decide.scan import SensitivityScan
     from autoprec.tuning.decide.table import SensitivityTable
 
+#: Training steps before the scan.
+WARMUP = 5
 
-def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, passes: int) -> SensitivityTable:
+
+def _measure(script: tuple[str, ...], target: str, space: str, passes: int) -> SensitivityTable:
     from autoprec.cost import CostModel
     from autoprec.policy.space import default_space, load_space
     from autoprec.tuning.decide.problem import Problem
@@ -46,7 +45,7 @@ def _measure(script: tuple[str, ...], target: str, space: str, warmup: int, pass
             backend="auto" if timed else "emulated",
             side_by_side=min(MOST_SIDE_BY_SIDE, len(os.sched_getaffinity(0))),
         )
-        _scan(scan, runner, replace(spec, warmup=warmup), label, phases)
+        _scan(scan, runner, replace(spec, warmup=WARMUP), label, phases)
     return scan.table()
 
 
@@ -103,15 +102,9 @@ def _print(table: SensitivityTable) -> None:
         echo(f"{text}, over {fit.count} random mixes; {table.passes} forward and backward passes")
 
 
-@script_command("sensitivity")
-@click.option("--target", default="auto", metavar="NAME", help="Device whose recipes are probed; default: this one.")
-@click.option("--space", default="", metavar="NAME|FILE", help="Search space whose choices are probed.")
-@click.option("--warmup", default=5, show_default=True, type=click.IntRange(min=1), help="Steps before the scan.")
-@click.option("--passes", default=60, show_default=True, type=click.IntRange(min=2), help="Gradients to spend.")
-@options.as_json("The table")
-def sensitivity(script: tuple[str, ...], target: str, space: str, warmup: int, passes: int, as_json: bool) -> None:
+def print_sensitivity(script: tuple[str, ...], target: str, space: str, passes: int, *, as_json: bool) -> None:
     """Measure the gradient error of every group of layers under every recipe, on the same weights and batch."""
-    table = _measure(script, target, space, warmup, passes)
+    table = _measure(script, target, space, passes)
     if as_json:
         print_json({"rows": table.rows(), **table.to_json()})
     else:

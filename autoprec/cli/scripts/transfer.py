@@ -282,7 +282,7 @@ def _is_config(text: str) -> bool:
     "scans",
     multiple=True,
     type=click.Path(path_type=Path),
-    help="`autoprec sensitivity --json` of the proxy under another seed: errors are averaged.",
+    help="`autoprec inspect --sensitivity --json` of the proxy under another seed: errors are averaged.",
 )
 @click.option(
     "--spot",
@@ -290,7 +290,9 @@ def _is_config(text: str) -> bool:
     help="`autoprec check --sensitivity 8 --json` of an earlier transfer to this model: it corrects the predictions.",
 )
 @click.option("--role", "roles", multiple=True, metavar="GLOB=ROLE", help="What layers are whose names do not tell.")
-@click.option("--target", default="", metavar="NAME", help="A GPU of `autoprec targets`; default: the policy's.")
+@click.option(
+    "--target", default="", metavar="NAME", help="A GPU of `autoprec doctor --targets`; default: the policy's."
+)
 @click.option("--batch", default=1, show_default=True, metavar="N", help="With a config: sequences per device.")
 @click.option("--seq", default=8192, show_default=True, metavar="N", help="With a config: tokens per sequence.")
 @click.option("--max-gradient-error", default=0.12, show_default=True, metavar="X", help="Share of the gradient noise.")

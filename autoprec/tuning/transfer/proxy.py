@@ -97,7 +97,7 @@ def load_proxy(
     Args:
         policy: what was found on it.
         study, graph: where it was recorded; the study has its table of errors too.
-        scans: further tables of the same model, as ``autoprec sensitivity --json`` prints them: errors are averaged.
+        scans: further tables of the same model, as ``inspect --sensitivity --json`` prints them: errors are averaged.
 
     Raises:
         FileError: a file is missing or not what it should be.
@@ -114,14 +114,14 @@ def load_proxy(
             raise FileError(
                 f"is of another model: its groups are {', '.join(table.groups[:3])}...",
                 where=str(path),
-                fix="run `autoprec sensitivity --json` on the proxy itself, with another seed",
+                fix="run `autoprec inspect --sensitivity --json` on the proxy itself, with another seed",
             )
     return Proxy.of(policy, report, averaged(tables) if tables else None)
 
 
 def _read_table(path: Path) -> SensitivityTable:
     document = read_document(path)
-    try:  # what `autoprec sensitivity --json` prints has no checksum
+    try:  # what `autoprec inspect --sensitivity --json` prints has no checksum
         return SensitivityTable.from_json(
             without_checksum(document, where=str(path)) if "rows" not in document else document
         )

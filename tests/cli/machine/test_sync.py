@@ -1,20 +1,18 @@
-"""``autoprec sync`` on the command line."""
+"""``autoprec ui --sync``."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
 
-from autoprec.cli.machine.sync import sync
-from autoprec.errors import FileError
 from autoprec.tracking.replay import SyncReport
+from tests.cli.helpers import autoprec
 
 
 def test_no_studies_is_an_error(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "missing"):
-        assert isinstance(CliRunner().invoke(sync, [str(path)]).exception, FileError)
+        assert autoprec("ui", "--sync", path).code == 2
 
 
 @pytest.mark.parametrize(
@@ -33,6 +31,6 @@ def test_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: SyncR
         return [report]
 
     monkeypatch.setattr("autoprec.tracking.replay.sync", replay)
-    done = CliRunner().invoke(sync, [str(tmp_path)], standalone_mode=False)
-    assert done.return_value == code
-    assert text in done.output
+    done = autoprec("ui", "--sync", tmp_path)
+    assert done.code == code
+    assert text in done.out + done.err

@@ -1,4 +1,4 @@
-"""``autoprec diff``."""
+"""``autoprec show A B``."""
 
 from pathlib import Path
 
@@ -12,25 +12,24 @@ def other(policy_file: Path, old: str, new: str) -> Path:
 
 
 def test_no_difference_is_exit_0(policy_file: Path) -> None:
-    found = autoprec("diff", policy_file, policy_file)
+    found = autoprec("show", policy_file, policy_file)
     assert (found.code, found.err) == (0, "")
     assert found.out.startswith("no difference")
 
 
 def test_a_difference_is_exit_1_and_names_its_place(policy_file: Path) -> None:
-    found = autoprec("diff", policy_file, other(policy_file, "default: bf16", "default: keep"))
+    found = autoprec("show", policy_file, other(policy_file, "default: bf16", "default: keep"))
     assert (found.code, found.out) == (1, "default: bf16 -> keep\n")
 
 
-def test_evidence_counts_only_when_asked(policy_file: Path) -> None:
-    changed = other(policy_file, "seeds: 4", "seeds: 8")
-    assert autoprec("diff", policy_file, changed).code == 0
-    found = autoprec("diff", "--all", policy_file, changed)
-    assert (found.code, found.out) == (1, "evidence.seeds: 4 -> 8\n")
+def test_evidence_is_shown_and_does_not_count(policy_file: Path) -> None:
+    found = autoprec("show", policy_file, other(policy_file, "seeds: 4", "seeds: 8"))
+    assert found.code == 0
+    assert found.out.splitlines()[1:] == ["(evidence.seeds: 4 -> 8)"]
 
 
 def test_json(policy_file: Path) -> None:
-    found = autoprec("diff", "--json", policy_file, other(policy_file, ", gemms: {wgrad: bf16}", ""))
+    found = autoprec("show", "--json", policy_file, other(policy_file, ", gemms: {wgrad: bf16}", ""))
     assert found.code == 1
     assert found.json() == {
         "same": False,
@@ -45,4 +44,4 @@ def test_json(policy_file: Path) -> None:
 
 
 def test_a_policy_that_is_not_valid_is_exit_2_not_1(policy_file: Path) -> None:
-    assert autoprec("diff", policy_file, other(policy_file, "default: bf16", "default: x")).code == 2
+    assert autoprec("show", policy_file, other(policy_file, "default: bf16", "default: x")).code == 2

@@ -154,3 +154,23 @@ def test_keys_that_look_like_markup_are_printed_as_they_are(tmp_path: Path) -> N
     assert found.code == 0
     for text in (*evidence, "[blink]a[/blink]", "[/b]"):
         assert text in found.out
+
+
+@pytest.mark.parametrize(("kind", "key"), [("policy", "layers"), ("space", "choices")])
+def test_the_schema_describes_every_key_and_refuses_others(kind: str, key: str) -> None:
+    document = autoprec("show", "--schema", kind).json()
+    assert document["$schema"] == "https://json-schema.org/draft/2020-12/schema"
+    assert key in document["properties"]
+    assert "schema" in document["properties"], "keys are spelled as in files"
+    assert document["additionalProperties"] is False
+
+
+def test_an_unknown_kind_is_a_usage_error() -> None:
+    found = autoprec("show", "--schema", "polcy")
+    assert found.code == 2
+    assert "policy" in found.err
+
+
+def test_one_of_a_policy_and_a_schema_is_shown(policy_file: Path) -> None:
+    for words in ((), (policy_file, "--schema", "policy"), (policy_file, policy_file, "--graph", "step.json")):
+        assert autoprec("show", *words).code == 2

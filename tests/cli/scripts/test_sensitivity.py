@@ -1,4 +1,4 @@
-"""``autoprec sensitivity``: the gradient error of every group under every recipe, of a real script."""
+"""``autoprec inspect --sensitivity``: the gradient error of every group under every recipe, of a real script."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def script(tmp_path: Path) -> Path:
 
 @pytest.mark.slow
 def test_eight_bits_cost_more_than_sixteen_everywhere(script: Path) -> None:
-    found = autoprec("sensitivity", "--target", "h100", "--json", script)
+    found = autoprec("inspect", "--sensitivity", "--target", "h100", "--json", script)
     assert found.code == 0, found.err
     document = found.json()
     assert document["noise"] > 0
@@ -48,7 +48,7 @@ def test_a_layer_whose_weights_have_no_gradient_yet_is_named(script: Path) -> No
     script.write_text(
         SCRIPT.replace("optimizer = torch.optim.SGD(model.parameters(), lr=0.01)", zeros), encoding="utf-8"
     )
-    found = autoprec("sensitivity", "--target", "h100", "--warmup", "1", script)
+    found = autoprec("inspect", "--sensitivity", "--target", "h100", script)
     assert found.code == 0, found.err
     assert "0: hardly any gradient reaches the weights yet" in found.out
 
@@ -61,14 +61,14 @@ def test_a_users_own_target_is_asked_about_its_own_recipes(script: Path, tmp_pat
         "  mycard: {title: My card, vendor: nvidia, architecture: hopper, capability: '9.0', units: 100,\n"
         "    memory: 40, bandwidth: 1500, peaks: {fp32: 30, bf16: 400, fp8: 800}, links: {}, source: x, date: x}\n"
     )
-    found = autoprec("sensitivity", "--target", card, "--passes", "4", "--json", script)
+    found = autoprec("inspect", "--sensitivity", "--target", card, "--passes", "4", "--json", script)
     assert found.code == 0, found.err
     assert "fp8_rowwise" in {row["choice"] for row in found.json()["rows"]}
 
 
 def test_an_unknown_target_or_space_is_refused_before_the_script_starts(script: Path) -> None:
     script.write_text("raise SystemExit('it started')", encoding="utf-8")
-    assert autoprec("sensitivity", "--target", "h1000", script).code == 2
-    found = autoprec("sensitivity", "--space", "hoper-fp8", script)
+    assert autoprec("inspect", "--sensitivity", "--target", "h1000", script).code == 2
+    found = autoprec("inspect", "--sensitivity", "--space", "hoper-fp8", script)
     assert found.code == 2
     assert "hopper-fp8" in found.err

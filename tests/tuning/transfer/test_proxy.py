@@ -63,7 +63,9 @@ def test_scans_of_further_seeds_are_averaged(tmp_path: Path) -> None:
     found = policy(("*.mlp.*", "fp8_rowwise"))
     folder = study(tmp_path / "small", found)
     other, wrong = tmp_path / "seed1.json", tmp_path / "wrong.json"
-    write_json(other, {"rows": [], **table(error=0.04, noise=0.125).to_json()})  # as `autoprec sensitivity --json`
+    write_json(
+        other, {"rows": [], **table(error=0.04, noise=0.125).to_json()}
+    )  # as `autoprec inspect --sensitivity --json`
     both = load_proxy(found, folder, None, (other,)).table
     assert both is not None
     assert both.noise == pytest.approx(0.25)
