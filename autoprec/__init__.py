@@ -17,7 +17,8 @@ from autoprec.support.lazy import names_on_use
 if TYPE_CHECKING:
     from autoprec.api import search
     from autoprec.applying.guard import Guard
-    from autoprec.applying.policy import Policy, load
+    from autoprec.applying.policy import TorchPolicy as Policy
+    from autoprec.applying.policy import load
     from autoprec.errors import AutoPrecError
     from autoprec.trial.session import Session, register
 
@@ -37,7 +38,7 @@ __getattr__ = names_on_use(
     {
         "AutoPrecError": "errors",
         "Guard": "applying.guard",
-        "Policy": "applying.policy",
+        "Policy": "applying.policy:TorchPolicy",
         "Session": "trial.session",
         "load": "applying.policy",
         "register": "trial.session",

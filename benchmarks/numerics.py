@@ -27,7 +27,7 @@ from torch import Tensor, nn
 warnings.filterwarnings("ignore")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from autoprec.applying.policy import Policy  # noqa: E402
+from autoprec import Policy  # noqa: E402
 from autoprec.numerics.linear import LinearExecution  # noqa: E402
 from autoprec.numerics.quantize import dequantize, quantize, spec_of  # noqa: E402
 from autoprec.numerics.rounding import STORAGE, encode  # noqa: E402

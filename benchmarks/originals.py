@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe

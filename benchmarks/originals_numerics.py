@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.numerics.grouped import decode_e8m0, encode_e8m0, hadamard
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.quantize import dequantize, quantize, spec_of

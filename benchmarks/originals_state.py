@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autoprec.applying.policy import Policy, remove_policy
+from autoprec import Policy
+from autoprec.applying.policy import remove_policy
 from autoprec.optim.codecs import CODECS
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.optimizer import wrap_optimizer

@@ -19,7 +19,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
 
-from autoprec.applying.policy import Policy, apply_policy
+from autoprec import Policy
+from autoprec.applying.policy import apply_policy
 from autoprec.errors import MissingDependencyError
 from autoprec.export import EXPORTERS, Export, Request, exporter
 from autoprec.policy import policy_from_dict

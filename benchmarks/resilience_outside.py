@@ -122,7 +122,7 @@ def policy() -> list[Row]:
     """A policy as large as a file may be, on a model of a hundred layers."""
     import torch
 
-    from autoprec.applying.policy import Policy
+    from autoprec import Policy
     from autoprec.policy import parse_policy
     from autoprec.policy.globs import MOST_RULES
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.cost import CostModel, CostScale
 from autoprec.graph.recorder import record_step
 from autoprec.graph.report import GraphReport

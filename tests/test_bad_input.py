@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.errors import PolicyError, UnsupportedError
 from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
@@ -95,7 +95,7 @@ def test_pure_e5m2_is_refused_with_the_gemm_and_the_way_out() -> None:
 @pytest.fixture
 def ampere(monkeypatch: pytest.MonkeyPatch) -> None:
     """An A100, as far as capability queries can tell."""
-    monkeypatch.setattr("autoprec.applying.policy._device_of", lambda model: "cuda:0")
+    monkeypatch.setattr("autoprec.applying.stage._device_of", lambda model: "cuda:0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
 

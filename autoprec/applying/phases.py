@@ -1,9 +1,9 @@
 """A policy that changes during the run, carried out on the live model.
 
-Somebody has to count the steps, and neither a model nor a policy does. Every ``torch.optim`` optimizer calls a hook
-after its step; one hook for the whole process asks whether the optimizer trains this model, counts, and exchanges the
+Neither a model nor a policy counts steps, so the optimizer has to: every ``torch.optim`` optimizer calls a hook after
+its step. One hook for the whole process asks whether the optimizer trains this model, counts, and exchanges the
 policy where a phase begins: between two steps, on the same modules and Parameters. Layers whose plan stays the same
-keep what runs them, delayed scales and random streams included, and optimizer state is converted in place, so that
+keep their executions, delayed scales and random streams included, and optimizer state is converted in place, so that
 nothing is restarted; compiled code is traced once more at each boundary. Every stage is bound to its backend before the
 first step: what cannot run is refused then, and not after four fifths of a run.
 """
@@ -14,13 +14,15 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from autoprec.applying.stage import put_stage
 from autoprec.applying.state import carries_state, carry_state, remember
 from autoprec.applying.units import unwrap
 from autoprec.errors import AutoPrecError
@@ -33,18 +35,13 @@ _LOG = logging.getLogger("autoprec.phases")
 _ACTIVE: weakref.WeakKeyDictionary[nn.Module, Phases] = weakref.WeakKeyDictionary()
 
 
-class Put(Protocol):
-    """Puts a policy on a model; see :func:`autoprec.applying.policy.put_policy`."""
-
-    def __call__(self, policy: Policy, model: nn.Module, *, keep: bool = False, only_try: bool = False) -> None: ...
-
-
 class Phases:
     """Carries out the phases of one policy on one model.
 
     Args:
         policy: the policy; its base runs until its first phase begins.
         model: the model, wrapped or not.
+        backend, strict: as :func:`autoprec.applying.policy.apply_policy` takes them.
         run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it.
         step: optimizer steps that were taken before (a resumed run).
         on_change: called with a line of text whenever a phase begins.
@@ -58,8 +55,9 @@ class Phases:
         self,
         policy: Policy,
         model: nn.Module,
-        put: Put,
         *,
+        backend: str = "auto",
+        strict: bool = True,
         run_steps: int | None = None,
         step: int = 0,
         on_change: Callable[[str], None] | None = None,
@@ -67,7 +65,8 @@ class Phases:
         self.starts = boundaries(policy, run_steps)
         self.stages: Sequence[Policy] = policy.stages
         self.policy, self.run_steps, self.step = policy, run_steps, step
-        self._model, self._root, self._put = weakref.ref(model), weakref.ref(unwrap(model)), put
+        self._model, self._root = weakref.ref(model), weakref.ref(unwrap(model))
+        self._put = partial(put_stage, backend=backend, strict=strict)
         self._on_change = on_change
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._strangers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -98,6 +97,7 @@ class Phases:
 
     @property
     def index(self) -> int:
+        """The number of the stage that runs now; 0 before the first phase."""
         return self._index
 
     @property
@@ -192,6 +192,7 @@ class Phases:
         return {"step": torch.tensor(float(self.step), dtype=torch.float64)}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
+        """Continue from :meth:`state`; optimizers are wrapped for the phase after their next step."""
         if "step" in state:  # an optimizer that is loading its state must not be wrapped anew: after its next step
             self.resume(int(state["step"]), with_optimizers=False)
 

@@ -1,46 +1,24 @@
-"""Put a policy on a live model in place, and take it off again.
+"""One way for a policy onto a live model, and one off it.
 
-Works before or after the optimizer is built, before or after ``torch.compile``, under DDP, FSDP2, activation
-checkpointing, autocast and gradient accumulation. An empty policy changes nothing at all.
+:func:`apply_policy` is what ``Policy.apply``, trials, :class:`~autoprec.trial.session.Session`, the guard and the
+integrations call; :func:`remove_policy` undoes it. A policy without phases is put on the model once
+(:mod:`autoprec.applying.stage`); one with phases is exchanged between two optimizer steps wherever a phase begins
+(:mod:`autoprec.applying.phases`). An empty policy changes nothing at all.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from autoprec import policy as policies
-from autoprec.applying import compiling, swap
-from autoprec.applying.attention import AttentionExecutions
-from autoprec.applying.binding import Binder, timed_backends
-from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
-from autoprec.applying.fp8_attention import Fp8Attention, bind_attention
-from autoprec.applying.operators import RootExecution
 from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
-from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
-from autoprec.applying.swap import (
-    ShrunkGradient,
-    install,
-    install_root,
-    root_of,
-    swapped_base,
-    uninstall,
-    uninstall_root,
-)
-from autoprec.applying.units import Unit, tunable_units, unwrap
-from autoprec.backends import Backend, choose
-from autoprec.errors import UnsupportedError
-from autoprec.numerics.delayed import DelayedReduction
-from autoprec.numerics.linear import LinearExecution
-from autoprec.numerics.sharded import is_dtensor
-from autoprec.optim.weight_gather import is_sharded
-from autoprec.policy import LayerPlan, load_policy, resolve, save_policy
+from autoprec.applying.stage import put_stage, take_off
+from autoprec.applying.units import unwrap
+from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.policy.table import policy_table
 from autoprec.support.removed import FOLLOW, no_longer_takes
 from autoprec.support.tables import Shown, Table
@@ -48,192 +26,73 @@ from autoprec.support.tables import Shown, Table
 if TYPE_CHECKING:
     from autoprec.applying.audit import AuditReport
 
-_ACTIVATIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-
-def apply_policy(policy: policies.Policy, model: nn.Module, *, backend: str = "auto", strict: bool = True) -> None:
+def apply_policy(
+    policy: Policy,
+    model: nn.Module,
+    *,
+    backend: str = "auto",
+    strict: bool = True,
+    run_steps: int | None = None,
+    step: int = 0,
+    on_change: Callable[[str], None] | None = None,
+) -> None:
     """Make a model run under a policy, in place; a policy applied earlier is replaced.
 
-    Of a policy with phases this is how it begins: :meth:`Policy.apply` and :class:`~autoprec.applying.phases.Phases`
-    carry out the rest.
+    Phases of the policy begin by themselves, counted by the steps of the optimizer that trains the model.
 
     Args:
+        policy: the policy.
         model: the model, wrapped or not.
         backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`. On a GPU ``auto`` runs a recipe by what the
             policy was found with (``evidence.backends``), where that is installed and can run the layer.
         strict: refuse rules that match nothing and recipes that the backend cannot run. Otherwise such a rule is
             ignored, such a layer is left as the script wrote it, and the audit says why.
+        run_steps: optimizer steps of the whole run; needed where a phase begins at a share of it.
+        step: optimizer steps that were taken before, in a run that is resumed.
+        on_change: called with a line of text whenever a phase begins.
 
     Raises:
+        UsageError: a phase begins at a share of a run whose number of steps is not given.
+        PolicyError: counted in steps, a phase does not begin after the one before it.
         PolicyMismatchError: a rule that is not optional matches no layer.
         UnsupportedError: a layer cannot run its recipe; the message names layer, recipe and reason.
         UnknownNameError: no such backend.
 
     Whatever ends it, an interrupt included, the model is then as it was before.
     """
-    put_policy(policy, model, backend=backend, strict=strict)
-    stop_phases(model)
-
-
-def put_policy(
-    policy: policies.Policy,
-    model: nn.Module,
-    *,
-    backend: str = "auto",
-    strict: bool = True,
-    keep: bool = False,
-    only_try: bool = False,
-) -> None:
-    """Do what :func:`apply_policy` does, for one stage of a policy with phases.
-
-    Args:
-        keep: layers whose plan stays the same keep what runs them, with its delayed scales and random streams; for
-            policies that follow each other under one backend.
-        only_try: change nothing; only raise what would be raised.
-    """
-    root = unwrap(model)
-    if isinstance(root, torch.jit.ScriptModule):
-        raise UnsupportedError(
-            "a TorchScript model runs compiled code, in which no layer can be given another precision",
-            where=swapped_base(root).__name__,
-            fix="apply the policy to the model as it was before torch.jit.script or torch.jit.trace",
+    if policy.phases:
+        phases = Phases(
+            policy, model, backend=backend, strict=strict, run_steps=run_steps, step=step, on_change=on_change
         )
-    units = tunable_units(root)
-    plans = resolve(policy, units, strict=strict)
-    device = _device_of(root)
-    chosen = choose(backend, device)
-    before = root_of(root) if keep else None
-    held = {each.name: each for each in (before.backends if before is not None else ())}
-    chosen = held.get(chosen.name, chosen)
-    available = chosen.available(device)
-    if not available:
-        raise UnsupportedError(f"backend '{chosen.name}' cannot run here: {available.reason}", fix="use backend 'auto'")
-    faster = timed_backends(policy, device, held) if backend == "auto" else {}
-    binder = Binder(chosen, device, backend == "auto", strict, faster)
-    executions = {
-        name: (_kept(unit, plans[name]) if keep else None) or binder.bind(name, unit, plans[name])
-        for name, unit in units.items()
-        if not plans[name].keeps
-    }
-    attention, around = None, tuple[Backend, ...]()
-    if policy.operators.attention == "fp8":
-        attention, around = bind_attention(device, backend, (chosen, *faster.values(), *held.values()))
-    if only_try:
+        phases.begin()
         return
-    binder.say_refused()
-    allow_versions(plans)
-    with _all_or_nothing(root):
-        _take_off(root)
-        _install_all({name: made for name, made in executions.items() if made is not None}, units)
-        _know_layouts(root, executions, units)
-        running = {made.backend for made in executions.values() if made is not None}
-        others = {each.name: each for each in faster.values()} | held
-        backends = (chosen, *(each for name, each in others.items() if name in running and each is not chosen))
-        backends += tuple(each for each in around if each not in backends)
-        _install_root(root, policy, backends, device, executions, attention)
-        _shrink_embeddings(root, policy.stability.embedding_gradient)
-        set_execution(root, policy.execution)
-
-
-def _shrink_embeddings(root: nn.Module, factor: float) -> None:
-    """Multiply the gradients that come back to look-ups (GLM-130B's embedding gradient shrink)."""
-    for module in root.modules() if factor != 1.0 else ():
-        if isinstance(module, nn.Embedding):
-            install(module, "embedding", ShrunkGradient(factor))
-
-
-def _install_root(
-    root: nn.Module,
-    policy: policies.Policy,
-    backends: tuple[Backend, ...],
-    device: str,
-    executions: dict[str, Any],
-    attention: Fp8Attention | None,
-) -> None:
-    """Surround the model's forward, where the policy is about what happens between its layers."""
-    if executions or policy.activations != "keep" or policy.operators.attention != "keep":
-        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
-        kind = device.split(":")[0]
-        activations = _ACTIVATIONS.get(policy.activations)
-        emulates = backends[0].emulates_casts
-        root_execution = RootExecution(
-            activations, policy.operators, kind, low, emulates, backends=backends, fp8_attention=attention
-        )
-        for backend in backends:  # one of them at most has anything to do around the layers of others
-            root_execution.context = root_execution.context or backend.around_model()
-            root_execution.after_step = root_execution.after_step or backend.after_step()
-        reduction = DelayedReduction(root, executions.values())
-        root_execution.before = reduction if reduction.slots else None
-        install_root(root, root_execution)
-
-
-@contextlib.contextmanager
-def _all_or_nothing(root: nn.Module) -> Iterator[None]:
-    """Give every module back what it had, if the body does not come to its end."""
-    keys = (swap.ATTRIBUTE, swap.ROOT, compiling.ATTRIBUTE, "forward", "_compiled_call_impl")
-    before = [(m, type(m), {key: m.__dict__[key] for key in keys if key in m.__dict__}) for m in root.modules()]
-    try:
-        yield
-    except BaseException:
-        for module, cls, held in before:
-            if type(module) is not cls:
-                module.__class__ = cls
-            for key in keys:
-                module.__dict__.pop(key, None)
-            module.__dict__.update(held)
-        raise
-
-
-def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:
-    """Install executions; those of one module's several raw weights together."""
-    shared: dict[int, dict[str, Any]] = {}
-    for name, execution in executions.items():
-        unit = units[name]
-        if unit.kind not in ("functional", "attention"):
-            install(unit.module, unit.kind, execution)
-            continue
-        together = shared.setdefault(id(unit.module), {})
-        if not together:
-            holder = AttentionExecutions if unit.kind == "attention" else RawWeightExecutions
-            install(unit.module, unit.kind, holder(unit.module, together))
-        together[unit.parameter] = execution
-
-
-def _know_layouts(root: nn.Module, executions: dict[str, Any], units: dict[str, Unit]) -> None:
-    """Prepare layers that tensor parallelism has sharded for being compiled; FSDP2 would show their forwards others."""
-    for name, made in () if is_sharded(root) else executions.items():
-        if isinstance(made, LinearExecution) and units[name].kind == "linear" and is_dtensor(units[name].weight):
-            with contextlib.suppress(UnsupportedError):  # raised again where the layer runs
-                made.know_layout(units[name].weight)
-
-
-def _kept(unit: Unit, plan: LayerPlan) -> Any:
-    found = unit_execution(unit)
-    return found if found is not None and found.plan == plan else None
+    put_stage(policy, model, backend=backend, strict=strict)
+    stop_phases(model)
 
 
 def remove_policy(model: nn.Module) -> None:
     """Take a policy off again: every module gets its own class back and behaves bit-identically as before."""
     stop_phases(model)
-    _take_off(unwrap(model))
+    take_off(unwrap(model))
 
 
-def _take_off(root: nn.Module) -> None:
-    restore_execution(root)
-    uninstall_root(root)
-    for module in root.modules():
-        uninstall(module)
+class TorchPolicy(Shown, Policy):
+    """A policy with methods that act on an ``nn.Module``: the class behind ``autoprec.Policy`` and ``autoprec.load``.
 
+    The data are those of :class:`autoprec.policy.Policy`, which loads no torch.
 
-def _device_of(model: nn.Module) -> str:
-    for parameter in model.parameters():
-        if parameter.device.type != "meta":
-            return str(parameter.device)
-    return "cuda" if torch.cuda.is_available() else "cpu"
-
-
-class Policy(Shown, policies.Policy):
-    """A precision policy with hands: the data of :class:`autoprec.policy.Policy`, plus what can be done with it."""
+    Examples:
+        >>> import autoprec, torch
+        >>> policy = autoprec.Policy.model_validate({
+        ...     "recipes": {"bf16": {"format": "bf16"}}, "layers": [{"match": "*", "recipe": "bf16"}]})
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.Linear(32, 16))
+        >>> policy.apply(model)
+        >>> model(torch.randn(4, 16)).sum().backward()
+        >>> policy.audit(model).ok
+        True
+        >>> policy.remove(model)
+    """
 
     def table(self) -> Table:
         """Return what each rule runs, GEMM by GEMM: what ``print(policy)`` and a notebook show."""
@@ -261,13 +120,9 @@ class Policy(Shown, policies.Policy):
             on_change: called with a line of text whenever a phase begins.
 
         Raises:
-            UsageError: a phase begins at a share of a run whose number of steps is not given.
+            UsageError, PolicyError, PolicyMismatchError, UnsupportedError: as :func:`apply_policy`.
         """
-        put = partial(put_policy, backend=backend)
-        if self.phases:
-            Phases(self, model, put, run_steps=run_steps, step=step, on_change=on_change).begin()
-        else:
-            apply_policy(self, model, backend=backend)
+        apply_policy(self, model, backend=backend, run_steps=run_steps, step=step, on_change=on_change)
 
     def remove(self, model: nn.Module) -> None:
         """Take any policy off ``model``: bit-identical behaviour as before."""
@@ -311,10 +166,10 @@ class Policy(Shown, policies.Policy):
         return save_policy(self, path)
 
 
-def load(path: Path | str) -> Policy:
+def load(path: Path | str) -> TorchPolicy:
     """Load a policy file. Data only: nothing is imported or run.
 
     Raises:
         PolicyError: missing, unreadable, or not a valid policy.
     """
-    return load_policy(path, cls=Policy)
+    return load_policy(path, cls=TorchPolicy)

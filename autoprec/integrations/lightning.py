@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from autoprec.applying.policy import Policy, load
+from autoprec.applying.policy import TorchPolicy, load
 from autoprec.support.optional import require
 
 _PURPOSE = "a Lightning precision plugin"
@@ -21,7 +21,7 @@ class _PolicyPrecision:
     Args:
         policy: a policy, or the path of one.
         prefix: where the model sits inside the LightningModule, e.g. ``model``; a policy's names are relative to it.
-        backend: who runs the GEMMs.
+        backend: which backend runs the GEMMs.
         run_steps: optimizer steps of the run, where a phase of the policy begins at a share of it. A Trainer with
             ``max_steps`` knows them.
     """
@@ -29,10 +29,10 @@ class _PolicyPrecision:
     precision = "32-true"
 
     def __init__(
-        self, policy: Policy | Path | str, *, prefix: str = "", backend: str = "auto", run_steps: int | None = None
+        self, policy: TorchPolicy | Path | str, *, prefix: str = "", backend: str = "auto", run_steps: int | None = None
     ) -> None:
         super().__init__()
-        self.policy = policy if isinstance(policy, Policy) else load(policy)
+        self.policy = policy if isinstance(policy, TorchPolicy) else load(policy)
         self.prefix, self.backend, self.run_steps = prefix, backend, run_steps
         self._model: nn.Module | None = None
 

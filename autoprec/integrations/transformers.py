@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.applying.guard import Guard
-from autoprec.applying.policy import Policy, load
+from autoprec.applying.policy import TorchPolicy, load
 from autoprec.errors import UsageError
 from autoprec.support.optional import require
 
 TrainerCallback: Any = require("transformers", purpose="PolicyCallback").TrainerCallback
 
 
-def training_arguments(policy: Policy | Path | str, **given: Any) -> Any:
+def training_arguments(policy: TorchPolicy | Path | str, **given: Any) -> Any:
     """Return ``TrainingArguments`` under which a policy decides the precision.
 
     Args:
@@ -24,7 +24,7 @@ def training_arguments(policy: Policy | Path | str, **given: Any) -> Any:
     Raises:
         UsageError: ``fp16=True`` beside a policy that scales the loss itself.
     """
-    held = policy if isinstance(policy, Policy) else load(policy)
+    held = policy if isinstance(policy, TorchPolicy) else load(policy)
     _refuse_scaling_twice(held, bool(given.get("fp16")))
     if held.activations != "keep":
         given |= {"bf16": False, "fp16": False}
@@ -33,7 +33,7 @@ def training_arguments(policy: Policy | Path | str, **given: Any) -> Any:
     return require("transformers", purpose="training_arguments").TrainingArguments(**given)
 
 
-def _refuse_scaling_twice(policy: Policy, fp16: bool) -> None:
+def _refuse_scaling_twice(policy: TorchPolicy, fp16: bool) -> None:
     if fp16 and policy.loss_scaling == "dynamic":
         raise UsageError(
             "TrainingArguments(fp16=True) scales the loss, and so does the policy (loss_scaling: dynamic)",
@@ -50,12 +50,12 @@ class PolicyCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         policy: a policy, or the path of one.
-        backend: who runs the GEMMs; ``auto`` or a name of :mod:`autoprec.backends`.
+        backend: which backend runs the GEMMs: ``auto`` or a name of :mod:`autoprec.backends`.
         guard: watch the run (needs ``logging_steps`` small enough to see something) and fall back on a breach.
     """
 
-    def __init__(self, policy: Policy | Path | str, *, backend: str = "auto", guard: bool = True) -> None:
-        self.policy = policy if isinstance(policy, Policy) else load(policy)
+    def __init__(self, policy: TorchPolicy | Path | str, *, backend: str = "auto", guard: bool = True) -> None:
+        self.policy = policy if isinstance(policy, TorchPolicy) else load(policy)
         self.backend, self._wants_guard = backend, guard
         self.guard: Guard | None = None
 

@@ -1,6 +1,6 @@
 """The policy: what is decided, as frozen data (``autoprec.policy/1``).
 
-Nothing here touches a model: :mod:`autoprec.applying.policy` gives a policy hands.
+Nothing here touches a model: :mod:`autoprec.applying.policy` adds the methods that do.
 """
 
 from __future__ import annotations
@@ -332,7 +332,7 @@ class Policy(_Frozen):
         """Return one line: the whole document is :meth:`to_dict`'s, and ``autoprec show``'s."""
         around = [f"{name}={value}" for name in ("activations", "execution") if (value := getattr(self, name)) != KEEP]
         parts = [f"{len(self.layers)} rules", f"recipes={list(self.recipes)}", f"default={self.default}", *around]
-        return f"{type(self).__name__}({', '.join(parts)})"
+        return f"Policy({', '.join(parts)})"
 
     __str__ = __repr__
 

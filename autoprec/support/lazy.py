@@ -13,13 +13,15 @@ def names_on_use(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]
 
     Args:
         package: the package's ``__name__``.
-        homes: public name -> the module that defines it, relative to the package.
+        homes: public name -> the module that defines it, relative to the package; ``module:Name`` where it is called
+            something else there.
     """
 
     def find(name: str) -> Any:
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        module, _, own = homes[name].partition(":")
+        value = getattr(importlib.import_module(f"{package}.{module}"), own or name)
         setattr(sys.modules[package], name, value)
         return value
 

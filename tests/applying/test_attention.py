@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.applying.policy import Policy, remove_policy
+from autoprec import Policy
+from autoprec.applying.policy import remove_policy
 from autoprec.applying.units import tunable_layers
 from autoprec.errors import UnsupportedError
 from autoprec.precision.recipes import BUILTIN_RECIPES

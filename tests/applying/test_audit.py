@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec import Policy
 from autoprec.applying.audit import audit_model, emulated_note
-from autoprec.applying.policy import Policy, apply_policy
+from autoprec.applying.policy import apply_policy
 from autoprec.applying.swap import execution_of
 from autoprec.errors import UnsupportedError
 from autoprec.precision.recipes import BUILTIN_RECIPES

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec import Policy
 from autoprec.applying import binding
-from autoprec.applying import policy as applying
-from autoprec.applying.policy import Policy
+from autoprec.applying import stage as applying
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.swap import execution_of, root_of
 from autoprec.applying.units import tunable_units

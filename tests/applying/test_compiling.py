@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec import Policy
 from autoprec.applying import compiling
 from autoprec.applying.compiling import autotunes, is_compiled, run_eagerly
-from autoprec.applying.policy import Policy
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 

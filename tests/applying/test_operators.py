@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autoprec import Policy
 from autoprec.applying.operators import FLOAT32_FUNCTIONS, holds_low, widen
-from autoprec.applying.policy import Policy
 from autoprec.applying.swap import root_of
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from autoprec import Policy
 from autoprec.applying.phases import phases_of
-from autoprec.applying.policy import Policy
 from autoprec.applying.swap import execution_of
 from autoprec.errors import PolicyMismatchError, UnsupportedError, UsageError
 from autoprec.optim.optimizer import loss_scaler_of, runtime_of

@@ -12,8 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from autoprec.applying import policy as applying_policy
-from autoprec.applying.policy import Policy, apply_policy, load, remove_policy
+from autoprec import Policy
+from autoprec.applying import stage as applying_stage
+from autoprec.applying.policy import apply_policy, load, remove_policy
 from autoprec.applying.units import tunable_layers, unwrap
 from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError
 from autoprec.optim.audit import audit_optimizer
@@ -242,7 +243,7 @@ def test_an_interrupted_apply_leaves_the_model_as_it_was(
     if earlier:
         first.apply(model)
     loss, classes = step(model, ids)[0], [type(m) for m in model.modules()]
-    original, calls = getattr(applying_policy, place), []
+    original, calls = getattr(applying_stage, place), []
 
     def interrupted(*args: object) -> None:
         calls.append(args)
@@ -250,7 +251,7 @@ def test_an_interrupted_apply_leaves_the_model_as_it_was(
         if len(calls) == (3 if place == "install" else 1):
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(applying_policy, place, interrupted)
+    monkeypatch.setattr(applying_stage, place, interrupted)
     with pytest.raises(KeyboardInterrupt):
         uniform("bf16", activations="bf16").apply(model)
     assert [type(m) for m in model.modules()] == classes

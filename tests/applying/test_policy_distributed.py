@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoprec.applying.policy import Policy, remove_policy
+from autoprec import Policy
+from autoprec.applying.policy import remove_policy
 from autoprec.applying.swap import execution_of
 from autoprec.optim.audit import audit_optimizer
 from autoprec.optim.codecs import BlockCodec

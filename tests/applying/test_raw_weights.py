@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from autoprec import Policy
 from autoprec.applying import raw_weights
-from autoprec.applying.policy import Policy, remove_policy
+from autoprec.applying.policy import remove_policy
 from autoprec.applying.units import tunable_layers
 from autoprec.precision.recipes import BUILTIN_RECIPES
 

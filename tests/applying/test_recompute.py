@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 
 
 class Block(nn.Module):

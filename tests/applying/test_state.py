@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
 

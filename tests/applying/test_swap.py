@@ -17,8 +17,9 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from autoprec import Policy
 from autoprec.applying import swap
-from autoprec.applying.policy import Policy, remove_policy
+from autoprec.applying.policy import remove_policy
 from autoprec.applying.swap import execution_of, root_of, swapped_base
 from autoprec.precision.recipes import BUILTIN_RECIPES
 

@@ -45,7 +45,7 @@ class Model(nn.Module):
 
 
 def policy(first: Any, second: Any = None, gemms: dict[str, str] | None = None, match: str = "first") -> Any:
-    from autoprec.applying.policy import Policy
+    from autoprec import Policy
     from autoprec.precision.recipes import BUILTIN_RECIPES
 
     recipes = {"a": first, "b": second or first}
@@ -375,10 +375,10 @@ def main() -> None:
     """Run every scenario."""
     folder, capability = Path(sys.argv[1]), tuple(int(n) for n in sys.argv[2].split("."))
     te_extension.install(folder, (capability[0], capability[1]))
-    from autoprec.applying import policy as apply
+    from autoprec.applying import stage
     from autoprec.backends import transformer_engine
 
-    apply._device_of = lambda model: "cuda:0"  # type: ignore[assignment]
+    stage._device_of = lambda model: "cuda:0"  # type: ignore[assignment]
     wanted = sys.argv[3:]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.backends import get, torchao
 from autoprec.backends.torchao import TorchaoBackend, float8_config
 from autoprec.errors import UnsupportedError

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.applying.policy import Policy, put_policy, remove_policy
+from autoprec import Policy
+from autoprec.applying.policy import remove_policy
+from autoprec.applying.stage import put_stage
 from autoprec.applying.swap import root_of
 from autoprec.backends import get
 from autoprec.backends.transformer_engine import TransformerEngineBackend
@@ -21,7 +23,7 @@ from tests.backends import fake_te
 @pytest.fixture
 def te(monkeypatch: pytest.MonkeyPatch):
     made = fake_te.install(monkeypatch)
-    monkeypatch.setattr("autoprec.applying.policy._device_of", lambda model: "cuda:0")
+    monkeypatch.setattr("autoprec.applying.stage._device_of", lambda model: "cuda:0")
     return made
 
 
@@ -116,7 +118,7 @@ def test_delayed_scaling_is_updated_once_per_forward_of_the_model(te, monkeypatc
 
 def test_before_2_19_layers_enter_their_own_recipes(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_te.install(monkeypatch, "2.12")
-    monkeypatch.setattr("autoprec.applying.policy._device_of", lambda model: "cuda:0")
+    monkeypatch.setattr("autoprec.applying.stage._device_of", lambda model: "cuda:0")
     model = Model()
     delayed = BUILTIN_RECIPES["fp8_delayed"]
     recent = delayed.model_copy(
@@ -199,7 +201,7 @@ def test_a_phase_that_keeps_delayed_layers_keeps_what_updates_their_scales(te) -
     before = list(fake_te.UPDATES)
     rules = [*chosen.layers[:2], LayerRule(match="head", recipe="keep")]
     later = chosen.model_copy(update={"layers": tuple(rules)})
-    put_policy(later, model, backend="transformer_engine", keep=True)
+    put_stage(later, model, backend="transformer_engine", keep=True)
     assert len(fake_te.Linear.built) == built
     fake_te.UPDATES.clear()
     step(model)

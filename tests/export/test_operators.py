@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.export import EXPORTERS, Request, export, exporter
 from autoprec.export.base import Losses
 from autoprec.export.operators import OPERATORS, autocast_operators

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.policy import policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
 

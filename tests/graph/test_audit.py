@@ -53,7 +53,7 @@ def test_what_the_script_computes_beside_the_model_is_told_and_not_the_policys_f
 
 
 def test_a_policy_shows_in_the_recorded_step():
-    from autoprec.applying.policy import Policy
+    from autoprec import Policy
 
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     policy = Policy.model_validate(

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 from torch import nn
 
+from autoprec import Policy
 from autoprec.applying.phases import phases_of
-from autoprec.applying.policy import Policy
 from autoprec.applying.swap import execution_of
 from autoprec.policy import policy_from_dict
 from autoprec.support.optional import is_available

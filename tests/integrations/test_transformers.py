@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.applying.swap import execution_of
 from autoprec.errors import UsageError
 from autoprec.policy import policy_from_dict

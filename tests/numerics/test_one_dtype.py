@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.one_dtype import ConvExecution, RecurrentExecution
 from autoprec.policy import LayerPlan

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.applying.swap import execution_of
 from autoprec.errors import UnsupportedError
 from autoprec.numerics.sharded import is_dtensor, reduced

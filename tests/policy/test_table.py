@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.policy import policy_from_dict
 from autoprec.policy.table import policy_table
 

@@ -6,15 +6,14 @@ import pytest
 import torch
 from torch import nn
 
+from autoprec import Policy
 from autoprec.applying.guard import Guard
-from autoprec.applying.policy import Policy
 from autoprec.errors import UsageError
 from autoprec.trial.session import Session, register
 from tests.trial.conftest import uniform
 
 
 def test_session_trains_and_applies_a_policy() -> None:
-    from autoprec.applying.policy import Policy
     from autoprec.policy import policy_from_dict
 
     torch.manual_seed(0)
@@ -35,7 +34,6 @@ def test_session_trains_and_applies_a_policy() -> None:
 @pytest.mark.parametrize("own_optimizer", [True, False])
 def test_a_session_carries_out_phases(own_optimizer: bool) -> None:
     from autoprec.applying.phases import phases_of
-    from autoprec.applying.policy import Policy
     from autoprec.policy import policy_from_dict
 
     document = uniform("bf16") | {"phases": [{"from": 0.5, "default": "keep", "layers": []}]}

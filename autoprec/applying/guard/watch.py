@@ -19,7 +19,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,8 +28,8 @@ from torch import Tensor, nn
 from autoprec.applying.guard.fallback import FALLBACKS, fall_back
 from autoprec.applying.guard.jump import LossJump, sigma_of
 from autoprec.applying.guard.samples import OperandSampler
-from autoprec.applying.phases import Phases, phases_of
-from autoprec.applying.policy import apply_policy, put_policy, remove_policy
+from autoprec.applying.phases import phases_of
+from autoprec.applying.policy import apply_policy, remove_policy
 from autoprec.applying.units import tunable_units, unwrap
 from autoprec.errors import AutoPrecError, UnknownNameError
 from autoprec.numerics.sharded import world_size
@@ -124,7 +123,7 @@ class Guard:
         self._above: dict[str, int] = {}
         self._sampler = OperandSampler(model) if model is not None and self._samples() else None
         if policy.phases and model is not None and phases_of(model) is None:
-            Phases(policy, model, partial(put_policy, backend=backend, strict=False), run_steps=run_steps).begin()
+            apply_policy(policy, model, backend=backend, strict=False, run_steps=run_steps)
 
     def _samples(self) -> bool:
         return bool({"saturated_share", "underflow_share"} & set(self.thresholds))

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoprec.applying.policy import Policy
+from autoprec.applying.policy import TorchPolicy
 from autoprec.backends import BACKENDS, get
 from autoprec.cost.calibrate.linears import LINEAR_SHAPES, NATIVE, Linear
 from autoprec.errors import AutoPrecError
@@ -59,7 +59,7 @@ def time_linear(row: Linear, device: torch.device) -> Linear:
     torch.manual_seed(0)
     layer = nn.Linear(width, features, bias=False, device=device)
     model = nn.Sequential(layer)
-    policy = Policy.model_validate(
+    policy = TorchPolicy.model_validate(
         {"recipes": {row.recipe: BUILTIN_RECIPES[row.recipe]}, "default": row.recipe, "operators": _KEEP_ALL}
     )
     x = torch.randn(tokens, width, device=device, dtype=torch.bfloat16, requires_grad=True)

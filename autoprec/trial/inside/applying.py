@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoprec.trial.inside.observe.discovery import Found
+
+if TYPE_CHECKING:
+    from autoprec.applying.policy import TorchPolicy
 
 
 def apply_document(
@@ -15,22 +18,22 @@ def apply_document(
     *,
     run_steps: int | None = None,
     say: Callable[[str], None] | None = None,
-) -> Any:
-    """Apply a policy document to the primary model and its optimizers; returns the policy, or None.
+) -> TorchPolicy | None:
+    """Apply a policy document to the primary model and its optimizers (``apply_policy``); returns the policy, or None.
 
     Args:
         run_steps: optimizer steps of the run, for phases that begin at a share of it.
         say: called with a line of text whenever a phase begins.
 
     Raises:
-        UsageError, PolicyError, PolicyMismatchError, UnsupportedError: of `autoprec.applying.policy.Policy.apply`.
+        UsageError, PolicyError, PolicyMismatchError, UnsupportedError: as ``apply_policy``.
     """
     if document is None:
         return None
-    from autoprec.applying.policy import Policy
+    from autoprec.applying.policy import TorchPolicy
     from autoprec.policy import policy_from_dict
 
-    policy = policy_from_dict(document, cls=Policy)
+    policy = policy_from_dict(document, cls=TorchPolicy)
     policy.apply(found.root, backend=backend, run_steps=run_steps, on_change=say)
     for optimizer in found.optimizers:  # changes nothing where the policy leaves state, loss and communication alone
         policy.wrap_optimizer(optimizer, model=found.root)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoprec.applying.policy import Policy
+from autoprec import Policy
 from autoprec.policy import Guard, policy_from_dict, resolve
 from autoprec.precision.recipes import BUILTIN_RECIPES
 

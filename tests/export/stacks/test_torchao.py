@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from autoprec.applying.policy import Policy, apply_policy
+from autoprec import Policy
+from autoprec.applying.policy import apply_policy
 from autoprec.export import Request, export, exporter
 from autoprec.export.stacks.torchao import gathers_float8, nearest_float8
 from autoprec.policy import LayerPlan, OperatorPolicy

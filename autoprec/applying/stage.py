@@ -1,0 +1,203 @@
+"""Put one stage of a policy on a live model in place, and take it off again.
+
+A stage is what a policy runs between two phase boundaries; a policy without phases is one stage. Every tunable layer is
+matched with a rule, a backend binds the rule's recipe to the layer, and the layer's class is exchanged
+(:mod:`autoprec.applying.swap`). Works before or after the optimizer is built, before or after ``torch.compile``, under
+DDP, FSDP2, activation checkpointing, autocast and gradient accumulation. Callers from outside this room use
+:func:`autoprec.applying.policy.apply_policy`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoprec.applying import compiling, swap
+from autoprec.applying.attention import AttentionExecutions
+from autoprec.applying.binding import Binder, timed_backends
+from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
+from autoprec.applying.fp8_attention import Fp8Attention, bind_attention
+from autoprec.applying.operators import RootExecution
+from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
+from autoprec.applying.swap import (
+    ShrunkGradient,
+    install,
+    install_root,
+    root_of,
+    swapped_base,
+    uninstall,
+    uninstall_root,
+)
+from autoprec.applying.units import Unit, tunable_units, unwrap
+from autoprec.backends import Backend, choose
+from autoprec.errors import UnsupportedError
+from autoprec.numerics.delayed import DelayedReduction
+from autoprec.numerics.linear import LinearExecution
+from autoprec.numerics.sharded import is_dtensor
+from autoprec.optim.weight_gather import is_sharded
+from autoprec.policy import LayerPlan, Policy, resolve
+
+_ACTIVATIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def put_stage(
+    policy: Policy,
+    model: nn.Module,
+    *,
+    backend: str = "auto",
+    strict: bool = True,
+    keep: bool = False,
+    only_try: bool = False,
+) -> None:
+    """Make a model run under one stage of a policy, in place; see :func:`autoprec.applying.policy.apply_policy`.
+
+    Args:
+        policy: the stage; phases of it are not looked at.
+        model: the model, wrapped or not.
+        backend: ``auto`` or a name of :data:`autoprec.backends.BACKENDS`.
+        strict: refuse rules that match nothing and recipes that the backend cannot run.
+        keep: layers whose plan stays the same keep their execution, with its delayed scales and random streams; for
+            stages that come one after the other under one backend.
+        only_try: change nothing; only raise what would be raised.
+
+    Raises:
+        PolicyMismatchError, UnsupportedError, UnknownNameError: as :func:`autoprec.applying.policy.apply_policy`.
+    """
+    root = unwrap(model)
+    if isinstance(root, torch.jit.ScriptModule):
+        raise UnsupportedError(
+            "a TorchScript model runs compiled code, in which no layer can be given another precision",
+            where=swapped_base(root).__name__,
+            fix="apply the policy to the model as it was before torch.jit.script or torch.jit.trace",
+        )
+    units = tunable_units(root)
+    plans = resolve(policy, units, strict=strict)
+    device = _device_of(root)
+    chosen = choose(backend, device)
+    before = root_of(root) if keep else None
+    held = {each.name: each for each in (before.backends if before is not None else ())}
+    chosen = held.get(chosen.name, chosen)
+    available = chosen.available(device)
+    if not available:
+        raise UnsupportedError(f"backend '{chosen.name}' cannot run here: {available.reason}", fix="use backend 'auto'")
+    faster = timed_backends(policy, device, held) if backend == "auto" else {}
+    binder = Binder(chosen, device, backend == "auto", strict, faster)
+    executions = {
+        name: (_kept(unit, plans[name]) if keep else None) or binder.bind(name, unit, plans[name])
+        for name, unit in units.items()
+        if not plans[name].keeps
+    }
+    attention, around = None, tuple[Backend, ...]()
+    if policy.operators.attention == "fp8":
+        attention, around = bind_attention(device, backend, (chosen, *faster.values(), *held.values()))
+    if only_try:
+        return
+    binder.say_refused()
+    allow_versions(plans)
+    with _all_or_nothing(root):
+        take_off(root)
+        _install_all({name: made for name, made in executions.items() if made is not None}, units)
+        _know_layouts(root, executions, units)
+        running = {made.backend for made in executions.values() if made is not None}
+        others = {each.name: each for each in faster.values()} | held
+        backends = (chosen, *(each for name, each in others.items() if name in running and each is not chosen))
+        backends += tuple(each for each in around if each not in backends)
+        _install_root(root, policy, backends, device, executions, attention)
+        _shrink_embeddings(root, policy.stability.embedding_gradient)
+        set_execution(root, policy.execution)
+
+
+def _shrink_embeddings(root: nn.Module, factor: float) -> None:
+    """Multiply the gradients that come back to look-ups (GLM-130B's embedding gradient shrink)."""
+    for module in root.modules() if factor != 1.0 else ():
+        if isinstance(module, nn.Embedding):
+            install(module, "embedding", ShrunkGradient(factor))
+
+
+def _install_root(
+    root: nn.Module,
+    policy: Policy,
+    backends: tuple[Backend, ...],
+    device: str,
+    executions: dict[str, Any],
+    attention: Fp8Attention | None,
+) -> None:
+    """Surround the model's forward, where the policy is about what happens between its layers."""
+    if executions or policy.activations != "keep" or policy.operators.attention != "keep":
+        low = any(p.dtype in (torch.bfloat16, torch.float16) for p in root.parameters())
+        kind = device.split(":")[0]
+        activations = _ACTIVATIONS.get(policy.activations)
+        emulates = backends[0].emulates_casts
+        root_execution = RootExecution(
+            activations, policy.operators, kind, low, emulates, backends=backends, fp8_attention=attention
+        )
+        for backend in backends:  # one of them at most has anything to do around the layers of others
+            root_execution.context = root_execution.context or backend.around_model()
+            root_execution.after_step = root_execution.after_step or backend.after_step()
+        reduction = DelayedReduction(root, executions.values())
+        root_execution.before = reduction if reduction.slots else None
+        install_root(root, root_execution)
+
+
+@contextlib.contextmanager
+def _all_or_nothing(root: nn.Module) -> Iterator[None]:
+    """Give every module back what it had, if the body does not come to its end."""
+    keys = (swap.ATTRIBUTE, swap.ROOT, compiling.ATTRIBUTE, "forward", "_compiled_call_impl")
+    before = [(m, type(m), {key: m.__dict__[key] for key in keys if key in m.__dict__}) for m in root.modules()]
+    try:
+        yield
+    except BaseException:
+        for module, cls, held in before:
+            if type(module) is not cls:
+                module.__class__ = cls
+            for key in keys:
+                module.__dict__.pop(key, None)
+            module.__dict__.update(held)
+        raise
+
+
+def _install_all(executions: dict[str, Any], units: dict[str, Unit]) -> None:
+    """Install executions; those of one module's several raw weights together."""
+    shared: dict[int, dict[str, Any]] = {}
+    for name, execution in executions.items():
+        unit = units[name]
+        if unit.kind not in ("functional", "attention"):
+            install(unit.module, unit.kind, execution)
+            continue
+        together = shared.setdefault(id(unit.module), {})
+        if not together:
+            holder = AttentionExecutions if unit.kind == "attention" else RawWeightExecutions
+            install(unit.module, unit.kind, holder(unit.module, together))
+        together[unit.parameter] = execution
+
+
+def _know_layouts(root: nn.Module, executions: dict[str, Any], units: dict[str, Unit]) -> None:
+    """Prepare layers that tensor parallelism has sharded for being compiled; FSDP2 would show their forwards others."""
+    for name, made in () if is_sharded(root) else executions.items():
+        if isinstance(made, LinearExecution) and units[name].kind == "linear" and is_dtensor(units[name].weight):
+            with contextlib.suppress(UnsupportedError):  # raised again where the layer runs
+                made.know_layout(units[name].weight)
+
+
+def _kept(unit: Unit, plan: LayerPlan) -> Any:
+    found = unit_execution(unit)
+    return found if found is not None and found.plan == plan else None
+
+
+def take_off(root: nn.Module) -> None:
+    """Give every module of the innermost model its own class back."""
+    restore_execution(root)
+    uninstall_root(root)
+    for module in root.modules():
+        uninstall(module)
+
+
+def _device_of(model: nn.Module) -> str:
+    for parameter in model.parameters():
+        if parameter.device.type != "meta":
+            return str(parameter.device)
+    return "cuda" if torch.cuda.is_available() else "cpu"
