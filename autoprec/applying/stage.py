@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from autoprec.applying import compiling, swap
+from autoprec.applying.around.fp8_attention import Fp8Attention, bind_attention
+from autoprec.applying.around.operators import RootExecution
 from autoprec.applying.attention import AttentionExecutions
 from autoprec.applying.binding import Binder, timed_backends
 from autoprec.applying.compiling import allow_versions, restore_execution, set_execution
-from autoprec.applying.fp8_attention import Fp8Attention, bind_attention
-from autoprec.applying.operators import RootExecution
 from autoprec.applying.raw_weights import RawWeightExecutions, unit_execution
 from autoprec.applying.swap import (
     ShrunkGradient,

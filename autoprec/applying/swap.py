@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoprec.applying.operators import RootExecution
+from autoprec.applying.around.operators import RootExecution
 from autoprec.backends import Execution
 
 #: Where an execution lives in the ``__dict__`` of its module.

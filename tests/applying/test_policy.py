@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec import Policy
-from autoprec.applying import stage as applying_stage
 from autoprec.applying.policy import apply_policy, load, remove_policy
 from autoprec.applying.units import tunable_layers, unwrap
 from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError
@@ -232,32 +231,6 @@ def test_round_trip_through_a_file(tmp_path, model: Model, ids: torch.Tensor) ->
     again.apply(model)
     step(model, ids)
     assert again.audit(model).ok
-
-
-@pytest.mark.parametrize("place", ["install", "install_root", "set_execution"])
-@pytest.mark.parametrize("earlier", [False, True])
-def test_an_interrupted_apply_leaves_the_model_as_it_was(
-    model: Model, ids: torch.Tensor, place: str, earlier: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    first = uniform("fp8_rowwise", activations="bf16")
-    if earlier:
-        first.apply(model)
-    loss, classes = step(model, ids)[0], [type(m) for m in model.modules()]
-    original, calls = getattr(applying_stage, place), []
-
-    def interrupted(*args: object) -> None:
-        calls.append(args)
-        original(*args)
-        if len(calls) == (3 if place == "install" else 1):
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(applying_stage, place, interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        uniform("bf16", activations="bf16").apply(model)
-    assert [type(m) for m in model.modules()] == classes
-    assert torch.equal(step(model, ids)[0], loss)
-    if earlier:
-        assert first.audit(model).ok
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit:FutureWarning")  # PyTorch 2.14

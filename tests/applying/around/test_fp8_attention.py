@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autoprec import Policy
-from autoprec.applying.fp8_attention import Fp8Attention, bind_attention
+from autoprec.applying.around.fp8_attention import Fp8Attention, bind_attention
 from autoprec.backends import get
 from autoprec.backends.emulated import fp8_attention
 from autoprec.errors import UnsupportedError

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoprec import Policy
-from autoprec.applying.operators import FLOAT32_FUNCTIONS, holds_low, widen
+from autoprec.applying.around.operators import FLOAT32_FUNCTIONS, holds_low, widen
 from autoprec.applying.swap import root_of
 
 
@@ -226,7 +226,7 @@ def test_fp16_activations_are_emulated_on_a_cpu() -> None:
 def test_without_bf16_units_a_rehearsal_multiplies_in_float32_and_a_measurement_does_not(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("autoprec.applying.operators.fast_bf16_gemm", lambda device: False)
+    monkeypatch.setattr("autoprec.applying.around.operators.fast_bf16_gemm", lambda device: False)
     dtypes = set()
 
     class Products(TorchDispatchMode):

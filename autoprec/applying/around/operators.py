@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from autoprec.applying.fp8_attention import Fp8Attention
-from autoprec.applying.recompute import carry_into_recomputation
+from autoprec.applying.around.fp8_attention import Fp8Attention
+from autoprec.applying.around.recompute import carry_into_recomputation
 from autoprec.backends import Backend
 from autoprec.numerics.delayed import DelayedReduction
 from autoprec.numerics.plan import DTYPE_NAMES

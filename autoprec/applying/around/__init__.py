@@ -1,0 +1,1 @@
+"""What a policy does around its layers, in the forward of the whole model: operators, activations, attention."""
