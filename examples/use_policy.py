@@ -16,7 +16,7 @@ torch.manual_seed(0)
 model = GPT(width=384, depth=3, heads=6, context=64)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 policy.apply(model)  # in place, before or after the optimizer is built
-optimizer = policy.wrap_optimizer(optimizer)  # the same object; does nothing unless the policy asks for it
+optimizer = policy.wrap_optimizer(optimizer)  # the same object; its checkpoints carry the policy's state
 
 text, offsets = read_text(1_000_000), torch.arange(65)
 for step in range(5):

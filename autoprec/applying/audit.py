@@ -9,10 +9,12 @@ from typing import Any
 from torch import nn
 
 from autoprec.applying.compiling import executed_as
+from autoprec.applying.optimizers import optimizers_of
 from autoprec.applying.raw_weights import unit_execution
 from autoprec.applying.swap import root_of
 from autoprec.applying.units import Unit, clean_name, tunable_units, unwrap
 from autoprec.numerics.linear import CALIBRATING, LinearExecution
+from autoprec.optim.audit import audit_optimizers
 from autoprec.policy import LayerPlan, Policy, first_match, resolve
 from autoprec.precision.recipes import GEMMS, KEEP, Gemm, by_recipe
 from autoprec.support.tables import Shown, Table
@@ -110,7 +112,8 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
         for name, unit in units.items()
         if not _is_table(policy, name, unit, plans[name])
     )
-    return AuditReport(rows, _audit_operators(policy, root, any(not plan.keeps for plan in plans.values())))
+    operators = _audit_operators(policy, root, any(not plan.keeps for plan in plans.values()))
+    return AuditReport(rows, operators | audit_optimizers(policy, optimizers_of(model), model))
 
 
 def _not_reached(root: nn.Module, units: dict[str, Unit]) -> set[str]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from autoprec.applying.optimizers import is_wrapped, model_of, own_optimizer, policy_is_off, policy_is_on
 from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
 from autoprec.applying.stage import put_stage, take_off
 from autoprec.applying.units import unwrap
@@ -66,14 +67,16 @@ def apply_policy(
             policy, model, backend=backend, strict=strict, run_steps=run_steps, step=step, on_change=on_change
         )
         phases.begin()
-        return
-    put_stage(policy, model, backend=backend, strict=strict)
-    stop_phases(model)
+    else:
+        put_stage(policy, model, backend=backend, strict=strict)
+        stop_phases(model)
+    policy_is_on(model)
 
 
 def remove_policy(model: nn.Module) -> None:
     """Take a policy off again: every module gets its own class back and behaves bit-identically as before."""
     stop_phases(model)
+    policy_is_off(model)
     take_off(unwrap(model))
 
 
@@ -138,13 +141,13 @@ class TorchPolicy(Shown, Policy):
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """Give an optimizer the storage formats this policy asks for; returns the same object.
 
-        With ``model``, to which the policy is applied, its checkpoints also carry what :meth:`state_dict` returns.
+        Its checkpoints also carry what :meth:`state_dict` returns. ``model``, to which the policy is applied, is found
+        by its parameters where it is not given; a wrapper's own optimizer (accelerate's) is the one that is wrapped.
         """
-        from autoprec.applying.state import carry_state
-
-        wrapped = wrap_for_phases(optimizer, self, model)
-        carry_state(wrapped, model)
-        return wrapped
+        own = own_optimizer(optimizer)
+        model = model_of(own) if model is None else model
+        is_wrapped(wrap_for_phases(own, self, model), model)
+        return optimizer
 
     def state_dict(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return what this policy remembers on ``model`` between steps: delayed scales and random streams.

@@ -102,7 +102,14 @@ def _load(model: nn.Module | None, optimizer: torch.optim.Optimizer) -> None:
     held: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         held |= group.pop(ENTRY, {})
-    load_counters(optimizer, _under("optimizer.", held))
+    counters = _under("optimizer.", held)
+    if missing := [name for name in optimizer_counters(optimizer) if name not in counters]:
+        warnings.warn(
+            f"the checkpoint does not hold what the policy remembers of the optimizer ({', '.join(missing)}): "
+            "it begins anew, and losses differ a little from those of a run that was not interrupted",
+            stacklevel=2,
+        )
+    load_counters(optimizer, counters)
     if model is not None:
         load_model_state(model, _under("model.", held))
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from autoprec.applying.policy import TorchPolicy, load
 from autoprec.support.optional import require
@@ -16,7 +18,7 @@ TrainerPrecision: Any = require("lightning.pytorch.plugins.precision", purpose=_
 
 
 class _PolicyPrecision:
-    """Applies a policy when Lightning converts the model.
+    """Applies a policy when Lightning converts the model, and wraps each optimizer before its first step.
 
     Args:
         policy: a policy, or the path of one.
@@ -35,6 +37,7 @@ class _PolicyPrecision:
         self.policy = policy if isinstance(policy, TorchPolicy) else load(policy)
         self.prefix, self.backend, self.run_steps = prefix, backend, run_steps
         self._model: nn.Module | None = None
+        self._wrapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def convert_module(self, module: Any) -> Any:
         """Apply the policy in place and return the module."""
@@ -42,6 +45,13 @@ class _PolicyPrecision:
         run_steps = self.run_steps or _steps_of(module)
         self.policy.apply(self._model, backend=self.backend, run_steps=run_steps)
         return module
+
+    def optimizer_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """Wrap an optimizer before its first step, and take the step."""
+        if isinstance(optimizer, Optimizer) and optimizer not in self._wrapped:
+            self._wrapped.add(optimizer)
+            self.policy.wrap_optimizer(optimizer, self._model)
+        return super().optimizer_step(optimizer, *args, **kwargs)  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what the policy remembers between steps; the Trainer saves it in its checkpoints."""

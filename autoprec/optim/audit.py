@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from autoprec.optim.communication import GradientHook, find_distributed
 from autoprec.optim.optimizer import OptimizerRuntime, loss_scaler_of, runtime_of, stability_of, weight_gather_of
 from autoprec.optim.tensor import StoredTensor
-from autoprec.optim.weight_gather import GatheredWeights
+from autoprec.optim.weight_gather import GatheredWeights, is_sharded
 from autoprec.policy import Policy
 
 _STATE = {"exp_avg": ("exp_avg", "momentum_buffer"), "exp_avg_sq": ("exp_avg_sq",)}
@@ -87,6 +88,39 @@ def optimizer_hints(policy: Policy, optimizer: torch.optim.Optimizer) -> list[st
     ]
 
 
+_WIRES = {"gradients": "communication", "weights": "communication.weights"}
+_NOT_WRAPPED = "no living optimizer of this model was wrapped: optimizer = policy.wrap_optimizer(optimizer)"
+_ALONE = "one process, or no DistributedDataParallel around the model: nothing goes over a wire that we hook"
+
+
+def audit_optimizers(
+    policy: Policy, optimizers: Iterable[torch.optim.Optimizer], model: nn.Module
+) -> dict[str, dict[str, Any]]:
+    """Return :func:`audit_optimizer`'s rows of the parts in which the policy asks for something, by ``optimizer.PART``.
+
+    Of several optimizers the first that is not as asked counts; where none was wrapped, nothing of it can have run.
+    """
+    asked: dict[str, Any] = policy.optimizer.model_dump(exclude_defaults=True)
+    asked |= {"loss_scaling": policy.loss_scaling} if policy.loss_scaling != "none" else {}
+    asked |= {_WIRES[name]: value for name, value in policy.communication.model_dump(exclude_defaults=True).items()}
+    asked |= {
+        f"stability.{name}": f"{value:g}" for name, value in policy.stability.model_dump(exclude_defaults=True).items()
+    }
+    if not asked:
+        return {}
+    rows: dict[str, dict[str, Any]] = {}
+    for optimizer in optimizers:
+        for part, row in audit_optimizer(policy, optimizer, model).items():
+            if part in asked and (part not in rows or not row["ok"]):
+                rows[part] = row
+    alone = find_distributed(model) is None and not is_sharded(model)
+    for part in asked.keys() - rows.keys():
+        idle = alone and part in _WIRES.values()
+        why = _ALONE if idle else _NOT_WRAPPED
+        rows[part] = {"requested": asked[part], "executed": "-", "ok": idle, "reason": why}
+    return {f"optimizer.{part}": rows[part] for part in asked}
+
+
 def audit_optimizer(
     policy: Policy, optimizer: torch.optim.Optimizer, model: nn.Module | None = None
 ) -> dict[str, dict[str, Any]]:
@@ -128,11 +162,10 @@ def audit_optimizer(
         hook: GradientHook | None = getattr(wrapper, "_autoprec_gradient_hook", None)
         out["communication"] = _entry(policy.communication.gradients, "fp32" if hook is None else hook.name)
     elif policy.communication.gradients != "fp32":
-        alone = "one process, or no DistributedDataParallel around the model: nothing goes over a wire that we hook"
         out["communication"] = {
             "requested": policy.communication.gradients,
             "executed": "-",
             "ok": True,
-            "reason": alone,
+            "reason": _ALONE,
         }
     return out

@@ -15,6 +15,7 @@ model, optimizer = accelerator.prepare(model, optimizer)
 
 policy = autoprec.load(sys.argv[1])
 policy.apply(model)  # before or after prepare
+optimizer = policy.wrap_optimizer(optimizer)
 
 for x, y in batches(60):
     loss = torch.nn.functional.mse_loss(model(x), y)

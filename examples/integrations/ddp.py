@@ -15,6 +15,7 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 policy = autoprec.load(sys.argv[1])
 policy.apply(model)  # before or after wrapping
+optimizer = policy.wrap_optimizer(optimizer)
 guard = autoprec.Guard(policy, model)  # all ranks fall back at the same step
 
 for x, y in batches(60, seed=dist.get_rank()):

@@ -21,7 +21,7 @@ for layer in model:
     if isinstance(layer, torch.nn.Linear):
         fully_shard(layer, mesh=mesh)
 fully_shard(model, mesh=mesh)
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+optimizer = policy.wrap_optimizer(torch.optim.AdamW(model.parameters(), lr=1e-3))
 
 for x, y in batches(60, seed=dist.get_rank()):
     loss = torch.nn.functional.mse_loss(model(x), y)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from autoprec.applying.policy import apply_policy
 from autoprec.applying.swap import execution_of
 from autoprec.errors import UnsupportedError
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from tests.warm import Forked
 
 
 @pytest.fixture
@@ -273,3 +277,52 @@ def test_advice_that_cannot_help_is_not_given() -> None:
     with pytest.raises(UnsupportedError) as refused:
         policy.apply(model, backend="emulated")
     assert refused.value.fix == "choose another recipe for it"
+
+
+def test_what_is_asked_of_the_optimizer_and_never_wrapped_did_not_run(model: nn.Sequential) -> None:
+    document = {"optimizer": {"exp_avg": "bf16"}, "communication": {"gradients": "fp8"}}
+    p = Policy.model_validate(policy("bf16").model_dump() | document)
+    p.apply(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    run(model)
+    optimizer.step()
+    report = p.audit(model)
+    assert not report.ok
+    assert all(row.ok for row in report.layers)
+    assert report.operators["optimizer.exp_avg"]["executed"] == "-"
+    assert "wrap_optimizer" in report.operators["optimizer.exp_avg"]["reason"]
+    assert report.operators["optimizer.communication"]["ok"], "one process has nobody to send anything to"
+    p.wrap_optimizer(optimizer)
+    optimizer.step()
+    assert p.audit(model).ok
+    assert set(p.audit(model).operators) - set(policy("bf16").audit(model).operators) == {
+        "optimizer.exp_avg",
+        "optimizer.communication",
+    }
+
+
+def test_under_ddp_the_wire_is_audited_too(model: nn.Sequential, tmp_path: Path) -> None:
+    p = Policy.model_validate(policy("bf16").model_dump() | {"communication": {"gradients": "fp8"}})
+
+    def one_rank() -> None:
+        warnings.simplefilter("ignore")  # of gloo
+        torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+        replicated = nn.parallel.DistributedDataParallel(model[:2])
+        optimizer = torch.optim.AdamW(replicated.parameters())
+        p.apply(replicated)
+
+        def step() -> None:
+            replicated(torch.randn(4, 32)).sum().backward()
+            optimizer.step()
+
+        p.wrap_optimizer(optimizer) if tmp_path.joinpath("wrap").exists() else None
+        step()
+        row = p.audit(replicated).operators["optimizer.communication"]
+        print(row["executed"], row["ok"], p.audit(replicated).ok)
+        os._exit(0)
+
+    bare = Forked(one_rank, cwd=tmp_path).communicate()
+    (tmp_path / "store").unlink()
+    (tmp_path / "wrap").touch()
+    wrapped = Forked(one_rank, cwd=tmp_path).communicate()
+    assert (bare.split(), wrapped.split()) == (["-", "False", "False"], ["fp8", "True", "True"])

@@ -28,8 +28,9 @@ from autoprec.trial.inside.isolate.entropy import repeat_entropy
 from autoprec.trial.inside.isolate.isolation import add_layer, isolate, programs
 from autoprec.trial.inside.isolate.loaders import load_in_process
 from autoprec.trial.inside.isolate.seeding import clock_seeds, offset_seeds
+from autoprec.trial.inside.isolate.sharing import shared_state
 from autoprec.trial.inside.isolate.timers import stop_timers
-from autoprec.trial.inside.observe.discovery import Found, any_shared, discover, loss_parameters
+from autoprec.trial.inside.observe.discovery import Found, discover, loss_parameters
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for
@@ -417,10 +418,10 @@ def fork_obstacle(found: Found) -> str:
     if others := _other_threads():
         count = f"{len(others)} other thread{'s' if len(others) > 1 else ''}"
         return f"the script has {count}, which a fork would not have: {', '.join(others[:4])}"
-    if any_shared(found):
-        return "the model is in shared memory (share_memory()), which forks would train together"
     if not hasattr(os, "fork") or sys.platform != "linux":
         return "this system cannot fork"
+    if shared := shared_state():
+        return f"the script has {shared}, which forks would share"
     return "" if can_train_after_fork() else "autograd has started threads, which a fork would not have"
 
 

@@ -28,6 +28,7 @@ from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
 from autoprec.trial.inside.gradients import PIECE, Gradients, local_part, relative_error
 from autoprec.trial.inside.isolate.entropy import fork
+from autoprec.trial.inside.isolate.isolation import add_layer_of_probe
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
 from autoprec.trial.processes import die_with_parent
@@ -230,6 +231,7 @@ class Scan:
             return pid, reader
         die_with_parent()
         os.close(reader)
+        add_layer_of_probe()
         self._run_probe(probe, writer)
         return None
 

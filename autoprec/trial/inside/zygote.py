@@ -16,7 +16,6 @@ import random
 import select
 import signal
 import socket
-import stat
 import sys
 import threading
 from collections.abc import Callable
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from autoprec.trial.inside.isolate.entropy import fork
+from autoprec.trial.inside.isolate.sharing import shared_state
 from autoprec.trial.messages import connect, send_message
 from autoprec.trial.processes import die_with_parent, end_group
 
@@ -60,17 +60,13 @@ def preload_compiler() -> None:
 
 
 def _may_be_copied() -> bool:
-    """True when nothing of this process would be shared badly: no threads, no CUDA, no open data files."""
+    """True when nothing of this process would be shared badly: no threads, no CUDA, nothing a fork shares."""
     initialised = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     if initialised or any(t.name != "autoprec-watch" for t in threading.enumerate()[1:]):
         return False
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return False
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            if int(name) > 2 and stat.S_ISREG(os.fstat(int(name)).st_mode):
-                return False  # two processes would move one file position
-    return True
+    return not shared_state()
 
 
 def leave_zygote(address: str, configure: Callable[[dict[str, Any]], None], part: Callable[[], None]) -> bool:

@@ -386,7 +386,7 @@ def test_every_trial_starts_from_the_same_state(script: str, launch: str, host: 
     assert perturbed == pytest.approx(losses[0], rel=0.05)
     if script == "shared.py":
         assert info.launch in ("process", "zygote")
-        assert any("shared memory" in note for note in info.notes)
+        assert any("shared for writing" in note for note in info.notes)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,12 @@ from autoprec.trial.inside.agent import Agent, fork_obstacle, host_info, model_i
 from autoprec.trial.inside.observe.discovery import Found
 
 
+@pytest.fixture(autouse=True)
+def _nothing_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What pytest and other tests hold in this process is not these tests' business (tests/.../test_sharing.py)."""
+    monkeypatch.setattr("autoprec.trial.inside.agent.shared_state", lambda: "")
+
+
 def found(device: str = "cpu") -> Found:
     model = nn.Sequential(nn.Linear(4, 4, device=device))
     return Found([model], [torch.optim.SGD(model.parameters())], list(model.parameters()))

@@ -14,6 +14,7 @@ import functools
 import getpass
 import os
 import re
+import stat
 import subprocess
 import sys
 import tempfile
@@ -22,13 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from autoprec.trial.inside.isolate import landlock, namespace, overlay_calls, savers
-from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes, make_caches
+from autoprec.trial.inside.isolate.overlay import Overlay, free_prefixes, kind, make_caches, real
+from autoprec.trial.inside.isolate.sharing import open_files, reopen
 
 #: The layers of this process, top first, for the processes that it starts: they must see what it wrote.
 _LAYERS_VARIABLE = "AUTOPREC_TRIAL_LAYERS"
 #: The directories that the kernel lays a copy over, for the processes that this one starts; empty where it cannot.
 _MOUNTED_VARIABLE = "AUTOPREC_TRIAL_MOUNTED"
-_state: dict[str, Any] = {"overlay": None, "mounts": None, "programs": set()}
+_state: dict[str, Any] = {"overlay": None, "mounts": None, "programs": set(), "temporary": set()}
+#: Names in the temporary directory that several processes share on purpose.
+_KEPT = ("autoprec-", "torchinductor_", "sem.", "__KMP_")
 #: Programs whose work is to write files.
 _WRITERS = re.compile(r"(?:(?:ba)?sh|rm|mv|cp|mkdir|rmdir|ln|touch|tee|sed|tar|(?:un|g)?zip|rsync|dd|wget|curl)$")
 
@@ -69,7 +73,7 @@ def isolate(config: dict[str, Any]) -> Overlay:
             landlock.restrict_writes(writable)
     if not mounted:
         _watch_programs()
-    _state["overlay"] = overlay
+    _state["overlay"], _state["temporary"] = overlay, _temporary_files()
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
     savers.install(overlay)
     overlay_calls.install(overlay)
@@ -119,13 +123,39 @@ def _mounts_of(layer: str) -> str:
 
 
 def add_layer(overlay: Overlay, folder: Path) -> None:
-    """From now on this process writes into a layer of its own (a fork must not write into its parent's)."""
+    """From now on this process writes into a layer of its own (a fork must not write into its parent's).
+
+    What it, or its parent before the fork, has made among the temporary files is read from there and not changed
+    either: a trial that fails leaves the script's ``with TemporaryDirectory()``, which removes the directory.
+    """
+    files, made = open_files(overlay), _temporary_files() - _state["temporary"]
     folder.mkdir()
     if _state["mounts"] is not None:
         os.mkdir(_mounts_of(str(folder)))
-        _state["mounts"].push(_mounts_of(str(folder)))
+        folders = {path for path in made if kind(path) == stat.S_IFDIR}
+        _state["mounts"].push(_mounts_of(str(folder)), sorted(folders.difference(overlay.mounted)))
+        overlay.mounted = _state["mounts"].guarded
+        made -= folders
+    overlay.guard(made)
     overlay.push(str(folder))
     os.environ[_LAYERS_VARIABLE] = os.pathsep.join(overlay.layers)
+    reopen(files, overlay)
+
+
+def add_layer_of_probe() -> None:
+    """In a fork of a trial: what :func:`add_layer` does, where this process is isolated at all."""
+    overlay: Overlay | None = _state["overlay"]
+    if overlay is not None:
+        add_layer(overlay, Path(f"{overlay.layers[0]}-{os.getpid()}"))
+
+
+def _temporary_files() -> set[str]:
+    """Return what is in the temporary directories now, without what AutoPrec and the compiler keep there."""
+    found: set[str] = set()
+    for folder in {tempfile.gettempdir(), "/tmp", "/dev/shm"}:
+        with contextlib.suppress(OSError):
+            found |= {os.path.join(folder, name) for name in real["listdir"](folder) if not name.startswith(_KEPT)}
+    return found
 
 
 def _compiler_cache() -> str:

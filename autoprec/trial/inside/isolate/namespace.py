@@ -70,8 +70,9 @@ class Mounts:
 
     def __init__(self, guarded: Sequence[str], writable: Sequence[str], folder: str) -> None:
         self.guarded = tuple(guarded)
+        self._lower = {path: f"{folder}/lower-{number}" for number, path in enumerate(guarded)}
         self._writable = [path for path in dict.fromkeys(map(os.path.realpath, writable)) if os.path.exists(path)]
-        self._folder, self._layers = folder, [folder]
+        self._folder, self._layers = folder, [(folder, len(self.guarded))]  # each with how many it lies over
 
     def lay(self) -> None:
         """Leave the others' mounts, and lay the first layer; raises OSError."""
@@ -86,8 +87,7 @@ class Mounts:
             Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
         self._options = ",userxattr" if flags & _NEWUSER else ""
         call_libc("mount", None, "/", None, ctypes.c_ulong(_REC | _PRIVATE), None)
-        for number, path in enumerate(self.guarded):
-            lower = f"{self._folder}/lower-{number}"
+        for path, lower in self._lower.items():
             os.mkdir(lower)
             _bind(path, lower)
         kept = [path for path in self._writable if not _below(path, self.guarded)]
@@ -96,35 +96,41 @@ class Mounts:
         for place in _mountpoints():
             if not _below(place, kept):
                 _read_only(place)
-        for number in range(len(self.guarded)):  # it lies among temporary files, and a script may clear those
-            _read_only(f"{self._folder}/lower-{number}")
+        for lower in self._lower.values():  # it lies among temporary files, and a script may clear those
+            _read_only(lower)
         self._overlay()
         os.chdir(cwd)
 
-    def push(self, folder: str) -> None:
-        """In a fork: from now on write into another layer; raises OSError."""
+    def push(self, folder: str, further: Iterable[str] = ()) -> None:
+        """In a fork: from now on write into another layer, and guard these further directories; raises OSError."""
         cwd = os.getcwd()
         call_libc("unshare", _NEWNS)
         os.chdir("/")
         for path in self.guarded:
             call_libc("umount2", path, _DETACH)
-        self._layers.insert(0, folder)
+        for path in further:
+            self._lower[path] = f"{folder}/lower-{len(self._lower)}"
+            os.mkdir(self._lower[path])
+            _bind(path, self._lower[path])
+            _read_only(self._lower[path])
+        self.guarded = tuple(self._lower)
+        self._layers.insert(0, (folder, len(self.guarded)))
         self._overlay()
         os.chdir(cwd)
 
     def _overlay(self) -> None:
-        for number, path in enumerate(self.guarded):
-            upper, work = f"{self._layers[0]}/upper-{number}", f"{self._layers[0]}/work-{number}"
+        for number, (path, lower) in enumerate(self._lower.items()):
+            upper, work = f"{self._layers[0][0]}/upper-{number}", f"{self._layers[0][0]}/work-{number}"
             os.mkdir(upper)
             os.mkdir(work)
-            found = os.stat(f"{self._folder}/lower-{number}")
+            found = os.stat(lower)
             os.chmod(upper, found.st_mode & 0o7777)
-            below = [f"{layer}/upper-{number}" for layer in self._layers[1:]] + [f"{self._folder}/lower-{number}"]
+            below = [f"{layer}/upper-{number}" for layer, size in self._layers[1:] if number < size] + [lower]
             options = f"lowerdir={':'.join(below)},upperdir={upper},workdir={work}{self._options}"
             call_libc("mount", "overlay", path, "overlay", ctypes.c_ulong(0), options)
             for kept in self._writable:
                 if _below(kept, [path]) and kept != path:  # a cache or a study inside the user's directory
-                    _bind(f"{self._folder}/lower-{number}{kept[len(path) :]}", kept)
+                    _bind(f"{lower}{kept[len(path) :]}", kept)
                     _read_only(kept, on=False)
 
 

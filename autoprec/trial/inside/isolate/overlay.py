@@ -102,6 +102,10 @@ class Overlay:
         """Let further directories of ours be written."""
         self._rules |= dict.fromkeys(_both(paths), False)
 
+    def guard(self, paths: Iterable[str]) -> None:
+        """From now on change nothing at these paths either, although what lies beside them is free."""
+        self._rules |= dict.fromkeys(_both(paths) - {path for path, kept in self._rules.items() if not kept}, True)
+
     # ---------------------------------------------------------------- paths
     def absolute(self, path: Any, dir_fd: int | None = None) -> str | None:
         """Return a path as the script means it, from the root, links not followed; None for what is not a path."""
@@ -110,6 +114,8 @@ class Overlay:
         try:
             text = os.fsdecode(os.fspath(path))
         except TypeError:
+            return None
+        if not text:  # for the system nothing is there, where for us it would be the working directory
             return None
         if not text.startswith("/"):
             folder = self.of_descriptor(dir_fd) if dir_fd is not None else self.cwd or real["getcwd"]()

@@ -301,6 +301,10 @@ class _Calls:
         @functools.wraps(original)
         def remove(path: Any, *, dir_fd: int | None = None) -> None:
             found = self._overlay.locate(path, dir_fd, follow=False)
+            if folder and found is not None and found[0] in self._overlay.mounted and not real["listdir"](found[0]):
+                self._overlay.guard([found[0]])  # the kernel removes no directory over which it has laid a copy
+                self._overlay.hide(found[0])
+                return
             if found is None or not found[1]:
                 original(path if found is None else found[0])
                 return

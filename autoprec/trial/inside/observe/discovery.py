@@ -172,23 +172,6 @@ def loss_parameters(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return list(leaves.values())
 
 
-def any_shared(found: Found) -> bool:
-    """Say whether weights, buffers or optimizer state lie in memory that a fork of this process would share."""
-    tensors: list[Any] = [t for root in found.roots for t in (*root.parameters(), *root.buffers())]
-    tensors += [t for o in found.optimizers for state in o.state.values() for t in state.values()]
-    return any(isinstance(t, torch.Tensor) and t.device.type == "cpu" and _is_shared(t) for t in tensors)
-
-
-def _is_shared(tensor: torch.Tensor) -> bool:
-    if tensor.layout is not torch.strided:
-        return False
-    try:
-        storage = tensor.untyped_storage()
-        return storage.is_shared() or storage.filename is not None  # torch.from_file(shared=True) maps a file
-    except RuntimeError:  # a wrapper subclass without storage
-        return False
-
-
 def batch_size(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     """Return the samples of one call's inputs, of an integer ``[batch, length]`` where there is one; 0 if unseen."""
     flat: list[torch.Tensor] = []

@@ -1,0 +1,62 @@
+"""Which optimizers train a model that a policy is on: found through the parameters, whoever was told of which.
+
+A loop applies the policy to the model and wraps the optimizer in either order, and need not name one to the other.
+What a policy remembers on the model travels in the optimizer's checkpoints, its storage formats lie in the optimizer,
+and the audit of the model asks for both.
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import nn
+
+from autoprec.applying.state import carry_state
+from autoprec.applying.units import unwrap
+
+#: Models that a policy is on, and optimizers that a policy has wrapped.
+_MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_WRAPPED: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+
+
+def own_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return the optimizer that takes the steps: inside the wrappers of accelerate, DeepSpeed and others."""
+    inner = getattr(optimizer, "optimizer", None)
+    return own_optimizer(inner) if isinstance(inner, torch.optim.Optimizer) else optimizer
+
+
+def model_of(optimizer: torch.optim.Optimizer) -> nn.Module | None:
+    """Return the model with a policy on it of which this optimizer trains most parameters; None where there is none."""
+    shares = {model: _shared(optimizer, model) for model in list(_MODELS)}
+    found = max(shares, key=shares.__getitem__, default=None)
+    return found if found is not None and shares[found] else None
+
+
+def optimizers_of(model: nn.Module) -> list[torch.optim.Optimizer]:
+    """Return the living optimizers that a policy has wrapped and that train parameters of this model."""
+    return [optimizer for optimizer in list(_WRAPPED) if _shared(optimizer, unwrap(model))]
+
+
+def _shared(optimizer: torch.optim.Optimizer, model: nn.Module) -> int:
+    own = {id(parameter) for parameter in model.parameters()}
+    return sum(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def policy_is_on(model: nn.Module) -> None:
+    """Learn that a policy was applied; optimizers wrapped before that carry from now on what it remembers."""
+    root = unwrap(model)
+    _MODELS.add(root)
+    for optimizer in optimizers_of(root):
+        carry_state(optimizer, root)
+
+
+def policy_is_off(model: nn.Module) -> None:
+    """Forget a model from which the policy was taken."""
+    _MODELS.discard(unwrap(model))
+
+
+def is_wrapped(optimizer: torch.optim.Optimizer, model: nn.Module | None) -> None:
+    """Learn that a policy has wrapped an optimizer; its checkpoints carry what the policy remembers."""
+    _WRAPPED.add(optimizer)
+    carry_state(optimizer, model)
