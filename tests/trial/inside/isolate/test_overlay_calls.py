@@ -100,7 +100,8 @@ def merged_directories() -> None:
 
 
 def small_calls() -> None:
-    assert not os.path.exists("") and not os.path.isdir("")
+    assert not os.path.exists("")
+    assert not os.path.isdir("")
     shutil.copy2("log.txt", "log2.txt")
     os.truncate("log.txt", 1)
     assert Path("log.txt").read_text() == "o"

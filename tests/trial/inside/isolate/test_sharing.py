@@ -88,12 +88,12 @@ def test_a_trial_that_fails_removes_nothing_of_the_others(nets: dict[str, str], 
 def holds_nothing() -> None:
     with open("data.txt", "w") as out:
         out.write("x")
-    kept.append(open("data.txt"))
+    kept.append(open("data.txt"))  # noqa: SIM115
     kept.extend((mmap.mmap(kept[0].fileno(), 0, prot=mmap.PROT_READ), os.pipe(), socket.socketpair()))
 
 
 def holds_a_written_file() -> None:
-    kept.append(tempfile.TemporaryFile())
+    kept.append(tempfile.TemporaryFile())  # noqa: SIM115
 
 
 def holds_memory() -> None:
@@ -101,7 +101,7 @@ def holds_memory() -> None:
 
 
 def holds_a_waiting_pipe() -> None:
-    reader, writer = os.pipe()
+    _reader, writer = os.pipe()
     os.write(writer, b"x")
 
 
@@ -137,7 +137,8 @@ def test_what_forks_would_share_is_named(hold: Callable[[], None], says: str, tm
     said = child.communicate()
     assert child.returncode == 0, said
     found = said.rpartition("found: ")[2].strip()
-    assert found.startswith(says) and bool(found) == bool(says)
+    assert found.startswith(says)
+    assert bool(found) == bool(says)
 
 
 # -------------------------------------------------------------------- descriptions of one's own
@@ -154,7 +155,8 @@ def test_duplicates_still_move_together_and_others_do_not(tmp_path: Path) -> Non
         if os.fork() == 0:
             sharing.reopen(files, overlay)
             os.read(first, 4)
-            assert os.lseek(second, 0, os.SEEK_CUR) == 7 and os.lseek(other, 0, os.SEEK_CUR) == 0
+            assert os.lseek(second, 0, os.SEEK_CUR) == 7
+            assert os.lseek(other, 0, os.SEEK_CUR) == 0
             os._exit(0)
         assert os.wait()[1] == 0
         assert os.lseek(first, 0, os.SEEK_CUR) == 3
@@ -169,4 +171,5 @@ def test_duplicates_still_move_together_and_others_do_not(tmp_path: Path) -> Non
         assert os.read(gone, 2) == b"01", "the fork has moved its own position"
 
     child = Forked(body, cwd=tmp_path)
-    assert child.communicate() == "" and child.returncode == 0
+    assert child.communicate() == ""
+    assert child.returncode == 0
