@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from autoprec import Policy
 from autoprec.applying.optimizers import model_of, optimizers_of, own_optimizer
-from autoprec.applying.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 
