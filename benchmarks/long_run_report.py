@@ -12,7 +12,7 @@ from long_run_guard import guard_lines
 from long_run_policies import POLICIES
 from scipy import stats
 
-from autoprec.tuning.decide.decision import Candidate, Rules, gradient_limit
+from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
 from autoprec.tuning.decide.metrics import divergence
 from autoprec.tuning.decide.noise import Baseline
 
@@ -93,12 +93,12 @@ def accepted(found: list[Outcome], noise: float) -> dict[str, str]:
     benign = next((o for o in found if o.name == "perturbed"), None)
     baseline = Baseline(benign.divergence, tuple(benign.divergences)) if benign else Baseline()
     candidates = [
-        Candidate(o.name, 1.0, tuple(o.divergences), gradient_error=o.error * noise)
+        Standing(o.name, 1.0, tuple(o.divergences), gradient_error=o.error * noise)
         for o in found
         if o.name != "perturbed"
     ]
     rules = Rules(BUDGET, baseline, max_gradient=gradient_limit(noise, LIMIT), gradient_noise=noise)
-    return {c.name: rules.judge(c).rejection for c in candidates}
+    return {c.name: str(rules.judge(c).rejection or "") for c in candidates}
 
 
 def correlation(pairs: Sequence[tuple[float, float]]) -> str:

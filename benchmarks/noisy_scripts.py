@@ -27,7 +27,7 @@ from autoprec.precision.recipes import BUILTIN_RECIPES
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
-from autoprec.tuning.decide.decision import Candidate, Rules, choose, gradient_limit
+from autoprec.tuning.decide.decision import Rules, Standing, choose, gradient_limit
 from autoprec.tuning.decide.metrics import divergence, signed_gap
 from autoprec.tuning.decide.noise import (
     Baseline,
@@ -189,8 +189,8 @@ def measure(name: str, seeds: int, steps: int) -> Row:
     for n in policies:
         ours, signed = zip(*runs[n], strict=True)
         candidates = [
-            Candidate("script", 1.0, (0.0,), reference=True),
-            Candidate(n, 2.0, ours, excess=signed, gradient_error=errors[n]),
+            Standing("script", 1.0, (0.0,), reference=True),
+            Standing(n, 2.0, ours, excess=signed, gradient_error=errors[n]),
         ]
         found = choose(candidates, Rules(BUDGET, baseline, max_gradient=gradient_limit(noise)))
         verdict[n], reason[n] = found.verdict, found.reason

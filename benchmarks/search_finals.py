@@ -21,10 +21,10 @@ from ground_truth import JUDGE_SEEDS, TRIAL_SEEDS, TRUTH_SEEDS, Case
 from search_cases import MAX_DIVERGENCE
 from search_strategies import goals
 
-from autoprec.tuning.decide.decision import Candidate, Rules, choose
+from autoprec.tuning.decide.decision import Rules, Standing, choose
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.race import Standings, standings
+from autoprec.tuning.decide.ranking import Ranking, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.study.run import Run, metrics_of
@@ -70,7 +70,7 @@ class Replay:
     def line(self, row: bytes) -> str:
         """Return what is known of a policy after its newest run."""
         at, runs = list(self.rows).index(row), self.rows[row]
-        gap, upper, chance = runs[-1], self.now.judged[at].upper, self.now.chance[at]
+        gap, upper, chance = runs[-1], self.now.standings[at].upper, self.now.standings[at].chance
         accepted = "accepted" if at in self.now.accepted else ""
         name = f"trial {at}" if at else "all bf16"
         slower = self.case.time(row) / self.case.time(self.case.baseline)
@@ -93,33 +93,29 @@ class Replay:
             for k, gap in enumerate(gaps)
         ]
 
-    def candidates(self) -> list[Candidate]:
-        """Return everything tried."""
-        return [
-            Candidate(str(i), 1e3 / self.case.time(row), tuple(g), tag=row)
-            for i, (row, g) in enumerate(self.rows.items())
-        ]
-
-    def fit(self) -> Standings:
-        """Refit, and say where everybody stands."""
+    def fit(self) -> Ranking:
+        """Refit, and rank everything tried."""
         self.expectation.fit(self.measured())
-        entrants = [(self.case.params(c.tag), c) for c in self.candidates()]
-        self.now = standings(self.expectation, entrants, self.rules, seeds=SEEDS)
+        entrants = [
+            (self.case.params(row), Standing(str(i), 1e3 / self.case.time(row), tuple(gaps)))
+            for i, (row, gaps) in enumerate(self.rows.items())
+        ]
+        self.now = rank(self.expectation, entrants, self.rules, seeds=SEEDS)
         return self.now
 
     def next_seed(self) -> None:
-        """Give the next seed to who may still change the answer."""
+        """Give the next seed to the policy that may still change the answer."""
         assert self.now.next is not None
-        self.run(self.now.candidates[self.now.next].tag)
+        self.run(list(self.rows)[self.now.next])
 
     def ending(self, *, converged: bool) -> Ending:
         """Decide, and measure what was decided under fresh seeds."""
-        ready = [c for c in self.now.candidates if len(c.divergences) > 1]
+        ready = [one for one in self.now.standings if one.seeds > 1]
         decision = choose(ready, self.rules, timing_noise=0.0)
         runs = REFERENCE_RUNS + len(self.references) - 1 + sum(map(len, self.rows.values()))
         if decision.index is None:
             return Ending(b"", 0.0, len(self.rows), runs, converged, tuple(self.rows))
-        row = ready[decision.index].tag
+        row = list(self.rows)[int(ready[decision.index].name)]
         return Ending(row, self.case.fresh(row), len(self.rows), runs, converged, tuple(self.rows))
 
 

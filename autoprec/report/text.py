@@ -5,7 +5,7 @@ from __future__ import annotations
 from autoprec.report.summary import Payback, Row, Summary
 from autoprec.support import units
 from autoprec.support.units import counted, memory_text, percent_text, ratio_text
-from autoprec.tuning.decide.decision import told_error
+from autoprec.tuning.decide.sentences import error_text
 
 _MISSING = "–"
 
@@ -23,7 +23,7 @@ def percent(value: float | None, half_width: float | None = None) -> str:
 def gradient_limit(summary: Summary) -> str:
     """The limit of the gradient error in both of its units, and what ``~`` means; empty where there is none."""
     limit, about = summary.gradient_limit, "; ~ predicted" if any(row.predicted for row in summary.rows) else ""
-    return f"gradient error at most {told_error(limit, summary.gradient_noise)}{about}" if limit is not None else ""
+    return f"gradient error at most {error_text(limit, summary.gradient_noise)}{about}" if limit is not None else ""
 
 
 def time_text(value: float | None) -> str:

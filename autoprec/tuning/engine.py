@@ -32,12 +32,14 @@ from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import HostInfo
 from autoprec.trial.source import source_digests
 from autoprec.tuning.checks import check_early
+from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.reasons import stay_explanation
+from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import SearchOptions, check_signature
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.answer import Answer, emitted_policy, search_result, settled, with_size, with_unknown
+from autoprec.tuning.phases.answer import emitted_policy, search_result, settled, with_size, with_unknown
 from autoprec.tuning.phases.concluded import asked, keep_answer, kept_answer
 from autoprec.tuning.phases.front import save_front
 from autoprec.tuning.phases.record import record_step
@@ -247,7 +249,7 @@ class Search:
         ledger.timings["verdict_s"] = ledger.elapsed()
         if nothing:
             why = stay_explanation(verdict.rows, verdict.baseline)
-            answer = Answer(verdict="stay", reason=verdict.reason, record=None, seeds=0, explanation=why)
+            answer = Decision("stay", (Reason("cost_model", {"text": verdict.reason}),), explanation=why)
         else:
             self.listener.phase("reference")
             measure_reference(setup, runner, ledger)
@@ -259,8 +261,8 @@ class Search:
             table = measure_table(setup, runner, ledger)
             answer = with_unknown(settled(run_study(setup, runner, ledger, table), ledger), setup, ledger)
             if narrow is not None:
-                most = f"by the cost model nothing else gains more than {verdict.bound_speedup:.2f}x over that"
-                answer = replace(answer, reason=f"{answer.reason}. Only 16 bit was tried: {most}: {verdict.cause}")
+                bound = {"bound": verdict.bound_speedup, "cause": verdict.cause}
+                answer = answer.with_reasons(Reason("only_sixteen_bit", bound))
                 ledger.stopped = ledger.stopped and "tried 16 bit alone"  # the reason is told with the verdict
             answer = with_size(answer, setup, ledger)
             self.listener.phase("answer")
@@ -367,7 +369,7 @@ class Search:
         }
 
     def _finish(
-        self, setup: Setup, ledger: Ledger, answer: Answer, bound_speedup: float, *, one_worker: bool
+        self, setup: Setup, ledger: Ledger, answer: Decision, bound_speedup: float, *, one_worker: bool
     ) -> SearchResult:
         path = ""
         if answer.verdict != "undecided":
@@ -412,7 +414,7 @@ class Search:
         best = ledger.best() if ledger is not None else None
         if setup is not None and ledger is not None and best is not None:
             ends = self.options.phase_names or (("last-bf16",) if self.options.run_steps else ())
-            answer = Answer("undecided", "interrupted before the finalists", best, seeds=1, phases=ends)
+            answer = Decision("undecided", (Reason("interrupted"),), run=best, phases=ends)
             policy = emitted_policy(setup, ledger, answer)
             kept = f"the best policy so far ({headline(best.figures)}) is in {self.options.output}"
             try:

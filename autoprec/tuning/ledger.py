@@ -1,6 +1,6 @@
-"""What a search has learnt so far: trials, references, gradient errors; how long it took, and what a person was told.
+"""What a search has learnt so far: trials, references, gradient errors; how long it took, and what was reported.
 
-Records are durable (they are written to the study before anybody else sees them); the rest is rebuilt on ``--resume``.
+Runs are durable (they are written to the study before anything else reads them); the rest is rebuilt on ``--resume``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import statistics
 import time
 from dataclasses import dataclass, field
 
-from autoprec.support.units import memory_text
 from autoprec.tuning.decide.metrics import Reference
 from autoprec.tuning.decide.noise import Baseline
 from autoprec.tuning.decide.table import SensitivityTable
@@ -117,14 +116,13 @@ class Ledger:
         return self.limits.gradient(self.gradient_noise, baseline)
 
     def exceeded(self, record: Run) -> tuple[str, ...]:
+        """Name the metrics of a run that are beyond their limits."""
         return self.limits.exceeded(record.figures, self.gradient_limit())
 
-    def told_limit(self, name: str) -> str:
-        """Return a limit of :meth:`exceeded` in words, with its value."""
-        if name == "gradient error":  # where the loss is blind it is not the one that was asked for
-            return f"the limit of the gradient error, {self.gradient_limit() or 0.0:.1%} of the gradient"
-        value = f"{self.limits.divergence:.3%}" if name == "divergence" else memory_text(self.limits.memory or 0)
-        return f"the limit of {name}, {value}"
+    def limit_of(self, name: str) -> float:
+        """Return the limit of a metric of :meth:`exceeded`; 0 where there is none."""
+        known = {"divergence": self.limits.divergence, "memory_bytes": self.limits.memory}
+        return float((known[name] if name in known else self.gradient_limit()) or 0.0)
 
     def acceptable(self, record: Run) -> bool:
         """Say whether a trial was measured, and is within every limit."""

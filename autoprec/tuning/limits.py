@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoprec.tuning.decide.decision import gradient_limit
-from autoprec.tuning.decide.noise import Baseline, blindness, screening_limit
+from autoprec.tuning.decide.noise import Baseline, screening_limit, uninformative
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,16 +28,17 @@ class Limits:
 
         Args:
             noise: mini-batch gradient noise, relative to the gradient's norm; None where it is unknown.
-            baseline: what the loss of the script can tell: where it is blind the limit is stricter.
+            baseline: what the loss of the script can tell: where it is uninformative the limit is stricter.
         """
-        return gradient_limit(noise, self.gradient_error, blind=bool(blindness(self.divergence, baseline)))
+        why = uninformative(self.divergence, baseline)
+        return gradient_limit(noise, self.gradient_error, uninformative=why is not None)
 
     def exceeded(self, metrics: Mapping[str, float], max_gradient: float | None) -> tuple[str, ...]:
-        """Name the limits that a measured trial breaks; a gap that noise explains is not held against it."""
+        """Name the metrics of a trial that are beyond their limits; a gap that noise explains does not count."""
         broken = {
             "divergence": metrics["divergence"] > screening_limit(self.divergence, metrics["noise_floor"]),
-            "gradient error": max_gradient is not None and metrics["gradient_error"] > max_gradient,
-            "memory": self.memory is not None and metrics["memory_bytes"] > self.memory,
+            "gradient_error": max_gradient is not None and metrics["gradient_error"] > max_gradient,
+            "memory_bytes": self.memory is not None and metrics["memory_bytes"] > self.memory,
         }
         return tuple(name for name, is_broken in broken.items() if is_broken)
 

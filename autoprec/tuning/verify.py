@@ -24,10 +24,11 @@ from autoprec.policy import LayerRule, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, KEEP, Recipe
 from autoprec.support.units import counted
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
-from autoprec.tuning.decide.decision import Candidate, Judgement, Rules, beyond_gradient, gradient_limit, told_error
+from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
 from autoprec.tuning.decide.metrics import divergence, signed_gap, step_time
-from autoprec.tuning.decide.noise import Baseline, blindness, error_over_limit
+from autoprec.tuning.decide.noise import Baseline, error_over_limit, uninformative
 from autoprec.tuning.decide.presets import presets
+from autoprec.tuning.decide.sentences import Reason, error_text
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import baseline_of, perturbed_runs
 from autoprec.tuning.phases.record import record_step
@@ -139,7 +140,7 @@ def searched(policy: Policy, model: dict[str, Any] | None = None) -> str:
         return ""
     text = f"divergence {found['divergence']:.3%}"
     if isinstance(error := found.get("gradient_error"), float):
-        text += f", gradient error {told_error(error, found.get('gradient_noise'))}"
+        text += f", gradient error {error_text(error, found.get('gradient_noise'))}"
     return f"{text}, over {counted(found['seeds'], 'paired seed')} of {found['steps']} steps"
 
 
@@ -287,7 +288,8 @@ def verify(
         )
     rows = [_contender(name, pairs, runs.errors[name]) for name, pairs in runs.pairs.items()]
     noise = statistics.geometric_mean(runs.noises) if runs.noises else None
-    limit = gradient_limit(noise, max_gradient_error, blind=bool(blindness(max_divergence, runs.baseline)))
+    why = uninformative(max_divergence, runs.baseline)
+    limit = gradient_limit(noise, max_gradient_error, uninformative=why is not None)
     rows = _judged(rows, runs.baseline, max_divergence, limit, noise)
     verdict, reason = _verdict(rows, max_divergence, timed, runs.reference_memory)
     return Verification(
@@ -413,7 +415,7 @@ def _judged(
     rows: Sequence[Contender], baseline: Baseline, max_divergence: float, limit: float | None, noise: float | None
 ) -> list[Contender]:
     candidates = [
-        Candidate(
+        Standing(
             row.name,
             row.speedup,
             (math.inf,) if row.failures else row.divergences,
@@ -431,19 +433,20 @@ def _judged(
         wrong = bool(shares) and error_over_limit(shares)[1] > 1.0
         unsure, why = _is_unsure(row, found, max_divergence, chaotic=chaotic), found.rejection
         if unsure and wrong and row.gradient_error is not None and limit is not None:  # of two reasons the sure one
-            unsure, why = False, beyond_gradient(row.gradient_error, limit, noise)
-        out.append(replace(row, rejection=why, caveat=found.caveat, unsure=unsure))
+            unsure = False
+            why = Reason("gradient_error", {"error": row.gradient_error, "limit": limit, "noise": noise})
+        out.append(replace(row, rejection=str(why or ""), caveat=str(found.caveat or ""), unsure=unsure))
     return out
 
 
-def _is_unsure(row: Contender, judged: Judgement, budget: float, *, chaotic: bool) -> bool:
+def _is_unsure(row: Contender, judged: Standing, budget: float, *, chaotic: bool) -> bool:
     """Whether further seeds may take a rejection back, unless the gradient error is beyond its limit for sure."""
     if not judged.rejection or row.failures or (judged.final and not row.gradient_errors):
         return False
     if chaotic:  # what the loss says there is said for sure
         return not judged.by_loss
     # the bound lies as far below the mean as the upper one above it, in the logarithm
-    return judged.mean * judged.mean / judged.upper <= budget
+    return judged.upper is not None and judged.mean * judged.mean / judged.upper <= budget
 
 
 def _verdict(rows: Sequence[Contender], max_divergence: float, timed: bool, reference_memory: int) -> tuple[str, str]:

@@ -39,10 +39,9 @@ def test_the_best_is_the_fastest_within_the_limits(ledger: Ledger) -> None:
     assert ledger.exceeded(ledger.store.records[1]) == ("divergence",)
 
 
-def test_a_limit_is_told_with_its_value(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_is_known_by_its_metric(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Ledger, "gradient_limit", lambda _self: 0.1)
-    assert ledger.told_limit("gradient error") == "the limit of the gradient error, 10.0% of the gradient"
-    assert ledger.told_limit("divergence") == "the limit of divergence, 0.250%"
+    assert [ledger.limit_of(name) for name in ("gradient_error", "divergence", "memory_bytes")] == [0.1, 0.0025, 0.0]
 
 
 def test_a_run_costs_what_trials_took_and_before_them_what_the_reference_took(ledger: Ledger) -> None:

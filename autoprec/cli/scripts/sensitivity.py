@@ -78,7 +78,7 @@ def _cell(row: dict[str, Any] | None) -> str:
 
 
 def _print(table: SensitivityTable) -> None:
-    from autoprec.tuning.decide.reasons import unmoved
+    from autoprec.tuning.decide.sentences import unmoved
 
     rows = {(row["group"], row["choice"]): row for row in table.rows()}
     choices = list(dict.fromkeys(choice for _, choice in rows))

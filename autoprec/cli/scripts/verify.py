@@ -110,12 +110,12 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
 def _print(result: Verification, searched: str) -> None:
     from rich.table import Table
 
-    from autoprec.tuning.decide.decision import told_error
+    from autoprec.tuning.decide.sentences import error_text
 
     limits = result.limits
     noise, limit = limits.get("gradient_noise"), limits.get("gradient_error")
     budget = [f"divergence {limits['divergence']:.3%}"] if limits.get("divergence") else []
-    budget += [f"gradient error {told_error(limit, noise)}"] if limit is not None else []
+    budget += [f"gradient error {error_text(limit, noise)}"] if limit is not None else []
     table = Table(title=f"{counted(result.seeds, 'paired seed')}, {counted(result.steps, 'step')} each",
                   caption=f"limits: {', '.join(budget)}" if budget else None)  # fmt: skip
     for name in ("", "speed-up", "range", "divergence", "gradient error", "memory"):
@@ -125,7 +125,7 @@ def _print(result: Verification, searched: str) -> None:
         spread = f"{min(row.speedups):.2f}-{max(row.speedups):.2f}x" if row.speedups else ""
         speed = f"{row.speedup:.2f}x" if result.timed else "not judged"
         gap = f"{row.divergence:.3%}" if row.divergences else "; ".join(row.failures)[:60]
-        error = told_error(row.gradient_error, noise) if row.gradient_error is not None else "-"
+        error = error_text(row.gradient_error, noise) if row.gradient_error is not None else "-"
         table.add_row(row.name, speed, spread if result.timed else "", gap, error, memory_text(row.memory_bytes))
     console = stdout_console()
     console.print(table)

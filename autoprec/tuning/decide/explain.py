@@ -14,10 +14,10 @@ from functools import partial
 import numpy as np
 
 from autoprec.policy.solver import FloatTable
-from autoprec.tuning.decide.decision import told_error
 from autoprec.tuning.decide.problem import Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel
 from autoprec.tuning.decide.sampler.prior import divergence_model, features_of, points_of
+from autoprec.tuning.decide.sentences import error_text
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.run import Run
 
@@ -103,7 +103,7 @@ def _next_faster(times: FloatTable, chosen: int) -> int | None:
 def _amount(error: float, noise: float | None) -> str:
     if not math.isfinite(error):
         return "a gradient that is not finite"
-    return told_error(error, noise)
+    return error_text(error, noise)
 
 
 def _sentence(

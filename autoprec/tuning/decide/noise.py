@@ -4,7 +4,7 @@ Rounding every weight once to bfloat16 is the smallest change of precision there
 moves the loss by some thousandths of a percent: a gap of the size of the budget is then the policy's doing. Where
 training is chaotic the same rounding grows within some steps into a gap of percents, and so does any other change: a
 gap of 2 % says nothing against a policy there, and one of 0.5 % nothing for it. A loss that does not move at all (the
-first steps of a warm-up) proves nothing either. The loss is called *blind* in both cases, and instead is asked:
+first steps of a warm-up) proves nothing either. The loss is *uninformative* in both cases, and instead is asked:
 
 1. How wrong is the gradient? It is compared on the same weights and the same batch, so chaos does not enter.
 2. Are the gaps larger than those of benign changes, beyond what 16-bit arithmetic in every step explains?
@@ -13,9 +13,9 @@ first steps of a warm-up) proves nothing either. The loss is called *blind* in b
 Only the first can speak for a policy, and its limit is stricter than elsewhere; the others can only speak against it.
 
 How far up may the mean of a few seeds be? The divergence of one policy varies from seed to seed like a lognormal
-variable, and four seeds that lie close together by luck promise far too much. So what is known of the spread beforehand
-is pooled with them; the bound is Cox's for the mean of a lognormal variable (Zhou and Gao, Statistics in Medicine 16,
-1997), with Student's t for the pooled degrees of freedom.
+variable, and four seeds that lie close together by chance promise far too much. So what is known of the spread
+beforehand is pooled with them; the bound is Cox's for the mean of a lognormal variable (Zhou and Gao, Statistics in
+Medicine 16, 1997), with Student's t for the pooled degrees of freedom.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
+from autoprec.tuning.decide.sentences import Reason
 
 Vector = npt.NDArray[np.float64]
 
@@ -39,12 +41,12 @@ _T95 = (
 _SEED_SD, _CHAOTIC_SD, _KNOWN_DF = 0.4, 0.5, 4
 #: Benign perturbations of the reference that are run where one of them may lie above the budget.
 BENIGN_RUNS = 4
-#: Share of the budget from which on one benign gap may be below the budget by luck only: their logarithms spread by
+#: Share of the budget from which on one benign gap may be below the budget by chance only: their logarithms spread by
 #: about 0.5, and the mean of a few lies within a factor of four of each of them.
 _NEARLY = 0.25
-#: Largest relative gradient error where the loss is blind. An error of 0.1, orthogonal to the gradient, turns the step
-#: by 6 degrees and costs half a percent of its progress; bf16 is near 0.005, FP8 near 0.05, FP4 above 0.2.
-BLIND_GRADIENT_ERROR = 0.1
+#: Largest relative gradient error where the loss is uninformative. An error of 0.1, orthogonal to the gradient, turns
+#: the step by 6 degrees and costs half a percent of its progress; bf16 is near 0.005, FP8 near 0.05, FP4 above 0.2.
+UNINFORMATIVE_GRADIENT_ERROR = 0.1
 #: A policy in 16 bits rounds in every step, the benign perturbation once; over short windows its gaps are up to this
 #: many times as large where the gaps have not yet grown to their full size.
 _EVERY_STEP = 4.0
@@ -127,8 +129,8 @@ def has_learnt(losses: Sequence[float]) -> bool:
     return moved > _LEAST_FALL * float(np.abs(values).mean()) and moved > _SURE * error
 
 
-def blindness(budget: float, baseline: Baseline) -> str:
-    """Return why the loss cannot judge a policy, as the beginning of a sentence; empty when it can.
+def uninformative(budget: float, baseline: Baseline) -> Reason | None:
+    """Return why the loss cannot judge a policy; None when it can.
 
     It cannot where the rule for policies would reject the benign perturbation itself.
 
@@ -136,17 +138,8 @@ def blindness(budget: float, baseline: Baseline) -> str:
         budget: of the divergence, a fraction.
     """
     if baseline.reach > budget:
-        reach = f" (up to {baseline.reach:.3%} at 95 % confidence)" if baseline.floor <= budget else ""
-        return (
-            "the loss cannot judge it, because rounding the weights once to bf16 already moves it by "
-            f"{baseline.floor:.3%}{reach}, beyond the budget of {budget:.3%}"
-        )
-    if not baseline.learnt:
-        return (
-            "the loss proves nothing, because the script's own does not fall over the steps that were compared "
-            "(a learning-rate warm-up, or too few steps: raise --steps)"
-        )
-    return ""
+        return Reason("noise_beyond_budget", {"floor": baseline.floor, "reach": baseline.reach, "budget": budget})
+    return None if baseline.learnt else Reason("loss_flat")
 
 
 def screening_limit(budget: float, floor: float) -> float:

@@ -171,12 +171,3 @@ def _modelled_times(problem: Problem, layer_time_ms: LayerTime) -> FloatTable:
     return np.asarray(
         problem.table(lambda g, c: sum(layer_time_ms(layer, plans[c], activations) for layer in g.layers))
     )
-
-
-def unmoved(layers: Sequence[str]) -> str:
-    """Return in words what it means that these layers' weights have hardly any gradient yet."""
-    first = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
-    return (
-        f"{first}: hardly any gradient reaches the weights yet, as behind projections that begin at zero, so what "
-        "precision costs there later is not known"
-    )

@@ -1,4 +1,4 @@
-"""The answer: the policy that is emitted, with its evidence and guard, and the result that everyone reads."""
+"""The answer: the policy that is emitted, with its evidence and guard, and the result that every outlet prints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import platform
 import statistics
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from importlib import metadata
 from typing import Any
@@ -20,10 +20,10 @@ from autoprec.policy import GUARD_METRICS, Guard, ModelInfo, Policy, first_match
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.precision.recipes import KEEP
 from autoprec.support.redact import redact_arguments
-from autoprec.support.units import memory_text
-from autoprec.tuning.decide.decision import Candidate
+from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.pareto import front
-from autoprec.tuning.decide.reasons import explanation, told, unmoved
+from autoprec.tuning.decide.reasons import explanation, told
+from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import rank
 from autoprec.tuning.setup import Setup
@@ -32,98 +32,49 @@ from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import METRICS, Run, pooled
 from autoprec.tuning.transfer.law import Growth, error_factor
 
-#: A gain over the best preset below this is none that anybody would notice.
-_ENOUGH = 0.005
+#: Metrics that follow from others of a policy's evidence.
+_NOT_EVIDENCE = ("throughput", "samples_per_s", "step_time_ms")
 #: What to fall back to in the long run, in order; short trials see early divergence only.
 FALLBACK_QUANTISED = ("wgrad_bf16", "head_bf16", "all_bf16", "script")
 
 
-@dataclass(frozen=True, slots=True)
-class OverPreset:
-    """What a policy gains over the best preset: its name, its speed-up over the script, the gain, whether it ran.
-
-    The gain over a preset that was not run is predicted, and negative where it is expected to be faster.
-    ``timing_noise`` is the relative difference that two measured speed-ups have by chance (0 where times are modelled).
-    """
-
-    name: str
-    speedup: float
-    gain: float
-    measured: bool
-    timing_noise: float = 0.0
-
-    @property
-    def text(self) -> str:
-        if self.gain < -_ENOUGH:  # cut short before the preset that it should have been compared with
-            faster = f"{1 / (1 + self.gain):.2f}x as fast as this policy"
-            return f"the preset {self.name} was not run, and is predicted to be {faster}: search longer"
-        doubt = "" if self.measured else ", which was not run: predicted"
-        told = f"{max(0.0, self.gain):.1%} over the best preset ({self.name}{doubt})"
-        if self.gain < _ENOUGH:
-            return f"{told}: a preset is enough here"
-        if self.gain <= self.timing_noise:
-            return f"{told}, within the timing noise of {self.timing_noise:.1%}: a preset is enough here"
-        return told
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What the search decided: ``adopt`` a record's policy, ``stay``, or ``undecided`` where it was cut short.
-
-    ``chosen`` holds the finalist statistics, ``interval`` the half width of the interval of their mean divergence;
-    ``caveat`` says how the policy was judged where the loss could not do it; ``explanation`` why each layer stays,
-    where that was known before any trial; ``rejected`` why finalists (by name) are not acceptable, ``not_taken`` why
-    others that were measured to be faster are not the answer; ``over_preset`` what
-    it gains over what people run today; ``phases`` are the parts of the run in bf16 that it needs, or was asked for.
-    """
-
-    verdict: str
-    reason: str
-    record: Run | None
-    seeds: int
-    chosen: Candidate | None = None
-    interval: float = 0.0
-    caveat: str = ""
-    explanation: dict[str, Any] = field(default_factory=dict)
-    rejected: dict[str, str] = field(default_factory=dict)
-    not_taken: dict[str, str] = field(default_factory=dict)
-    over_preset: OverPreset | None = None
-    phases: tuple[str, ...] = ()
-
-
-def settled(answer: Answer, ledger: Ledger) -> Answer:
-    """Return the answer as far as it can be given: what was cut short says so, and never says "stay"."""
+def settled(decision: Decision, ledger: Ledger) -> Decision:
+    """Return the decision as far as it can be made: what was cut short says so, and never says "stay"."""
     if not ledger.cut_short:
-        return answer
-    cut = "; ".join(ledger.cut_short)
-    if answer.verdict == "stay":
-        return replace(answer, verdict="undecided", reason=f"cut short: {cut}; so far {answer.reason}")
-    so_far = answer.reason.replace("acceptable policy", "acceptable policy so far", 1)
-    return replace(answer, reason=f"{so_far}; cut short: {cut}")
+        return decision
+    cut = Reason("cut_short", {"what": "; ".join(ledger.cut_short)})
+    if decision.verdict == "stay":
+        return replace(decision, verdict="undecided", reasons=(cut, *decision.reasons))
+    adopted, *others = decision.reasons
+    so_far = replace(adopted, data=adopted.data | {"so_far": True})
+    return replace(decision, reasons=(so_far, *others, cut))
 
 
-def with_size(answer: Answer, setup: Setup, ledger: Ledger) -> Answer:
-    """Return the answer with the fact, where it is one, that a device cannot hold the step of its policy (modelled)."""
-    if answer.record is None or setup.measured:
-        return answer
+def with_size(decision: Decision, setup: Setup, ledger: Ledger) -> Decision:
+    """Return the decision with the fact, where it is one, that a device cannot hold the step of its policy."""
+    if decision.run is None or setup.measured:
+        return decision
     holds = setup.target.memory_bytes
-    text = too_large(answer.record.get("memory_bytes") or 0.0, setup.target, "this policy")
+    text = too_large(decision.run.get("memory_bytes") or 0.0, setup.target, "this policy")
+    if not text:
+        return decision
+    data: dict[str, Any] = {"text": text}
     fitting = [r for r in ledger.store.records if r.ok and r.params and 0 < (r.get("memory_bytes") or 0) <= holds]
-    if text and fitting:
+    if fitting:
         fastest = max(fitting, key=lambda r: r["speedup"])
-        text += f". The fastest run that fits is {fastest.name} ({memory_text(fastest['memory_bytes'])})"
-    return replace(answer, reason=answer.reason + text)
+        data |= {"fits": fastest.name, "memory": fastest["memory_bytes"]}
+    return decision.with_reasons(Reason("does_not_fit", data))
 
 
-def with_unknown(answer: Answer, setup: Setup, ledger: Ledger) -> Answer:
-    """Return the answer with the layers it lowers that no short trial could judge, named in its reason."""
-    if answer.record is None or ledger.table is None:
-        return answer
-    policy = setup.problem.policy(answer.record.params)
+def with_unknown(decision: Decision, setup: Setup, ledger: Ledger) -> Decision:
+    """Return the decision with the layers it lowers that no short trial could judge, named in its reasons."""
+    if decision.run is None or ledger.table is None:
+        return decision
+    policy = setup.problem.policy(decision.run.params)
     lowered = [
         name for name in ledger.table.hardly_moved if policy.plan_of_rule(first_match(policy.layers, name)).scaled
     ]
-    return replace(answer, reason=f"{answer.reason}; {unmoved(lowered)}") if lowered else answer
+    return decision.with_reasons(Reason("unmoved", {"layers": lowered})) if lowered else decision
 
 
 def _plain(value: float) -> float:
@@ -131,18 +82,18 @@ def _plain(value: float) -> float:
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
-def final_metrics(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
+def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
     """Return the metrics of the chosen policy: finalist means where they exist, else the trial's own."""
-    record, chosen = answer.record, answer.chosen
-    if record is None:
+    run, chosen = decision.run, decision.chosen
+    if run is None:
         return reference_metrics(setup, ledger) | {"name": "script as written"}
-    out: dict[str, Any] = {name: record[name] for name in METRICS if name in record.metrics}
+    out: dict[str, Any] = {name: run[name] for name in METRICS if name in run.metrics}
     if chosen is not None and chosen.divergences:
         speedup = chosen.speedup
-        out["divergence"], out["interval"] = statistics.fmean(chosen.divergences), answer.interval
+        out["divergence"], out["interval"] = statistics.fmean(chosen.divergences), decision.interval
         out["effective_speedup"] = out["effective_speedup"] * speedup / max(out["speedup"], 1e-9)
         out["speedup"] = speedup
-        out["step_time_ms"] = reference_metrics(setup, ledger)["step_time_ms"] / speedup  # of the one that is told
+        out["step_time_ms"] = reference_metrics(setup, ledger)["step_time_ms"] / speedup  # of the one that is given
         out["memory_bytes"] = chosen.memory_bytes
         out["throughput"] = 1000.0 / out["step_time_ms"]
         if ledger.reference.samples:
@@ -150,11 +101,10 @@ def final_metrics(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any
         if chosen.gradient_error is not None:
             out["gradient_error"] = chosen.gradient_error
     out |= over_sixteen_bit(out, sixteen_bit_speedup(setup, ledger.store.records))
-    if answer.over_preset is not None:
-        out |= {"gain_over_preset": answer.over_preset.gain, "best_preset": answer.over_preset.name}
-    errors = {"gradient_error": "measured"} if record.name in ledger.measured_errors else {}
-    out |= {"name": record.name, "seeds": answer.seeds, "sources": {**record.sources, **errors}}
-    return out
+    for over in (reason.data for reason in decision.reasons if reason.code == "over_preset"):
+        out |= {"gain_over_preset": over["gain"], "best_preset": over["name"]}
+    errors = {"gradient_error": "measured"} if run.name in ledger.measured_errors else {}
+    return out | {"name": run.name, "seeds": decision.seeds, "sources": {**run.sources, **errors}}
 
 
 def reference_metrics(setup: Setup, ledger: Ledger) -> dict[str, Any]:
@@ -182,35 +132,28 @@ def _source(metrics: Mapping[str, Any], setup: Setup) -> str:
     return str(metrics["sources"].get("step_time_ms", setup.source))
 
 
-def _evidence(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
-    metrics = final_metrics(setup, ledger, answer)
+def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
+    metrics = final_metrics(setup, ledger, decision)
     out: dict[str, Any] = {
         "target": setup.target.name,
         "source": _source(metrics, setup),
-        "verdict": answer.verdict,
-        "reason": answer.reason,
-        **({"caveat": answer.caveat} if answer.caveat else {}),
+        "verdict": decision.verdict,
+        "reason": decision.reason,
+        **({"caveat": str(decision.chosen.caveat)} if decision.chosen is not None and decision.chosen.caveat else {}),
         "reference": setup.options.reference,
-        "seeds": answer.seeds,
+        "seeds": decision.seeds,
         "steps": setup.options.steps,
         "max_divergence": setup.limits.divergence,
         "max_gradient_error": setup.limits.gradient_error,  # in units of the noise
     }
     if ledger.gradient_noise:
         out["gradient_noise"] = _plain(ledger.gradient_noise)
-    for name in (
-        "speedup",
-        "speedup_over_16bit",
-        "effective_speedup",
-        "divergence",
-        "interval",
-        "noise_floor",
-        "gradient_error",
-        "memory_bytes",
-        "gain_over_preset",
-    ):
-        if name in metrics:
-            out[name] = _plain(float(metrics[name]))
+    for name in [name for name in METRICS if name in metrics and name not in _NOT_EVIDENCE]:
+        out[name] = _plain(float(metrics[name]))
+        if name == "divergence" and "interval" in metrics:
+            out["interval"] = _plain(float(metrics["interval"]))
+    if "gain_over_preset" in metrics:
+        out["gain_over_preset"] = _plain(float(metrics["gain_over_preset"]))
     if ledger.stopped:
         out["stopped"] = ledger.stopped
     if ledger.cut_short:
@@ -238,15 +181,15 @@ def error_at(scale: CostScale, error: float) -> float:
     return _plain(error * error_factor(Growth(scale.width, scale.depth, scale.tokens)))
 
 
-def emitted_policy(setup: Setup, ledger: Ledger, answer: Answer) -> Policy:
+def emitted_policy(setup: Setup, ledger: Ledger, decision: Decision) -> Policy:
     """Return the policy to write: the chosen point (or one that changes nothing), how it was found, what to watch."""
-    evidence = _evidence(setup, ledger, answer)
-    if answer.record is None:
+    evidence = _evidence(setup, ledger, decision)
+    if decision.run is None:
         return Policy(model=ModelInfo.model_validate(setup.graph.model), evidence=evidence)
-    reasons = told(_explanation(setup, ledger, answer))
-    policy = setup.problem.policy(answer.record.params, evidence=evidence | reasons)
+    reasons = told(_explanation(setup, ledger, decision))
+    policy = setup.problem.policy(decision.run.params, evidence=evidence | reasons)
     policy = policy.model_copy(update={"guard": guard_for(policy)})
-    return _over_the_run(setup, ledger, policy, answer.phases) if answer.phases else policy
+    return _over_the_run(setup, ledger, policy, decision.phases) if decision.phases else policy
 
 
 def _over_the_run(setup: Setup, ledger: Ledger, policy: Policy, phases: tuple[str, ...]) -> Policy:
@@ -278,13 +221,13 @@ def guard_for(policy: Policy) -> Guard:
     return Guard(metrics=tuple(thresholds), thresholds=thresholds, fallback=fallback)
 
 
-def _explanation(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]:
+def _explanation(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
     """Return why each kind of layer got its precision, or keeps its own; empty where it cannot be said yet."""
-    if ledger.table is None or answer.verdict == "undecided":
-        return answer.explanation
+    if ledger.table is None or decision.verdict == "undecided":
+        return decision.explanation
     problem = setup.problem
-    params = problem.params_of(problem.baseline) if answer.record is None else answer.record.params
-    whole_ms = _measured_saving(setup, ledger, answer) if setup.measured and answer.record is not None else None
+    params = problem.params_of(problem.baseline) if decision.run is None else decision.run.params
+    whole_ms = _measured_saving(setup, ledger, decision) if setup.measured and decision.run is not None else None
     return explanation(
         problem,
         setup.cost.layer_time_ms,
@@ -296,19 +239,19 @@ def _explanation(setup: Setup, ledger: Ledger, answer: Answer) -> dict[str, Any]
     )
 
 
-def _measured_saving(setup: Setup, ledger: Ledger, answer: Answer) -> float:
+def _measured_saving(setup: Setup, ledger: Ledger, decision: Decision) -> float:
     """Return the milliseconds of a step that the chosen policy saves against the baseline of the reasons."""
     script_ms = float(reference_metrics(setup, ledger)["step_time_ms"])
     plain = sixteen_bit_speedup(setup, ledger.store.records) if setup.problem.baseline != KEEP else None
-    return script_ms / (plain or 1.0) - float(final_metrics(setup, ledger, answer)["step_time_ms"])
+    return script_ms / (plain or 1.0) - float(final_metrics(setup, ledger, decision)["step_time_ms"])
 
 
-def _row(record: Run, sixteen_bit: float | None, answer: Answer, errors: Mapping[str, float]) -> dict[str, Any]:
+def _row(record: Run, sixteen_bit: float | None, decision: Decision, errors: Mapping[str, float]) -> dict[str, Any]:
     """Return a trial as a row of the result; ``reason`` says why it failed, was rejected, or was not taken.
 
     ``errors`` are gradient errors that were measured for policies as a whole; those of other policies are predicted.
     """
-    said = (("rejected", answer.rejected), ("not taken", answer.not_taken))
+    said = (("rejected", decision.rejected), ("not taken", decision.not_taken))
     why = record.reason or next((f"{what}: {found[record.name]}" for what, found in said if record.name in found), "")
     kept: dict[str, Any] = {name: record[name] for name in METRICS if name in record.metrics}
     kept |= {"seeds": int(record.get("seeds") or record.ok)}
@@ -321,7 +264,7 @@ def _row(record: Run, sixteen_bit: float | None, answer: Answer, errors: Mapping
 
 
 def search_result(
-    setup: Setup, ledger: Ledger, answer: Answer, *, bound_speedup: float, policy_path: str, one_worker: bool
+    setup: Setup, ledger: Ledger, decision: Decision, *, bound_speedup: float, policy_path: str, one_worker: bool
 ) -> SearchResult:
     """Assemble the result of a search.
 
@@ -336,12 +279,12 @@ def search_result(
     sixteen_bit = sixteen_bit_speedup(setup, ledger.store.records)
     tried = pooled(ledger.store.records)
     known = [tried.get(record.name, record) for record in ledger.store.learned()]
-    row = partial(_row, sixteen_bit=sixteen_bit, answer=answer, errors=ledger.measured_errors)
+    row = partial(_row, sixteen_bit=sixteen_bit, decision=decision, errors=ledger.measured_errors)
     return SearchResult(
-        verdict=answer.verdict,
-        reason=answer.reason,
+        verdict=decision.verdict,
+        reason=decision.reason,
         policy=policy_path,
-        best=final_metrics(setup, ledger, answer),
+        best=final_metrics(setup, ledger, decision),
         reference=reference_metrics(setup, ledger),
         presets=tuple(row(r) for r in known if r.kind == "preset"),
         front=tuple(row(r) for r in front(known)),
@@ -366,25 +309,27 @@ def search_result(
         cut_short="; ".join(ledger.cut_short),
         stopped=ledger.stopped,
         resume=setup.options.with_budget_for(ledger.needed_s).resume_command(stored=True) if ledger.cut_short else "",
-        explanation=_explanation(setup, ledger, answer),
-        rejected=answer.rejected,
-        not_taken=answer.not_taken,
+        explanation=_explanation(setup, ledger, decision),
+        rejected={name: str(why) for name, why in decision.rejected.items()},
+        not_taken={name: str(why) for name, why in decision.not_taken.items()},
+        reasons=tuple(reason.to_json() for reason in decision.reasons),
     )
 
 
-def why_nothing(setup: Setup, ledger: Ledger) -> str:
+def why_nothing(setup: Setup, ledger: Ledger) -> Reason:
     """Say why no measured trial qualifies: it gains nothing, was measured too little, or the limit that most broke."""
     tried = [r for r in ledger.store.learned() if r.ok and not setup.problem.is_script(r.params)]
     if not tried:
-        return "no trial other than the script as written could be measured"
+        return Reason("none_measured")
     fine = [record for record in ledger.acceptable_ones() if not setup.problem.is_script(record.params)]
     if fine:
         best, known = fine[0], ledger.reference
         script = {"step_time_ms": known.step_ms, "memory_bytes": known.memory_bytes}
-        figures = f"{best.name} ({best['speedup']:.2f}x, {memory_text(best['memory_bytes'])})"
-        if ledger.rank(best) < rank(script, setup.options.objective):
-            return f"{figures} is within the limits so far, but was not measured under the further seeds that it takes"
-        return f"none of {len(tried)} measured policies is better than the script as written: the best is {figures}"
+        figures = {"name": best.name, "speedup": best["speedup"], "memory": best["memory_bytes"]}
+        better = ledger.rank(best) < rank(script, setup.options.objective)
+        return Reason("seeds_missing", figures) if better else Reason("none_better", figures | {"tried": len(tried)})
     broken = Counter(name for record in tried for name in ledger.exceeded(record))
     worst, count = broken.most_common(1)[0] if broken else ("divergence", 0)
-    return f"none of {len(tried)} measured policies is within the limits; {count} beyond {ledger.told_limit(worst)}"
+    return Reason(
+        "none_within", {"tried": len(tried), "beyond": count, "limit": worst, "value": ledger.limit_of(worst)}
+    )

@@ -2,7 +2,7 @@
 
 One short trial cannot tell 0.25 % from chance (one paired seed of FP8 has a standard deviation near 0.15 %). All runs,
 trials and further seeds alike, are one pool: the model that is fitted to them says what each policy's mean over seeds
-may be at most (:mod:`autoprec.tuning.decide.race`), and whose next seed is worth a run.
+may be at most (:mod:`autoprec.tuning.decide.ranking`), and whose next seed is worth a run.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from autoprec.errors import AutoPrecError
 from autoprec.policy import Policy
 from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.tuning.by_block import is_whole, whole_seconds
-from autoprec.tuning.decide.decision import Candidate, Decision, Rules, choose, faster_ones, told_faster
+from autoprec.tuning.decide.decision import Decision, Rules, Standing, choose, faster_ones, fastest_not_taken
 from autoprec.tuning.decide.metrics import Reference, divergence, signed_gap
-from autoprec.tuning.decide.noise import Baseline, blindness, student95
+from autoprec.tuning.decide.noise import Baseline, student95
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.race import Standings, fewest_seeds, standings
+from autoprec.tuning.decide.ranking import Ranking, fewest_seeds, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
+from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.answer import Answer, OverPreset, why_nothing
+from autoprec.tuning.phases.answer import why_nothing
 from autoprec.tuning.phases.measuring import leader, scored
 from autoprec.tuning.phases.reference import reference_of
 from autoprec.tuning.phases.sensitivity import measure_errors
@@ -59,13 +60,13 @@ def timing_noise(measured_times: bool, speedups: Sequence[Sequence[float]]) -> f
 
 
 class Race:
-    """Everything that was tried, under every paired seed it was measured with, and what follows.
+    """Pools all runs and chooses which policy gets the next paired seed.
 
     Args:
         expectation: the models that are fitted to every run.
 
     Attributes:
-        now: where everybody stands.
+        now: accepted policies, incumbent, next seed.
         seconds_left: returns how long the search takes from here on at most.
     """
 
@@ -78,12 +79,12 @@ class Race:
         self._asked_errors: set[str] = set()
         self._correction: list[tuple[bool, float]] = []  # (quantised, longer by so much)
         self.seconds_left: Callable[[], float] = lambda: 0.0
-        self.now: Standings = self.update()
+        self.now: Ranking = self.update()
 
     @property
     def fewest(self) -> int:
         """Paired seeds under which a policy must have been measured to be accepted."""
-        return fewest_seeds(self._setup.options.seeds, blind=self.expectation.goals.blind)
+        return fewest_seeds(self._setup.options.seeds, uninformative=self.expectation.goals.uninformative)
 
     @property
     def seed_s(self) -> float:
@@ -112,8 +113,8 @@ class Race:
         known = [ratio for scaled, ratio in self._correction if scaled == _is_scaled(run)]
         return statistics.median(known) if known and not is_whole(run) else 1.0
 
-    def update(self) -> Standings:
-        """Take in what was measured since, refit, and return where everybody stands."""
+    def update(self) -> Ranking:
+        """Take in what was measured since, refit, and rank anew."""
         known, is_script = self._ledger.store.learned(), self._setup.problem.is_script
         self._tried = [record for record in known if not is_script(record.params)]
         further: dict[str, list[Run]] = {}
@@ -128,17 +129,18 @@ class Race:
                 ratio = record["speedup"] / whole[-1]["speedup"]
                 self._correction.append((_is_scaled(record), ratio))
             self._rows[record.number] = [*(whole[-1:] or [record]), *(row for row in rows if row.seed != record.seed)]
-        self.expectation.goals = replace(self.expectation.goals, blind=bool(self._blindness()))
+        rules = self._rules()
+        self.expectation.goals = replace(self.expectation.goals, uninformative=rules.uninformative is not None)
         self.expectation.fit(self.runs())
         self._ok = [record for record in self._tried if record.ok]
-        entrants = [(record.params, self._candidate(record)) for record in self._ok]
-        self.now = standings(self.expectation, entrants, rules := self._rules(), seeds=self._setup.options.seeds)
-        self._ledger.accepted = frozenset(self.now.candidates[i].name for i in self.now.accepted)
-        self._ledger.refused = frozenset(c.name for c in self.now.candidates if rules.breaks(c))
+        entrants = [(record.params, self._standing(record)) for record in self._ok]
+        self.now = rank(self.expectation, entrants, rules, seeds=self._setup.options.seeds)
+        self._ledger.accepted = frozenset(self.now.standings[i].name for i in self.now.accepted)
+        self._ledger.refused = frozenset(one.name for one in self.now.standings if rules.breaks(one))
         return self.now
 
     def run(self, elsewhere: Callable[[], float]) -> None:
-        """Give seeds to who may still change the answer, until nobody can or a new policy is worth more.
+        """Give seeds to policies that may still change the answer, until none can or a new policy is worth more.
 
         Args:
             elsewhere: returns what the best policy that was not tried yet is expected to gain.
@@ -270,9 +272,6 @@ class Race:
         benign, more = (*known.benign[:1], *gaps), (*known.benign_excess[:1], *excess)
         return replace(known, floor=max(known.floor, statistics.fmean(benign)), benign=benign, benign_excess=more)
 
-    def _blindness(self) -> str:
-        return blindness(self._setup.limits.divergence, self._baseline())
-
     def _rules(self) -> Rules:
         return Rules(
             self._setup.limits.divergence,
@@ -282,54 +281,58 @@ class Race:
             gradient_noise=self._ledger.gradient_noise,
         )
 
-    def _candidate(self, record: Run) -> Candidate:
+    def _standing(self, record: Run) -> Standing:
         runs = self._rows[record.number]
         known = pooled(runs).get(record.name)
         figures = record if known is None else known
         factor = self._factor(record) if self._correction else 1.0
-        return Candidate(
+        return Standing(
             name=record.name,
             speedup=0.0 if known is None else figures["speedup"] / (1.0 if any(map(is_whole, runs)) else factor),
-            # a failed seed is an infinite divergence: such a candidate is never accepted
+            # a failed seed is an infinite divergence: such a policy is never accepted
             divergences=tuple(run["divergence"] if run.ok else math.inf for run in runs),
             excess=tuple(signed_gap(run.losses, run.reference_losses) for run in runs if run.ok),
             gradient_error=self._error(record),
             memory_bytes=figures["memory_bytes"],
             preset=record.kind == "preset",
-            tag=record,
+            run=record,
         )
 
-    def _decide(self) -> tuple[Decision | None, list[Candidate], dict[str, str]]:
-        """Return the decision over everything measured (None without a candidate), its candidates, and who is out.
+    def _decide(self) -> Decision | None:
+        """Return the decision over everything measured; None where nothing was measured under enough seeds.
 
-        The script as written is the first candidate.
+        The script as written is the first of its ranking.
         """
         setup, ledger = self._setup, self._ledger
-        measured = [c for c in self.now.candidates if len(c.divergences) >= self.fewest]
+        measured = [one for one in self.now.standings if one.seeds >= self.fewest]
         if not measured:
-            return None, [], {}
+            return None
         memory = ledger.reference.memory_bytes
-        script = Candidate("script as written", 1.0, (0.0,), memory_bytes=memory, reference=True)
+        script = Standing("script as written", 1.0, (0.0,), memory_bytes=memory, reference=True)
         rejected = {}
-        for c in measured:
-            if self._needs_end(c) and not _is_scaled(c.tag):  # what a run in 16 bits to its end may not have
-                rejected[c.name] = f"gradient error {c.gradient_error:.3%} is beyond the limit to the end of the run"
-        final = [c for c in measured if c.name not in rejected]
-        fit = {c.name for c, judged in zip(self.now.candidates, self.now.judged, strict=True) if not judged.rejection}
-        compiled = [c for c in final if c.name in fit and c.speedup > 1.0 and self._is_known(c.tag)]
+        for one in measured:
+            if self._needs_end(one) and not _is_scaled(_run(one)):  # what a run in 16 bits to its end may not have
+                rejected[one.name] = Reason("gradient_error_at_end", {"error": one.gradient_error})
+        final = [one for one in measured if one.name not in rejected]
+        fit = {one.name for one in self.now.standings if not one.rejection}
+        compiled = [one for one in final if one.name in fit and one.speedup > 1.0 and self._is_known(_run(one))]
         if len(compiled) >= CONTENDERS:  # no further whole model is compiled for an estimate
-            final = [c for c in final if self._is_known(c.tag) or c.name not in fit]
-        speeds = [self._comparable(c) for c in final]
-        noise = ledger.timings["timing_noise"] = timing_noise(setup.measured, speeds)
+            final = [one for one in final if self._is_known(_run(one)) or one.name not in fit]
+        noise = timing_noise(setup.measured, [self._comparable(_run(one)) for one in final])
+        ledger.timings["timing_noise"] = noise
         decision = choose(
-            [script, *(self._over_the_run(c) for c in final)],
+            [script, *(self._over_the_run(one) for one in final)],
             self._rules(),
             objective=setup.options.objective,
             timing_noise=noise,
             reference_memory=memory,
             sixteen_bit=sixteen_bit_speedup(setup, ledger.store.records),
         )
-        return decision, [script, *final], rejected | decision.rejected
+        # of the steps themselves, not of the whole run
+        ranking = tuple(
+            replace(r, speedup=one.speedup) for r, one in zip(decision.ranking, (script, *final), strict=True)
+        )
+        return replace(decision, ranking=ranking, rejected=rejected | decision.rejected)
 
     def _is_known(self, record: Run) -> bool:
         """Whether a policy was run as the script, or the policy itself, compiles the model.
@@ -338,9 +341,9 @@ class Race:
         """
         return any(is_whole(run) and (run.ok or run.seed == record.seed) for run in self._rows[record.number])
 
-    def _comparable(self, candidate: Candidate) -> list[float]:
+    def _comparable(self, first: Run) -> list[float]:
         """Return the speed-ups of a policy over its seeds that were compiled in one way: their spread is noise."""
-        first, rows = candidate.tag, self._rows[candidate.tag.number]
+        rows = self._rows[first.number]
         # a run of the whole model stands for the first one, which is still the one to compare further seeds with
         runs = [run for run in (first, *(row for row in rows if row is not first)) if run.ok]
         blocks, whole = ([run["speedup"] for run in runs if is_whole(run) is how] for how in (False, True))
@@ -350,12 +353,12 @@ class Race:
         """Run what would be adopted, and the 16-bit run that it is told against, as the script compiles them.
 
         Returns:
-            Whether anything was learnt: the search then looks again at who is worth a run.
+            Whether anything was learnt: the search then looks again at what is worth a run.
         """
-        decision, candidates, _ = self._decide()
-        if decision is None or decision.verdict != "adopt" or not decision.index:
+        decision = self._decide()
+        if decision is None or decision.verdict != "adopt" or decision.run is None:
             return False
-        adopted = candidates[decision.index].tag
+        adopted = decision.run
         plain = None if self._setup.target.is_cpu else fastest_plain(self._ledger.store.records)
         asked = {record.name: record for record in (plain, adopted) if record is not None}
         wanted = [record for record in asked.values() if not self._is_known(record)]
@@ -374,111 +377,100 @@ class Race:
         return bool(wanted)
 
     def _measure_all_whole(self) -> None:
-        """Go on until what would be adopted is known as the script compiles it: each run may change who that is."""
+        """Go on until what would be adopted is known as the script compiles it: each run may change which that is."""
         while self.measured_whole():
             pass
 
-    def answer(self) -> Answer:
+    def answer(self) -> Decision:
+        """Return the decision, after the runs that it still takes to be sure of it."""
         setup, ledger = self._setup, self._ledger
-        decision, candidates, rejected = self._decide()
+        decision = self._decide()
         if decision is None:
-            return Answer("stay", why_nothing(setup, ledger) + self._so_far(), None, seeds=0)
-        adopted = decision.index if decision.verdict == "adopt" else None
-        if adopted is not None and self._measure_error(candidates[adopted].tag):
+            return Decision("stay", (why_nothing(setup, ledger), *self._best_guess()))
+        if decision.run is not None and self._measure_error(decision.run):
             self._measure_all_whole()
             return self.answer()  # of those that are tied the safest was taken, by an error that was predicted
-        unsure = decision.unsure
-        if unsure is not None and len(candidates[unsure].divergences) < setup.options.seeds and not self._must_end():
-            self._one_more(candidates[unsure].tag)
+        unsure = None if decision.unsure is None else decision.ranking[decision.unsure]
+        if unsure is not None and unsure.seeds < setup.options.seeds and not self._must_end():
+            self._one_more(_run(unsure))
             self._measure_all_whole()
             return self.answer()
-        for name, why in rejected.items():
+        for name, why in decision.rejected.items():
             ledger.note(f"{name} was rejected: {why}")
-        if decision.verdict != "adopt" or decision.index is None:
-            why = decision.reason + self._so_far()
-            return Answer(decision.verdict, why, None, seeds=0, interval=decision.interval, rejected=rejected)
-        chosen = candidates[decision.index]
+        chosen = decision.chosen
+        if chosen is None:
+            return decision.with_reasons(*self._best_guess())
         over = self._over_preset(chosen, ledger.timings["timing_noise"])
-        faster, not_taken = self._faster(chosen, rejected)
-        return Answer(
-            decision.verdict,
-            decision.reason + faster + (f"; {over.text}" if over is not None else ""),
-            chosen.tag,
-            seeds=len(chosen.divergences),
-            chosen=chosen,
-            interval=decision.interval,
-            caveat=decision.caveat,
-            rejected=rejected,
-            not_taken=not_taken,
-            over_preset=over,
-            phases=setup.options.phase_names or (("last-bf16",) if self._needs_end(chosen) else ()),
-        )
+        faster, not_taken = self._faster(chosen, decision.rejected)
+        phases = setup.options.phase_names or (("last-bf16",) if self._needs_end(chosen) else ())
+        return replace(decision.with_reasons(*faster, *over), not_taken=not_taken, phases=phases)
 
-    def _faster(self, chosen: Candidate, rejected: dict[str, str]) -> tuple[str, dict[str, str]]:
+    def _faster(self, chosen: Standing, rejected: dict[str, Reason]) -> tuple[tuple[Reason, ...], dict[str, Reason]]:
         """Return why the fastest of what was measured to be faster is not adopted, and the same of all not rejected."""
-        ledger, now, noise = self._ledger, self.now, self._ledger.timings["timing_noise"]
+        ledger, tried, noise = self._ledger, self.now.standings, self._ledger.timings["timing_noise"]
         if self._setup.options.objective != "throughput":
-            return "", {}
-        tried = list(zip(now.candidates, now.judged, strict=True))
+            return (), {}
         found = faster_ones(chosen, tried, self._rules(), rejected, fewest=self.fewest, timing_noise=noise)
         others = {name: why for name, why in found.items() if name not in rejected}
         for name, why in others.items():
             ledger.note(f"{name} is faster, but was not taken: {why}")
-        return told_faster(found, now.candidates, sixteen_bit_speedup(self._setup, ledger.store.records)), others
+        return fastest_not_taken(found, tried, sixteen_bit_speedup(self._setup, ledger.store.records)), others
 
-    def _needs_end(self, candidate: Candidate) -> bool:
-        """Whether a candidate is within the limit on gradient errors only if its run ends in bf16."""
+    def _needs_end(self, candidate: Standing) -> bool:
+        """Whether a policy is within the limit on gradient errors only if its run ends in bf16."""
         limits, options, limit = self._setup.limits, self._setup.options, self._ledger.gradient_limit()
         if limit is None or limits.gradient_error <= options.max_gradient_error or candidate.gradient_error is None:
             return False
         return candidate.gradient_error > limit * options.max_gradient_error / limits.gradient_error
 
-    def _over_the_run(self, candidate: Candidate) -> Candidate:
-        """Return a candidate with the speed-up of its whole run, where that has to end in bf16."""
+    def _over_the_run(self, one: Standing) -> Standing:
+        """Return a policy with the speed-up of its whole run, where that has to end in bf16."""
         options = self._setup.options
-        if not self._needs_end(candidate) or options.phases:
-            return candidate
+        if not self._needs_end(one) or options.phases:
+            return one
         plain = plain_speedup(self._ledger.store.records) or 1.0
-        phased = with_presets(Policy.model_validate(candidate.tag.policy), ("last-bf16",))
-        return replace(candidate, speedup=speedup_of_run(phased, options.run_steps, candidate.speedup, plain)[0])
+        phased = with_presets(Policy.model_validate(_run(one).policy), ("last-bf16",))
+        return replace(one, speedup=speedup_of_run(phased, options.run_steps, one.speedup, plain)[0])
 
-    def _over_preset(self, chosen: Candidate, noise: float) -> OverPreset | None:
+    def _over_preset(self, chosen: Standing, noise: float) -> tuple[Reason, ...]:
         """Return what the chosen policy gains over the fastest preset that is acceptable, or may be for all we know."""
         problem, expected = self._setup.problem, self.expectation
-        measured = {
-            problem.key(c.tag.params): (c, j) for c, j in zip(self.now.candidates, self.now.judged, strict=True)
-        }
+        measured = {problem.key(_run(one).params): one for one in self.now.standings}
         failed = {problem.key(record.params) for record in self._tried if not record.ok}
         script = float(expected.goals.cost(self._ledger.reference.step_ms, 1.0))
         found = [(1.0, "the script as written", True)]
         most = math.inf if self._ledger.cut_short or self._ledger.stopped.startswith("ran ") else chosen.speedup
         offered = [(name, params) for name, params in presets(problem) if not problem.is_script(params)]
         if expected.goals.objective != "throughput" or not offered:
-            return None
+            return ()
         outlook = expected.outlook(expected.points([params for _, params in offered]))
         for (name, params), cost, chance in zip(offered, outlook.cost, outlook.chance, strict=True):
             known = measured.get(problem.key(params))
             predicted = math.exp(script - float(cost))
             if known is None and chance >= _MAY_BE_FINE and problem.key(params) not in failed and predicted <= most:
                 found.append((predicted, name, False))
-            elif known and (
-                known[0].name == chosen.name or (not known[1].rejection and known[0].speedup <= chosen.speedup)
-            ):
-                found.append((known[0].speedup, name, True))
+            elif known and (known.name == chosen.name or (not known.rejection and known.speedup <= chosen.speedup)):
+                found.append((known.speedup, name, True))
         speedup, name, ran = max(found)
         gain = chosen.speedup / speedup - 1.0
-        return OverPreset(name, speedup, max(0.0, gain) if ran else gain, ran, noise)
+        best = {"name": name, "gain": max(0.0, gain) if ran else gain, "measured": ran}
+        return (Reason("over_preset", best | {"noise": noise}),)
 
-    def _so_far(self) -> str:
+    def _best_guess(self) -> tuple[Reason, ...]:
         """Say, where the time ended a search without an answer, how sure the best guess is."""
-        if not self._ledger.cut_short or not self.now.candidates or self.expectation.goals.blind:
-            return ""
-        speeds = [record["speedup"] for record in self._ok]
-        at = max(range(len(speeds)), key=lambda i: self.now.chance[i] * max(speeds[i] - 1, 0))
-        best, chance = self._ok[at], self.now.chance[at]
+        if not self._ledger.cut_short or not self.now.standings or self.expectation.goals.uninformative:
+            return ()
+        at = max(range(len(self._ok)), key=lambda i: self.now.standings[i].chance * max(self._ok[i]["speedup"] - 1, 0))
+        best, chance = self._ok[at], self.now.standings[at].chance
         if chance < 0.05 or best["speedup"] <= 1:
-            return ""
-        return f"; the best guess is {best.name} ({best['speedup']:.2f}x), within the budget with {chance:.0%}"
+            return ()
+        return (Reason("best_guess", {"name": best.name, "speedup": best["speedup"], "chance": chance}),)
+
+
+def _run(one: Standing) -> Run:
+    """Return the first run of a policy that was tried."""
+    assert one.run is not None  # only the script's standing has none
+    return one.run
 
 
 def _is_scaled(record: Run) -> bool:

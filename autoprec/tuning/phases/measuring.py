@@ -10,7 +10,7 @@ from typing import Any
 from autoprec.policy.schema import LayerPlan
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.metrics import Reference, score
-from autoprec.tuning.decide.noise import blindness
+from autoprec.tuning.decide.noise import uninformative
 from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior, build_prior
 from autoprec.tuning.decide.table import SensitivityTable
@@ -53,7 +53,7 @@ def goals_of(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Goals:
         max_gradient=None if limit is None else limit / table.misfit.ratio,
         max_memory=setup.limits.memory,
         objective=setup.options.objective,
-        blind=bool(blindness(setup.limits.divergence, reference.baseline)),
+        uninformative=uninformative(setup.limits.divergence, reference.baseline) is not None,
         seeds=setup.options.seeds,
         reference=(reference.step_ms, float(max(reference.memory_bytes, 1))),
         timed=setup.measured,

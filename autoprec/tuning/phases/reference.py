@@ -12,7 +12,7 @@ from autoprec.support.files import finite, read_document, with_checksum, without
 from autoprec.support.plain import rebuild
 from autoprec.trial.protocol import TrialResult
 from autoprec.tuning.decide.metrics import Reference, divergence, step_time
-from autoprec.tuning.decide.noise import Baseline, blindness
+from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
 from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs, timed_share
@@ -43,7 +43,7 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
     """
     if setup.options.resume and (kept := _kept(setup, runner, ledger)) is not None:
         ledger.references[0] = kept
-        _tell_blindness(setup, ledger)
+        _tell_uninformative(setup, ledger)
         return kept
     began = time.monotonic()
     whole = _run(setup, runner) if setup.host.compiled else None
@@ -80,16 +80,17 @@ def measure_reference(setup: Setup, runner: PairedRunner, ledger: Ledger) -> Ref
             ledger.listener.trial(record, 0, setup.options.trials, None, 0.0)
     if whole is None:  # what compiles is run as a whole and by block, and each must be known
         _keep(setup, ledger, reference)
-    _tell_blindness(setup, ledger)
+    _tell_uninformative(setup, ledger)
     return reference
 
 
-def _tell_blindness(setup: Setup, ledger: Ledger) -> None:
+def _tell_uninformative(setup: Setup, ledger: Ledger) -> None:
     baseline = ledger.reference.baseline
-    blind = blindness(setup.limits.divergence, baseline)
-    if blind:
+    why = uninformative(setup.limits.divergence, baseline)
+    if why is not None:
         benign = " and by the gaps of benign changes" if baseline.reach > setup.limits.divergence else ""
-        ledger.note(f"policies are judged by their gradient error{benign}: {blind.replace('judge it', 'judge them')}")
+        why = replace(why, data=why.data | {"them": True}) if why.code == "noise_beyond_budget" else why
+        ledger.note(f"policies are judged by their gradient error{benign}: {why}")
 
 
 def _bound_to(setup: Setup, ledger: Ledger) -> dict[str, Any]:

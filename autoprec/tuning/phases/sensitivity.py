@@ -16,8 +16,8 @@ import numpy as np
 from autoprec.errors import FileError, NothingAcceptableError
 from autoprec.support.files import read_document, with_checksum, without_checksum, write_json
 from autoprec.trial.protocol import Probe
-from autoprec.tuning.decide.reasons import unmoved
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
+from autoprec.tuning.decide.sentences import unmoved
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner

@@ -20,6 +20,7 @@ from autoprec.policy import Policy, save_policy
 from autoprec.support.units import counted
 from autoprec.trial.protocol import FAILURES
 from autoprec.tuning.by_block import whole_seconds
+from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
 from autoprec.tuning.decide.sampler.other_samplers import make_sampler
@@ -28,7 +29,6 @@ from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
-from autoprec.tuning.phases.answer import Answer
 from autoprec.tuning.phases.finalists import Race
 from autoprec.tuning.phases.measuring import goals_of, leader, make_prior, scored, with_gain
 from autoprec.tuning.setup import Setup
@@ -260,7 +260,7 @@ class _Loop:
         return 0 if self.out_of_time() else min(self.runner.workers - busy, self.goal - self.done - busy)
 
 
-def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: SensitivityTable) -> Answer:
+def run_study(setup: Setup, runner: PairedRunner, ledger: Ledger, table: SensitivityTable) -> Decision:
     """Run trials and further seeds, whichever is worth more, until nothing is worth a run any more; return the answer.
 
     Raises:

@@ -25,6 +25,7 @@ class SearchResult:
     divergence's confidence interval over the finalist seeds. ``explanation`` is that of
     :func:`autoprec.tuning.decide.reasons.explanation`, or of ``stay_explanation`` where no trial was needed.
     ``study_name`` is ``study`` in JSON.
+    ``reasons`` are those of ``reason`` as codes with data (:mod:`autoprec.tuning.decide.sentences`).
     ``rejected`` says, by name, why a finalist is not acceptable, ``not_taken`` why another that was measured to be
     faster is not the answer: too few paired seeds, or faster by no more than the timing noise.
     """
@@ -50,6 +51,7 @@ class SearchResult:
     explanation: dict[str, Any] = field(default_factory=dict)
     rejected: dict[str, str] = field(default_factory=dict)
     not_taken: dict[str, str] = field(default_factory=dict)
+    reasons: tuple[dict[str, Any], ...] = ()
     cut_short: str = ""
     resume: str = ""
     stopped: str = ""

@@ -58,16 +58,16 @@ class About:
 
 #: Every metric by the name that the database, ``--json``, MLflow and Python use for it.
 METRICS = {
-    "throughput": About("throughput", "steps/s", "higher", "{:.4g} steps/s".format),
-    "samples_per_s": About("samples", "samples/s", "higher", "{:.4g} samples/s".format),
-    "step_time_ms": About("step", "ms", "lower", time_text),
-    "memory_bytes": About("memory", "bytes", "lower", memory_text),
-    "divergence": About("divergence", "", "lower", percent_text),
-    "noise_floor": About("noise floor", "", "", percent_text),
-    "gradient_error": About("gradient error", "", "lower", percent_text),
     "speedup": About("over the script", "", "higher", ratio_text),
     "speedup_over_16bit": About("over 16-bit", "", "higher", ratio_text),
     "effective_speedup": About("effective speed-up", "", "higher", ratio_text),
+    "divergence": About("divergence", "", "lower", percent_text),
+    "noise_floor": About("noise floor", "", "", percent_text),
+    "gradient_error": About("gradient error", "", "lower", percent_text),
+    "memory_bytes": About("memory", "bytes", "lower", memory_text),
+    "step_time_ms": About("step", "ms", "lower", time_text),
+    "throughput": About("throughput", "steps/s", "higher", "{:.4g} steps/s".format),
+    "samples_per_s": About("samples", "samples/s", "higher", "{:.4g} samples/s".format),
 }
 #: Figures that follow the speed-up where that is taken over several runs.
 _RATES = ("throughput", "samples_per_s", "effective_speedup", "speedup_over_16bit")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from autoprec.tuning.decide.noise import (
     BENIGN_RUNS,
     Baseline,
-    blindness,
     compare_excess,
     compare_gaps,
     confidence_bound,
@@ -19,7 +18,9 @@ from autoprec.tuning.decide.noise import (
     needs_more_benign_runs,
     screening_limit,
     student95,
+    uninformative,
 )
+from autoprec.tuning.decide.sentences import Reason
 
 GAPS = st.lists(st.floats(1e-4, 1.0), min_size=1, max_size=8)
 BUDGET = 0.0025
@@ -105,14 +106,15 @@ def test_a_handful_of_steps_is_given_the_benefit_of_the_doubt() -> None:
     assert has_learnt([math.nan] * 20)
 
 
-def test_the_loss_is_blind_above_the_budget_or_when_it_stands_still() -> None:
-    assert blindness(BUDGET, Baseline(0.001)) == ""
-    assert "1.700%, beyond the budget of 0.250%" in blindness(BUDGET, Baseline(0.017))
-    near = Baseline(0.0019, (0.0012, 0.0025, 0.0021, 0.0018))  # the rule for policies would reject it
-    assert "0.190% (up to 0." in blindness(BUDGET, near)
-    assert blindness(BUDGET, Baseline(0.0006, (0.0006,))) == ""
-    assert "does not fall" in blindness(BUDGET, Baseline(learnt=False))
-    assert "raise --steps" in blindness(BUDGET, Baseline(learnt=False))
+def test_the_loss_is_uninformative_above_the_budget_or_when_it_stands_still() -> None:
+    assert uninformative(BUDGET, Baseline(0.001)) is None
+    above = uninformative(BUDGET, Baseline(0.017))
+    assert above == Reason("noise_beyond_budget", {"floor": 0.017, "reach": 0.017, "budget": BUDGET})
+    near = uninformative(BUDGET, Baseline(0.0019, (0.0012, 0.0025, 0.0021, 0.0018)))  # the rules would reject it
+    assert near is not None
+    assert near.data["floor"] < BUDGET < near.data["reach"]
+    assert uninformative(BUDGET, Baseline(0.0006, (0.0006,))) is None
+    assert uninformative(BUDGET, Baseline(learnt=False)) == Reason("loss_flat")
 
 
 @given(st.floats(1e-5, 0.5), st.floats(0, 0.5))

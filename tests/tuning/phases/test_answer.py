@@ -11,12 +11,12 @@ import pytest
 from autoprec.cost import CostScale
 from autoprec.policy import Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES
+from autoprec.tuning.decide.decision import Decision
+from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import Limits
 from autoprec.tuning.phases.answer import (
-    Answer,
-    OverPreset,
     _over_the_run,
     _plain,
     error_at,
@@ -35,30 +35,22 @@ def ledger(tmp_path: Path) -> Ledger:
 
 
 def test_an_answer_that_was_not_cut_short_stands(tmp_path: Path) -> None:
-    answer = Answer("stay", "nothing gains", None, seeds=0)
+    answer = Decision("stay", (Reason("none_measured"),))
     assert settled(answer, ledger(tmp_path)) is answer
 
 
 def test_what_was_cut_short_says_so_and_never_stay(tmp_path: Path) -> None:
     books = ledger(tmp_path)
     books.cut("after 2 of 30 trials")
-    stay = settled(Answer("stay", "nothing gains", None, seeds=0), books)
-    assert (stay.verdict, stay.reason) == ("undecided", "cut short: after 2 of 30 trials; so far nothing gains")
-    adopt = settled(Answer("adopt", "p is the fastest acceptable policy: 2x", None, seeds=2), books)
-    told = "p is the fastest acceptable policy so far: 2x; cut short: after 2 of 30 trials"
-    assert (adopt.verdict, adopt.reason) == ("adopt", told)
-
-
-def test_a_gain_over_the_best_preset_is_told_beside_the_timing_noise() -> None:
-    assert OverPreset("all bf16", 1.4, 0.04, True).text == "4.0% over the best preset (all bf16)"
-    within = OverPreset("all bf16", 1.4, 0.04, True, 0.05).text
-    assert within.endswith("(all bf16), within the timing noise of 5.0%: a preset is enough here")
-    assert OverPreset("all bf16", 1.4, 0.001, True, 0.0).text.endswith("a preset is enough here")
-    assert "not run" in OverPreset("all bf16", 1.4, 0.04, False).text
-    slower = OverPreset("all fp8", 1.5, 1 / 1.5 - 1, False).text  # a budget ended the search before it
-    assert (
-        slower == "the preset all fp8 was not run, and is predicted to be 1.50x as fast as this policy: search longer"
-    )
+    stay = settled(Decision("stay", (Reason("none_measured"),)), books)
+    assert (stay.verdict, [reason.code for reason in stay.reasons]) == ("undecided", ["cut_short", "none_measured"])
+    assert stay.reason.startswith("cut short: after 2 of 30 trials; so far no trial")
+    figures = {"name": "p", "objective": "throughput", "speedup": 2.0, "divergence": 0.0, "budget": 0.0025, "tied": 1}
+    adopted = Reason("adopted", figures | {"sixteen_bit": None, "caveat": None, "merit": 2.0})
+    adopt = settled(Decision("adopt", (adopted,)), books)
+    assert (adopt.verdict, [reason.code for reason in adopt.reasons]) == ("adopt", ["adopted", "cut_short"])
+    assert adopt.reason.startswith("p is the fastest acceptable policy so far: 2.00x")
+    assert adopt.reason.endswith("; cut short: after 2 of 30 trials")
 
 
 def test_a_policy_that_one_device_cannot_hold_says_so(here: Path) -> None:  # noqa: F811
@@ -81,11 +73,13 @@ def test_what_fits_is_named_beside_a_policy_that_does_not() -> None:
     target = SimpleNamespace(memory_bytes=80e9, title="H100")
     setup: Any = SimpleNamespace(measured=False, target=target)
     books: Any = SimpleNamespace(store=SimpleNamespace(records=[large, *fits]))
-    answer = Answer("adopt", "trial 3 is the fastest", large, seeds=2)
-    assert with_size(answer, setup, books).reason.endswith("The fastest run that fits is trial 2 (69.8 GiB)")
+    answer = Decision("adopt", (Reason("none_measured"),), run=large)
+    found = with_size(answer, setup, books)
+    assert (found.reasons[-1].code, found.reasons[-1].data["fits"]) == ("does_not_fit", "trial 2")
+    assert found.reason.endswith("The fastest run that fits is trial 2 (69.8 GiB)")
     books.store.records = [large]
     assert with_size(answer, setup, books).reason.endswith("cut the batch")
-    assert with_size(replace(answer, record=fits[0]), setup, books).reason == "trial 3 is the fastest"
+    assert with_size(replace(answer, run=fits[0]), setup, books).reasons == answer.reasons
 
 
 def test_a_guard_watches_what_a_policy_can_do_wrong() -> None:

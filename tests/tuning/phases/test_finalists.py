@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autoprec.policy import load_policy
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.protocol import TrialResult, TrialSpec
-from autoprec.tuning.decide.decision import Candidate, Decision
+from autoprec.tuning.decide.decision import Decision, Standing
 from autoprec.tuning.decide.noise import student95
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.engine import Search
@@ -201,7 +201,7 @@ def test_the_speed_of_a_policy_is_that_of_runs_which_compile_the_whole_model_whe
         for seed, (speedup, by_block, ok) in enumerate(runs)
     ]
     race._rows = {3: rows}
-    found = race._candidate(rows[0])
+    found = race._standing(rows[0])
     assert found.speedup == pytest.approx(told)
     assert len(found.divergences) == len(runs)  # losses are held against a policy however it was compiled
     assert (math.inf in found.divergences) is (not runs[-1][2])
@@ -219,15 +219,14 @@ def row(seed: int, speedup: float, *, by_block: bool, ok: bool = True) -> Run:
 def test_the_noise_of_times_is_known_after_the_run_of_the_whole_model_as_before() -> None:
     race: Any = object.__new__(Race)
     first, second, whole = row(0, 1.40, by_block=True), row(1, 1.41, by_block=True), row(0, 1.30, by_block=False)
-    candidate = Candidate("fp8", 1.4, (0.0, 0.0), tag=first)
     for rows in ([first, second], [whole, second]):
         race._rows = {first.number: rows}
-        assert race._comparable(candidate) == [1.40, 1.41]
+        assert race._comparable(first) == [1.40, 1.41]
     race._rows = {first.number: [whole, row(1, 1.31, by_block=False)]}
-    assert race._comparable(replace(candidate, tag=whole)) == [1.30, 1.31]
+    assert race._comparable(whole) == [1.30, 1.31]
     further = [row(1, 1.31, by_block=False), row(2, 1.32, by_block=False)]  # a study of an earlier version
     race._rows = {first.number: [first, *further]}
-    assert race._comparable(candidate) == [1.31, 1.32]
+    assert race._comparable(first) == [1.31, 1.32]
 
 
 def test_a_run_by_block_that_died_early_does_not_pass_for_one_of_the_whole_model() -> None:
@@ -243,8 +242,8 @@ def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script
     """The error of A makes way for B, whose error is not measured yet either: that alone is not B's whole run."""
     race: Any = object.__new__(Race)
     asked: list[str] = []
-    tags = [SimpleNamespace(name=name, policy={}) for name in ("script", "A", "B")]
-    candidates = [Candidate(tag.name, 1.2, (0.0, 0.0), tag=tag) for tag in tags]
+    tags: list[Any] = [SimpleNamespace(name=name, policy={}) for name in ("script", "A", "B")]
+    candidates = tuple(Standing(tag.name, 1.2, (0.0, 0.0), run=tag) for tag in tags)
     race._setup = SimpleNamespace(options=SimpleNamespace(phase_names=("last-bf16",)))
     race._ledger = SimpleNamespace(timings={"timing_noise": 0.01})
     errors: set[str] = set()
@@ -255,7 +254,7 @@ def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script
         return new
 
     def measured_whole() -> bool:
-        record = candidates[decide()[0].index].tag
+        record = decide().run
         if "B" in asked:
             return False
         if not measure_error(record):
@@ -264,11 +263,11 @@ def test_an_answer_that_its_measured_gradient_error_changes_is_run_as_the_script
 
     def decide() -> Any:
         index = 2 if "A" in errors else 1
-        return Decision("adopt", index, "", 0.0), candidates, {}
+        return Decision("adopt", (), candidates, index, run=tags[index])
 
     race._measure_error, race.measured_whole, race._decide = measure_error, measured_whole, decide
-    race._over_preset, race._faster = (lambda *_: None), (lambda *_: ("", {}))
-    assert race.answer().record is tags[2]
+    race._over_preset, race._faster = (lambda *_: ()), (lambda *_: ((), {}))
+    assert race.answer().run is tags[2]
     assert asked == ["B"]
 
 
@@ -344,7 +343,8 @@ def test_a_policy_beyond_the_limit_is_offered_an_end_in_bf16_at_the_speed_of_the
     race._setup = SimpleNamespace(options=asked, limits=Limits(0.0025, asked.run_limit))
     race._ledger = SimpleNamespace(gradient_limit=lambda: asked.run_limit, store=SimpleNamespace(records=[]))
     policy = {"recipes": {"fp8": {"format": "fp8"}}, "default": "fp8"}
-    known = Candidate("fp8", 2.0, (0.0,), gradient_error=0.119, tag=SimpleNamespace(policy=policy))
+    run: Any = SimpleNamespace(policy=policy)
+    known = Standing("fp8", 2.0, (0.0,), gradient_error=0.119, run=run)
     beyond = replace(known, gradient_error=0.125)
     assert race._over_the_run(known) is known
     assert race._over_the_run(beyond).speedup == pytest.approx(1 / (0.85 / 2 + 0.15))
@@ -363,12 +363,12 @@ def test_a_preset_that_failed_is_not_said_to_have_been_left_out(here: Path) -> N
     outlook = SimpleNamespace(cost=[-9.0] * (1 + len(others)), chance=[0.9] + [0.0] * len(others))
     goals = SimpleNamespace(objective="throughput", cost=lambda *_: 0.0)
     race.expectation = SimpleNamespace(goals=goals, points=lambda many: many, outlook=lambda _: outlook)
-    race.now = SimpleNamespace(candidates=[], judged=[])
-    chosen = Candidate("mixed", 1.5, (0.0, 0.0))
+    race.now = SimpleNamespace(standings=[])
+    chosen = Standing("mixed", 1.5, (0.0, 0.0))
     race._tried = []
-    assert race._over_preset(chosen, 0.0).name == name
+    assert race._over_preset(chosen, 0.0)[0].data["name"] == name
     race._tried = [Run(1, "preset", name, params, {}, "oom", "out of memory")]
-    assert race._over_preset(chosen, 0.0).name == "the script as written"
+    assert race._over_preset(chosen, 0.0)[0].data["name"] == "the script as written"
 
 
 def test_a_gradient_error_that_could_not_be_measured_is_asked_once_and_stays_predicted(

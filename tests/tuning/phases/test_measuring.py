@@ -22,7 +22,7 @@ def test_goals_and_prior_are_those_of_the_search(here: Path) -> None:  # noqa: F
     assert limit is not None
     assert goals.max_gradient == limit / ledger.table.misfit.ratio
     assert goals.reference == (ledger.reference.step_ms, float(ledger.reference.memory_bytes))
-    assert not goals.blind
+    assert not goals.uninformative
     prior = make_prior(setup, ledger, ledger.table)
     assert prior.memory is None  # neither limited nor an objective
     assert prior.time_ms.shape == ledger.table.error2.shape

@@ -79,7 +79,7 @@ class Goals:
         max_gradient: largest relative gradient error, absolute; None for no limit.
         max_memory: bytes; None for no limit.
         objective: ``throughput``, ``memory`` or ``balanced``.
-        blind: the loss cannot judge, so only the limits do.
+        uninformative: the loss cannot judge, so only the limits do.
         seeds: paired seeds that a policy is then measured under.
         reference: (milliseconds, bytes) of the script as written, which the first gain is told against.
         timed: step times are measured.
@@ -89,7 +89,7 @@ class Goals:
     max_gradient: float | None = None
     max_memory: float | None = None
     objective: str = "throughput"
-    blind: bool = False
+    uninformative: bool = False
     seeds: int = 4
     reference: tuple[float, float] | None = None
     timed: bool = False
@@ -218,7 +218,9 @@ class Expectation:
         log_gap, sd = self.divergence.predict(points)
         possible = self.within_limits(points) * _AFTER_FAILURE ** (self._used(points) * self._failed).max(axis=1)
         upper = np.exp(np.minimum(log_gap + _Z95 * sd, 60.0))
-        within = np.ones(len(points)) if goals.blind else _normal((math.log(goals.max_divergence) - log_gap) / sd)
+        within = (
+            np.ones(len(points)) if goals.uninformative else _normal((math.log(goals.max_divergence) - log_gap) / sd)
+        )
         preset = np.array([key in self._presets for key in _keys(points)], dtype=bool)
         ahead = (self._to_beat() - cost - np.where(preset, bar.preset_tie, bar.tie)) / cost_sd
         least = np.where(preset, bar.preset_tie, bar.least)
@@ -237,7 +239,7 @@ class Expectation:
         After n more seeds the mean's standard deviation is ``left``, and the mean itself lies ``moved`` off at random.
         """
         had = np.array([self._seeds.get(key, 0) for key in _keys(points)], dtype=np.int64)
-        if self.goals.blind:
+        if self.goals.uninformative:
             return np.ones(len(points)), np.maximum(2.0 * (self.goals.seeds - had), 1.0)
         more = np.array(_MORE_SEEDS)[:, None]
         fresh = np.clip(had + more - self._references, 0, more)  # the references of seeds that are new are runs as well

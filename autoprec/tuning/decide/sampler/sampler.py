@@ -150,7 +150,11 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
             z, base2 = point.features[0], float(point.base2[0])
             limits = expected.limits(z, base2)
             for factor in _FACTORS if turn == 0 else (1.0,):
-                most = math.inf if goals.blind else (factor * goals.max_divergence * math.exp(-float(worse @ z))) ** 2
+                most = (
+                    math.inf
+                    if goals.uninformative
+                    else (factor * goals.max_divergence * math.exp(-float(worse @ z))) ** 2
+                )
                 index = solve(table, squares, max(most - scale * base2, 0.0), limits=limits)
                 if index is None:
                     continue

@@ -58,8 +58,8 @@ def test_a_preset_that_is_faster_by_less_than_the_tie_is_worth_a_run() -> None:
     assert worth[0] <= 0.0 < worth[1]
 
 
-def test_where_the_loss_is_blind_only_the_limits_speak() -> None:
-    blind = expect([0.05], replace(GOALS, blind=True))
+def test_where_the_loss_is_uninformative_only_the_limits_speak() -> None:
+    blind = expect([0.05], replace(GOALS, uninformative=True))
     assert blind.outlook(blind.points([FAST])).chance[0] == 1.0
     error = math.sqrt(FOUND.prior.error2[np.arange(len(FOUND.problem.groups)), FOUND.problem.indices(FAST)].sum())
     limited = expect([0.0001], replace(GOALS, max_gradient=0.9 * error))

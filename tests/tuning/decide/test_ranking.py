@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import math
 
-from autoprec.tuning.decide.decision import Candidate, Rules
+from autoprec.tuning.decide.decision import Rules, Standing
 from autoprec.tuning.decide.noise import Baseline
-from autoprec.tuning.decide.race import Standings, standings
+from autoprec.tuning.decide.ranking import Ranking, rank
 from autoprec.tuning.decide.sampler.expectation import MOST_SEEDS, Expectation, Goals
 from tests.tuning.synthetic import run_of, synthetic
 
@@ -12,9 +12,9 @@ BUDGET = 0.0025
 FOUND = synthetic(blocks=2)
 
 
-def stand(gaps: dict[str, list[float]], seeds: int = 4, *, blind: bool = False, floor: float = 0.0) -> Standings:
+def stand(gaps: dict[str, list[float]], seeds: int = 4, *, uninformative: bool = False, floor: float = 0.0) -> Ranking:
     """Stand uniform policies with these divergences, one per seed."""
-    goals = Goals(BUDGET, blind=blind, reference=(60.0, 1.0))
+    goals = Goals(BUDGET, uninformative=uninformative, reference=(60.0, 1.0))
     expectation = Expectation(FOUND.problem, FOUND.prior, goals)
     params = {name: FOUND.problem.params_of(name) for name in gaps}
     runs = [
@@ -24,10 +24,10 @@ def stand(gaps: dict[str, list[float]], seeds: int = 4, *, blind: bool = False, 
     ]
     expectation.fit(runs)
     entrants = [
-        (params[name], Candidate(name, 60.0 / FOUND.step(params[name])[0], tuple(row), gradient_error=0.01))
+        (params[name], Standing(name, 60.0 / FOUND.step(params[name])[0], tuple(row), gradient_error=0.01))
         for name, row in gaps.items()
     ]
-    return standings(expectation, entrants, Rules(BUDGET, Baseline(max(floor, 1e-6))), seeds=seeds)
+    return rank(expectation, entrants, Rules(BUDGET, Baseline(max(floor, 1e-6))), seeds=seeds)
 
 
 def test_one_seed_is_never_enough_and_two_are_far_within_the_budget() -> None:
@@ -64,9 +64,9 @@ def test_a_slower_policy_gets_no_seed_once_a_faster_one_is_sure() -> None:
     assert both.best_cost is not None
 
 
-def test_where_the_loss_is_blind_as_many_seeds_as_asked_for_are_run() -> None:
-    assert stand({"fp8_tensorwise": [0.0001] * 3}, blind=True).accepted == ()
-    assert stand({"fp8_tensorwise": [0.0001] * 4}, blind=True).accepted == (0,)
+def test_where_the_loss_is_uninformative_as_many_seeds_as_asked_for_are_run() -> None:
+    assert stand({"fp8_tensorwise": [0.0001] * 3}, uninformative=True).accepted == ()
+    assert stand({"fp8_tensorwise": [0.0001] * 4}, uninformative=True).accepted == (0,)
 
 
 def test_a_run_that_failed_under_a_seed_ends_it() -> None:

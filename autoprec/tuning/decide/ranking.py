@@ -1,0 +1,76 @@
+"""Pools all runs and chooses which policy gets the next paired seed.
+
+Trials and further seeds are one pool of measurements. A policy is measured under one more seed while that may still
+change the answer: while it is expected to gain something over the incumbent, the best policy that is surely acceptable,
+and is not surely acceptable (or surely not) itself. The first accepted policy is the incumbent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoprec.tuning.decide.decision import Rules, Standing
+from autoprec.tuning.decide.problem import Params
+from autoprec.tuning.decide.sampler.expectation import FEWEST_SEEDS, MOST_SEEDS, Expectation
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Ranking: accepted policies, incumbent, next seed.
+
+    Attributes:
+        standings: every policy that was tried, judged with the upper bound that all runs together give each of them.
+        accepted: positions of those that are surely acceptable.
+        next: position of the one whose next seed has most value of information; None where none is worth a run.
+        gain: what it is expected to gain, less the price of the runs that it takes.
+        best_cost: of the incumbent; None where that is the script.
+    """
+
+    standings: tuple[Standing, ...] = ()
+    accepted: tuple[int, ...] = ()
+    next: int | None = None
+    gain: float = 0.0
+    best_cost: float | None = None
+
+
+def fewest_seeds(seeds: int, *, uninformative: bool) -> int:
+    """Return under how many paired seeds a policy is measured to be accepted: all where the loss is uninformative."""
+    return seeds if uninformative else min(FEWEST_SEEDS, seeds)
+
+
+def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], rules: Rules, *, seeds: int) -> Ranking:
+    """Judge everything that was tried, and say which policy gets the next paired seed.
+
+    Args:
+        expectation: fitted to every run so far; its ``best_cost`` becomes the incumbent's.
+        entrants: everything that was tried, and how it was measured so far; the script left out.
+        seeds: paired seeds that are asked for: as many are run where the loss cannot judge, else from
+            :data:`FEWEST_SEEDS` to :data:`MOST_SEEDS`.
+    """
+    expectation.best_cost = None
+    if not entrants:
+        return Ranking()
+    blank = expectation.goals.uninformative
+    fewest, most = fewest_seeds(seeds, uninformative=blank), seeds if blank else MOST_SEEDS
+    points = expectation.points([params for params, _ in entrants])
+    outlook = expectation.outlook(points)
+    standings = tuple(
+        rules.judge(replace(one, upper=None if blank else float(upper), chance=float(chance)))
+        for (_, one), upper, chance in zip(entrants, outlook.upper, outlook.chance, strict=True)
+    )
+    accepted = tuple(i for i, one in enumerate(standings) if not one.rejection and one.seeds >= fewest)
+    best = expectation.best_cost = min((float(outlook.cost[i]) for i in accepted), default=None)
+    worth = expectation.outlook(points).worth
+
+    def is_open(i: int) -> bool:
+        """Say whether another seed could make a policy acceptable."""
+        one = standings[i]
+        if i in accepted or not 0 < one.seeds < most or not all(map(math.isfinite, one.divergences)):
+            return False
+        return not one.final and (not blank or not one.rejection or one.seeds < fewest)
+
+    ahead = max(filter(is_open, range(len(entrants))), key=lambda i: worth[i], default=None)
+    gain = float(worth[ahead]) if ahead is not None else 0.0
+    return Ranking(standings, accepted, ahead if gain > 0 else None, gain, best)

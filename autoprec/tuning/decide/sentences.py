@@ -1,0 +1,223 @@
+"""Every reason of a decision as a sentence: reasons are codes with data, and words are made from them here alone.
+
+A :class:`Reason` says why a policy is rejected, why the loss could not judge it, or why the answer is what it is.
+Programs read its code and data (``reasons`` in ``search --json``); ``str(reason)`` is what people read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoprec.support.units import memory_text
+from autoprec.tuning.study.run import METRICS
+
+#: A gain over the best preset below this is too small to matter to anybody.
+ENOUGH = 0.005
+_BEST = {"throughput": "fastest", "memory": "smallest", "balanced": "best balance of speed and memory"}
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why something was decided.
+
+    Attributes:
+        code: a key of :data:`SENTENCES`.
+        data: what the sentence is made of; fractions, ratios and bytes, and other reasons.
+    """
+
+    code: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return SENTENCES[self.code](**self.data)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the code beside its data."""
+        plain = {name: value.to_json() if isinstance(value, Reason) else value for name, value in self.data.items()}
+        return {"code": self.code} | plain
+
+
+def sentence(reasons: Sequence[Reason]) -> str:
+    """Return the reasons of a decision as one text, in their order; what was cut short first says what is known."""
+    text = ""
+    for before, reason in zip((None, *reasons), reasons, strict=False):
+        code = "" if before is None else reason.code
+        joint = {"": "", "only_sixteen_bit": ". ", "does_not_fit": ""}.get(code, "; ")
+        if before is reasons[0] and before.code == "cut_short":
+            joint = "; so far "
+        text += joint + str(reason)
+    return text
+
+
+def error_text(error: float, noise: float | None) -> str:
+    """Return a gradient error in percent of the gradient and in units of its noise, where that is known."""
+    return f"{100 * error:.3g} %" + (f" ({error / noise:.2g} of the noise)" if noise else "")
+
+
+def _apart(value: float, limit: float, unit: str = "") -> str:
+    """Return ``value is beyond limit`` with as many digits as tell them apart."""
+    digits = next((d for d in range(2, 6) if f"{value:.{d}g}" != f"{limit:.{d}g}"), 6)
+    figures = (f"{float(f'{x:.{digits}g}'):g}{unit}" for x in (value, limit))  # 360, not 3.6e+02
+    return " is beyond ".join(figures)
+
+
+# --- the loss cannot judge -------------------------------------------------------------------------------------------
+def _noise_beyond_budget(floor: float, reach: float, budget: float, them: bool = False) -> str:
+    up_to = f" (up to {reach:.3%} at 95 % confidence)" if floor <= budget else ""
+    return (
+        f"the loss cannot judge {'them' if them else 'it'}, because rounding the weights once to bf16 already moves it "
+        f"by {floor:.3%}{up_to}, beyond the budget of {budget:.3%}"
+    )
+
+
+def _loss_flat() -> str:
+    return (
+        "the loss proves nothing, because the script's own does not fall over the steps that were compared "
+        "(a learning-rate warm-up, or too few steps: raise --steps)"
+    )
+
+
+def _judged_by_gradient(loss: Reason, error: float, limit: float, ratio: float | None = None) -> str:
+    text = f"{loss}; its gradient error of {100 * error:.3g} % is within {100 * limit:.3g} %"
+    return text + (f", and its gaps are {ratio:.1f} times those of such benign changes" if ratio is not None else "")
+
+
+# --- a policy is not acceptable --------------------------------------------------------------------------------------
+def _gradient_beyond(error: float, limit: float, noise: float | None = None) -> str:
+    text = f"gradient error {_apart(100 * error, 100 * limit, ' %')} of the gradient"
+    return f"{text} ({_apart(error / noise, limit / noise)} of its noise)" if noise else text
+
+
+def _tied(noise: float, also: Reason | None = None) -> str:
+    text = f"it is faster by no more than the timing noise of {noise:.1%}"
+    return f"{also}; {text}" if also is not None else f"{text}, and adds no smaller error"
+
+
+# --- the verdict -----------------------------------------------------------------------------------------------------
+def _none_acceptable(first: str = "", why: Reason | None = None, more: int = 0) -> str:
+    named = f": {first}: {why}" if first else ""
+    return f"no policy that was measured is acceptable{named}" + (f" (and {more} more)" if more else "")
+
+
+def _adopted(
+    name: str,
+    objective: str,
+    speedup: float,
+    divergence: float,
+    budget: float,
+    sixteen_bit: float | None,
+    caveat: Reason | None,
+    merit: float,
+    tied: int,
+    so_far: bool = False,
+) -> str:
+    gain = f"{speedup:.2f}x"
+    if sixteen_bit:
+        gain = f"{speedup / sixteen_bit:.2f}x over 16-bit ({gain} over the script as written)"
+    text = f"{name} is the {_BEST[objective]} acceptable policy{' so far' if so_far else ''}: {gain}, "
+    text += f"divergence {divergence:.3%}" + (f"; {caveat}" if caveat is not None else f" within {budget:.3%}")
+    text += f", merit {merit:.2f}" if objective != "throughput" else ""
+    return text + (f"; of {tied} within the timing noise it has the smallest gradient error" if tied > 1 else "")
+
+
+def _faster_not_taken(name: str, speedup: float, sixteen_bit: float | None, why: Reason, more: int) -> str:
+    gain = f"{speedup / (sixteen_bit or 1.0):.2f}x{' over 16-bit' if sixteen_bit else ''}"
+    others = f" ({more} more are faster and were not taken: see the notes)" if more else ""
+    return f"{name} was measured as {gain}, but is not taken: {why}{others}"
+
+
+def _over_preset(name: str, gain: float, measured: bool, noise: float = 0.0) -> str:
+    if gain < -ENOUGH:  # cut short before the preset that it should have been compared with
+        faster = f"{1 / (1 + gain):.2f}x as fast as this policy"
+        return f"the preset {name} was not run, and is predicted to be {faster}: search longer"
+    doubt = "" if measured else ", which was not run: predicted"
+    text = f"{max(0.0, gain):.1%} over the best preset ({name}{doubt})"
+    if gain < ENOUGH:
+        return f"{text}: a preset is enough here"
+    within = gain <= noise
+    return f"{text}, within the timing noise of {noise:.1%}: a preset is enough here" if within else text
+
+
+def _figures(name: str, speedup: float, memory: float) -> str:
+    return f"{name} ({speedup:.2f}x, {memory_text(memory)})"
+
+
+def _none_within(tried: int, beyond: int, limit: str, value: float) -> str:
+    if limit == "gradient_error":  # where the loss is uninformative it is not the one that was asked for
+        text = f"the limit of the gradient error, {value:.1%} of the gradient"
+    else:
+        shown = f"{value:.3%}" if limit == "divergence" else memory_text(value)
+        text = f"the limit of {METRICS[limit].label}, {shown}"
+    return f"none of {tried} measured policies is within the limits; {beyond} beyond {text}"
+
+
+def unmoved(layers: Sequence[str]) -> str:
+    """Return what it means that these layers' weights have hardly any gradient yet."""
+    first = layers[0] if len(layers) == 1 else f"{layers[0]} and {len(layers) - 1} more"
+    return (
+        f"{first}: hardly any gradient reaches the weights yet, as behind projections that begin at zero, so what "
+        "precision costs there later is not known"
+    )
+
+
+#: Codes of reasons, and the sentence of each from its data.
+SENTENCES: dict[str, Callable[..., str]] = {
+    # why the loss cannot judge, and what did
+    "noise_beyond_budget": _noise_beyond_budget,
+    "loss_flat": _loss_flat,
+    "judged_by_gradient": _judged_by_gradient,
+    # why a policy is not acceptable, or not taken
+    "incomplete": lambda: "it was not measured to the end in every seed",
+    "divergence": lambda mean, upper, limit: (
+        f"divergence {mean:.3%}, up to {upper:.3%} at 95 % confidence, is beyond {limit:.3%}"
+    ),
+    "beyond_benign": lambda mean, ratio: (
+        f"divergence {mean:.3%} is {ratio:.1f} times that of rounding the weights once to bf16"
+    ),
+    "worse_loss": lambda excess, limit: (
+        f"its loss is {excess:.3%} higher than under benign changes, surely more than {limit:.3%}"
+    ),
+    "gradient_unknown": lambda loss: f"{loss}, and its gradient error is unknown",
+    "gradient_error": _gradient_beyond,
+    "gradient_error_at_end": lambda error: f"gradient error {error:.3%} is beyond the limit to the end of the run",
+    "memory_bytes": lambda memory, limit: f"memory {memory_text(memory)} is beyond {memory_text(limit)}",
+    "few_seeds": lambda seeds, needed: f"it was measured under {seeds} of the {needed} paired seeds that it takes",
+    "tied": _tied,
+    # why the answer is what it is
+    "none_acceptable": _none_acceptable,
+    "slower": lambda name, merit: (
+        f"the best acceptable policy ({name}) is not better than the script as written: {merit:.2f}x"
+    ),
+    "no_modelled_gain": lambda name, merit: (
+        f"the best acceptable policy ({name}) changes nothing that counts: {merit - 1.0:+.2%} modelled"
+    ),
+    "within_timing_noise": lambda name, merit, noise: (
+        f"the best acceptable policy ({name}) gains {merit - 1.0:+.1%}, which is within the timing noise of {noise:.1%}"
+    ),
+    "adopted": _adopted,
+    "faster_not_taken": _faster_not_taken,
+    "over_preset": _over_preset,
+    "none_measured": lambda: "no trial other than the script as written could be measured",
+    "seeds_missing": lambda **best: (
+        f"{_figures(**best)} is within the limits so far, but was not measured under the further seeds that it takes"
+    ),
+    "none_better": lambda tried, **best: (
+        f"none of {tried} measured policies is better than the script as written: the best is {_figures(**best)}"
+    ),
+    "none_within": _none_within,
+    "best_guess": lambda name, speedup, chance: (
+        f"the best guess is {name} ({speedup:.2f}x), within the budget with {chance:.0%}"
+    ),
+    "cost_model": lambda text: text,
+    "interrupted": lambda: "interrupted before the finalists",
+    "cut_short": lambda what: f"cut short: {what}",
+    "unmoved": unmoved,
+    "only_sixteen_bit": lambda bound, cause: (
+        f"Only 16 bit was tried: by the cost model nothing else gains more than {bound:.2f}x over that: {cause}"
+    ),
+    "does_not_fit": lambda text, fits="", memory=0.0: (
+        text + (f". The fastest run that fits is {fits} ({memory_text(memory)})" if fits else "")
+    ),
+}

@@ -1,0 +1,68 @@
+"""Every reason as people read it: the one place where wording is tested."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autoprec.tuning.decide.sentences import SENTENCES, Reason, sentence
+
+NOISY = Reason("noise_beyond_budget", {"floor": 0.02, "reach": 0.03, "budget": 0.0025})
+BEYOND = Reason("divergence", {"mean": 0.0055, "upper": 0.0096, "limit": 0.0025})
+ADOPTED = {"name": "trial 3", "objective": "throughput", "speedup": 1.5, "divergence": 0.001, "budget": 0.0025}
+ADOPTED |= {"sixteen_bit": None, "caveat": None, "merit": 1.5, "tied": 1}
+REASONS = [
+    NOISY,
+    Reason("noise_beyond_budget", {"floor": 0.0019, "reach": 0.003, "budget": 0.0025, "them": True}),
+    Reason("loss_flat"),
+    Reason("judged_by_gradient", {"loss": Reason("incomplete"), "error": 0.04, "limit": 0.1, "ratio": 1.5}),
+    BEYOND,
+    Reason("beyond_benign", {"mean": 0.4, "ratio": 21.0}),
+    Reason("worse_loss", {"excess": 0.05, "limit": 0.0025}),
+    Reason("gradient_error", {"error": 0.1111, "limit": 0.1108, "noise": 0.9233333333333333}),
+    Reason("memory_bytes", {"memory": 2147483648, "limit": 1073741824}),
+    Reason("few_seeds", {"seeds": 1, "needed": 4}),
+    Reason("tied", {"noise": 0.05}),
+    Reason("tied", {"noise": 0.05, "also": Reason("incomplete")}),
+    Reason("none_acceptable", {"first": "a", "why": Reason("incomplete"), "more": 2}),
+    Reason("slower", {"name": "a", "merit": 0.994}),
+    Reason("no_modelled_gain", {"name": "a", "merit": 1.0002}),
+    Reason("within_timing_noise", {"name": "a", "merit": 1.008, "noise": 0.01}),
+    Reason("adopted", ADOPTED),
+    Reason("adopted", ADOPTED | {"sixteen_bit": 1.25, "tied": 2, "so_far": True}),
+    Reason("adopted", ADOPTED | {"objective": "balanced", "caveat": Reason("loss_flat")}),
+    Reason("faster_not_taken", {"name": "fp8", "speedup": 1.5, "sixteen_bit": 1.25, "why": BEYOND, "more": 1}),
+    Reason("over_preset", {"name": "all bf16", "gain": 0.04, "measured": True}),
+    Reason("over_preset", {"name": "all bf16", "gain": 0.04, "measured": True, "noise": 0.05}),
+    Reason("over_preset", {"name": "all bf16", "gain": 0.001, "measured": False}),
+    Reason("over_preset", {"name": "all fp8", "gain": -0.33333333333333337, "measured": False}),
+    Reason("seeds_missing", {"name": "a", "speedup": 1.5, "memory": 1073741824}),
+    Reason("none_better", {"tried": 3, "name": "a", "speedup": 0.9, "memory": 1073741824}),
+    Reason("none_within", {"tried": 3, "beyond": 2, "limit": "divergence", "value": 0.0025}),
+    Reason("none_within", {"tried": 3, "beyond": 2, "limit": "gradient_error", "value": 0.1}),
+    Reason("none_within", {"tried": 3, "beyond": 2, "limit": "memory_bytes", "value": 1073741824}),
+    Reason("best_guess", {"name": "a", "speedup": 1.5, "chance": 0.4}),
+    Reason("unmoved", {"layers": ["a", "b"]}),
+]
+GOLDEN = Path(__file__).with_name("sentences.txt")
+
+
+def test_reasons_in_words() -> None:
+    assert [str(reason) for reason in REASONS] == GOLDEN.read_text(encoding="utf-8").splitlines()
+    assert {reason.code for reason in REASONS} <= SENTENCES.keys()
+
+
+def test_reasons_are_joined_in_their_order() -> None:
+    cut, none = Reason("cut_short", {"what": "after 2 of 30 trials"}), Reason("none_measured")
+    assert sentence((cut, none)) == f"cut short: after 2 of 30 trials; so far {none}"
+    assert sentence((none, cut)) == f"{none}; cut short: after 2 of 30 trials"
+    only = Reason("only_sixteen_bit", {"bound": 1.02, "cause": "casts"})
+    assert sentence((none, only)).endswith(
+        "measured. Only 16 bit was tried: by the cost model nothing else gains more than 1.02x over that: casts"
+    )
+    size = Reason("does_not_fit", {"text": ". It does not fit", "fits": "trial 2", "memory": 2**30})
+    assert sentence((none, size)) == f"{none}. It does not fit. The fastest run that fits is trial 2 (1.00 GiB)"
+
+
+def test_reasons_are_plain_data_for_programs() -> None:
+    found = Reason("tied", {"noise": 0.05, "also": BEYOND}).to_json()
+    assert found == {"code": "tied", "noise": 0.05, "also": {"code": "divergence", **BEYOND.data}}
