@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
-from autoprec.report.summary import Curve, Summary
+from autoprec.report.summary import Summary, number
 from autoprec.report.svg import Axis, Chart
-from autoprec.report.text import time_text
+from autoprec.support.units import time_text
+from autoprec.tuning.study.run import Run
 
 _KINDS = {"preset": "presets", "search": "found by the search", "finalist": "re-measured on several paired seeds"}
 #: Presets drawn as curves, each in a colour of its own (``p0`` ... in the style sheet).
@@ -23,13 +25,12 @@ def pareto_chart(summary: Summary) -> Chart | None:
     points = summary.points
     if not points:
         return None
-    gaps = [100 * point.divergence for point in points]
+    times, gaps = [run["step_time_ms"] for run in points], [100 * run["divergence"] for run in points]
     positive = [gap for gap in gaps if gap > 0]
     log = bool(positive) and max(positive) > 30 * min(positive)
     limits = [100 * v for v in (summary.limit, summary.noise_floor) if v]
     shown = [limit for limit in limits if limit < 3 * max(gaps, default=0)]
-    times = [point.step_time_ms for point in points]
-    reference = next((row.step_time_ms for row in summary.rows if row.role == "reference"), None)
+    reference = number((summary.row("reference") or {}).get("step_time_ms"))
     spread = max(max(times) - min(times), 0.05 * max(times))
     near = reference is not None and min(times) - spread < reference < max(times) + spread
     chart = Chart(
@@ -40,30 +41,38 @@ def pareto_chart(summary: Summary) -> Chart | None:
     for value, css, label in ((summary.limit, "limit", "budget"), (summary.noise_floor, "floor", "noise floor")):
         if value and 100 * value <= chart.y.high:
             chart.rule(y=100 * value, css=css, label=label)
-    if summary.baseline is not None and summary.baseline.step_time_ms is not None:
-        chart.rule(x=summary.baseline.step_time_ms, css="base", label=f"16-bit: {summary.baseline.name}")
+    if summary.baseline is not None and (base := number(summary.baseline.get("step_time_ms"))) is not None:
+        chart.rule(x=base, css="base", label=f"16-bit: {summary.baseline['name']}")
     if near and reference:
         chart.rule(x=reference, css="floor", label="the script as written")
-    front = sorted((p for p in points if p.front), key=lambda p: p.step_time_ms)
-    chart.line([p.step_time_ms for p in front], [100 * p.divergence for p in front], "front")
-    for point in sorted(points, key=lambda p: p.best):
-        hint = f"{point.name}: {point.step_time_ms:.3g} ms, {100 * point.divergence:.3g} %"
-        css = "dot best" if point.best else f"dot {point.kind}"
-        chart.point(point.step_time_ms, 100 * point.divergence, css, hint, size=7 if point.best else 4.5)
-    for point in sorted(points, key=lambda p: (not p.best, not p.front, p.kind != "preset")):
-        css = "label best" if point.best else "label"
-        chart.label(point.step_time_ms, 100 * point.divergence, point.name, css)
+    dots = [(run, _kind(run, summary), x, y) for run, x, y in zip(points, times, gaps, strict=True)]
+    front = sorted((x, y) for run, _, x, y in dots if run.name in summary.front)
+    chart.line([x for x, _ in front], [y for _, y in front], "front")
+    for run, kind, x, y in sorted(dots, key=lambda dot: dot[1] == "best"):
+        chart.point(x, y, f"dot {kind}", f"{run.name}: {x:.3g} ms, {y:.3g} %", size=7 if kind == "best" else 4.5)
+    for run, kind, x, y in sorted(
+        dots, key=lambda d: (d[1] != "best", d[0].name not in summary.front, d[1] != "preset")
+    ):
+        chart.label(x, y, run.name, "label best" if kind == "best" else "label")
+    kinds = {kind for _, kind, _, _ in dots}
     for kind, label in _KINDS.items():
-        if any(point.kind == kind for point in points):
+        if kind in kinds:
             chart.legend(f"dot {kind}", label)
-    if any(point.best for point in points):
+    if "best" in kinds:
         chart.legend("dot best", "the policy" if summary.verdict == "adopt" else "fastest candidate")
     if reference is not None and not near:
         chart.legend("none", f"the script as written takes {time_text(reference)}, beyond the axis")
     return chart
 
 
-def _steps(curves: Sequence[Curve]) -> int:
+def _kind(run: Run, summary: Summary) -> str:
+    """Return what a point is drawn as: the answer, measured again under further seeds, or what its trial was."""
+    if run.name == summary.best:
+        return "best"
+    return "finalist" if "seeds" in run.metrics else run.kind
+
+
+def _steps(curves: Sequence[Run]) -> int:
     return max((len(curve.losses) for curve in curves), default=0)
 
 
@@ -94,7 +103,7 @@ def gap_chart(summary: Summary) -> Chart | None:
     others = [curve for curve in summary.curves if curve.kind != "reference"]
     if reference is None or not others:
         return None
-    gaps = [Curve(c.name, c.kind, _gap(c.losses, reference.losses)) for c in others]
+    gaps = [replace(c, losses=_gap(c.losses, reference.losses)) for c in others]
     values = [v for curve in gaps for v in curve.losses if math.isfinite(v)]
     values += [100 * edge for pair in summary.noise for edge in pair]
     chart = Chart(
@@ -115,7 +124,7 @@ def _gap(losses: Sequence[float], reference: Sequence[float]) -> tuple[float, ..
     return tuple(100 * (a - b) / abs(b) if b else float("nan") for a, b in zip(losses, reference, strict=False))
 
 
-def _draw_curves(chart: Chart, curves: Sequence[Curve]) -> None:
+def _draw_curves(chart: Chart, curves: Sequence[Run]) -> None:
     """Draw the presets below, the policy on top; each curve is named in the legend."""
     presets = [curve for curve in curves if curve.kind == "preset"]
     for index, curve in enumerate(presets):

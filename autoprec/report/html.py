@@ -13,11 +13,10 @@ from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS, LIGHT
-from autoprec.report.summary import Summary, important, metrics_row, summarise
-from autoprec.report.text import duration, gradient_limit, headings, percent, ratio, row_cells, search_time, time_text
+from autoprec.report.summary import Summary, important, note_of, number, source_of, summarise
+from autoprec.report.text import cost_text, facts, headings, percent, row_cells, shown
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
-from autoprec.support.units import counted, memory_text
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
 
@@ -71,36 +70,22 @@ def _figure(chart: Chart | None) -> str:
 
 
 def _tiles(summary: Summary) -> str:
-    best = next((row for row in summary.rows if row.role == "best"), None)
-    reference = next((row for row in summary.rows if row.role == "reference"), None)
+    best, reference, base = summary.row("best"), summary.row("reference") or {}, summary.baseline
     if best is None:
         return ""
-    if summary.baseline is not None and best.speedup_over_16bit is not None:
-        over = f"{time_text(best.step_time_ms)} per step; {ratio(best.speedup)} over the script as written"
-        tiles = [(f"over {summary.baseline.name}", ratio(best.speedup_over_16bit), over)]
+    step = f"{shown('step_time_ms', best)} per step"
+    if base is not None and number(best.get("speedup_over_16bit")) is not None:
+        over = f"{step}; {shown('speedup', best)} over the script as written"
+        tiles = [(f"over {base['name']}", shown("speedup_over_16bit", best), over)]
     else:
-        tiles = [("speed", ratio(best.speedup), f"{time_text(best.step_time_ms)} per step")]
-    if best.memory_bytes is not None:
-        before = f"of {memory_text(reference.memory_bytes)}" if reference and reference.memory_bytes else ""
-        tiles.append(("memory", memory_text(best.memory_bytes), before))
+        tiles = [("speed", shown("speedup", best), step)]
+    if number(best.get("memory_bytes")) is not None:
+        before = f"of {shown('memory_bytes', reference)}" if number(reference.get("memory_bytes")) else ""
+        tiles.append(("memory", shown("memory_bytes", best), before))
     floor = f"noise floor {percent(summary.noise_floor)}" if summary.noise_floor is not None else ""
-    tiles.append(("divergence", percent(best.divergence, best.interval), floor))
+    tiles.append(("divergence", shown("divergence", best), floor))
     cells = [f"<div><b>{escape(v)}</b><span>{escape(k)}</span><small>{escape(n)}</small></div>" for k, v, n in tiles]
     return f'<div class="tiles">{"".join(cells)}</div>'
-
-
-def _cost(summary: Summary) -> str:
-    cost = summary.payback
-    runs = f"{counted(cost.trials, 'trial')}, {counted(cost.runs, 'run')} in all"
-    text = f"The search took {search_time(cost)} for {runs}."
-    text += f" It {cost.stopped}." if cost.stopped else ""
-    if cost.saved_share is not None:
-        text += f" The policy saves {percent(cost.saved_share)} of the time of {cost.against}."
-        if cost.break_even_s is not None:
-            text += f" It has paid for itself in a run that would have taken {duration(cost.break_even_s)} without it."
-        else:
-            text += " Times are modelled for another machine, so no payback time is given."
-    return f"<p>{escape(text)}</p>"
 
 
 def _usage(result: SearchResult, records: Sequence[Run]) -> str:
@@ -119,7 +104,7 @@ def _usage(result: SearchResult, records: Sequence[Run]) -> str:
 def _trials(records: Sequence[Run]) -> str:
     rows = []
     for record in records:
-        row = metrics_row(record.figures, record.kind, name=record.name)
+        row = {**record.figures, "name": record.name}
         status = record.status if not record.reason else f"{record.status}: {record.reason}"
         rows.append((record.kind, (str(record.number), record.kind, *row_cells(row), str(record.seed or ""), status)))
     titles = ("#", "kind", "name", *headings(over_16bit=False)[1:], "seed", "ended")
@@ -146,20 +131,19 @@ def _words(summary: Summary) -> str:
 def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport | None = None) -> str:
     """Return the page's text."""
     summary = summarise(result, records)
-    over = summary.baseline is not None
-    comparison = [(row.role, (*row_cells(row, over_16bit=over), row.note or row.source)) for row in summary.rows]
+    over = summary.over_16bit
+    comparison = [
+        (row["role"], (*row_cells(row, over_16bit=over), note_of(row) or source_of(row))) for row in summary.rows
+    ]
     layers = layer_rows(result, records, graph) if graph is not None else ()
-    facts = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
-    facts += [f"divergence budget {percent(summary.limit)}"] if summary.limit is not None else []
-    facts += [gradient_limit(summary)]
-    facts += [f"times and memory {summary.source}"] if summary.source else []
+    about = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
     notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
     failed = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in summary.failures[:50])
     word = {"adopt": "Adopt", "undecided": "Not decided yet"}.get(summary.verdict, "Stay as you are")
     body = [
         f'<header class="{escape(summary.verdict)}"><h1>{escape(summary.title)}</h1>'
         f'<p class="verdict"><strong>{word}.</strong> {escape(summary.reason)}</p>'
-        f'<p class="facts">{escape(" · ".join(filter(None, facts)))}</p>{_tiles(summary)}</header>',
+        f'<p class="facts">{escape(" · ".join(filter(None, [*about, *facts(summary)])))}</p>{_tiles(summary)}</header>',
         _section("Compared with what you could do by hand", "",
                  _table((*headings(over_16bit=over), "figures"), comparison)),
         _section("Every policy tried", "Each dot is one policy, the mean over its paired runs; the line joins those "
@@ -174,7 +158,7 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
                  _reasons(result)),
         _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision; "
                  "red is where training suffers.", heat_map(result.sensitivity)),
-        _section("What it cost", "", _cost(summary)),
+        _section("What it cost", "", f"<p>{escape(cost_text(result, summary))}</p>"),
         _section("Use it", "", _usage(result, records)),
         _section("Notes", "", f"<ul>{notes}</ul>" if notes else ""),
         _section("Trials that failed", "", f"<ul>{failed}</ul>" if failed else ""),

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autoprec.report.summary import Summary, summarise
-from autoprec.report.text import gradient_limit, headings, percent, row_cells
+from autoprec.report.summary import note_of, summarise
+from autoprec.report.text import facts, headings, row_cells
 from autoprec.support.tables import Table as Plain
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
@@ -18,19 +18,11 @@ if TYPE_CHECKING:
 def result_table(result: SearchResult) -> Plain:
     """Return the same rows as text, for what has a result and not its trials: ``print(result)``, a notebook."""
     summary = summarise(result, ())
-    over = any(row.speedup_over_16bit is not None for row in summary.rows)
+    over = summary.over_16bit
     rows = tuple(tuple(row_cells(row, over_16bit=over)) for row in summary.rows)
-    notes = (_about(summary), f"verdict: {result.verdict}. {result.reason}")
+    notes = ("; ".join(facts(summary)), f"verdict: {result.verdict}. {result.reason}")
     title = f"{summary.title} on {result.target or 'this machine'}"
     return Plain(headings(over_16bit=over), rows, title, tuple(filter(None, notes)))
-
-
-def _about(summary: Summary) -> str:
-    notes = [f"noise floor {percent(summary.noise_floor)}"] if summary.noise_floor is not None else []
-    notes += [f"budget {percent(summary.limit)}"] if summary.limit is not None else []
-    notes += list(filter(None, [gradient_limit(summary)]))
-    notes += [f"times and memory {summary.source}"] if summary.source else []
-    return "; ".join(notes)
 
 
 def terminal_table(result: SearchResult, records: Sequence[Run]) -> Table:
@@ -39,22 +31,24 @@ def terminal_table(result: SearchResult, records: Sequence[Run]) -> Table:
 
     summary = summarise(result, records)
     table = Table(
-        title=f"{summary.title} on {result.target or 'this machine'}", caption=_about(summary), title_justify="left"
+        title=f"{summary.title} on {result.target or 'this machine'}",
+        caption="; ".join(facts(summary)),
+        title_justify="left",
     )
-    over = summary.baseline is not None
+    over = summary.over_16bit
     for index, heading in enumerate(headings(over_16bit=over)):
         table.add_column(
             heading, justify="left" if index == 0 else "right", overflow="fold" if index == 0 else "ellipsis"
         )
     for row in summary.rows:
         cells = list(row_cells(row, over_16bit=over))
-        if row.note:
-            cells[0] += f" ({row.note})"
+        if note := note_of(row):
+            cells[0] += f" ({note})"
         style = (
             "bold green"
-            if row.role == "best" and summary.verdict == "adopt"
+            if row["role"] == "best" and summary.verdict == "adopt"
             else "bold"
-            if row.role == "reference"
+            if row["role"] == "reference"
             else ""
         )
         table.add_row(*cells, style=style)

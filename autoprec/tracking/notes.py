@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoprec.report.summary import Row, important, summarise
+from autoprec.report.summary import important, summarise
 from autoprec.report.text import headings, row_cells
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
@@ -77,20 +76,21 @@ def parent_params(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     return out
 
 
-def _line(name: str, row: Row, over: bool) -> str:
-    cells = row_cells(replace(row, name=markdown_text(name)), over_16bit=over)
+def _line(name: str, row: Mapping[str, Any], over: bool) -> str:
+    cells = row_cells({**row, "name": markdown_text(name)}, over_16bit=over)
     return "| " + " | ".join(cells) + " |"
 
 
 def _table(result: SearchResult) -> Iterable[str]:
     """Yield the Markdown table of the policy, the script and the presets, as the report shows them."""
     summary = summarise(result, ())
-    over = any(row.speedup_over_16bit is not None for row in summary.rows)
+    over = summary.over_16bit
     names = ("what", *headings(over_16bit=over)[1:])
     yield "| " + " | ".join(names) + " |"
     yield "|---|" + "---:|" * (len(names) - 1)
     for row in summary.rows:
-        title = {"best": f"**{row.name}**", "preset": f"preset: {row.name}"}.get(row.role, row.name)
+        name = str(row["name"])
+        title = {"best": f"**{name}**", "preset": f"preset: {name}"}.get(row["role"], name)
         yield _line(title, row, over)
 
 

@@ -7,9 +7,9 @@ import re
 from dataclasses import replace
 
 from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
-from autoprec.report.summary import Curve, summarise
+from autoprec.report.summary import summarise
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.run import Run
+from autoprec.tuning.study.run import Run, metrics_of
 from tests.report.conftest import rehearsal
 
 
@@ -62,7 +62,7 @@ def test_the_gap_is_relative_to_the_reference_with_what_noise_does_as_a_band(
 
 def test_a_loss_that_is_not_finite_leaves_a_gap_and_the_axis_alone(result: SearchResult, records: list[Run]) -> None:
     summary = summarise(result, records)
-    broken = [Curve(c.name, c.kind, (*c.losses[:4], math.inf, *c.losses[5:])) for c in summary.curves]
+    broken = [replace(c, losses=(*c.losses[:4], math.inf, *c.losses[5:])) for c in summary.curves]
     chart = loss_chart(replace(summary, curves=tuple(broken)))
     assert chart is not None
     assert chart.y.high < 10
@@ -72,9 +72,12 @@ def test_a_loss_that_is_not_finite_leaves_a_gap_and_the_axis_alone(result: Searc
 def test_divergences_of_different_magnitude_get_a_logarithmic_axis() -> None:
     result, records = rehearsal()
     summary = summarise(result, records)
-    wide = tuple(replace(p, divergence=p.divergence * (1000 if p.best else 1)) for p in summary.points)
+    wide = tuple(
+        p.with_metrics(metrics_of({"divergence": p["divergence"] * (1000 if p.name == summary.best else 1)}))
+        for p in summary.points
+    )
     assert (chart := pareto_chart(replace(summary, points=wide))) is not None
     assert chart.y.log
-    equal = tuple(replace(p, divergence=1e-4) for p in summary.points)
+    equal = tuple(p.with_metrics(metrics_of({"divergence": 1e-4})) for p in summary.points)
     assert (chart := pareto_chart(replace(summary, points=equal))) is not None
     assert not chart.y.log

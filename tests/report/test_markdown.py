@@ -16,7 +16,7 @@ def test_markdown_is_a_table_per_section(result: SearchResult, records: list[Run
     text = markdown(result, records)
     assert "| the policy | 2.50x |" in text
     assert "## The front" in text
-    assert "has paid for itself after 2 min 30 s" in text
+    assert "has paid for itself in a run that would have taken 2 min 30 s" in text
     assert "| `h.*.mlp (2)` | fp8: saves 3 ms \\| adds little |" in text
     assert "| `layer:h.0.mlp` | 50% | 25% |" in text
     assert "## Why" not in markdown(replace(result, explanation={}), records)
@@ -28,7 +28,7 @@ def test_markdown_is_a_table_per_section(result: SearchResult, records: list[Run
 def test_on_a_gpu_the_gain_over_the_16bit_run_is_the_first_column() -> None:
     text = markdown(*rehearsal())
     assert "| the policy | 1.31x | 14.29x |" in text
-    assert re.search(r"The policy saves .* \(modelled\)\.", text)
+    assert re.search(r"The policy saves .* \(modelled for another machine", text)
 
 
 def test_a_verdict_of_stay_without_any_trial(tmp_path: Path, stay: SearchResult) -> None:

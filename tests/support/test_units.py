@@ -1,8 +1,8 @@
-"""One unit for memory."""
+"""One unit for memory, and one way to write shares and times."""
 
 import pytest
 
-from autoprec.support.units import memory_text
+from autoprec.support.units import memory_text, percent_text, time_text
 
 
 @pytest.mark.parametrize(
@@ -21,3 +21,22 @@ from autoprec.support.units import memory_text
 )
 def test_memory_is_in_gib_and_little_of_it_in_mib(size: float | None, text: str) -> None:
     assert memory_text(size) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "half_width", "text"),
+    [
+        (0.00016, None, "0.016 %"),
+        (0.05, None, "5.00 %"),
+        (0.234, None, "23.4 %"),
+        (0.0006, 0.0002, "0.060 ± 0.020 %"),
+        (-0.2, None, "-20.0 %"),
+    ],
+)
+def test_a_share_keeps_the_digits_that_mean_something(value: float, half_width: float | None, text: str) -> None:
+    assert percent_text(value, half_width) == text
+
+
+@pytest.mark.parametrize(("ms", "text"), [(9.876, "9.88 ms"), (0.01234, "0.0123 ms"), (588.506, "588.5 ms")])
+def test_times_are_in_milliseconds(ms: float, text: str) -> None:
+    assert time_text(ms) == text

@@ -7,7 +7,7 @@ import math
 import platform
 import statistics
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -27,7 +27,7 @@ from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import rank
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.sixteen_bit import over_sixteen_bit, plain_speedup, sixteen_bit_speedup
+from autoprec.tuning.sixteen_bit import fastest_plain, over_sixteen_bit, plain_speedup, sixteen_bit_speedup
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import METRICS, Run, pooled
 from autoprec.tuning.transfer.law import Growth, error_factor
@@ -260,7 +260,8 @@ def _row(record: Run, sixteen_bit: float | None, decision: Decision, errors: Map
         known = record.name in errors
         kept |= {"gradient_error_source": "measured", "gradient_error": errors[record.name]} if known else {}
         kept |= {} if known else {"gradient_error_source": "predicted"}
-    return {"name": record.name, "number": record.number, "status": record.status, "reason": why, **kept}
+    about = {"name": record.name, "number": record.number, "status": record.status, "reason": why}
+    return about | kept | {"sources": record.sources}
 
 
 def search_result(
@@ -288,6 +289,7 @@ def search_result(
         reference=reference_metrics(setup, ledger),
         presets=tuple(row(r) for r in known if r.kind == "preset"),
         front=tuple(row(r) for r in front(known)),
+        baseline=_baseline(setup, known),
         trials=ledger.store.count(),
         study_name=setup.options.study,
         storage=ledger.store.url,
@@ -314,6 +316,12 @@ def search_result(
         not_taken={name: str(why) for name, why in decision.not_taken.items()},
         reasons=tuple(reason.to_json() for reason in decision.reasons),
     )
+
+
+def _baseline(setup: Setup, known: Sequence[Run]) -> str:
+    """Return the name of the 16-bit run that gains are told against; empty on a CPU, and where none was measured."""
+    plain = None if setup.target.is_cpu else fastest_plain(known)
+    return plain.name if plain is not None else ""
 
 
 def why_nothing(setup: Setup, ledger: Ledger) -> Reason:

@@ -24,7 +24,7 @@ class SearchResult:
     mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
     divergence's confidence interval over the finalist seeds. ``explanation`` is that of
     :func:`autoprec.tuning.decide.reasons.explanation`, or of ``stay_explanation`` where no trial was needed.
-    ``study_name`` is ``study`` in JSON.
+    ``study_name`` is ``study`` in JSON, ``baseline`` the name of the 16-bit run that gains are told against.
     ``reasons`` are those of ``reason`` as codes with data (:mod:`autoprec.tuning.decide.sentences`).
     ``rejected`` says, by name, why a finalist is not acceptable, ``not_taken`` why another that was measured to be
     faster is not the answer: too few paired seeds, or faster by no more than the timing noise.
@@ -52,6 +52,7 @@ class SearchResult:
     rejected: dict[str, str] = field(default_factory=dict)
     not_taken: dict[str, str] = field(default_factory=dict)
     reasons: tuple[dict[str, Any], ...] = ()
+    baseline: str = ""
     cut_short: str = ""
     resume: str = ""
     stopped: str = ""
