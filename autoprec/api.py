@@ -7,86 +7,17 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
-from autoprec.errors import StudyError, UsageError
+from autoprec.errors import UsageError
 from autoprec.support.amounts import check_share, parse_share
-from autoprec.support.optional import require
-from autoprec.support.tables import Shown, Table
 from autoprec.trial.protocol import STEPS
 from autoprec.tuning.options import OPTIONS, SearchOptions
-from autoprec.tuning.study import records
-from autoprec.tuning.study.run import headline
-
-if TYPE_CHECKING:
-    import optuna
-    import pandas
+from autoprec.tuning.study.records import SearchResult
 
 __all__ = ["SearchResult", "search"]
-
-
-@dataclass(frozen=True, slots=True, repr=False)
-class SearchResult(Shown, records.SearchResult):
-    """The outcome of a search (:class:`autoprec.tuning.study.records.SearchResult`), with what can be done with it.
-
-    ``print(result)`` and notebooks show the policy beside the script and the presets; ``result.study`` is the
-    Optuna study, ``result.to_pandas()`` its trials, ``autoprec.load(result.policy)`` the policy.
-    """
-
-    #: The storage with its password, which ``storage`` hides; never printed or written.
-    _address: str = field(default="", repr=False, compare=False)
-
-    @classmethod
-    def of(cls, result: records.SearchResult, storage: str = "") -> Self:
-        """Return a result with its methods; ``storage`` as it was given."""
-        shared = {one.name: getattr(result, one.name) for one in fields(records.SearchResult)}
-        return cls(**shared, _address=storage or result.storage)
-
-    @property
-    def study(self) -> optuna.Study:
-        """The study in Optuna, for its plots, its importances and its dashboard.
-
-        Objectives are ``step_time_ms`` and ``divergence``; complete trials have every parameter, and figures, kind and
-        status as user attributes. Finalists lie beside them as pruned trials, references, which
-        have no parameters, as failed ones.
-
-        Raises:
-            StudyError: the database is gone.
-        """
-        import optuna
-
-        try:
-            return optuna.load_study(study_name=self.study_name, storage=self._address or self.storage)
-        except Exception as error:  # of SQLAlchemy, of a driver, or Optuna's KeyError
-            raise StudyError(
-                f"the study '{self.study_name}' cannot be opened: {error}", where=self.storage, fix="was it moved?"
-            ) from error
-
-    def to_pandas(self) -> pandas.DataFrame:
-        """Return a row for each run: number, kind, name, status, figures, then every parameter under its own name."""
-        pandas = require("pandas", purpose="result.to_pandas()")
-        rows = []
-        for trial in self.study.get_trials(deepcopy=False):
-            about = {key: value for key, value in trial.user_attrs.items() if key != "record"}
-            first = {key: about.pop(key, None) for key in ("kind", "name", "status", "reason", "seed", "tags")}
-            rows.append({"number": trial.number, **first, **about, **trial.params})
-        return pandas.DataFrame(rows).set_index("number") if rows else pandas.DataFrame()
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the JSON document of ``autoprec search --json``."""
-        return {key: value for key, value in records.SearchResult.to_json(self).items() if key != "_address"}
-
-    def table(self) -> Table:
-        """Return the policy, the script as written and the presets, with the verdict below."""
-        from autoprec.report.terminal import result_table
-
-        return result_table(self)
-
-    def __repr__(self) -> str:
-        gain = f", {headline(self.best)}" if "speedup" in self.best else ""
-        return f"SearchResult({self.verdict}{gain}, policy={self.policy!r}, study_name={self.study_name!r})"
 
 
 def search(
@@ -172,13 +103,14 @@ def _run(
             listeners.append(terminal)
         if not options.track:
             engine = Search(options, command, Listeners(*listeners), started=began)
-            return SearchResult.of(engine.run(), options.storage)
+            return replace(engine.run(), _address=options.storage)
         from autoprec.tracking.listener import TrackingListener
 
         tracker = TrackingListener(options.runs_dir)
         stack.callback(tracker.close)
         engine = Search(options, command, Listeners(*listeners, tracker), started=began)
-        return SearchResult.of(engine.timed(tracker.attach(engine.run(), engine.study_dir)), options.storage)
+        result = engine.timed(tracker.attach(engine.run(), engine.study_dir))
+        return replace(result, _address=options.storage)
 
 
 def _tokens(script: Any, runs_dir: Path) -> tuple[str, ...]:

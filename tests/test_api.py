@@ -1,7 +1,6 @@
 """``autoprec.search`` from Python: it hands over to the engine, tells the tracker, and always closes it."""
 
 import functools
-import json
 import runpy
 from dataclasses import replace
 from pathlib import Path
@@ -10,9 +9,7 @@ from typing import Any
 import pytest
 
 import autoprec
-from autoprec.api import SearchResult
 from autoprec.errors import AutoPrecError, ScriptError
-from autoprec.tuning.study.study import StudyStore, default_storage
 from tests.tracking.conftest import make_records, make_result
 
 RESULT = make_result(make_records())
@@ -121,28 +118,3 @@ def test_a_function_becomes_a_script_of_its_name(tmp_path: Path) -> None:
 def test_a_wrong_argument_is_named_with_what_it_takes(script: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(AutoPrecError, match=says):
         autoprec.search(script, track=False, **options)
-
-
-def test_a_result_is_a_table_for_people_and_the_same_document_for_programs() -> None:
-    result = SearchResult.of(RESULT)
-    assert "verdict: adopt. 2.50x faster" in str(result)
-    assert str(result).splitlines()[0] == "demo on cpu"
-    assert "<td" in result._repr_html_()
-    assert repr(result) == "SearchResult(adopt, 2.50x over the script, policy='policy.yaml', study_name='demo')"
-    assert json.loads(json.dumps(result.to_json())) == json.loads(json.dumps(RESULT.to_json()))
-    assert result.to_json()["study"] == "demo"
-
-
-def test_the_study_and_the_trials_of_a_result(tmp_path: Path) -> None:
-    store = StudyStore(default_storage(tmp_path), "demo", ("step_time_ms", "divergence"), resume=False)
-    for record in make_records():
-        store.add(record)
-    result = SearchResult.of(replace(RESULT, storage="sqlite:///where/it/is/shown.db"), default_storage(tmp_path))
-    assert result.study.metric_names == ["step_time_ms", "divergence"]
-    frame = result.to_pandas()
-    assert list(frame["kind"][:3]) == ["reference", "noise", "preset"]
-    assert frame["speedup"].dtype == float
-    assert "record" not in frame
-    gone = SearchResult.of(replace(RESULT, study_name="another"), default_storage(tmp_path))
-    with pytest.raises(AutoPrecError, match="the study 'another' cannot be opened"):
-        _ = gone.study

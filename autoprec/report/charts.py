@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autoprec.report.summary import Summary, number
+from autoprec.report.summary import Summary
 from autoprec.report.svg import Axis, Chart
 from autoprec.support.units import time_text
+from autoprec.tuning.study.rows import number
 from autoprec.tuning.study.run import Run
 
 _KINDS = {"preset": "presets", "search": "found by the search", "finalist": "re-measured on several paired seeds"}
@@ -28,7 +29,7 @@ def pareto_chart(summary: Summary) -> Chart | None:
     times, gaps = [run["step_time_ms"] for run in points], [100 * run["divergence"] for run in points]
     positive = [gap for gap in gaps if gap > 0]
     log = bool(positive) and max(positive) > 30 * min(positive)
-    limits = [100 * v for v in (summary.limit, summary.noise_floor) if v]
+    limits = [100 * v for v in (summary.result.limit, summary.result.noise_floor) if v]
     shown = [limit for limit in limits if limit < 3 * max(gaps, default=0)]
     reference = number((summary.row("reference") or {}).get("step_time_ms"))
     spread = max(max(times) - min(times), 0.05 * max(times))
@@ -38,7 +39,10 @@ def pareto_chart(summary: Summary) -> Chart | None:
         Axis.over([*gaps, *shown], "divergence, % (down is better)", zero=not log, log=log),
         "step time against divergence of every policy",
     )
-    for value, css, label in ((summary.limit, "limit", "budget"), (summary.noise_floor, "floor", "noise floor")):
+    for value, css, label in (
+        (summary.result.limit, "limit", "budget"),
+        (summary.result.noise_floor, "floor", "noise floor"),
+    ):
         if value and 100 * value <= chart.y.high:
             chart.rule(y=100 * value, css=css, label=label)
     if summary.baseline is not None and (base := number(summary.baseline.get("step_time_ms"))) is not None:
@@ -59,7 +63,7 @@ def pareto_chart(summary: Summary) -> Chart | None:
         if kind in kinds:
             chart.legend(f"dot {kind}", label)
     if "best" in kinds:
-        chart.legend("dot best", "the policy" if summary.verdict == "adopt" else "fastest candidate")
+        chart.legend("dot best", "the policy" if summary.result.verdict == "adopt" else "fastest candidate")
     if reference is not None and not near:
         chart.legend("none", f"the script as written takes {time_text(reference)}, beyond the axis")
     return chart

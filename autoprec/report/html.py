@@ -13,11 +13,12 @@ from autoprec.report.charts import gap_chart, loss_chart, pareto_chart
 from autoprec.report.layers import best_policy, layer_map, layer_rows
 from autoprec.report.sensitivity import heat_map
 from autoprec.report.style import CSS, LIGHT
-from autoprec.report.summary import Summary, important, note_of, number, source_of, summarise
-from autoprec.report.text import cost_text, facts, headings, percent, row_cells, shown
+from autoprec.report.summary import Summary, important, summarise
+from autoprec.report.text import cost_text
 from autoprec.support.files import write_atomic
 from autoprec.support.text import visible
 from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.rows import headings, note_of, number, percent, row_cells, shown, source_of
 from autoprec.tuning.study.run import Run
 
 if TYPE_CHECKING:
@@ -82,7 +83,8 @@ def _tiles(summary: Summary) -> str:
     if number(best.get("memory_bytes")) is not None:
         before = f"of {shown('memory_bytes', reference)}" if number(reference.get("memory_bytes")) else ""
         tiles.append(("memory", shown("memory_bytes", best), before))
-    floor = f"noise floor {percent(summary.noise_floor)}" if summary.noise_floor is not None else ""
+    noise = summary.result.noise_floor
+    floor = f"noise floor {percent(noise)}" if noise is not None else ""
     tiles.append(("divergence", shown("divergence", best), floor))
     cells = [f"<div><b>{escape(v)}</b><span>{escape(k)}</span><small>{escape(n)}</small></div>" for k, v, n in tiles]
     return f'<div class="tiles">{"".join(cells)}</div>'
@@ -120,17 +122,17 @@ def _reasons(result: SearchResult) -> str:
     return out + (_table(("decision", "of what moves time", "of what moves divergence"), shares) if shares else "")
 
 
-def _words(summary: Summary) -> str:
+def _words(result: SearchResult) -> str:
     """Return the glossary, with the limits that this search used."""
     terms = dict(_GLOSSARY)
-    if summary.gradient_limit is not None:
-        terms["gradient error"] += f"; the limit of this search is {percent(summary.gradient_limit)}"
+    if result.gradient_limit is not None:
+        terms["gradient error"] += f"; the limit of this search is {percent(result.gradient_limit)}"
     return "".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in terms.items())
 
 
 def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport | None = None) -> str:
     """Return the page's text."""
-    summary = summarise(result, records)
+    summary, name = summarise(result, records), result.study_name or "study"
     over = summary.over_16bit
     comparison = [
         (row["role"], (*row_cells(row, over_16bit=over), note_of(row) or source_of(row))) for row in summary.rows
@@ -139,11 +141,11 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
     about = [f"script {Path(result.script).name}" if result.script else "", f"target {result.target or 'this machine'}"]
     notes = "".join(f"<li>{escape(note)}</li>" for note in result.notes)
     failed = "".join(f"<li>{escape(name)}: {escape(reason)}</li>" for name, reason in summary.failures[:50])
-    word = {"adopt": "Adopt", "undecided": "Not decided yet"}.get(summary.verdict, "Stay as you are")
+    word = {"adopt": "Adopt", "undecided": "Not decided yet"}.get(result.verdict, "Stay as you are")
     body = [
-        f'<header class="{escape(summary.verdict)}"><h1>{escape(summary.title)}</h1>'
-        f'<p class="verdict"><strong>{word}.</strong> {escape(summary.reason)}</p>'
-        f'<p class="facts">{escape(" · ".join(filter(None, [*about, *facts(summary)])))}</p>{_tiles(summary)}</header>',
+        f'<header class="{escape(result.verdict)}"><h1>{escape(name)}</h1>'
+        f'<p class="verdict"><strong>{word}.</strong> {escape(result.reason)}</p>'
+        f'<p class="facts">{escape(" · ".join(filter(None, [*about, *result.facts()])))}</p>{_tiles(summary)}</header>',
         _section("Compared with what you could do by hand", "",
                  _table((*headings(over_16bit=over), "figures"), comparison)),
         _section("Every policy tried", "Each dot is one policy, the mean over its paired runs; the line joins those "
@@ -154,22 +156,22 @@ def html_report(result: SearchResult, records: Sequence[Run], graph: GraphReport
                  _figure(gap_chart(summary))),
         _section("Layer by layer", "The model with the precision of each of its matrix products.",
                  layer_map(layers, summary.assignment)),
-        _section("Why", _WHY if summary.verdict == "adopt" else "What keeps each kind of layer as it is.",
+        _section("Why", _WHY if result.verdict == "adopt" else "What keeps each kind of layer as it is.",
                  _reasons(result)),
         _section("How sensitive the layers are", "Relative gradient error when one group alone changes its precision; "
                  "red is where training suffers.", heat_map(result.sensitivity)),
-        _section("What it cost", "", f"<p>{escape(cost_text(result, summary))}</p>"),
+        _section("What it cost", "", f"<p>{escape(cost_text(summary))}</p>"),
         _section("Use it", "", _usage(result, records)),
         _section("Notes", "", f"<ul>{notes}</ul>" if notes else ""),
         _section("Trials that failed", "", f"<ul>{failed}</ul>" if failed else ""),
         _section("All trials", "", _trials(records)),
-        _section("Words", "", f"<dl>{_words(summary)}</dl>"),
+        _section("Words", "", f"<dl>{_words(result)}</dl>"),
     ]  # fmt: skip
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>AutoPrec: {escape(summary.title)}</title><style>{CSS}</style></head>"
+        f"<title>AutoPrec: {escape(result.study_name or 'study')}</title><style>{CSS}</style></head>"
         f"<body>{''.join(body)}</body></html>\n"
     )
 

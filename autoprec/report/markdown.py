@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autoprec.report.summary import important, summarise
-from autoprec.report.text import cost_text, facts, headings, row_cells
+from autoprec.report.text import cost_text
 from autoprec.support.files import write_atomic
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.rows import headings, row_cells
 from autoprec.tuning.study.run import Run
 
 
@@ -34,10 +35,10 @@ def _reasons(result: SearchResult) -> list[str]:
 def markdown(result: SearchResult, records: Sequence[Run]) -> str:
     """Return the report's text."""
     summary = summarise(result, records)
-    lines = [f"# AutoPrec: {markdown_text(summary.title)}", ""]
-    lines += [f"**{summary.verdict.capitalize()}.** {markdown_text(summary.reason)}", ""]
+    lines = [f"# AutoPrec: {markdown_text(result.study_name or 'study')}", ""]
+    lines += [f"**{result.verdict.capitalize()}.** {markdown_text(result.reason)}", ""]
     about = [f"target {result.target or 'this machine'}", "script " + markdown_text(f"`{Path(result.script).name}`")]
-    lines += ["; ".join(about + facts(summary)).capitalize() + ".", ""]
+    lines += ["; ".join(about + result.facts()).capitalize() + ".", ""]
     over = summary.over_16bit
     lines += _table(("what", *headings(over_16bit=over)[1:]), [row_cells(row, over_16bit=over) for row in summary.rows])
     if summary.assignment:
@@ -47,7 +48,7 @@ def markdown(result: SearchResult, records: Sequence[Run]) -> str:
     if result.front:
         rows = [(str(row.get("name", "?")), *row_cells(row)[1:]) for row in result.front]
         lines += ["", "## The front", "", *_table(("what", *headings(over_16bit=False)[1:]), rows)]
-    lines += ["", "## Cost", "", cost_text(result, summary)]
+    lines += ["", "## Cost", "", cost_text(summary)]
     if summary.failures:
         lines += [
             "",

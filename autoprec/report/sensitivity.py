@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from autoprec.report.summary import number
+from autoprec.tuning.study.rows import number
 
 #: From harmless to harmful, readable under black text.
 _COLOURS = ((232, 243, 238), (250, 226, 166), (235, 140, 110))

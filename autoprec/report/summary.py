@@ -1,8 +1,8 @@
 """A search's outcome arranged for reading: rows, points, curves, cost; plain data, no layout.
 
-A row is a metric mapping of the result with a ``role`` (``best``, ``reference``, ``preset``); points and curves are
-runs. *What a gain is told against* the search decided (``result.baseline``: people run bf16 autocast today, so on a GPU
-the headline is the gain over the best 16-bit run that was measured). *Which figure a policy gets* is decided by
+Rows are those of the result (:mod:`autoprec.tuning.study.rows`); points and curves are runs. *What a gain is given
+over* the search decided (``result.baseline``: people run bf16 autocast today, so on a GPU the headline is the gain over
+the best 16-bit run that was measured). *Which figure a policy gets* is decided by
 :func:`~autoprec.tuning.study.run.pooled`: one that was measured again on several paired seeds has the mean over them
 wherever it is shown, so that it never appears with two divergences.
 """
@@ -10,13 +10,13 @@ wherever it is shown, so that it never appears with two divergences.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autoprec.tuning.decide.pareto import front
 from autoprec.tuning.decide.reasons import error_share
 from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.rows import Row, number, over_16bit, source_of
 from autoprec.tuning.study.run import MODELLED, Run, metrics_of, pooled
 
 #: Presets whose loss curves are drawn.
@@ -25,71 +25,45 @@ _CURVES = 6
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """Everything a report shows.
+    """What a report shows of a search beside its result.
 
     Attributes:
-        rows: the policy, the reference and the presets, in this order.
+        rows: of the result: the policy, the reference and the presets, in this order.
         points: a run for every policy, with the figures of all its runs, in the plane of step time and divergence.
         front, best: names of the points that no other beats on both axes, and of the answer (empty where none is one).
         curves: runs of the script's own seed with their losses; ``kind`` is ``reference``, ``best`` or ``preset``.
         noise: relative gaps (low, high) per step that runs of the same precision show.
-        baseline: the row of the 16-bit run that gains are told against; None on a CPU, and where none was measured.
-        gradient_limit: the largest acceptable gradient error as a fraction of the gradient, as is the noise of its
-            mini-batches, ``gradient_noise``.
+        baseline: the row of the 16-bit run that gains are given over; None on a CPU, and where none was measured.
+        assignment: the answer's choice by group.
         runs: how many there were.
         saved_share: the part of a training run's time that the policy saves; ``break_even_s`` the length of a training
             run (measured without the policy) whose savings equal the search's own time. Both are None when nothing is
             saved, the latter also when the figures are modelled for another machine than the one that searched.
-        source: where times and memory come from.
+        failures: names of runs that failed, and why.
     """
 
-    title: str
-    verdict: str
-    reason: str
-    rows: tuple[Mapping[str, Any], ...]
+    result: SearchResult
+    rows: tuple[Row, ...]
     points: tuple[Run, ...]
     front: frozenset[str]
     best: str
     curves: tuple[Run, ...]
     noise: tuple[tuple[float, float], ...]
-    noise_floor: float | None
-    limit: float | None
-    baseline: Mapping[str, Any] | None
-    gradient_limit: float | None
-    gradient_noise: float | None
+    baseline: Row | None
     assignment: dict[str, str]
     runs: int
     saved_share: float | None
     break_even_s: float | None
     failures: tuple[tuple[str, str], ...]
-    source: str
 
     @property
     def over_16bit(self) -> bool:
         """Whether gains over 16 bit are known: a GPU is the target."""
-        return any(number(row.get("speedup_over_16bit")) is not None for row in self.rows)
+        return over_16bit(self.rows)
 
-    def row(self, role: str) -> Mapping[str, Any] | None:
+    def row(self, role: str) -> Row | None:
         """Return the first row of a role, or None."""
         return next((row for row in self.rows if row["role"] == role), None)
-
-
-def number(value: Any) -> float | None:
-    """Return a finite float, or None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        return None
-    return float(value)
-
-
-def source_of(row: Mapping[str, Any]) -> str:
-    """Say whether the times of a metric mapping are measured or modelled; empty where that is not known."""
-    sources = row.get("sources") or {}
-    return " and ".join(sorted({str(sources[key]) for key in ("step_time_ms", "speedup") if key in sources}))
-
-
-def note_of(row: Mapping[str, Any]) -> str:
-    """Return why a row's policy failed, or is not the answer; empty for nothing to say."""
-    return str(row.get("reason") or ("" if row.get("status", "ok") == "ok" else row["status"]))
 
 
 def _points(result: SearchResult, records: Sequence[Run]) -> tuple[tuple[Run, ...], str]:
@@ -157,39 +131,20 @@ def important(result: SearchResult) -> list[tuple[str, str, str]]:
 
 def summarise(result: SearchResult, records: Sequence[Run]) -> Summary:
     """Arrange a result and its runs for a report."""
-    label = "the policy" if result.verdict == "adopt" else "fastest candidate"
-    # a verdict from the cost model alone has no candidate: its best is the reference itself
-    candidate = result.verdict == "adopt" or result.best.get("name") != result.reference.get("name")
-    shown = number(result.best.get("step_time_ms")) is not None and candidate
-    rows = [{**result.best, "role": "best", "name": label}] if shown else []
-    rows.append({**result.reference, "role": "reference", "name": "reference: the script as written"})
-    rows += [{**preset, "role": "preset"} for preset in result.presets]
-    points, best = _points(result, records)
-    floors = [number(source.get("noise_floor")) for source in (result.best, result.reference, result.budget)]
-    limit = next((v for k in ("max_divergence", "divergence") if (v := number(result.budget.get(k))) is not None), None)
-    share, noise = number(result.budget.get("max_gradient_error")), number(result.budget.get("gradient_noise"))
-    usual = share * noise if share is not None and noise is not None else None
+    rows, (points, best), saved = result.rows(), _points(result, records), _saved_share(result)
     failed = [r for r in records if r.status not in ("ok", "pruned", "duplicate")]
-    saved = _saved_share(result)
     return Summary(
-        title=result.study_name or "study",
-        verdict=result.verdict,
-        reason=result.reason,
-        rows=tuple(rows),
+        result=result,
+        rows=rows,
         points=points,
         front=frozenset(run.name for run in front(points)),
         best=best,
         curves=_curves(result, records),
         noise=_noise_band(records),
-        noise_floor=next((floor for floor in floors if floor is not None), None),
-        limit=limit,
         baseline=next((row for row in rows if result.baseline and row["name"] == result.baseline), None),
-        gradient_limit=number(result.budget.get("gradient_limit")) or usual,
-        gradient_noise=noise,
         assignment=_assignment(result, records),
         runs=len(records),
         saved_share=saved,
         break_even_s=result.seconds / saved if saved and MODELLED not in source_of(result.best) else None,
         failures=tuple((r.name, f"{r.status}: {r.reason}" if r.reason else r.status) for r in failed),
-        source=next((source for row in rows if (source := source_of(row))), ""),
     )

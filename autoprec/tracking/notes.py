@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from autoprec.report.summary import important, summarise
-from autoprec.report.text import headings, row_cells
+from autoprec.report.summary import important
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
+from autoprec.tuning.study.rows import headings, over_16bit, row_cells
 from autoprec.tuning.study.run import Run
 
 #: Reasons in a study's description; the report has them all.
@@ -83,12 +83,11 @@ def _line(name: str, row: Mapping[str, Any], over: bool) -> str:
 
 def _table(result: SearchResult) -> Iterable[str]:
     """Yield the Markdown table of the policy, the script and the presets, as the report shows them."""
-    summary = summarise(result, ())
-    over = summary.over_16bit
+    over = over_16bit(result.rows())
     names = ("what", *headings(over_16bit=over)[1:])
     yield "| " + " | ".join(names) + " |"
     yield "|---|" + "---:|" * (len(names) - 1)
-    for row in summary.rows:
+    for row in result.rows():
         name = str(row["name"])
         title = {"best": f"**{name}**", "preset": f"preset: {name}"}.get(row["role"], name)
         yield _line(title, row, over)

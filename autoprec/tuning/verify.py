@@ -28,12 +28,13 @@ from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
 from autoprec.tuning.decide.metrics import divergence, signed_gap, step_time
 from autoprec.tuning.decide.noise import Baseline, error_over_limit, uninformative
 from autoprec.tuning.decide.presets import presets
-from autoprec.tuning.decide.sentences import Reason, error_text
+from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.options import SearchOptions, fewer_steps
 from autoprec.tuning.paired import baseline_of, perturbed_runs
 from autoprec.tuning.phases.record import record_step
 from autoprec.tuning.phases.sensitivity import scan_warmup
 from autoprec.tuning.setup import Setup
+from autoprec.tuning.study.run import error_text
 from autoprec.tuning.workers.local import HostPool
 
 #: What is told apart from timing noise, as a factor of speed, and what counts as saving memory.

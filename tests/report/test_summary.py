@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autoprec.report.summary import important, note_of, number, source_of, summarise
+from autoprec.report.summary import important, summarise
 from autoprec.report.text import cost_text
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run, metrics_of
@@ -69,17 +69,6 @@ def test_failures_tell_how_they_ended(result: SearchResult, records: list[Run]) 
     assert summarise(result, records).failures == (("trial 7", "diverged: loss is NaN"),)
 
 
-def test_a_row_says_where_its_figures_come_from() -> None:
-    assert source_of({"speedup": 2.0, "sources": {"speedup": "modelled"}}) == "modelled"
-    assert (source_of({}), note_of({}), note_of({"status": "ok"})) == ("", "", "")
-    assert note_of({"name": "b", "status": "pruned"}) == "pruned"
-
-
-def test_only_finite_numbers_are_numbers() -> None:
-    assert number(3) == 3.0
-    assert [number(v) for v in (float("nan"), float("-inf"), True, None, "1")] == [None] * 5
-
-
 def test_a_decision_below_one_percent_is_not_important(result: SearchResult, unimportant: SearchResult) -> None:
     assert important(unimportant) == []
     assert important(result) == [("layer:h.0.mlp", "50%", "25%")]
@@ -92,4 +81,4 @@ def test_what_is_saved_is_told_against_the_16_bit_run() -> None:
     told = replace(result, best=best)
     summary = summarise(told, records)
     assert summary.saved_share == pytest.approx(1 / 3)
-    assert "of the time of a training run in 16 bit" in cost_text(told, summary)
+    assert "of the time of a training run in 16 bit" in cost_text(summary)

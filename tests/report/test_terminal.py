@@ -15,9 +15,9 @@ from autoprec.tuning.study.run import Run
 from tests.report.conftest import rehearsal
 
 
-def _terminal(result: SearchResult, records: list[Run], width: int = 120) -> str:
+def _terminal(result: SearchResult, _records: list[Run], width: int = 120) -> str:
     out = io.StringIO()
-    Console(file=out, width=width, no_color=True).print(terminal_table(result, records))
+    Console(file=out, width=width, no_color=True).print(terminal_table(result))
     return out.getvalue()
 
 

@@ -126,7 +126,7 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     from autoprec.cli.console import clock, command_began, stdout_console
 
     console = stdout_console()
-    console.print(report.terminal_table(result, engine.records))
+    console.print(report.terminal_table(result))
     lines = [f"verdict: {result.verdict}. {result.reason}"]
     if result.stopped:
         lines.append(f"stopped: {result.stopped}")

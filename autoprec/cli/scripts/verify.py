@@ -110,7 +110,7 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
 def _print(result: Verification, searched: str) -> None:
     from rich.table import Table
 
-    from autoprec.tuning.decide.sentences import error_text
+    from autoprec.tuning.study.run import error_text
 
     limits = result.limits
     noise, limit = limits.get("gradient_noise"), limits.get("gradient_error")

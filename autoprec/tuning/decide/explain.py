@@ -17,9 +17,8 @@ from autoprec.policy.solver import FloatTable
 from autoprec.tuning.decide.problem import Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel
 from autoprec.tuning.decide.sampler.prior import divergence_model, features_of, points_of
-from autoprec.tuning.decide.sentences import error_text
 from autoprec.tuning.decide.table import SensitivityTable
-from autoprec.tuning.study.run import Run
+from autoprec.tuning.study.run import Run, error_text
 
 #: What a choice has to gain of a group's time to be called faster: as much as the fit leaves of one run's time.
 _FASTER = 0.01

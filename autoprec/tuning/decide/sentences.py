@@ -51,11 +51,6 @@ def sentence(reasons: Sequence[Reason]) -> str:
     return text
 
 
-def error_text(error: float, noise: float | None) -> str:
-    """Return a gradient error in percent of the gradient and in units of its noise, where that is known."""
-    return f"{100 * error:.3g} %" + (f" ({error / noise:.2g} of the noise)" if noise else "")
-
-
 def _apart(value: float, limit: float, unit: str = "") -> str:
     """Return ``value is beyond limit`` with as many digits as tell them apart."""
     digits = next((d for d in range(2, 6) if f"{value:.{d}g}" != f"{limit:.{d}g}"), 6)

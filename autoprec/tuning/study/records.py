@@ -1,33 +1,49 @@
 """What a search leaves behind beside its runs (:mod:`autoprec.tuning.study.run`): one result per study, plain data.
 
-The report, the tracker and ``--json`` read nothing else.
+The report, the tracker, ``--json`` and :func:`autoprec.search` read nothing else.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
+from autoprec.errors import StudyError
+from autoprec.support.optional import require
 from autoprec.support.plain import rebuild
 from autoprec.support.redact import redact_text
+from autoprec.support.tables import Shown, Table
+from autoprec.tuning.study.rows import Row, headings, number, over_16bit, percent, row_cells, source_of
+from autoprec.tuning.study.run import error_text, headline
+
+if TYPE_CHECKING:
+    import optuna
+    import pandas
 
 
-@dataclass(frozen=True, slots=True)
-class SearchResult:
-    """The outcome of a search: exactly what ``autoprec search --json`` prints, plus what the report draws.
+@dataclass(frozen=True, slots=True, repr=False)
+class SearchResult(Shown):
+    """The outcome of a search: exactly what ``autoprec search --json`` prints, and what can be done with it.
 
-    ``verdict`` is ``adopt``, ``stay``, or ``undecided`` where a search was cut short before anything could be said:
-    no policy is written then. ``cut_short`` says what was left out, ``resume`` is the command that goes on; both are
-    empty where nothing was left out; ``stopped`` says why no further trial was run ("converged after 9 of 30 trials:
-    ..."), and is in ``trials`` of the JSON document, too.
-    ``best``, ``reference`` and the members of ``presets`` and ``front`` are metric
-    mappings (presets and front carry ``name`` beside them); ``interval`` in ``best`` is the half width of the
-    divergence's confidence interval over the finalist seeds. ``explanation`` is that of
-    :func:`autoprec.tuning.decide.reasons.explanation`, or of ``stay_explanation`` where no trial was needed.
-    ``study_name`` is ``study`` in JSON, ``baseline`` the name of the 16-bit run that gains are told against.
-    ``reasons`` are those of ``reason`` as codes with data (:mod:`autoprec.tuning.decide.sentences`).
-    ``rejected`` says, by name, why a finalist is not acceptable, ``not_taken`` why another that was measured to be
-    faster is not the answer: too few paired seeds, or faster by no more than the timing noise.
+    ``print(result)`` and notebooks show the policy beside the script and the presets; ``result.study`` is the
+    Optuna study, ``result.to_pandas()`` its trials, ``autoprec.load(result.policy)`` the policy.
+
+    Attributes:
+        verdict: ``adopt``, ``stay``, or ``undecided`` where a search was cut short before anything could be said: no
+            policy is written then.
+        reason: why, in words; ``reasons`` the same as codes with data (:mod:`autoprec.tuning.decide.sentences`).
+        policy: path of the policy.
+        best, reference, presets, front: metric mappings with ``name``; ``interval`` in ``best`` is the half width of
+            the divergence's confidence interval over the paired seeds.
+        baseline: name of the 16-bit run that gains are given over; empty on a CPU, and where none was measured.
+        trials: counts of trials by how they ended.
+        study_name: ``study`` in JSON.
+        explanation: of :func:`autoprec.tuning.decide.reasons.explanation`, or of ``stay_explanation`` where no trial
+            was needed.
+        rejected: why a policy is not acceptable, by name; ``not_taken`` why another that was measured to be faster is
+            not the answer: too few paired seeds, or faster by no more than the timing noise.
+        cut_short: what was left out, and ``resume`` the command that goes on; both are empty where nothing was.
+        stopped: why no further trial was run ("converged after 9 of 30 trials: ..."); in ``trials`` of the JSON, too.
     """
 
     verdict: str
@@ -56,6 +72,8 @@ class SearchResult:
     cut_short: str = ""
     resume: str = ""
     stopped: str = ""
+    #: The storage with its password, which ``storage`` hides; never printed or written.
+    _address: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         """Hide secrets in what is said: notes may quote the script's own output."""
@@ -64,11 +82,106 @@ class SearchResult:
         object.__setattr__(self, "notes", tuple(map(redact_text, self.notes)))
 
     def to_json(self) -> dict[str, Any]:
+        """Return the JSON document of ``autoprec search --json``."""
         out = {"study" if key == "study_name" else key: value for key, value in asdict(self).items()}
+        del out["_address"]
         return out | {"trials": {**self.trials, "stopped": self.stopped}}
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> Self:
+        """Rebuild from :meth:`to_json`."""
         named = {"study_name" if key == "study" else key: value for key, value in document.items()}
         named["trials"] = {name: count for name, count in named["trials"].items() if name != "stopped"}
         return rebuild(cls, named)
+
+    # --- as people read it ------------------------------------------------------------------------------------------
+    def rows(self) -> tuple[Row, ...]:
+        """Return the comparison: the policy, the reference and the presets, each with its ``role``."""
+        label = "the policy" if self.verdict == "adopt" else "fastest candidate"
+        # a verdict from the cost model alone has no candidate: its best is the reference itself
+        candidate = self.verdict == "adopt" or self.best.get("name") != self.reference.get("name")
+        shown = number(self.best.get("step_time_ms")) is not None and candidate
+        rows: list[Row] = [{**self.best, "role": "best", "name": label}] if shown else []
+        rows.append({**self.reference, "role": "reference", "name": "reference: the script as written"})
+        return (*rows, *({**preset, "role": "preset"} for preset in self.presets))
+
+    @property
+    def title(self) -> str:
+        """The study and its target."""
+        return f"{self.study_name or 'study'} on {self.target or 'this machine'}"
+
+    @property
+    def noise_floor(self) -> float | None:
+        """The divergence that rounding the weights once makes; None where it was not measured."""
+        floors = (number(source.get("noise_floor")) for source in (self.best, self.reference, self.budget))
+        return next((floor for floor in floors if floor is not None), None)
+
+    @property
+    def limit(self) -> float | None:
+        """The budget of the divergence."""
+        return number(self.budget.get("max_divergence"))
+
+    @property
+    def gradient_limit(self) -> float | None:
+        """The largest acceptable gradient error as a fraction of the gradient; None where it is not known."""
+        share, noise = number(self.budget.get("max_gradient_error")), number(self.budget.get("gradient_noise"))
+        usual = share * noise if share is not None and noise is not None else None
+        return number(self.budget.get("gradient_limit")) or usual
+
+    def facts(self) -> list[str]:
+        """Return noise floor, limits and where figures come from, as far as they are known; and what ``~`` means."""
+        out = [f"noise floor {percent(self.noise_floor)}"] if self.noise_floor is not None else []
+        out += [f"divergence budget {percent(self.limit)}"] if self.limit is not None else []
+        if self.gradient_limit is not None:
+            predicted = any(row.get("gradient_error_source") == "predicted" for row in self.rows())
+            limit = error_text(self.gradient_limit, number(self.budget.get("gradient_noise")))
+            out.append(f"gradient error at most {limit}{'; ~ predicted' if predicted else ''}")
+        source = next((source for row in self.rows() if (source := source_of(row))), "")
+        return out + ([f"times and memory {source}"] if source else [])
+
+    def table(self) -> Table:
+        """Return the policy, the script as written and the presets, with the verdict below."""
+        over = over_16bit(self.rows())
+        rows = tuple(row_cells(row, over_16bit=over) for row in self.rows())
+        notes = ("; ".join(self.facts()), f"verdict: {self.verdict}. {self.reason}")
+        return Table(headings(over_16bit=over), rows, self.title, tuple(filter(None, notes)))
+
+    def __repr__(self) -> str:
+        gain = f", {headline(self.best)}" if "speedup" in self.best else ""
+        return f"SearchResult({self.verdict}{gain}, policy={self.policy!r}, study_name={self.study_name!r})"
+
+    # --- its runs ---------------------------------------------------------------------------------------------------
+    @property
+    def study(self) -> optuna.Study:
+        """The study in Optuna, for its plots, its importances and its dashboard.
+
+        Objectives are ``step_time_ms`` and ``divergence``; complete trials have every parameter, and figures, kind and
+        status as user attributes. Finalists lie beside them as pruned trials, references, which
+        have no parameters, as failed ones.
+
+        Raises:
+            StudyError: the database is gone.
+        """
+        import optuna
+
+        try:
+            return optuna.load_study(study_name=self.study_name, storage=self._address or self.storage)
+        except Exception as error:  # of SQLAlchemy, of a driver, or Optuna's KeyError
+            raise StudyError(
+                f"the study '{self.study_name}' cannot be opened: {error}", where=self.storage, fix="was it moved?"
+            ) from error
+
+    def to_pandas(self) -> pandas.DataFrame:
+        """Return a row for each run: number, kind, name, status, figures, then every parameter under its own name.
+
+        Raises:
+            StudyError: the database is gone.
+            MissingDependencyError: pandas is not installed.
+        """
+        pandas = require("pandas", purpose="result.to_pandas()")
+        rows = []
+        for trial in self.study.get_trials(deepcopy=False):
+            about = {key: value for key, value in trial.user_attrs.items() if key != "record"}
+            first = {key: about.pop(key, None) for key in ("kind", "name", "status", "reason", "seed", "tags")}
+            rows.append({"number": trial.number, **first, **about, **trial.params})
+        return pandas.DataFrame(rows).set_index("number") if rows else pandas.DataFrame()

@@ -73,6 +73,11 @@ METRICS = {
 _RATES = ("throughput", "samples_per_s", "effective_speedup", "speedup_over_16bit")
 
 
+def error_text(error: float, noise: float | None) -> str:
+    """Return a gradient error in percent of the gradient and in units of its noise, where that is known."""
+    return f"{100 * error:.3g} %" + (f" ({error / noise:.2g} of the noise)" if noise else "")
+
+
 def metrics_of(values: Mapping[str, float], source: str | Mapping[str, str] = MEASURED) -> dict[str, Metric]:
     """Return plain values as metrics.
 
