@@ -64,12 +64,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# On a GPU machine without a network nothing can be installed: python benchmarks/gpu_run.py, with the bundle's wheels.
+# On a GPU machine without a network nothing can be installed: python benchmarks/gpu/run.py, with the bundle's wheels.
 gpu: $(STAMP)
-	$(BIN)/python benchmarks/gpu_run.py
+	$(BIN)/python benchmarks/gpu/run.py
 
 gpu-bundle: $(STAMP)
-	$(BIN)/python benchmarks/gpu_bundle.py
+	$(BIN)/python benchmarks/gpu/bundle.py
 
 # The fused kernels in Triton's interpreter, from a folder of its own: where Triton is installed, every process that
 # compiles hashes its 200 MB.

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+sys.path.insert(0, str(ROOT))
 
 #: What an item is: readable text, or bytes of tensors.
 Item = tuple[str, str | bytes]
@@ -52,8 +52,8 @@ SHOWN_LINES = 12
 
 def makers() -> dict[str, Callable[[Path], Iterator[Item]]]:
     """Return what makes each part: imported on use, since `--compare` needs none of it."""
-    import behaviour_commands as commands
-    import behaviour_parts as parts
+    from benchmarks import behaviour_commands as commands
+    from benchmarks import behaviour_parts as parts
 
     return {name: getattr(commands, name, None) or getattr(parts, name) for name in PARTS}
 

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 import yaml
-from behaviour_parts import OPTIMIZER, document, raw
 
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS
+from benchmarks.behaviour_parts import OPTIMIZER, document, raw
 
 ROOT = Path(__file__).resolve().parent.parent
 GPT = ROOT / "examples" / "train_gpt.py"

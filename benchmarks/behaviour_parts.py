@@ -143,9 +143,8 @@ def plain(value: Any) -> Any:
 
 def graphs(_: Path) -> Iterator[tuple[str, str]]:
     """Graph reports of one step of every plain model of the zoo."""
-    from graph_zoo import MODELS
-
     from autoprec.graph import StepRecorder
+    from benchmarks.graph.zoo import MODELS
 
     warnings.simplefilter("ignore")
     for name, build in MODELS.items():
@@ -159,9 +158,10 @@ def graphs(_: Path) -> Iterator[tuple[str, str]]:
 def searches(_: Path) -> Iterator[tuple[str, str]]:
     """The recorded cases: what was asked in which order under which seed, what was decided, and its plans."""
     import optuna
-    from ground_truth import Case
-    from search_cases import REPORTED
-    from search_finals import searched
+
+    from benchmarks.search.cases import REPORTED
+    from benchmarks.search.finals import searched
+    from benchmarks.search.ground_truth import Case
 
     warnings.simplefilter("ignore")
     optuna.logging.set_verbosity(optuna.logging.ERROR)

@@ -1,15 +1,13 @@
 """The house: rooms import only from their own room or rooms above, no import cycles, no long file or function."""
 
 import ast
-import sys
 from collections import Counter
 from functools import cache
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from benchmarks.house import MODULES, trees, untested
 
-from house import MODULES, trees, untested  # noqa: E402
+ROOT = Path(__file__).resolve().parent.parent
 
 #: Rooms from the foundation up, by the first part of a module's name inside the package.
 ROOMS = {

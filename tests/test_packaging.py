@@ -52,8 +52,8 @@ def test_pins_satisfy_what_the_project_asks_for() -> None:
         ("demo", "autoprec demo"),
         ("test", "-m pytest"),
         ("site", "mkdocs build --strict"),
-        ("gpu", "benchmarks/gpu_run.py"),
-        ("gpu-bundle", "benchmarks/gpu_bundle.py"),
+        ("gpu", "benchmarks/gpu/run.py"),
+        ("gpu-bundle", "benchmarks/gpu/bundle.py"),
     ],
 )
 def test_make_targets(target: str, runs: str) -> None:

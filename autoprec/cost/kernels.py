@@ -103,7 +103,7 @@ def cast_traffic(
 
 
 #: Operators per use of an operand that uncompiled casts launch on a GPU where no kernel of ours fuses them, counted by
-#: `benchmarks/gpu_ready.py`; GEMMs and the bias apart.
+#: `benchmarks/gpu/ready.py`; GEMMs and the bias apart.
 _EAGER_OPERATORS = {"int8": 28, "mxfp8": 34}
 
 

@@ -1,7 +1,7 @@
 """How much of its peak a device reaches, per recipe family: the parameters that calibration replaces.
 
-The defaults are fitted on one half of the published tables and scored on the other half (``benchmarks/cost_model.py``
-prints both; docs/cost-model.md says which rows).
+The defaults are fitted on one half of the published tables and scored on the other half
+(``benchmarks/cost/cost_model.py`` prints both; docs/cost-model.md says which rows).
 """
 
 from __future__ import annotations
@@ -104,9 +104,9 @@ _SHARES = ("gemm", "cast", "bandwidth", "attention", "compiled_casts")
 _GEMM = {"fp32": 0.85, "tf32": 0.75, "bf16": 0.73, "fp16": 0.73, "int8": 0.6}
 _ERROR = {"fp32": 0.15, "tf32": 0.15, "bf16": 0.12, "fp16": 0.12, "nvfp4": 0.3, "int8": 0.3, "rest": 0.35}
 
-# benchmarks/fit_rates.py on the rows marked `fit` of published.yaml (2026-11), rounded. fp8_row reaches what fp8_tensor
-# reaches wherever no row tells them apart; fp8_block on Blackwell casts like mxfp8. int8 and the consumer cards rest on
-# no measurement.
+# benchmarks/cost/fit_rates.py on the rows marked `fit` of published.yaml (2026-11), rounded. fp8_row reaches what
+# fp8_tensor reaches wherever no row tells them apart; fp8_block on Blackwell casts like mxfp8. int8 and the consumer
+# cards rest on no measurement.
 # Two implementations of casts were published: Transformer Engine's kernels and casts compiled by torch, which reach
 # about half of that on Hopper and on Blackwell alike (compiled_casts; fitted on one table each).
 # Hopper's row-wise forward GEMM is a CUTLASS kernel of its own, up to twice as slow as the tensor-wise one (pytorch

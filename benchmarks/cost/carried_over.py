@@ -1,6 +1,6 @@
 """Do the sensitivities of a small stand-in carry over to a larger model? Gradient errors along width, depth and tokens.
 
-The assumption behind ``--cost-scale``, for benchmarks/cost_model.py.
+The assumption behind ``--cost-scale``, for benchmarks/cost/cost_model.py.
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-import cpu_models
 import torch
+
+from benchmarks.cost import cpu_models
 
 RECIPES: dict[str, dict[str, Any]] = {
     "fp8 row": {"format": "fp8", "scaling": {"granularity": "row"}},

@@ -1,6 +1,6 @@
 """Every figure of the cost model: published tables, this CPU, memory, carried-over sensitivities, Llama-70B.
 
-    python benchmarks/cost_model.py [--only published,peer,cpu,memory,zoo,carried,llama] [--out FILE.md]
+    python benchmarks/cost/cost_model.py [--only published,peer,cpu,memory,zoo,carried,llama] [--out FILE.md]
 
 Parameters were fitted on the rows marked `fit` and nothing else; goals are judged on the others. Misses stay in.
 """
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 Lines = list[str]
 GOALS: list[tuple[str, str, str, bool]] = []
@@ -36,7 +36,7 @@ def spearman(a: Sequence[float], b: Sequence[float]) -> float:
 
 
 def published() -> Lines:
-    from published import Row, evaluate
+    from benchmarks.cost.published import Row, evaluate
 
     rows = evaluate()
     lines = [
@@ -96,9 +96,8 @@ def published() -> Lines:
 
 def peer() -> Lines:
     """torchao's roofline on the same linear layers and GEMM tables, where torchao is installed."""
-    from published import evaluate, published
-
     from autoprec.support.optional import is_available
+    from benchmarks.cost.published import evaluate, published
 
     lines = ["", "## Peer: torchao.testing.training.roofline_utils", ""]
     if not is_available("torchao"):
@@ -144,9 +143,8 @@ def peer() -> Lines:
 
 
 def cpu_and_memory(which: str) -> Lines:
-    import cpu_models
-
     from autoprec.cost.calibrate.cpu import cpu_rates
+    from benchmarks.cost import cpu_models
 
     rates, label = cpu_rates(refresh=True)
     rows = cpu_models.cases()
@@ -177,7 +175,7 @@ def cpu_and_memory(which: str) -> Lines:
 
 def carried() -> Lines:
     """Do the sensitivities of a small stand-in carry over to wider, deeper models and larger batches?"""
-    import carried_over
+    from benchmarks.cost import carried_over
 
     lines = ["", "## Do sensitivities carry over? Relative gradient error of one kind of layer in one recipe"]
     for axis, table in carried_over.tables().items():
@@ -200,7 +198,7 @@ def carried() -> Lines:
 
 def zoo() -> Lines:
     """Bytes saved for backward on models whose attention is written out, shared, gated, recurrent, mixed, ..."""
-    import saved_zoo
+    from benchmarks.cost import saved_zoo
 
     rows = saved_zoo.cases()
     lines = ["", "## Bytes saved for backward, further models at tiny sizes (modelled / measured - 1)", ""]
@@ -261,8 +259,7 @@ def llama() -> Lines:
     ]
     goal("Llama-70B from its sizes", "<= 30 s", f"{spent:.1f} s", spent <= 30)
     if is_available("transformers"):
-        beside = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent)}  # graph_fake
-        done = subprocess.run([sys.executable, "-c", _TRACED], capture_output=True, text=True, check=False, env=beside)
+        done = subprocess.run([sys.executable, "-c", _TRACED], capture_output=True, text=True, check=False)
         if done.returncode:
             lines.append(f"- traced from its configuration: failed: {done.stderr.strip().splitlines()[-1]}")
             goal("Llama-70B from its configuration, traced", "<= 30 s", "failed", False)
@@ -284,7 +281,7 @@ def environment() -> str:
     versions = [
         f"{name} {installed_version(name)}" for name in ("torch", "torchao", "transformers") if installed_version(name)
     ]
-    command = " ".join(["python", "benchmarks/cost_model.py", *sys.argv[1:]])
+    command = " ".join(["python", "benchmarks/cost/cost_model.py", *sys.argv[1:]])
     load = os.getloadavg()[0]
     return f"{cpu_model()}, load {load:.0f}, Python {platform.python_version()}, {', '.join(versions)}; `{command}`"
 

@@ -1,4 +1,4 @@
-"""Ten small models and three policies on this CPU: what a step takes and saves, for benchmarks/cost_model.py."""
+"""Ten small models and three policies on this CPU: what a step takes and saves, for benchmarks/cost/cost_model.py."""
 
 from __future__ import annotations
 

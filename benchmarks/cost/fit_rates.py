@@ -1,16 +1,15 @@
 """Choose the default rates: coordinate search on the rows of published.yaml marked `fit`, nothing else.
 
-python benchmarks/fit_rates.py            # prints the rates to put into autoprec/cost/rates.py
+python benchmarks/cost/fit_rates.py            # prints the rates to put into autoprec/cost/rates.py
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from published import evaluate
-
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.precision.hardware import target
+from benchmarks.cost.published import evaluate
 
 #: architecture -> (a target of it, [(field, families that share one value; none for a field that is one number)])
 PLAN: dict[str, tuple[str, list[tuple[str, tuple[str, ...]]]]] = {

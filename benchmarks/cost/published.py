@@ -1,7 +1,7 @@
 """What others have measured and published, and what the model says to the same question.
 
 ``published.yaml`` holds the tables with attribution; rows marked ``fit`` were used to choose the default rates, rows
-marked ``score`` were not. ``benchmarks/cost_model.py`` prints both.
+marked ``score`` were not. ``benchmarks/cost/cost_model.py`` prints both.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
-"""Bytes saved for backward, modelled against measured, on the recorder's zoo, for benchmarks/cost_model.py."""
+"""Bytes saved for backward, modelled against measured, on the recorder's zoo, for benchmarks/cost/cost_model.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import graph_zoo
 import torch
 from torch import nn
+
+from benchmarks.graph import zoo as graph_zoo
 
 #: Convolutions have no 8-bit recipe and stay in bf16.
 POLICIES: dict[str, str] = {"bf16": "bf16", "fp8_rowwise": "fp8_rowwise"}
@@ -18,7 +19,7 @@ def _models() -> dict[str, Callable[[], tuple[nn.Module, dict[str, Any]]]]:
 
     if not is_available("transformers"):
         return dict(graph_zoo.MODELS)
-    import graph_zoo_hf
+    from benchmarks.graph import zoo_hf as graph_zoo_hf
 
     return {**graph_zoo.MODELS, **graph_zoo_hf.MODELS}
 

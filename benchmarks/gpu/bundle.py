@@ -1,8 +1,8 @@
 """``make gpu-bundle``: the wheels a GPU machine without a network may lack, in one folder of at most 60 MiB.
 
-    python benchmarks/gpu_bundle.py [--folder gpu-bundle] [--python 3.12] [--kit te_kit.tar.xz]
+    python benchmarks/gpu/bundle.py [--folder gpu-bundle] [--python 3.12] [--kit te_kit.tar.xz]
 
-PyTorch, Triton, NumPy and the usual scientific stack are expected there. ``benchmarks/gpu_run.py`` installs
+PyTorch, Triton, NumPy and the usual scientific stack are expected there. ``benchmarks/gpu/run.py`` installs
 what is in the folder, and unpacks a Transformer Engine kit that lies there.
 """
 

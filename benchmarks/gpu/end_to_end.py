@@ -1,6 +1,6 @@
 """AutoPrec's policy against what people set by hand, on a GPU: tokens per second, memory, divergence, search time.
 
-    python benchmarks/gpu_end_to_end.py [--models gpt2-124m,llama-1.3b,vit-l] [--trials 40] [--out DIR] [--budget 480]
+    python benchmarks/gpu/end_to_end.py [--models gpt2-124m,llama-1.3b,vit-l] [--trials 40] [--out DIR] [--budget 480]
 
 The reference is bf16 autocast with ``torch.compile``. The presets are torchao tensorwise / rowwise / auto-filter and
 Transformer Engine delayed / current / block, each in a process of its own, in the same run. Parts that are done are
@@ -22,10 +22,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu_figures import gap
-from benchmarks.gpu_parts import PRESETS, ROOT, TRAIN, Parts, environment, write_whole
+from benchmarks.gpu.figures import gap
+from benchmarks.gpu.parts import PRESETS, ROOT, TRAIN, Parts, environment, write_whole
 
 
 def has_gpu() -> bool:

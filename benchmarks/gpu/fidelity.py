@@ -1,6 +1,6 @@
 """Is the rehearsal true? Emulated against native numerics, and modelled against measured time, on this device.
 
-    python benchmarks/gpu_fidelity.py [--model gpt2-124m] [--recipes ...] [--calibration FILE] [--out FILE]
+    python benchmarks/gpu/fidelity.py [--model gpt2-124m] [--recipes ...] [--calibration FILE] [--out FILE]
                                       [--sections gradients,times,curves]
 
 One host of the same script answers everything, in one run: the gradient error of every group and recipe by the
@@ -8,7 +8,7 @@ One host of the same script answers everything, in one run: the gradient error o
 Transformer Engine's where they are installed), the step time of uniform and mixed policies beside the cost model's,
 loss curves of 50 steps beside the noise floor, and what share of the layers executed what was asked. Curves compile
 the script's blocks, not its whole model. Every answer is kept beside ``FILE``, where a second call finds it, and so
-are, row by row, the figures that the day's report draws from them (``gpu_figures.py``). A CPU's own FP8 products are
+are, row by row, the figures that the day's report draws from them (``figures.py``). A CPU's own FP8 products are
 slow but real, so a machine without a GPU rehearses all but the times, and the table says so.
 """
 
@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autoprec.cost import CostModel  # noqa: E402
@@ -39,8 +39,8 @@ from autoprec.trial.driver.runner import TrialRunner  # noqa: E402
 from autoprec.trial.protocol import HostInfo, Probe, TrialResult, TrialSpec  # noqa: E402
 from autoprec.tuning.decide.metrics import divergence, step_time  # noqa: E402
 from autoprec.tuning.target import resolve_target  # noqa: E402
-from benchmarks.gpu_figures import FIGURES_FILE  # noqa: E402
-from benchmarks.gpu_parts import TRAIN, Parts, write_whole  # noqa: E402
+from benchmarks.gpu.figures import FIGURES_FILE  # noqa: E402
+from benchmarks.gpu.parts import TRAIN, Parts, write_whole  # noqa: E402
 
 RECIPES = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed")
 #: The one whose products a CPU runs at a bearable speed (per-tensor E5M2 takes seconds a step even for a tiny model).

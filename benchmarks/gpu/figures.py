@@ -13,11 +13,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_parts import PRESETS
+from benchmarks.gpu.parts import PRESETS
 
 __all__ = ["FIGURES_FILE", "Figure", "documents", "figures", "gap", "table"]
 
-#: Where ``gpu_fidelity.py`` keeps what two of the figures are made of, beside its own rows.
+#: Where ``fidelity.py`` keeps what two of the figures are made of, beside its own rows.
 FIGURES_FILE = "figures.json"
 BACKENDS = ("native", "torchao", "transformer_engine")
 #: torchao's names of the recipes that both run.
@@ -44,7 +44,7 @@ def figures(out: Path, *, small: str = "gpt2-124m", billion: str = "llama-1.3b")
     """Return the figures of what lies under ``out``.
 
     Args:
-        out: the folder of ``gpu_run.py``'s parts.
+        out: the folder of ``run.py``'s parts.
         small: the model whose search is timed.
         billion: the model of at least a billion parameters.
     """

@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["PRESETS", "ROOT", "TRAIN", "Parts", "environment", "write_whole"]
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TRAIN = ROOT / "benchmarks" / "gpu" / "train_transformer.py"
 #: What people set by hand, as that script's ``--precision`` names it.
 PRESETS = ("bf16", "torchao-tensorwise", "torchao-rowwise", "torchao-auto", "te-delayed", "te-current", "te-block")

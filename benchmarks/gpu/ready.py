@@ -1,6 +1,6 @@
 """What can be said about GPUs without one: code generated for a pretended card is counted, nothing is timed.
 
-    python benchmarks/gpu_ready.py [--out FILE] [--only "eager fp8_rowwise,compiled bf16"]
+    python benchmarks/gpu/ready.py [--out FILE] [--only "eager fp8_rowwise,compiled bf16"]
 
 Prints one table: operators of an eager linear layer, kernels and bytes of a compiled block, graph breaks, bytes per
 parameter of the sensitivity scan, and which share of a hand-written MoE's and a ViT's FLOPs may run in FP8 on an H100.
@@ -23,10 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.planned_search import PLANNED, TOKENS, kinds, planned, start_seconds  # noqa: E402
+from benchmarks.search.planned import PLANNED, TOKENS, kinds, planned, start_seconds  # noqa: E402
 
 HOPPER = ("fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block")
 BLACKWELL = ("mxfp8", "nvfp4")
@@ -191,7 +191,7 @@ def _compiled(recipe: str, backend: str, blocks: int = 1, *, experts: bool = Fal
 
     from autoprec.applying.policy import apply_policy
     from autoprec.precision.recipes import BUILTIN_RECIPES
-    from benchmarks.fake_cuda import Generated
+    from benchmarks.gpu.fake_cuda import Generated
 
     if backend == "deepgemm":  # nothing of it is called
         sys.modules.setdefault("deep_gemm", types.ModuleType("deep_gemm"))
@@ -240,7 +240,7 @@ def eager(recipe: str, backend: str) -> dict[str, Any]:
 
     from autoprec.applying.policy import apply_policy
     from autoprec.backends import fused
-    from benchmarks.fake_cuda import counter
+    from benchmarks.gpu.fake_cuda import counter
 
     launched: list[
         int
@@ -279,7 +279,7 @@ def scan() -> dict[str, Any]:
     from autoprec.trial.inside.observe.hooks import Hooks
     from autoprec.trial.inside.replay import Replay
     from autoprec.trial.protocol import Probe, TrialSpec
-    from benchmarks.held import Held
+    from benchmarks.numerics.held import Held
 
     model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(16)])
     parameters = list(model.parameters())
@@ -355,7 +355,7 @@ def _one(what: str, recipe: str, backend: str, capability: str) -> dict[str, Any
         return ragged()
     if what == "kinds":
         return kinds()
-    from benchmarks.fake_cuda import pretend
+    from benchmarks.gpu.fake_cuda import pretend
 
     pretend((int(capability.split(".")[0]), int(capability.split(".")[1])), caches=what == "cached")
     return {"compiled": compiled, "cached": cached, "eager": eager, "experts": experts}[what](recipe, backend)
@@ -380,7 +380,7 @@ def main() -> int:
     import importlib.metadata as metadata
 
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "triton", "torchao"))
-    lines = [f"# Ready for a GPU, without one: {time.strftime('%Y-%m-%d')}", "", "`python benchmarks/gpu_ready.py`", ""]
+    lines = [f"# Ready for a GPU, without one: {time.strftime('%Y-%m-%d')}", "", "`python benchmarks/gpu/ready.py`", ""]
     lines += [f"{versions}; Python {sys.version.split()[0]}; {os.cpu_count()} CPU cores, a pretended card.", ""]
     lines += ["| what | card | backend, recipe | counted |", "|---|---|---|---|"]
     asked = [("scan", "-", "-", "-"), ("ragged", "-", "-", "-"), ("kinds", "-", "-", "-")]

@@ -1,7 +1,7 @@
 """``make gpu``: everything a GPU is needed for, in one command, resumable in parts, within a time limit.
 
-    python benchmarks/gpu_run.py [--limit 530] [--out DIR] [--pack FILE] [--parts doctor,calibrate,fidelity,...]
-    python benchmarks/gpu_run.py --rehearse     the same parts on a CPU with tiny models: the path, not the figures
+    python benchmarks/gpu/run.py [--limit 530] [--out DIR] [--pack FILE] [--parts doctor,calibrate,fidelity,...]
+    python benchmarks/gpu/run.py --rehearse     the same parts on a CPU with tiny models: the path, not the figures
 
 A part takes at most nine minutes, then it is ended with every process that it started. Parts that finished are kept
 in ``DIR`` (default: ``benchmarks/results/gpu-parts``, not committed) and not run again. After each part all of ``DIR``,
@@ -16,7 +16,7 @@ among them; the conformance suite on every backend; the other blocks; loss curve
 accumulation; a search of a script that is not compiled, with ``autoprec verify`` on what it adopts; a ViT.
 Parts that keep rows of their own go on where they were ended; the others are not begun with less than they need.
 The report is ``benchmarks/results/<date>_<gpu>.{json,md}``, in ``DIR`` as well, with commands, versions and hardware;
-it begins with the figures, their goals and verdicts (``gpu_figures.py``), told of whatever rows there are. Wheels of
+it begins with the figures, their goals and verdicts (``figures.py``), told of whatever rows there are. Wheels of
 the folder that ``make gpu-bundle`` wrote are installed into a temporary folder first, and a Transformer Engine kit
 beside them is unpacked; nothing is downloaded here.
 """
@@ -39,13 +39,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO, Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autoprec.trial.inside.observe.conditions import QUERY, Conditions, ask_driver  # noqa: E402 - nothing need be installed for it
-from benchmarks.gpu_figures import documents, figures, table  # noqa: E402 - nothing need be installed for it
-from benchmarks.gpu_parts import write_whole  # noqa: E402 - nothing need be installed for it
-from benchmarks.gpu_speed import FIRST, NAMES  # noqa: E402 - nothing need be installed for it
+from benchmarks.gpu.figures import documents, figures, table  # noqa: E402 - nothing need be installed for it
+from benchmarks.gpu.parts import write_whole  # noqa: E402 - nothing need be installed for it
+from benchmarks.gpu.speed import FIRST, NAMES  # noqa: E402 - nothing need be installed for it
 
 #: Seconds after which the driver no longer counts what has ended as work.
 SETTLES_S = 2.0
@@ -65,15 +65,15 @@ SEARCHES = {"gpt2": (30, 400), "billion": (12, 260), "vit": (12, 260), "eager": 
 
 def commands(out: Path, limit: float, *, rehearse: bool = False) -> dict[str, list[str]]:
     """Return the command of each part; a rehearsal runs the same programs where there is no GPU, on tiny models."""
-    python, speed = sys.executable, "benchmarks/gpu_speed.py"
+    python, speed = sys.executable, "benchmarks/gpu/speed.py"
 
     def fidelity(sections: str) -> list[str]:
-        words = [python, "benchmarks/gpu_fidelity.py", "--out", str(out / f"{sections.replace(',', '-')}.md")]
+        words = [python, "benchmarks/gpu/fidelity.py", "--out", str(out / f"{sections.replace(',', '-')}.md")]
         return [*words, "--answers", str(out / "fidelity"), "--sections", sections]
 
     def search(part: str, *words: str) -> list[str]:
         trials, seconds = SEARCHES[part]
-        script = [python, "benchmarks/gpu_end_to_end.py", *words, "--trials", str(trials)]
+        script = [python, "benchmarks/gpu/end_to_end.py", *words, "--trials", str(trials)]
         return [*script, "--budget", f"{min(seconds, limit * SEARCH_SHARE):.0f}"]
 
     blocks, ends = (
@@ -262,7 +262,7 @@ def report(
         "figures": documents(told),
         "python": platform.python_version(),
         "versions": versions,
-        "command": f"python benchmarks/gpu_run.py --parts {','.join(parts)}",
+        "command": f"python benchmarks/gpu/run.py --parts {','.join(parts)}",
         "parts": results,
     }
     lines = [f"# {gpu}, {document['date']}", "", f"`{document['command']}`", ""]

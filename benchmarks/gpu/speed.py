@@ -1,7 +1,7 @@
 """How fast a device multiplies in FP8, and trains four blocks in each precision that can be had; no search.
 
-    python benchmarks/gpu_speed.py products [--out DIR]   _scaled_mm: tensor and row scales, fast and full accumulation
-    python benchmarks/gpu_speed.py blocks [--out DIR]     4 blocks of width 4096, forward and backward
+    python benchmarks/gpu/speed.py products [--out DIR]   _scaled_mm: tensor and row scales, fast and full accumulation
+    python benchmarks/gpu/speed.py blocks [--out DIR]     4 blocks of width 4096, forward and backward
 
 ``blocks`` has bf16 autocast, torchao's recipes, ours by the ``native`` backend, Transformer Engine's, and FP8 in blocks
 by DeepGEMM's and torchao's products, each eager and compiled (block by block), one process per precision. Rows that are
@@ -25,9 +25,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.gpu_parts import Parts, environment
+from benchmarks.gpu.parts import Parts, environment
 
 #: What matters most first: the time may run out.
 FIRST = ("bf16", "native-fp8_rowwise", "torchao-rowwise", "native-fp8_tensorwise", "torchao-tensorwise")
@@ -102,8 +102,8 @@ def block_row(name: str, how: str, *, tiny: bool) -> dict[str, Any]:
 
     import autoprec
     from autoprec.precision.recipes import BUILTIN_RECIPES
+    from benchmarks.gpu.ready import uniform
     from benchmarks.gpu.train_transformer import Block, Shape, convert
-    from benchmarks.gpu_ready import uniform
 
     if not tiny:  # what ran before in this process, eager, must not count as this one's memory
         gc.collect()

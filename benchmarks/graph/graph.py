@@ -1,6 +1,6 @@
 """The figures of the operator graph: what is recorded exactly, how fast, and what other tracers see of the same steps.
 
-    python benchmarks/graph.py [--only zoo,fake,speed,large,peers] [--output benchmarks/results/DATE_graph.md]
+    python benchmarks/graph/graph.py [--only zoo,fake,speed,large,peers] [--output benchmarks/results/DATE_graph.md]
 
 The zoo needs ``pip install 'autoprec[hf]'``. The truth for FLOPs is counted apart, by hooks on every Linear and
 convolution, from the closed form 2 M K N and from which operands need gradients.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import platform
 import resource
 import statistics
@@ -18,88 +17,23 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from graph_zoo import MODELS as PLAIN
 from torch import nn
 
 from autoprec.graph.fake import record_fake
 from autoprec.graph.recorder import StepRecorder
 from autoprec.graph.report import GraphReport
 from autoprec.graph.store import load_graph, save_graph
+from benchmarks.graph.peers import peer_table
+from benchmarks.graph.truth import built, loss_of, truth, zoo
 
 Row = tuple[str, str, str]
 _NORMS = ("RMSNorm", "T5LayerNorm", "HandRMSNorm")
-
-
-def zoo() -> dict[str, Callable[[], Any]]:
-    """Every architecture: name -> build."""
-    from graph_zoo_hf import MODELS as HUGGING_FACE
-
-    return {**HUGGING_FACE, **PLAIN}
-
-
-def built(build: Callable[[], Any]) -> tuple[nn.Module, dict[str, Any]]:
-    torch.manual_seed(0)
-    model, inputs = build()
-    return model, inputs
-
-
-def loss_of(out: Any) -> torch.Tensor:
-    loss: torch.Tensor = out if isinstance(out, torch.Tensor) else out.loss
-    return loss
-
-
-def _once(module: nn.Module, x: torch.Tensor, out: torch.Tensor) -> int:
-    """FLOPs of one product of a module, from the closed form."""
-    weight: Any = module.weight
-    if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-        return 2 * prod(x.shape[:-1]) * int(weight.numel())
-    transposed = isinstance(module, nn.modules.conv._ConvTransposeNd)
-    positions = x if transposed else out
-    return 2 * x.shape[0] * prod(positions.shape[2:]) * int(weight.numel())
-
-
-def _counted(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Linear, nn.modules.conv._ConvNd)) or type(module).__name__ == "Conv1D"
-
-
-@contextlib.contextmanager
-def truth(model: nn.Module) -> Iterator[dict[str, list[int]]]:
-    """Count forward and backward FLOPs of every Linear and convolution by hooks: name -> [forward, backward]."""
-    found: dict[str, list[int]] = {}
-    deferred: dict[str, int] = {}
-    hooks = []
-
-    def watch(name: str, module: nn.Module) -> None:
-        def after(_module: nn.Module, args: tuple[Any, ...], out: torch.Tensor) -> None:
-            row, once = found.setdefault(name, [0, 0]), _once(module, args[0], out)
-            again = torch._C._current_graph_task_id() != -1
-            if not again:
-                row[0] += once
-                if not torch.is_grad_enabled():  # reentrant checkpointing: differentiated when it runs again
-                    deferred[name] = deferred.get(name, 0) + 1
-            if torch.is_grad_enabled() and (not again or deferred.get(name)):
-                weight: Any = module.weight
-                row[1] += once * (int(args[0].requires_grad) + int(weight.requires_grad))
-                if again:
-                    deferred[name] -= 1
-
-        hooks.append(module.register_forward_hook(after))
-
-    for name, module in model.named_modules():
-        if _counted(module):
-            watch(name, module)
-    try:
-        yield found
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def record(build: Callable[[], Any]) -> tuple[nn.Module, StepRecorder, GraphReport, dict[str, list[int]]]:
@@ -255,8 +189,7 @@ print(f"{used:.1f} {time.time() - wall:.1f} {peak:.0f} {len(report.operators)} {
 
 def run_large(lines: list[str]) -> list[Row]:
     """Llama-70B with checkpointing, in a process of its own."""
-    beside = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parent)}  # graph_fake
-    done = subprocess.run([sys.executable, "-c", _LLAMA_70B], capture_output=True, text=True, check=True, env=beside)
+    done = subprocess.run([sys.executable, "-c", _LLAMA_70B], capture_output=True, text=True, check=True)
     cpu, wall, peak, operators, flops = done.stdout.split()[-5:]
     lines.append(f"- Llama-70B: {operators} operators, {flops} FLOP, {wall} s wall")
     return [
@@ -316,11 +249,9 @@ def main() -> None:
             print(f"{name}: done after {time.process_time():.0f} s CPU", file=sys.stderr)
     peers: list[str] = []
     if "peers" in wanted:
-        from graph_peers import peer_table
-
         peers = peer_table(zoo())
     text = [f"# Operator graph, {datetime.now(UTC):%Y-%m-%d}", ""]
-    text += [f"`python benchmarks/graph.py --only {options.only}` on {_machine()}", ""]
+    text += [f"`python benchmarks/graph/graph.py --only {options.only}` on {_machine()}", ""]
     text += ["| what | measured | goal |", "|---|---|---|", *(f"| {a} | {b} | {c} |" for a, b, c in rows), ""]
     text += [*lines, "", *peers, ""]
     print("\n".join(text))

@@ -1,4 +1,4 @@
-"""What other tracers see of the same steps: coverage, names, backward attribution; used by benchmarks/graph.py."""
+"""What other tracers see of the same steps: coverage, names, backward attribution, for benchmarks/graph/graph.py."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from graph import built, loss_of, truth
 from torch import fx, nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks.graph.truth import built, loss_of, truth
 
 _GEMMS = ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution", "conv2d", "conv1d", "matmul")
 #: torch.compile takes seconds per model: a third of the zoo, the hard cases in it.

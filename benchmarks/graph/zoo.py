@@ -1,4 +1,4 @@
-"""15 plain PyTorch models that are hard to trace, each returning its loss, for benchmarks/graph.py."""
+"""15 plain PyTorch models that are hard to trace, each returning its loss, for benchmarks/graph/graph.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""26 Hugging Face architectures built from tiny configurations, in training mode, for benchmarks/graph.py."""
+"""26 Hugging Face architectures built from tiny configurations, in training mode, for benchmarks/graph/graph.py."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """Does a policy that looks fine in twenty steps hold to the end? Whole trainings of tiny models, every policy and seed.
 
-    python benchmarks/long_run.py --out long_run              # runs what is missing, row by row (JSON lines), resumes
-    python benchmarks/long_run.py --out long_run --report     # prints the tables from the rows
+    python benchmarks/long_run/long_run.py --out long_run              # runs what is missing, row by row, resumes
+    python benchmarks/long_run/long_run.py --out long_run --report     # prints the tables from the rows
 
-Three models (benchmarks/long_run_tasks.py), 2,000 steps with warm-up and cosine, the policies of
-benchmarks/long_run_policies.py from harmless to bad, three paired seeds. Each run has its *early figures*, as a search
+Three models (benchmarks/long_run/tasks.py), 2,000 steps with warm-up and cosine, the policies of
+benchmarks/long_run/policies.py from harmless to bad, three paired seeds. Each run has its *early figures*, as a search
 takes them by default: the divergence of a short annealed trial (3 + 20 steps), the penalty of what optimizer state
 loses, and the gradient error over the mini-batch noise at step 10; and its end: the validation loss beside the paired
 fp32 run's. Numerics are emulated on a CPU, so nothing here is a statement about speed.
@@ -24,11 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
-
-from long_run_policies import POLICIES, policy_of  # noqa: E402
-from long_run_tasks import TASKS, Task, rate, seeded  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 from autoprec.applying.policy import apply_policy, remove_policy  # noqa: E402
 from autoprec.applying.units import tunable_layers  # noqa: E402
@@ -37,6 +34,8 @@ from autoprec.optim.optimizer import unwrap_optimizer, wrap_optimizer  # noqa: E
 from autoprec.policy import Policy  # noqa: E402
 from autoprec.policy.levels import LEVELS  # noqa: E402
 from autoprec.precision.recipes import BUILTIN_RECIPES  # noqa: E402
+from benchmarks.long_run.policies import POLICIES, policy_of  # noqa: E402
+from benchmarks.long_run.tasks import TASKS, Task, rate, seeded  # noqa: E402
 
 STEPS, SEEDS, REFERENCE_SEEDS = 2000, 3, 8
 WARMUP, SCORED, PROBED_AT = 3, 20, 10  # of a short trial, and where gradients are compared (the search's defaults)
@@ -284,7 +283,7 @@ def main() -> None:
     if not args.report:
         steps = GUARD_STEPS if args.guard else args.steps
         run_all(args.out, steps, args.tasks, args.seeds, guard=args.guard)
-    from long_run_report import report
+    from benchmarks.long_run.report import report
 
     lines = (args.out / "rows.jsonl").read_text().splitlines()
     print(report([row for row in map(json.loads, lines) if row["steps"] in (args.steps, GUARD_STEPS)]))

@@ -1,4 +1,4 @@
-"""The tables of the horizon study, from its rows (benchmarks/long_run.py)."""
+"""The tables of the horizon study, from its rows (benchmarks/long_run/long_run.py)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from long_run_guard import guard_lines
-from long_run_policies import POLICIES
 from scipy import stats
 
 from autoprec.tuning.decide.decision import Rules, Standing, gradient_limit
 from autoprec.tuning.decide.metrics import divergence
 from autoprec.tuning.decide.noise import Baseline
+from benchmarks.long_run.guard import guard_lines
+from benchmarks.long_run.policies import POLICIES
 
 __all__ = ["Row", "outcomes", "report"]
 

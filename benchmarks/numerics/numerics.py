@@ -1,6 +1,6 @@
 """Figures of the numerics and backends: exactness against torch and torchao, CPU speed of the emulation, overheads.
 
-    python benchmarks/numerics.py [--only PART,...] [--compiled] [--rounds 7] [--write]
+    python benchmarks/numerics/numerics.py [--only PART,...] [--compiled] [--rounds 7] [--write]
 
 The parts are exact, gemm, linear, gpt, trial, overhead and gradients. ``--write`` keeps the table as
 ``benchmarks/results/DATE_numerics[_PARTS].md``, goals missed included. Times are process CPU time of one thread, taken
@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 warnings.filterwarnings("ignore")
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec import Policy  # noqa: E402
 from autoprec.numerics.linear import LinearExecution  # noqa: E402
@@ -356,7 +356,7 @@ def main() -> int:
     lines = [
         "# Numerics and backends on a CPU",
         "",
-        f"`{' '.join(['python', 'benchmarks/numerics.py', *sys.argv[1:]])}`",
+        f"`{' '.join(['python', 'benchmarks/numerics/numerics.py', *sys.argv[1:]])}`",
         "",
         f"{processor()}; {versions}; one thread, process CPU time, median of {args.rounds} interleaved rounds; "
         f"torch's kernels use {torch.backends.cpu.get_cpu_capability()} (ATEN_CPU_CAPABILITY=avx2 asks for less); "
@@ -373,7 +373,7 @@ def main() -> int:
             print(lines[-1], flush=True)
     if args.write:
         parts = "" if args.only == parser.get_default("only") else "_" + args.only.replace(",", "_")
-        path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}_numerics{parts}.md"
+        path = Path(__file__).resolve().parents[1] / "results" / f"{time.strftime('%Y-%m-%d')}_numerics{parts}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
         print(f"written to {path.name}", file=sys.stderr)
     return 1 if missed else 0

@@ -1,6 +1,6 @@
 """Every quantity that AutoPrec takes from elsewhere, next to its original, and whether the bits are equal.
 
-    python benchmarks/originals.py [--markdown]
+    python benchmarks/numerics/originals.py [--markdown]
 
 Originals that are packages are called: torch and torchao, which the dev extra installs, and two that it does not,
 ``pip install ml_dtypes==0.6.0 bitsandbytes==0.50.2`` (without them their rows are left out, and a line says so); of
@@ -29,9 +29,9 @@ from autoprec.numerics.linear import LinearExecution
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-from benchmarks import originals_numerics, originals_state  # noqa: F401  (they add their comparisons)
-from benchmarks.originals_rows import COMPARISONS, Row, normal, version
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.numerics import originals_numerics, originals_state  # noqa: F401  (they add their comparisons)
+from benchmarks.numerics.originals_rows import COMPARISONS, Row, normal, version
 
 
 # --- what follows from it ---------------------------------------------------------------------------------------------

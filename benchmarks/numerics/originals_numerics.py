@@ -17,7 +17,7 @@ from autoprec.numerics.rounding import encode, round_e2m1
 from autoprec.numerics.scaling import DelayedScale, scale_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, Recipe
-from benchmarks.originals_rows import DTYPES, E4M3, Row, comparison, fp8, normal, version, wide
+from benchmarks.numerics.originals_rows import DTYPES, E4M3, Row, comparison, fp8, normal, version, wide
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from autoprec.optim.codecs import CODECS
 from autoprec.optim.loss_scaling import LossScaler
 from autoprec.optim.optimizer import wrap_optimizer
 from autoprec.policy import OptimizerPolicy, StabilityPolicy
-from benchmarks.originals_rows import E4M3, Row, comparison, normal, version
+from benchmarks.numerics.originals_rows import E4M3, Row, comparison, normal, version
 
 
 # --- optimizers and loss scaling --------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Figures of low-precision weights, gradients and optimizer state (docs/state.md).
 
-python benchmarks/state.py                          # everything; about five CPU minutes
-python benchmarks/state.py --only bytes snr speed   # some sections
-python benchmarks/state.py --write                  # also write benchmarks/results/<date>_state.json
+python benchmarks/numerics/state.py                          # everything; about five CPU minutes
+python benchmarks/numerics/state.py --only bytes snr speed   # some sections
+python benchmarks/numerics/state.py --write                  # also write benchmarks/results/<date>_state.json
 
 Sections: bytes (counted on live tensors), snr (simulated all-reduce), speed (optimizer step), resume, guard, loss (toy
 GPT, 300 steps, 3 seeds, paired with FP32 AdamW). Losses stay in whatever they are.
@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autoprec.optim.codecs import Codec  # noqa: E402
@@ -353,9 +353,9 @@ def main() -> None:
         for key, value in results[name].items():
             print(f"  {key:28s} {json.dumps(value)}", flush=True)
     if options.write:
-        path = Path(__file__).parent / "results" / f"{datetime.date.today().isoformat()}_state.json"
+        path = Path(__file__).resolve().parents[1] / "results" / f"{datetime.date.today().isoformat()}_state.json"
         known = json.loads(path.read_text()) if path.exists() else {}
-        command = "python benchmarks/state.py " + " ".join(sys.argv[1:])
+        command = "python benchmarks/numerics/state.py " + " ".join(sys.argv[1:])
         machine = {
             "commands": {**known.get("machine", {}).get("commands", {}), **dict.fromkeys(results, command)},
             "torch": torch.__version__,

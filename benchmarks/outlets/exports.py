@@ -1,6 +1,6 @@
 """Exports under the real libraries: what each target's own code makes of them, and two steps of training where it can.
 
-    python benchmarks/outlets.py --only exports [--rows]
+    python benchmarks/outlets/outlets.py --only exports [--rows]
 
 A target counts as loaded when its own loader, parser or schema reads every policy of the conformance suite, and what it
 reads is what the suite's independent reader reads. Losses are compared with AutoPrec's own application of the policy in
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 

@@ -1,6 +1,6 @@
 """What a newcomer meets: size of the installation, start-up, and the study as Optuna's own tools read it.
 
-python benchmarks/outlets_install.py [install] [start] [optuna]
+python benchmarks/outlets/install.py [install] [start] [optuna]
 """
 
 import resource
@@ -12,7 +12,7 @@ import venv
 from dataclasses import replace
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 

@@ -1,6 +1,6 @@
 """Outlets: exports under the real libraries, size of the report, cost of tracking (also with dead and silent servers).
 
-python benchmarks/outlets.py [--only exports|report|tracking] [--targets torchao,accelerate] [--why]
+python benchmarks/outlets/outlets.py [--only exports|report|tracking] [--targets torchao,accelerate] [--why]
 """
 
 import argparse
@@ -11,7 +11,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec.report.html import html_report
 from autoprec.tracking import Tracker
@@ -58,9 +58,9 @@ def tracking() -> None:
 
 
 def exports(targets: str, why: bool) -> None:
-    from benchmarks import outlets_exports
+    from benchmarks.outlets import exports
 
-    outlets_exports.main([name for name in targets.split(",") if name], why)
+    exports.main([name for name in targets.split(",") if name], why)
 
 
 if __name__ == "__main__":

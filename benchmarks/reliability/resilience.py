@@ -1,7 +1,7 @@
 """What a search survives: kills of its driver, its children, its workers and nodes; a tracking server that is gone.
 
-    python benchmarks/resilience.py [kills children ray tracker workers ...] [--out FILE]
-    python benchmarks/resilience.py --list
+    python benchmarks/reliability/resilience.py [kills children ray tracker workers ...] [--out FILE]
+    python benchmarks/reliability/resilience.py --list
 
 Prints a table per part. Driver, studies, signals, servers and clusters are real; ``kills``, ``tracker`` and ``workers``
 train a simulated script, ``children``, ``ray`` and ``secrets`` a small real one. Damaged
@@ -26,11 +26,11 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.resilience_outside import files, policy, secrets  # noqa: E402
-from benchmarks.resilience_workers import children, ray, workers  # noqa: E402
+from benchmarks.reliability.resilience_outside import files, policy, secrets  # noqa: E402
+from benchmarks.reliability.resilience_workers import children, ray, workers  # noqa: E402
 from tests.faults.points import POINTS  # noqa: E402
 from tests.faults.servers import SERVERS, serving  # noqa: E402
 
@@ -248,7 +248,7 @@ def main() -> None:
         print("\n".join(lines), flush=True)
         if arguments.out:
             versions = ", ".join(f"{n} {importlib.metadata.version(n)}" for n in ("optuna", "mlflow", "ray", "torch"))
-            words = f"`python benchmarks/resilience.py {part}`"
+            words = f"`python benchmarks/reliability/resilience.py {part}`"
             where = f"{datetime.date.today()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
             with arguments.out.open("a", encoding="utf-8") as stream:
                 stream.write("\n".join([f"{words}: {where}", "", *lines, ""]))

@@ -1,6 +1,6 @@
 """Damaged files and hostile documents: what is accepted, what is refused, what it costs.
 
-    python benchmarks/resilience_files.py [--only cut flip bombs fuzz guided] [--flips N] [--inputs N] [--write]
+    python benchmarks/reliability/resilience_files.py [--only cut flip bombs fuzz guided] [--flips N] [--inputs N]
 
 ``cut`` truncates a study database, a policy with evidence and a sensitivity table, which carry checksums, and a space
 and a policy written by hand, which carry none, at every byte; ``flip`` flips one to eight of their bits. A file with
@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tests.faults.damage import Kept, Outcome, cut_everywhere, flip_at_random, kept_files  # noqa: E402
@@ -103,7 +103,7 @@ def _write(name: str, found: dict[str, Any]) -> None:
     """Put one section into today's file, with the command that made it."""
     path = ROOT / "benchmarks" / "results" / f"{datetime.date.today().isoformat()}_resilience_files.json"
     known = json.loads(path.read_text()) if path.exists() else {}
-    command = "python benchmarks/resilience_files.py " + " ".join(sys.argv[1:])
+    command = "python benchmarks/reliability/resilience_files.py " + " ".join(sys.argv[1:])
     machine = {
         "commands": {**known.get("machine", {}).get("commands", {}), name: command},
         "python": platform.python_version(),

@@ -1,6 +1,6 @@
 """What comes from outside: programs that write files, secrets in arguments, a policy of a mebibyte.
 
-Parts of ``benchmarks/resilience.py``: ``files``, ``secrets`` and ``policy``; small versions are tests.
+Parts of ``benchmarks/reliability/resilience.py``: ``files``, ``secrets`` and ``policy``; small versions are tests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tests.faults.planted import COMMAND_LINES, WAYS, leaks, planted
 __all__ = ["files", "policy", "secrets"]
 
 Row = tuple[str, str, str]
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS, PROGRAMS_EACH, OPERATIONS_EACH = 2000, 50, 12
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 

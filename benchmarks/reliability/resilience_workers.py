@@ -21,7 +21,7 @@ from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.workers.local import RunnerFactory
-from benchmarks.scale import Played
+from benchmarks.search.scale import Played
 from tests.simulated import SimulatedRunner, SimulatedScript, simulated_graph
 
 __all__ = ["children", "ray", "workers"]

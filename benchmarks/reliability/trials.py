@@ -1,6 +1,6 @@
 """Figures of the trial room: which kinds of script run, what a trial's start costs, and that nothing is left behind.
 
-    python benchmarks/trials.py [--quick] [--only kinds,run,start,isolation,faults] [--output FILE]
+    python benchmarks/reliability/trials.py [--quick] [--only kinds,run,start,isolation,faults] [--output FILE]
 
 Every figure is measured here and now; the scripts are those of tests/scripts. CPU only.
 """
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 SCRIPTS = ROOT / "tests" / "scripts"
 sys.path.insert(0, str(ROOT))
 

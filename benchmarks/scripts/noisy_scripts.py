@@ -1,6 +1,6 @@
 """Scripts whose loss cannot judge a policy: uniform bf16 must be acceptable on every one, FP4 everywhere on none.
 
-    python benchmarks/noisy_scripts.py [--only NAME,...] [--seeds 4] [--steps 24] [--output FILE]
+    python benchmarks/scripts/noisy_scripts.py [--only NAME,...] [--seeds 4] [--steps 24] [--output FILE]
 
 Every script is a real, tiny training loop that is chaotic (or flat, or ends near a loss of zero) in its own way. It is
 trained under its own precision, under benign perturbations, under uniform bf16 and under uniform nvfp4 (both emulated),
@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec.policy import LayerRule, Policy
 from autoprec.precision.recipes import BUILTIN_RECIPES

@@ -1,9 +1,9 @@
 """Training scripts that nobody wrote for AutoPrec, tried as they are: what works, what was not seen, and why.
 
-    python benchmarks/scripts.py --from DIR --work DIR            # run what is missing, then print the table
-    python benchmarks/scripts.py --from DIR --work DIR --only nanogpt,mnist [--again check,run]
-    python benchmarks/scripts.py --work DIR --table docs/compatibility.md
-    python benchmarks/scripts.py --from DIR --work OTHER --only vae --more "--cost-scale width=16,depth=4,tokens=64"
+    python benchmarks/scripts/scripts.py --from DIR --work DIR            # run what is missing, then print the table
+    python benchmarks/scripts/scripts.py --from DIR --work DIR --only nanogpt,mnist [--again check,run]
+    python benchmarks/scripts/scripts.py --work DIR --table docs/compatibility.md
+    python benchmarks/scripts/scripts.py --from DIR --work OTHER --only vae --more "--cost-scale tokens=64"
 
 ``scripts.yaml`` names the scripts: repository, path, the arguments that make the run tiny, the data to generate. DIR of
 ``--from`` holds one clone per repository (``git clone https://github.com/karpathy/nanoGPT DIR/nanoGPT``); what is not
@@ -34,15 +34,19 @@ from typing import Any
 
 import yaml
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from benchmarks.scripts import data as scripts_data
+from benchmarks.scripts import table as scripts_table
+from benchmarks.scripts.table import SEARCH
+
 HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
+ROOT = HERE.parents[1]
 STEPS = ("bare", "inspect", "search", "check", "run", "verify", "again")
 LIMITS = {"bare": 120.0, "again": 120.0, "inspect": 240.0, "check": 240.0, "run": 180.0} | dict.fromkeys(
     ("search", "verify"), 600.0
 )
 #: An endless script is stopped here; that it was still training then is what is asked of it.
 ENDLESS = 25.0
-SEARCH = "--target h100 --force --trials 3 --steps 4 --warmup 1 --seeds 2 --no-mlflow --json"
 #: Runs like those of the search's finalists; the paired seeds after theirs are fresh ones (verify begins with them).
 VERIFY, KNOWN_SEEDS = "--steps 4 --warmup 1 --seeds 6 --json", 2
 #: Written by AutoPrec, or by Python itself, on purpose.
@@ -122,7 +126,6 @@ class Trial:
 
     def copy(self, name: str) -> Path:
         """Return a fresh copy of the script's repository with its data in it."""
-        import scripts_data
 
         tree = self.work / "scratch" / self.script.name / name
         if tree.exists():
@@ -178,7 +181,7 @@ class Trial:
         hooks = self.work / "scratch" / self.script.name / "hooks"
         shutil.rmtree(hooks, ignore_errors=True)
         hooks.mkdir()
-        shutil.copy(HERE / "scripts_record.py", hooks / "sitecustomize.py")
+        shutil.copy(HERE / "record.py", hooks / "sitecustomize.py")
         more = {"PYTHONPATH": str(hooks), "SCRIPTS_RECORD": str(hooks), "PYTHONHASHSEED": "0"}
         if calls:
             more["SCRIPTS_CALLS"] = str(calls)
@@ -272,7 +275,6 @@ def commit() -> str:
 
 def try_script(script: Script, clones: Path | None, work: Path, again: set[str], more: str) -> None:
     """Do what is missing of one script; the record is saved after each step."""
-    import scripts_table
 
     path = work / f"{script.name}.json"
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -321,7 +323,6 @@ def main() -> None:
     if not args.table:
         for script in chosen:
             try_script(script, args.clones and args.clones.resolve(), work, again, args.more)
-    import scripts_table
 
     text = scripts_table.page(chosen, work)
     if args.table:

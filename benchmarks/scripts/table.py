@@ -1,4 +1,4 @@
-"""The page of ``benchmarks/scripts.py``: what each script's record says, judged by fixed rules.
+"""The page of ``benchmarks/scripts/scripts.py``: what each script's record says, judged by fixed rules.
 
 A script *works* when inspect, search, check and run all ended as they should. It is *told* when AutoPrec stops with a
 message that says what to do and blames nothing on a script that runs well alone. Everything else is a *fault*.
@@ -17,6 +17,8 @@ from statistics import fmean
 from typing import Any
 
 COMMANDS = ("inspect", "search", "check", "run")
+#: The search that every script is given.
+SEARCH = "--target h100 --force --trials 3 --steps 4 --warmup 1 --seeds 2 --no-mlflow --json"
 BLAME = ("not an AutoPrec failure", "run it without AutoPrec first")
 Record = dict[str, Any]
 
@@ -190,9 +192,9 @@ def summary(records: list[Record], third: set[str]) -> list[str]:
 HEAD = """# Compatibility
 
 Training scripts that nobody wrote for AutoPrec, and loops that frameworks rarely meet, run as they are. Printed by
-`python benchmarks/scripts.py`; `benchmarks/scripts.yaml` names repositories, arguments and data. The scripts are not in
-this repository: clone those you want to try. Their data are tiny and generated, so losses and verdicts mean nothing
-here; only that every command ends as it should.
+`python benchmarks/scripts/scripts.py`; `benchmarks/scripts/scripts.yaml` names repositories, arguments and data. The
+scripts are not in this repository: clone those you want to try. Their data are tiny and generated, so losses and
+verdicts mean nothing here; only that every command ends as it should.
 
 **bare** is the script alone; where a search says that it is not deterministic, it is run alone again with the same
 seeds and the loss bits are compared. **inspect** gives the layers found and the share of FLOPs that is tunable,
@@ -209,8 +211,6 @@ All files of the user are hashed before and after each command. The search is
 
 def page(scripts: list[Any], work: Path) -> str:
     """Return the page of all records in ``work``."""
-    from scripts import SEARCH
-
     records, sources, third = [], {}, set()
     for script in scripts:
         path = work / f"{script.name}.json"

@@ -1,12 +1,12 @@
 """What each part of proposing and deciding is worth: one at a time is switched off, and whole searches are replayed.
 
-    python benchmarks/search_ablations.py                       # every part; from the stored runs, trains what is new
-    python benchmarks/search_ablations.py --parts tie,price     # some of them
-    python benchmarks/search_ablations.py --output NAME         # also write results/NAME.md
+    python benchmarks/search/ablations.py                       # every part; from the stored runs, trains what is new
+    python benchmarks/search/ablations.py --parts tie,price     # some of them
+    python benchmarks/search/ablations.py --output NAME         # also write results/NAME.md
 
 A part is switched off by setting a constant, or replacing a function, of the product's code. Eight searches of every
-case (search_finals.py) then decide again. Regret is against the best known front as it is stored, as in
-search_quality.py, but a search that stays counts as all bf16. The difference is paired by case and trial seed; its
+case (finals.py) then decide again. Regret is against the best known front as it is stored, as in
+quality.py, but a search that stays counts as all bf16. The difference is paired by case and trial seed; its
 standard error is that over trial seeds, of the mean over cases. New policies are trained where none are stored.
 """
 
@@ -27,13 +27,13 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 import optuna
-from ground_truth import RESULTS, TRIAL_SEEDS, Case
-from search_cases import CASES, MAX_DIVERGENCE, REPORTED
-from search_finals import best_preset, searched
-from search_quality import fastest, judged_front
 
 from autoprec.tuning.decide.sampler import posterior
 from autoprec.tuning.decide.sampler.expectation import MODELLED
+from benchmarks.search.cases import CASES, MAX_DIVERGENCE, REPORTED
+from benchmarks.search.finals import best_preset, searched
+from benchmarks.search.ground_truth import RESULTS, TRIAL_SEEDS, Case
+from benchmarks.search.quality import fastest, judged_front
 
 SAMPLER = "autoprec.tuning.decide.sampler"
 EXPECTATION, POSTERIOR, PROPOSING = f"{SAMPLER}.expectation", f"{SAMPLER}.posterior", f"{SAMPLER}.sampler"
@@ -120,7 +120,7 @@ def main() -> None:
             case.save()
     if args.output:
         today = datetime.date.today().isoformat()
-        title = f"# What the parts of a search are worth, {today}\n\n`python benchmarks/search_ablations.py`; "
+        title = f"# What the parts of a search are worth, {today}\n\n`python benchmarks/search/ablations.py`; "
         title += f"{platform.machine()}, Python {platform.python_version()}\n\n" + (__doc__ or "").split("\n\n", 2)[2]
         (RESULTS / f"{args.output}.md").write_text("\n".join([title, *head, *lines]) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""The cases of search_quality.py: which model, which choices, which target, how long, and how much truth each is given.
+"""The cases of quality.py: which model, which choices, which target, how long, and how much truth each is given.
 
 Every model is tiny and stands for a large one: divergence is that of the small model's real training runs, time is
 modelled at ``scale``.
@@ -15,7 +15,7 @@ from autoprec.graph.report import GemmCall, GraphReport, Layer
 from autoprec.policy import OptimizerPolicy
 
 if TYPE_CHECKING:
-    from replicas import Replicas
+    from benchmarks.search.replicas import Replicas
 
 
 #: The budget of divergence.
@@ -86,7 +86,7 @@ class Spec:
 
     def replicas(self, seeds: Sequence[int]) -> Replicas:
         """Return the model, with one member per seed."""
-        from replica_models import build
+        from benchmarks.search.replica_models import build
 
         return build(self.model, seeds, parameters=self.parameters, **self.sizes)
 

@@ -1,8 +1,8 @@
 """What one answer costs: forward and backward passes of a whole search (reference, scan, trials, further seeds).
 
-    python benchmarks/search_cost.py                # train_gpt.py rehearsed for h100, and the simulated models
-    python benchmarks/search_cost.py --only real    # or: simulated
-    python benchmarks/search_cost.py --output NAME  # also write results/NAME.md
+    python benchmarks/search/cost.py                # train_gpt.py rehearsed for h100, and the simulated models
+    python benchmarks/search/cost.py --only real    # or: simulated
+    python benchmarks/search/cost.py --output NAME  # also write results/NAME.md
 
 ``real`` runs examples/train_gpt.py under emulated recipes with time modelled for an H100. ``simulated`` answers trials
 from a formula (tests/simulated.py), with seeds that differ as real ones do, for models that are too slow to train here:
@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autoprec.trial.command import ScriptCommand  # noqa: E402
@@ -106,7 +106,7 @@ def main() -> None:
     lines = [
         f"# What an answer costs, {datetime.date.today().isoformat()}",
         "",
-        f"`python benchmarks/search_cost.py`; {platform.machine()}, Python {platform.python_version()}",
+        f"`python benchmarks/search/cost.py`; {platform.machine()}, Python {platform.python_version()}",
         "",
         "| search | passes | of them scan | trials | further seeds | runs | answer | why it stopped |",
         "|---|--:|--:|--:|--:|--:|---|---|",
@@ -116,7 +116,7 @@ def main() -> None:
         lines.append(real() if name == "real" else simulated(name))
         print(lines[-1], flush=True)
     if args.output:
-        path = Path(__file__).parent / "results" / f"{args.output}.md"
+        path = Path(__file__).resolve().parents[1] / "results" / f"{args.output}.md"
         path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -3,7 +3,7 @@
 The same functions as the product's (sampler, expectation, standings, decision) over recorded runs; only who trains is
 different. Other strategies run their 30 trials first, and then get the same race.
 
-    python benchmarks/search_finals.py vit-h100 5    # one search, run by run, under trial seed 5
+    python benchmarks/search/finals.py vit-h100 5    # one search, run by run, under trial seed 5
 """
 
 from __future__ import annotations
@@ -17,9 +17,6 @@ from typing import Any
 
 import numpy as np
 import optuna
-from ground_truth import JUDGE_SEEDS, TRIAL_SEEDS, TRUTH_SEEDS, Case
-from search_cases import MAX_DIVERGENCE
-from search_strategies import goals
 
 from autoprec.tuning.decide.decision import Rules, Standing, choose
 from autoprec.tuning.decide.noise import Baseline
@@ -28,6 +25,9 @@ from autoprec.tuning.decide.ranking import Ranking, rank
 from autoprec.tuning.decide.sampler.expectation import Expectation
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.study.run import Run, metrics_of
+from benchmarks.search.cases import MAX_DIVERGENCE
+from benchmarks.search.ground_truth import JUDGE_SEEDS, TRIAL_SEEDS, TRUTH_SEEDS, Case
+from benchmarks.search.strategies import goals
 
 TRIALS, SEEDS, REFERENCE_RUNS = 30, 4, 3
 

@@ -1,4 +1,4 @@
-"""Real training runs as the objective of search_quality.py, kept in a table so that every strategy replays them.
+"""Real training runs as the objective of quality.py, kept in a table so that every strategy replays them.
 
 The table maps (assignment, seed) to a divergence: the mean relative loss gap to the float32 run of the same seed. What
 a *trial* of a search sees is one seed's value, as in the product, where single short trials are noisy. What an
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from search_cases import CASES, Spec, parameter_times, recorded
 
 from autoprec.cost import CostModel, CostScale
 from autoprec.policy import glob_matches
@@ -27,12 +26,13 @@ from autoprec.tuning.decide.sampler.posterior import Points
 from autoprec.tuning.decide.sampler.prior import Prior, features_of, points_of
 from autoprec.tuning.decide.scan import SensitivityScan, scan_batches
 from autoprec.tuning.decide.table import SensitivityTable, mixed_params
+from benchmarks.search.cases import CASES, Spec, parameter_times, recorded
 
 if TYPE_CHECKING:
-    from replicas import Replicas
+    from benchmarks.search.replicas import Replicas
 
 SCAN_STEP = 6
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).resolve().parents[1] / "results"
 #: A run of a search sees one of the first seeds. The best of thousands of means over the truth seeds is best partly by
 #: luck, so what was picked by them is judged by seeds of its own; what was adopted, by 48 that it never saw.
 TRIAL_SEEDS, TRUTH_SEEDS, JUDGE_SEEDS, FRESH_SEEDS = range(8), range(8, 32), range(32, 56), range(56, 80)

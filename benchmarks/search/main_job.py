@@ -1,6 +1,6 @@
 """Every figure of the main job, by the commands a user types: the first minutes, the search, the rehearsal, the hooks.
 
-    python benchmarks/main_job.py [--only PART,PART] [--out benchmarks/results/<date>_<what>.md]
+    python benchmarks/search/main_job.py [--only PART,PART] [--out benchmarks/results/<date>_<what>.md]
 
 Prints one row per figure: goal, measured, and whether the goal was met. Losses stay in the table. Wall times need a
 quiet machine; each row also says the CPU time of all processes, which a busy one changes little. All parts but
@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(ROOT / "examples" / "train_gpt.py")
 #: As the demo has it: 1.4 B parameters, which an H100 can train.
 SCALE = "width=8,depth=4,tokens=32"
@@ -274,7 +274,7 @@ def main() -> None:
             "",
             describe_machine(),
             "",
-            f"`python benchmarks/main_job.py --only {arguments.only}`",
+            f"`python benchmarks/search/main_job.py --only {arguments.only}`",
             "",
         ]
         arguments.out.write_text("\n".join([*head, *lines, ""]))

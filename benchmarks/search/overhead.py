@@ -1,7 +1,7 @@
 """CPU time that one trial costs beside its training: sampler, models, solver, and Optuna's bookkeeping.
 
-python benchmarks/search_overhead.py             # 200 groups x 6 choices, 120 trials: mean and peak by twenties
-python benchmarks/search_overhead.py 125 300     # 501 groups, 300 trials
+python benchmarks/search/overhead.py             # 200 groups x 6 choices, 120 trials: mean and peak by twenties
+python benchmarks/search/overhead.py 125 300     # 501 groups, 300 trials
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import optuna
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec.policy.space import load_space
 from autoprec.tuning.decide.problem import Problem

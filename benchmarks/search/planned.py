@@ -1,10 +1,9 @@
-"""The search that gpu_ready.py plans: 30 trials of a compiled gpt2-124M on one H100, by the schedule of a search."""
+"""The search that ready.py plans: 30 trials of a compiled gpt2-124M on one H100, by the schedule of a search."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import sys
 import tempfile
 import threading
 import time
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 #: What the planned search compiles: the script as written, and one recipe for every trial.
 PLANNED = ("bf16", "fp8_rowwise")
 TOKENS = 16384
@@ -105,13 +104,12 @@ def _waited(runner: Any) -> Iterator[Callable[[float], float]]:
 def kinds() -> dict[str, Any]:
     """Kinds of blocks that a trial has, and those of them that no trial before had: 15 blocks, 30 trials, three runs.
 
-    The runs are those of this search on search_quality.py's transformer of 15 blocks, as they are stored.
+    The runs are those of this search on quality.py's transformer of 15 blocks, as they are stored.
     """
-    sys.path.insert(0, str(Path(__file__).parent))
     import numpy as np
-    from ground_truth import Case
 
     from autoprec.tuning.schedule import ALIKE_TRIALS
+    from benchmarks.search.ground_truth import Case
 
     case = Case.load("deep-b200")
     first, rest = [], []

@@ -1,16 +1,16 @@
 """How good is the search? Ours against every alternative on real training runs.
 
-    python benchmarks/search_quality.py                          # every case, from the stored runs; trains what is new
-    python benchmarks/search_quality.py --quick                  # two seeds per case, nothing but what is stored
-    python benchmarks/search_quality.py --cases moe-b200 --run ours,ilp   # run strategies again
-    python benchmarks/search_quality.py --run ours,missing       # ours again, and what was never run
-    python benchmarks/search_quality.py --front 1                # look longer for the true front
-    python benchmarks/search_quality.py --output NAME            # also write results/NAME.md and NAME.json
-    python benchmarks/search_quality.py --output NAME --resume   # leave out the cases that NAME.json already has
+    python benchmarks/search/quality.py                          # every case, from the stored runs; trains what is new
+    python benchmarks/search/quality.py --quick                  # two seeds per case, nothing but what is stored
+    python benchmarks/search/quality.py --cases moe-b200 --run ours,ilp   # run strategies again
+    python benchmarks/search/quality.py --run ours,missing       # ours again, and what was never run
+    python benchmarks/search/quality.py --front 1                # look longer for the true front
+    python benchmarks/search/quality.py --output NAME            # also write results/NAME.md and NAME.json
+    python benchmarks/search/quality.py --output NAME --resume   # leave out the cases that NAME.json already has
 
 Every (strategy, seed) is an Optuna study of 30 trials that sees the noise of its own seed; what it asked is scored by
 the mean over fresh seeds (ground_truth.py, truth.py). ``search`` is the whole search as the product runs it, which ends
-when nothing is worth a run (search_finals.py). The cases are in search_cases.py. Tables and logs lie in
+when nothing is worth a run (finals.py). The cases are in cases.py. Tables and logs lie in
 benchmarks/results/search_quality_<case>.npz, and are stored as they grow: a run that was cut goes on where it was.
 """
 
@@ -28,13 +28,14 @@ from typing import Any
 
 import numpy as np
 import optuna
-from ground_truth import RESULTS, TRIAL_SEEDS, TRUTH_SEEDS, Case
-from search_cases import CASES, MAX_DIVERGENCE, REPORTED
-from search_finals import Ending, best_preset, ended, searched
-from search_quality_table import HEAD, goals, show
-from search_runs import play
-from search_strategies import STRATEGIES
-from truth import Point, Worth, corner, judge, judged, long_run, picked, refine_run, settle, volume
+
+from benchmarks.search.cases import CASES, MAX_DIVERGENCE, REPORTED
+from benchmarks.search.finals import Ending, best_preset, ended, searched
+from benchmarks.search.ground_truth import RESULTS, TRIAL_SEEDS, TRUTH_SEEDS, Case
+from benchmarks.search.quality_table import HEAD, goals, show
+from benchmarks.search.runs import play
+from benchmarks.search.strategies import STRATEGIES
+from benchmarks.search.truth import Point, Worth, corner, judge, judged, long_run, picked, refine_run, settle, volume
 
 TRIALS = 30
 #: Trial seeds of a strategy that is dear: a GP over categoricals takes half a second per trial and more.
@@ -254,7 +255,7 @@ def main() -> None:
     if args.output:
         today = datetime.date.today().isoformat()
         versions = f"{platform.machine()}, Python {platform.python_version()}, optuna {optuna.__version__}"
-        head = f"# Search quality, {today}\n\n`python benchmarks/search_quality.py`; {versions}\n\n{HEAD}\n"
+        head = f"# Search quality, {today}\n\n`python benchmarks/search/quality.py`; {versions}\n\n{HEAD}\n"
         path.with_suffix(".md").write_text(head + text)
 
 

@@ -1,4 +1,4 @@
-"""The tables that search_quality.py prints."""
+"""The tables that quality.py prints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 HEAD = """\
-Tiny models (search_cases.py: a GPT, a ViT, a convolutional net with BatchNorm, an LSTM, a mixture of experts, a GPT
+Tiny models (cases.py: a GPT, a ViT, a convolutional net with BatchNorm, an LSTM, a mixture of experts, a GPT
 whose optimizer state and communication are chosen as well, one of 61 groups, NVFP4 with stochastic rounding and
 Hadamard transform, runs of 200 steps, an MLP-Mixer, a diffusion transformer, and an encoder-decoder that nothing was
 tuned on) are trained for real under emulated recipes; time is modelled for b200 and h100 at the scale of large models.
@@ -18,7 +18,7 @@ that one seed, as in a real search. What it asked is scored by true values, in t
 is found out under truth seeds, drawn towards an additive model of all of them. How good those are is measured under
 judge seeds that nobody has picked by: the best of many noisy means is best partly by luck. The best known front is
 picked and judged alike, from everything any strategy asked and from a look around it that knows the truth seeds. Most
-harder cases are given less truth than the first two (search_cases.py, `Seeds`), so that all of this fits a small
+harder cases are given less truth than the first two (cases.py, `Seeds`), so that all of this fits a small
 machine.
 
 HV: hypervolume of what was asked over (step time, log10 divergence), corner at twenty times the budget of 0.25 %, as

@@ -1,10 +1,10 @@
 """Why the sensitivity table ranks some cases worse: how far what it is compared with agrees with itself.
 
-    python benchmarks/search_ranks.py                             # every case of search_quality.py
-    python benchmarks/search_ranks.py --cases conv-h100           # with a line for each of its layers
-    python benchmarks/search_ranks.py --output NAME               # also write results/NAME.md
+    python benchmarks/search/ranks.py                             # every case of quality.py
+    python benchmarks/search/ranks.py --cases conv-h100           # with a line for each of its layers
+    python benchmarks/search/ranks.py --output NAME               # also write results/NAME.md
 
-Random mixtures (ground_truth.py) are measured on one batch, as search_quality.py does, and again on the batch after it,
+Random mixtures (ground_truth.py) are measured on one batch, as quality.py does, and again on the batch after it,
 one training step later. ``table``: rank correlation of prediction and measurement, on the scan's own batches. ``next
 batch``: that of the two measurements of the same mixtures, where no table is involved. ``range``: the upper over the
 lower quartile of the measured errors; ``misfit``: standard deviation of ln(measured / predicted).
@@ -25,9 +25,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from ground_truth import RESULTS, SCAN_STEP, TRIAL_SEEDS, Case, squared_errors
-from search_cases import REPORTED
-from search_quality import spearman
+
+from benchmarks.search.cases import REPORTED
+from benchmarks.search.ground_truth import RESULTS, SCAN_STEP, TRIAL_SEEDS, Case, squared_errors
+from benchmarks.search.quality import spearman
 
 CHECKS = 60
 
@@ -117,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("\n".join(lines[len(names) + 2 :]))
     if args.output:
         title = f"# What limits the table's rank correlation, {datetime.date.today().isoformat()}\n\n"
-        title += f"`python benchmarks/search_ranks.py`; {platform.machine()}, Python {platform.python_version()}\n\n"
+        title += f"`python benchmarks/search/ranks.py`; {platform.machine()}, Python {platform.python_version()}\n\n"
         text = title + (__doc__ or "").split("\n\n", 2)[2] + "\n" + "\n".join(lines) + "\n"
         (RESULTS / f"{args.output}.md").write_text(text, encoding="utf-8")
 

@@ -1,8 +1,8 @@
 """Rounding of many replicas' operands at once, each replica in its own way, by a few lines of C.
 
 :mod:`replicas` trains with it. The same in torch operations, one choice at a time, would gather, scatter, and pass over
-memory ten times as often. ``python benchmarks/replicas.py`` compares it with :mod:`autoprec.numerics`. The machine's C
-compiler builds it once, into the temporary folder.
+memory ten times as often. ``python benchmarks/search/replicas.py`` compares it with :mod:`autoprec.numerics`. The
+machine's C compiler builds it once, into the temporary folder.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The models of search_quality.py's harder cases, many replicas at once: see :mod:`replicas` for how they train.
+"""The models of quality.py's harder cases, many replicas at once: see :mod:`replicas` for how they train.
 
 Where quantisation error is not nearly additive: BatchNorm couples the samples of a batch, an LSTM multiplies the error
 of its recurrent weights with itself, a router flips, and depth accumulates.
@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from replicas import Call, Kinds, LayerShape, Replicas, layer_norm, linear
 from torch import Tensor
+
+from benchmarks.search.replicas import Call, Kinds, LayerShape, Replicas, layer_norm, linear
 
 
 class Conv(Replicas):

@@ -1,9 +1,9 @@
-"""Ground truth for search_quality.py: many copies of a small model trained at once, each under its own assignment.
+"""Ground truth for quality.py: many copies of a small model trained at once, each under its own assignment.
 
 One batch trains R replicas; replica r has the initial weights and data of its own seed, and runs group g under
 ``assignment[r, g]``. Quantisation is the emulation of :mod:`autoprec.numerics` over a leading replica dimension
-(``python benchmarks/replicas.py`` checks it): operands are rounded, the product is accumulated in float32 and rounded
-to bfloat16.
+(``python benchmarks/search/replicas.py`` checks it): operands are rounded, the product is accumulated in
+float32 and rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from replica_kernel import KINDS, round_replicas, rounded_like
 from torch import Tensor
+
+from benchmarks.search.replica_kernel import KINDS, round_replicas, rounded_like
 
 #: choice -> how (input, weight, grad_output) are rounded; ``wgrad`` exceptions are named as AutoPrec names them.
 OPERANDS: dict[str, tuple[str, str, str]] = {

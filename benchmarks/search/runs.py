@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 import optuna
-from ground_truth import TRIAL_SEEDS, Case
-from search_strategies import sampler
 
 from autoprec.tuning.decide.presets import presets
+from benchmarks.search.ground_truth import TRIAL_SEEDS, Case
+from benchmarks.search.strategies import sampler
 
 PRESETS = 6
 

@@ -1,6 +1,6 @@
 """A thousand trials over five hundred groups, through the real study code with a simulated script.
 
-    python benchmarks/scale.py [--groups 500] [--trials 1000] [--out FILE]
+    python benchmarks/search/scale.py [--groups 500] [--trials 1000] [--out FILE]
 
 Prints the driver's CPU time per trial (first and last tenth), its memory, and checks that every trial is unique. The
 script is simulated (no training, no model), the sampler, the solver, the study's storage and all bookkeeping are real.
@@ -19,7 +19,7 @@ import threading
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from autoprec.trial.command import ScriptCommand  # noqa: E402
@@ -128,7 +128,7 @@ def main() -> None:
     lines += [f"| {what} | {goal} | {got} |" for what, goal, got in rows]
     print("\n".join(lines))
     if arguments.out:
-        words = f"python benchmarks/scale.py --groups {arguments.groups} --trials {arguments.trials}"
+        words = f"python benchmarks/search/scale.py --groups {arguments.groups} --trials {arguments.trials}"
         arguments.out.write_text("\n".join([f"`{words}`", "", *lines, ""]))
 
 

@@ -1,6 +1,6 @@
 """Sensitivity table of a model of GPT-2's size (124M parameters, 49 layers) under six recipes, on a CPU.
 
-    python benchmarks/sensitivity_124m.py      # forward and backward passes, seconds, and the check of the table
+    python benchmarks/search/sensitivity_124m.py      # forward and backward passes, seconds, and the check of the table
 
 Random weights, 32 random tokens a step: what counts here is what the scan costs, and that squares of errors add. About
 six seconds of CPU per pass, and 5 GB.

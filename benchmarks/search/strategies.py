@@ -1,4 +1,4 @@
-"""The alternatives search_quality.py compares with, beside those that ``--sampler`` offers."""
+"""The alternatives quality.py compares with, beside those that ``--sampler`` offers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 import numpy as np
 import optuna
-from ground_truth import Case
 from optuna.trial import FrozenTrial
-from search_cases import MAX_DIVERGENCE
 
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.other_samplers import IlpSampler, make_sampler
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.study.run import Run, metrics_of
+from benchmarks.search.cases import MAX_DIVERGENCE
+from benchmarks.search.ground_truth import Case
 
 #: So many of five trials look for the largest gain, the others for the point that adds most hypervolume.
 AIMING = 2

@@ -1,7 +1,7 @@
 """What a search really varied, read from Optuna's database as any other program reads it.
 
-python benchmarks/study_parameters.py autoprec-runs/STUDY/study.db
-python benchmarks/study_parameters.py autoprec-runs/STUDY/study.db --dashboard http://127.0.0.1:8080
+python benchmarks/search/study_parameters.py autoprec-runs/STUDY/study.db
+python benchmarks/search/study_parameters.py autoprec-runs/STUDY/study.db --dashboard http://127.0.0.1:8080
 
 Distinct values per parameter, counted over all trials and over those in which the parameter's recipe runs in some
 layer; what the head ran in how many trials, with its divergence. ``--dashboard`` asks an optuna-dashboard that serves

@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
-from ground_truth import JUDGE_SEEDS, TRUTH_SEEDS, Case
 
 from autoprec.policy.solver import solve
 from autoprec.tuning.decide.pareto import nondominated
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel
 from autoprec.tuning.decide.sampler.prior import divergence_model
+from benchmarks.search.ground_truth import JUDGE_SEEDS, TRUTH_SEEDS, Case
 
 #: Divergence at which a trial is hopeless (twenty times the budget): the corner of the hypervolume.
 WORST = 0.05

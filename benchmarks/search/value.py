@@ -1,14 +1,14 @@
 """What a search is worth: the gain of the adopted policy over the best preset that is acceptable, model by model.
 
-    python benchmarks/search_value.py                # every setting below; trials answered by a formula (simulated)
-    python benchmarks/search_value.py --quick        # three models
-    python benchmarks/search_value.py --settings tight,NVFP4 --targets b200
-    python benchmarks/search_value.py --output NAME  # also write results/NAME.md and NAME.json, row by row
-    python benchmarks/search_value.py --output NAME --resume   # go on where a run was cut
+    python benchmarks/search/value.py                # every setting below; trials answered by a formula (simulated)
+    python benchmarks/search/value.py --quick        # three models
+    python benchmarks/search/value.py --settings tight,NVFP4 --targets b200
+    python benchmarks/search/value.py --output NAME  # also write results/NAME.md and NAME.json, row by row
+    python benchmarks/search/value.py --output NAME --resume   # go on where a run was cut
 
 Shapes are those of known models, times are the cost model's (CPU: this machine's; where the model says that no recipe
 gains, nothing is run); divergence follows a formula whose layers differ in sensitivity (a lognormal factor per layer)
-and whose runs differ from seed to seed, as far as real ones were seen to (benchmarks/search_quality.py). So the table
+and whose runs differ from seed to seed, as far as real ones were seen to (benchmarks/search/quality.py). So the table
 says where mixing recipes can pay at these shapes, and whether the search finds it, not what it does to a real loss.
 
 Because it is a formula, the truth is known: the best preset is the fastest one whose mean divergence can be shown to be
@@ -31,7 +31,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from search_cost import scratch
 
 from autoprec.policy import LayerPlan, load_policy
 from autoprec.policy.solver import solve
@@ -43,6 +42,7 @@ from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
 from autoprec.tuning.options import SearchOptions
 from autoprec.tuning.setup import Setup
+from benchmarks.search.cost import scratch
 from tests.simulated import ERROR, TIME, SimulatedRunner, SimulatedScript, simulated_graph
 
 #: name -> (blocks, width, tokens per step): shapes of known models on one GPU.
@@ -277,7 +277,7 @@ def main() -> None:
     parser.add_argument("--output", default="", help="name of the result files")
     parser.add_argument("--resume", action="store_true", help="keep the rows that the result file already has")
     args = parser.parse_args()
-    path = Path(__file__).parent / "results" / f"{args.output}.json"
+    path = Path(__file__).resolve().parents[1] / "results" / f"{args.output}.json"
     rows = json.loads(path.read_text()) if args.resume and args.output and path.exists() else []
     known = {(row["setting"], row["model"], row["target"]) for row in rows}
     head = [
@@ -301,7 +301,7 @@ def main() -> None:
         lines = [
             f"# What a search is worth (simulated), {datetime.date.today().isoformat()}",
             "",
-            f"`python benchmarks/search_value.py`; {platform.machine()}, Python {platform.python_version()}",
+            f"`python benchmarks/search/value.py`; {platform.machine()}, Python {platform.python_version()}",
             "",
             *(__doc__ or "").split("\n\n")[2:],
             *totals(rows),

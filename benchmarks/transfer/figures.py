@@ -1,4 +1,4 @@
-"""The figures of benchmarks/transfer.py: predicted against measured on a 16 times larger model, Llama-70B, families."""
+"""The figures of transfer.py: predicted against measured on a 16 times larger model, Llama-70B, families."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from transfer_models import BETWEEN, INSTANTS, ONCE, Looked, Size, Store
 
 from autoprec.policy import Policy, save_policy
 from autoprec.policy.solver import solve
@@ -27,6 +26,7 @@ from autoprec.tuning.transfer.correction import Correction
 from autoprec.tuning.transfer.plan import Transfer, transfer
 from autoprec.tuning.transfer.proxy import Proxy
 from autoprec.tuning.transfer.spot import SpotCheck, corrected, judged, spot_probes
+from benchmarks.transfer.models import BETWEEN, INSTANTS, ONCE, Looked, Size, Store
 
 __all__ = ["run_families", "run_llama", "run_transfer"]
 
@@ -329,12 +329,11 @@ def run_llama(_options: argparse.Namespace) -> tuple[list[Row], list[str]]:
 
 
 def run_families(_options: argparse.Namespace) -> tuple[list[Row], list[str]]:
-    """Count the Hugging Face families of benchmarks/graph_zoo_hf.py whose every tunable layer has a role."""
-    from graph_zoo_hf import MODELS
-
+    """Count the Hugging Face families of benchmarks/graph/zoo_hf.py whose every tunable layer has a role."""
     from autoprec.graph.recorder import record_step
     from autoprec.tuning.transfer.counterparts import counterparts
     from autoprec.tuning.transfer.roles import places
+    from benchmarks.graph.zoo_hf import MODELS
 
     mapped, lines = 0, [""]
     for name, build in MODELS.items():

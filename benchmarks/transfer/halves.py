@@ -1,7 +1,7 @@
 """Does the law of gradient errors hold on sizes it was not fitted on?
 
-    python benchmarks/transfer_halves.py                                                # from the stored points
-    python benchmarks/transfer_halves.py --measure --points points.json                 # measures them anew: 40 minutes
+    python benchmarks/transfer/halves.py                                                # from the stored points
+    python benchmarks/transfer/halves.py --measure --points points.json                 # measures them anew: 40 minutes
 
 Every role of a tiny GPT and a tiny ViT runs under four recipes, at seven sizes and three seeds. Powers of width and
 depth are fitted on the four small sizes; then the errors of uniform policies at the three large ones are predicted from
@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
 from autoprec.tuning.transfer.law import BLOCK_POWERS, HEAD_POWERS  # noqa: E402
 
@@ -38,9 +38,8 @@ Powers = tuple[float, float]  # of width and depth
 
 def measured(kind: str, width: int, depth: int, seed: int) -> Row:
     """Return the gradient errors of one model: ``role|recipe`` for each role alone and for all layers together."""
-    from transfer_models import ONCE, Looked, Size
-
     from autoprec.tuning.transfer.roles import places
+    from benchmarks.transfer.models import ONCE, Looked, Size
 
     looked = Looked.at(Size(kind, width, depth, seed=seed))
     place, roles = places(looked.report.tunable), dict[str, list[Any]]()

@@ -1,4 +1,4 @@
-"""Tiny GPT-like and ViT-like models for benchmarks/transfer.py, trained for a few steps, and their gradient errors.
+"""Tiny GPT-like and ViT-like models for transfer.py, trained for a few steps, and their gradient errors.
 
 A scan here is what ``autoprec search`` measures before its first trial, in this process: the relative error of the
 whole gradient under a policy, on the same weights and batch.
@@ -30,7 +30,7 @@ from autoprec.precision.hardware import target
 from autoprec.tuning.decide.problem import Problem, layer_key
 from autoprec.tuning.decide.table import SensitivityTable, plan_probes
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from train_gpt import GPT, read_text
 from train_vit import ViT
 

@@ -1,9 +1,9 @@
 """Does a policy that was found on a small model hold on a large one? The law of its gradient error, and the figures.
 
-    python benchmarks/transfer.py --only law               # how gradient errors change with size: about five minutes
-    python benchmarks/transfer.py --only transfer          # predicted against measured on a model 16 times as large
-    python benchmarks/transfer.py --only llama,families    # Llama-70B from its config; 26 Hugging Face families
-    python benchmarks/transfer.py --output benchmarks/results/DATE_transfer.md
+    python benchmarks/transfer/transfer.py --only law             # gradient errors by size: about five minutes
+    python benchmarks/transfer/transfer.py --only transfer        # predicted against measured, 16 times larger
+    python benchmarks/transfer/transfer.py --only llama,families  # Llama-70B from its config; 26 Hugging Face families
+    python benchmarks/transfer/transfer.py --output benchmarks/results/DATE_transfer.md
 
 ``law``: widths, depths, tokens per step and ages of a tiny GPT and a tiny ViT are varied one at a time around one
 model; each *family* (a role in all blocks) is put under each recipe on the same weights and batch. What is reported is
@@ -24,10 +24,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from transfer_figures import run_families, run_llama, run_transfer
-from transfer_models import CHOICES, Looked, Size, Store
 
 from autoprec.tuning.transfer.roles import places
+from benchmarks.transfer.figures import run_families, run_llama, run_transfer
+from benchmarks.transfer.models import CHOICES, Looked, Size, Store
 
 Row = tuple[str, str, str]
 #: kind -> ``width=128`` -> ``role|choice`` -> relative gradient error
@@ -167,7 +167,11 @@ def main() -> None:
         more, further = PARTS[name](options)
         rows, lines = rows + more, [*lines, *further, "", f"- {name}: {time.process_time() - began:.0f} s of CPU"]
     version = f"torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, one thread"
-    text = [f"# Transfer, {datetime.now(UTC):%Y-%m-%d}", "", f"`python benchmarks/transfer.py --only {options.only}`"]
+    text = [
+        f"# Transfer, {datetime.now(UTC):%Y-%m-%d}",
+        "",
+        f"`python benchmarks/transfer/transfer.py --only {options.only}`",
+    ]
     text += [f"on a shared machine; {version}", "", "| what | measured | goal |", "|---|---|---|"]
     text += [*(f"| {a} | {b} | {c} |" for a, b, c in rows), *lines, ""]
     print("\n".join(text))

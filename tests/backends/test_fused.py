@@ -17,7 +17,7 @@ from autoprec.numerics.operand import QuantizerState, Spec
 from autoprec.numerics.quantize import dequantize, quantize, spec_of
 from autoprec.policy import LayerPlan
 from autoprec.precision.recipes import BUILTIN_RECIPES, GEMM_OPERANDS, Recipe
-from benchmarks.fake_cuda import counter
+from benchmarks.gpu.fake_cuda import counter
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 USES: dict[str, Any] = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu_figures import FIGURES_FILE, figures, table
+from benchmarks.gpu.figures import FIGURES_FILE, figures, table
 
 
 def put(folder: Path, **rows: Any) -> None:

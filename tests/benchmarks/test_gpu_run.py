@@ -13,7 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import gpu_end_to_end, gpu_run
+from benchmarks.gpu import end_to_end as gpu_end_to_end
+from benchmarks.gpu import run as gpu_run
 
 
 def test_what_is_packed_is_gone_on_from(tmp_path: Path) -> None:
@@ -259,7 +260,7 @@ def test_what_a_search_is_compared_with_comes_after_it_and_each_row_is_told(
     monkeypatch.setattr(gpu_end_to_end, "training", training)
     monkeypatch.setattr(gpu_end_to_end, "search", search)
     words = ["--models", "tiny", "--presets", "bf16,torchao-rowwise,te-current", "--out", str(tmp_path)]
-    monkeypatch.setattr(sys, "argv", ["gpu_end_to_end.py", *words])
+    monkeypatch.setattr(sys, "argv", ["end_to_end.py", *words])
     with pytest.raises(KeyboardInterrupt):
         gpu_end_to_end.main()
     assert asked == ["bf16", "search", "bf16+policy", "torchao-rowwise", "te-current"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import gpu_speed
-from benchmarks.gpu_parts import Parts
+from benchmarks.gpu import speed as gpu_speed
+from benchmarks.gpu.parts import Parts
 
 
 def test_products_of_both_accumulations_are_told_and_one_that_fails_is_told_alone(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from benchmarks import originals_numerics, originals_state
-from benchmarks.originals_rows import COMPARISONS, Row
+from benchmarks.numerics import originals_numerics, originals_state
+from benchmarks.numerics.originals_rows import COMPARISONS, Row
 
 
 def test_rows_that_need_no_package_agree() -> None:

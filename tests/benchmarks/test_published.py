@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from benchmarks.published import Row, evaluate, family_plan, published, published_target
+from benchmarks.cost.published import Row, evaluate, family_plan, published, published_target
 
 ROWS = evaluate()
 SCORED = [row for row in ROWS if row.use == "score"]

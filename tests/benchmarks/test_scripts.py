@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "benchmarks"))
+from benchmarks.scripts import data as scripts_data
+from benchmarks.scripts import scripts, table
 
-import scripts  # noqa: E402
-import scripts_data  # noqa: E402
-import scripts_table as table  # noqa: E402
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def record(**steps: dict[str, Any]) -> dict[str, Any]:
@@ -27,7 +24,7 @@ def test_the_manifest_names_what_exists() -> None:
     assert len({script.name for script in found}) == len(found) >= 40
     assert sum(bool(script.repository) for script in found) >= 25
     for script in found:
-        assert script.repository or (ROOT / "benchmarks" / "odd_loops" / script.path).is_file(), script.name
+        assert script.repository or (ROOT / "benchmarks" / "scripts" / "odd_loops" / script.path).is_file(), script.name
         for line in script.data:
             assert callable(getattr(scripts_data, line.split()[0])), script.name
 

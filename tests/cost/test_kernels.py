@@ -217,14 +217,14 @@ def test_an_fp32_output_writes_four_bytes_per_value() -> None:
 
 
 def test_casts_of_grouped_products_cost_what_they_launch() -> None:
-    # as `benchmarks/gpu_ready.py` counts them: 3 kernels for an operand with two uses, 1 for the sum over tokens alone
+    # as `benchmarks/gpu/ready.py` counts them: 3 kernels for an operand with two uses, 1 for the sum over tokens alone
     assert grouped_traffic("fp8_row", (0, 1), 2.0, weight=False, eager=True) == (10.0, 3)
     assert grouped_traffic("fp8_row", (1,), 2.0, weight=True, eager=True) == (5.0, 1)
     assert grouped_traffic("fp8_row", (0, 1), 2.0, weight=False, eager=False)[1] == 2
     assert grouped_traffic("fp8_row", (0, 1), 2.0, weight=True, eager=False) == cast_traffic(
         "fp8_row", (0, 1), 2.0, layouts=2, weight=True
     )
-    # `benchmarks.fake_cuda.counter` on the casts of `backends.experts`; kernels of a compiled block of experts
+    # `benchmarks.gpu.fake_cuda.counter` on the casts of `backends.experts`; kernels of a compiled block of experts
     assert grouped_traffic("mxfp8", (0, 1), 2.0, weight=False, eager=True)[1] == 57 + 100
     assert grouped_traffic("mxfp8", (0, 1), 2.0, weight=True, eager=True) == eager_traffic("mxfp8", (0, 1), 2.0)
     assert grouped_traffic("mxfp8", (0, 1), 2.0, weight=False, eager=False)[1] == 2 * 3

@@ -1,6 +1,6 @@
 """Ways to pass a secret to a training script, and the search for what was stored of it.
 
-``python benchmarks/resilience.py secrets`` runs a real search with all of them at once.
+``python benchmarks/reliability/resilience.py secrets`` runs a real search with all of them at once.
 """
 
 from __future__ import annotations

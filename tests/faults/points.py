@@ -1,7 +1,7 @@
 """What broke from outside once, and the tests that show that it does not any more.
 
-``python benchmarks/resilience.py --list`` prints this table; ``tests/faults/test_points.py`` checks that every test is
-there. A test is ``file::name``, below ``tests/``; parametrised ones count as one.
+``python benchmarks/reliability/resilience.py --list`` prints this table; ``tests/faults/test_points.py`` checks that
+every test is there. A test is ``file::name``, below ``tests/``; parametrised ones count as one.
 """
 
 from __future__ import annotations

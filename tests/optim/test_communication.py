@@ -16,7 +16,7 @@ from autoprec.optim.communication import (
 )
 from autoprec.optim.optimizer import runtime_of, wrap_optimizer
 from autoprec.policy.levels import LEVELS
-from benchmarks.state import compressed_mean
+from benchmarks.numerics.state import compressed_mean
 from tests.warm import run_ranks
 
 

@@ -32,7 +32,7 @@ from autoprec.tuning.decide.table import (
 )
 
 #: Rows (tokens) that a table should rest on, and the most batches that are probed to get there. Over 256 rows the
-#: predicted and the measured error of random mixtures correlate at 0.96 to 0.97 (benchmarks/search_quality.py).
+#: predicted and the measured error of random mixtures correlate at 0.96 to 0.97 (benchmarks/search/quality.py).
 _ROWS, _MOST_BATCHES = 256, 4
 
 

@@ -3,7 +3,7 @@
 ``autoprec transfer`` predicts errors from the proxy; ``autoprec check --sensitivity`` measures some of them on the big
 model. Their ratios correct every other prediction: what was asked by its own ratio, the same layers under another
 recipe by the mean ratio of these layers, the rest by the mean of all. A ratio counts by half its logarithm: errors at
-one training step differ from those some steps later by about as much as predictions are off (benchmarks/transfer.py),
+one training step differ from those some steps later by about as much as predictions are off (``benchmarks/transfer``),
 so the geometric mean of what was predicted and what was measured is nearer to the error over many steps than either.
 """
 

@@ -3,7 +3,7 @@
 The relative error that a role causes in all its blocks together hardly depends on depth: with twice the blocks each has
 half the share of the squared gradient. It falls with the width (wider sums average roundings out) and rises a little
 with the tokens of a step, as the gradient that errors are measured against loses its noise. The powers are fitted on
-tiny GPTs and ViTs (``benchmarks/transfer.py``) whose initial weights and learning rates follow the width as in muP;
+tiny GPTs and ViTs (``benchmarks/transfer``) whose initial weights and learning rates follow the width as in muP;
 without that, models of different width are not in the same state, and no power fits. What lies beyond the measured
 range is held at its end.
 

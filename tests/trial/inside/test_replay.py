@@ -18,7 +18,7 @@ from autoprec.trial.inside.observe.hooks import Hooks
 from autoprec.trial.inside.recorded_step import RecordedStep
 from autoprec.trial.inside.replay import Replay
 from autoprec.trial.protocol import Probe, TrialSpec
-from benchmarks.held import Held
+from benchmarks.numerics.held import Held
 from tests.trial.conftest import uniform
 from tests.warm import run_ranks
 

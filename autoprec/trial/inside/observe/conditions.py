@@ -81,7 +81,7 @@ def read_conditions(device: torch.device) -> Conditions | None:
     """Return the state of a CUDA device now (some 20 ms); None for other devices."""
     if device.type != "cuda":
         return None
-    import torch  # here: benchmarks/gpu_run.py asks the driver on machines without it
+    import torch  # here: benchmarks/gpu/run.py asks the driver on machines without it
 
     foreign = foreign_memory(device)
     # an idle GPU lowers its clock at once, and the driver would tell of that

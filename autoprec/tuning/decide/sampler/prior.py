@@ -21,7 +21,7 @@ from autoprec.tuning.decide.sampler.posterior import DivergenceModel, Points
 from autoprec.tuning.decide.table import SensitivityTable
 
 #: An error in the output layer moves the loss itself, not only the weights: its squared gradient error counts this many
-#: times, on a small GPT and a small ViT alike (benchmarks/search_quality.py); the fit to the trials corrects it.
+#: times, on a small GPT and a small ViT alike (benchmarks/search/quality.py); the fit to the trials corrects it.
 HEAD_WEIGHT = 3.0
 #: (layer name, plan, activations) -> milliseconds of its GEMMs and casts
 LayerTime = Callable[[str, LayerPlan, str], float]
