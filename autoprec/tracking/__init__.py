@@ -1,8 +1,9 @@
-"""Trials in MLflow, without ever making a search wait for MLflow.
+"""The trials of a study in MLflow, without ever making a search wait for MLflow.
 
-The search appends JSON lines to a spool inside the study directory (:mod:`.spool`); a background process reads them
-and writes runs (:mod:`.drain`, :mod:`.store`). A dead server therefore costs nothing and loses nothing:
-:func:`sync` sends later what was missed, and sending twice changes nothing.
+The Optuna study is the durable record of a search. :func:`log_study` reads it and brings MLflow up to date: what is
+there already stays as it is. A process beside the search calls it after every trial (:mod:`.__main__`), ``autoprec ui``
+calls it when it is started; so a server that is dead, slow or full, and a search that was
+killed, lose nothing.
 """
 
 from __future__ import annotations
@@ -12,9 +13,8 @@ from typing import TYPE_CHECKING
 from autoprec.support.lazy import names_on_use
 
 if TYPE_CHECKING:
-    from autoprec.tracking.replay import SyncReport, sync
-    from autoprec.tracking.tracker import Tracker
+    from autoprec.tracking.log import Logged, log_study
 
-__all__ = ["SyncReport", "Tracker", "sync"]
+__all__ = ["Logged", "log_study"]
 
-__getattr__ = names_on_use(__name__, {"SyncReport": "replay", "Tracker": "tracker", "sync": "replay"})
+__getattr__ = names_on_use(__name__, {"Logged": "log", "log_study": "log"})

@@ -1,8 +1,7 @@
-"""What a person reads on a run's page: names of trials, parameters of a study, and the winner table."""
+"""What a person reads on the page of a study's own run: its parameters, its limits, and the winner table."""
 
 from __future__ import annotations
 
-import math
 import shlex
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -12,54 +11,9 @@ from autoprec.report.summary import important
 from autoprec.support.text import markdown_text, visible
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.rows import headings, over_16bit, row_cells
-from autoprec.tuning.study.run import Run
 
 #: Reasons in a study's description; the report has them all.
 MOST_REASONS = 12
-#: A script of less than this share of the 16-bit run's speed is not drawn beside policies.
-_NEAR = 0.5
-
-
-def trial_name(record: Run) -> str:
-    """Return the run name of a trial: its name, a star where it is the answer and, for paired repeats, their seed."""
-    seed = (f" (seed {record.seed})" if record.seed else " (whole model)") if record.kind == "finalist" else ""
-    star = "\N{BLACK STAR} " if "best" in record.tags else ""
-    return f"{star}{record.name or record.kind}{seed}"[:250]
-
-
-def shown_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the figures of the trials table, in the units people read and rounded to what means something.
-
-    MLflow prints a metric with all its digits, so the table shows these copies: ``gain`` (over the best 16-bit run
-    where that is known, else over the script as written), ``step_ms``, ``divergence_pct``, ``memory_gib`` and
-    ``gradient_error_pct``. The metrics they are made of are logged beside them, unrounded.
-    """
-    parts = (
-        ("gain", "speedup_over_16bit" if "speedup_over_16bit" in metrics else "speedup", 1.0, 2),
-        ("step_ms", "step_time_ms", 1.0, 1 if (metrics.get("step_time_ms") or 0.0) >= 100.0 else 2),
-        ("divergence_pct", "divergence", 100.0, 3),
-        ("memory_gib", "memory_bytes", 2.0**-30, 2),
-        ("gradient_error_pct", "gradient_error", 100.0, 2),
-    )
-    out = {}
-    for name, source, factor, digits in parts:
-        value = metrics.get(source)
-        if isinstance(value, (int, float)) and math.isfinite(value):
-            out[name] = round(factor * value, digits)
-    return out
-
-
-def reference_figures(metrics: Mapping[str, Any], *, drawn: bool = True) -> dict[str, float]:
-    """Return the script's figures of the table, once it is known how it compares with the 16-bit run.
-
-    Its divergence is from itself: 0, which says nothing. Without it the script is not drawn in the chart of time
-    against divergence, where an fp32 script that takes ten times as long as bf16 would push all policies into one
-    corner; a script that comes near the 16-bit run is drawn.
-    """
-    shown = shown_metrics(metrics)
-    if not drawn or metrics.get("speedup_over_16bit", 1.0) < _NEAR:
-        shown.pop("divergence_pct", None)
-    return shown
 
 
 def parent_params(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
@@ -74,6 +28,20 @@ def parent_params(info: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif value is not None:
             out[name] = str(value)
     return out
+
+
+def limits_of(result: SearchResult, info: Mapping[str, Any]) -> dict[str, str]:
+    """Return the limits that policies were held against, as parameters of the study's run.
+
+    Divergence and gradient error are fractions (the latter of the gradient's norm), memory is in bytes.
+    """
+    budget = result.budget
+    limits = {
+        "divergence": budget.get("max_divergence"),
+        "gradient_error": budget.get("gradient_limit"),
+        "memory": info.get("max_memory"),
+    }
+    return {f"limit.{name}": f"{value:.6g}" for name, value in limits.items() if value is not None}
 
 
 def _line(name: str, row: Mapping[str, Any], over: bool) -> str:

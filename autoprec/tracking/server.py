@@ -11,35 +11,27 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 from urllib.parse import urlsplit
 
-from autoprec.errors import AutoPrecError, FileError, MissingDependencyError
+from autoprec.errors import AutoPrecError, FileError, MissingDependencyError, StudyError
 from autoprec.support.optional import installed_version
 from autoprec.support.redact import HIDDEN
-from autoprec.tracking.drain import child_environment, reachable
+from autoprec.tracking.folder import TrackedFolder, default_uri, named_uri
+from autoprec.tracking.listener import child_environment
+from autoprec.tracking.log import reachable
 from autoprec.tracking.page import STORE
-from autoprec.tracking.spool import Spool, State, default_uri, named_uri
 from autoprec.tracking.view import trials_url
 
 
-@dataclass(frozen=True, slots=True)
-class Study:
-    """Where a study's trials are: its store, experiment and identity."""
-
-    name: str
-    uid: str
-    tracking_uri: str
-    experiment_id: str
-
-    def url(self, base: str, *, charts: bool = False) -> str:
-        """Return the address of its table of policies on a server, or that of their charts."""
-        return trials_url(base, self.experiment_id or "0", uid=self.uid, charts=charts)
+def studies(runs: Path) -> list[TrackedFolder]:
+    """Return the tracked studies in ``autoprec-runs``, or the one that the path itself is."""
+    found = sorted(runs.glob("*/tracking/id")) or sorted(runs.glob("tracking/id"))
+    return [TrackedFolder(path.parent.parent) for path in found]
 
 
-def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None = None) -> Study:
+def newest_study(runs: Path, name: str | None = None) -> TrackedFolder:
     """Return the study last written under ``runs``, or the one named.
 
     One with trials and an answer, or still running, comes before one that was cut short, and that before one without
@@ -48,32 +40,36 @@ def newest_study(runs: Path, name: str | None = None, tracking_uri: str | None =
     Raises:
         FileError: there is none; the message lists those that exist.
     """
-    spools = sorted(runs.glob("*/tracking/spool.jsonl"), key=lambda path: path.stat().st_mtime)
-    names = [path.parent.parent.name for path in spools]
-    chosen = [path for path, found in zip(spools, names, strict=True) if name in (None, found)]
+    found = studies(runs)
+    names = [folder.path.name for folder in found]
+    chosen = [folder for folder in found if name in (None, folder.path.name)]
     if not chosen:
         known = f"studies here: {', '.join(names)}" if names else "name the autoprec-runs directory of a search"
         raise FileError("no tracked study" + (f" '{name}'" if name else "") + " here", where=str(runs), fix=known)
-    chosen.sort(key=_worth)  # stable: among equals the newest stays last
-    spool = Spool.of(chosen[-1].parent.parent)
-    opened = spool.target()
-    recorded = opened.get("tracking_uri", "")
+    return max(chosen, key=lambda folder: (_to_look_at(folder), folder.changed))
+
+
+def _to_look_at(folder: TrackedFolder) -> int:
+    """Say how much of a study there is to look at: 0 without trials, 1 with trials, 2 with an answer or one to come."""
+    with suppress(StudyError):
+        if any(record.kind in ("preset", "search") for record in folder.records()):
+            outcome = folder.outcome()
+            answered = outcome is not None and outcome[0].verdict != "undecided"
+            return 2 if answered or not folder.about().ended else 1
+    return 0
+
+
+def study_url(folder: TrackedFolder, base: str, experiment_id: str, *, charts: bool = False) -> str:
+    """Return the address of a study's table of policies on a server, or that of their charts."""
+    return trials_url(base, experiment_id or "0", uid=folder.uid, charts=charts)
+
+
+def store_of(folder: TrackedFolder, tracking_uri: str | None = None) -> str:
+    """Return the store to show a study in: the named one, else its own, else ``mlflow.db`` beside it."""
+    recorded = folder.about().tracking_uri
     if HIDDEN in recorded or not recorded.startswith(("sqlite:", "file:", "http:", "https:")):
         recorded = ""  # a folder of somebody else's must not choose the database that is sent the user's password
-    uri = named_uri(tracking_uri) or recorded
-    uri = uri or default_uri(runs.resolve())
-    state: State = spool.load_state(uri)
-    return Study(opened.get("study") or spool.directory.parent.name, spool.uid, uri, state.experiment_id)
-
-
-def _worth(path: Path) -> int:
-    """Say how much of a study there is to look at: 0 without trials, 1 with trials, 2 with an answer or one to come."""
-    tried = ended = answered = False
-    for event, _ in Spool.of(path.parent.parent).read():
-        tried |= event["kind"] == "trial" and event["record"].get("kind") in ("preset", "search")
-        answered |= event["kind"] == "finished" and event["result"].get("verdict") != "undecided"
-        ended = event["kind"] == "end"
-    return tried * (1 + (answered or not ended))
+    return named_uri(tracking_uri) or recorded or default_uri(folder.path.resolve().parent)
 
 
 def free_port(wanted: int) -> int:

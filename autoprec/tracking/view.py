@@ -18,6 +18,7 @@ COLUMNS = {
     "tags.`best`": 65,
     "tags.`pareto`": 75,
     "tags.`infeasible`": 95,
+    "tags.`not_taken`": 220,
     "metrics.`gain`": 75,
     "metrics.`step_ms`": 85,
     "metrics.`seeds`": 70,

@@ -14,8 +14,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from autoprec.report.html import html_report
-from autoprec.tracking import Tracker
-from tests.tracking.conftest import make_records, make_result
+from autoprec.tracking.listener import TrackingListener
+from tests.tracking.conftest import make_records, make_result, make_study
+from tests.tracking.test_listener import INFO
 
 
 def report() -> None:
@@ -30,21 +31,20 @@ def report() -> None:
 
 
 def track(uri: str | None) -> tuple[float, float]:
-    """Return (seconds that the search waits, of them per trial in appending)."""
-    with tempfile.TemporaryDirectory() as folder:
-        records = make_records() * 10
+    """Return (seconds that the search waits, of them per trial in saying that there is one)."""
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as scratch:
+        records = make_records()
+        folder = make_study(Path(scratch) / "demo", records)
         start = time.monotonic()
-        tracker = Tracker.open(Path(folder) / "study", study="benchmark", tracking_uri=uri)
-        tracker.study_started({})
+        listener = TrackingListener(scratch, tracking_uri=uri)
+        listener.started(replace(INFO, study_dir=str(folder.path)))
         before = time.monotonic()
-        for record in records:
-            tracker.trial(record)
-        each = (time.monotonic() - before) / len(records)
-        tracker.finished(make_result(records[:8]))
-        tracker.close()
-        seconds = time.monotonic() - start
-        time.sleep(0.5)
-    return seconds, each
+        for record in records * 10:
+            listener.trial(record, 1, 1, None, 0.0)
+        each = (time.monotonic() - before) / (10 * len(records))
+        listener.attach(make_result(records), folder.path)
+        listener.close()
+        return time.monotonic() - start, each
 
 
 def tracking() -> None:

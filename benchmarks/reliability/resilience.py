@@ -191,16 +191,9 @@ def _tracked_search(folder: Path, study: str, uri: str) -> float:
 
 def _wanted(runs: Path) -> int:
     """Return how many runs the studies come to: one each, and one per finished record."""
-    import json
+    from autoprec.tracking.server import studies
 
-    names = set()
-    for spool in runs.glob("*/tracking/spool.jsonl"):
-        names.add(spool)
-        for line in spool.read_text().splitlines():
-            event = json.loads(line)
-            if event["kind"] == "trial":
-                names.add((spool, event["record"]["number"]))
-    return len(names)
+    return sum(1 + len(folder.records()) for folder in studies(runs))
 
 
 def _runs(uri: str) -> int:

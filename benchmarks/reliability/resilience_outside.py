@@ -110,7 +110,7 @@ def secrets() -> list[Row]:
         found = leaks(folder, hidden)
     lines = [line for line in COMMAND_LINES.read_text().splitlines() if not line.startswith("#")]
     eaten = [x for x in lines if redact_arguments(shlex.split(x)) != shlex.split(x) or redact_text(x) != x]
-    where = f"the {len(stored)} files of a search (exit {done.returncode}): study, spool, MLflow, reports, logs"
+    where = f"the {len(stored)} files of a search (exit {done.returncode}): study, MLflow, reports, logs"
     return [
         ("ways to pass a secret", ">= 60", str(len(WAYS))),
         (f"of them found in {where}", "0", str(len(found))),

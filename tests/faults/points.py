@@ -49,7 +49,7 @@ POINTS: dict[int, tuple[str, tuple[str, ...]]] = {
     ),
     6: (
         "sync sent the user's token to the address that a folder named",
-        ("tracking/test_replay.py::test_a_server_is_never_taken_from_the_folder",),
+        ("tracking/test_log.py::test_a_server_is_never_taken_from_the_folder",),
     ),
     7: (
         "a password among the parameters of --storage was printed and stored",

@@ -12,7 +12,6 @@ import pytest
 from autoprec.support import redact
 from autoprec.support.redact import HIDDEN, redact_arguments, redact_text, remember
 from autoprec.tracking.listener import TrackingListener
-from autoprec.tracking.tracker import Tracker
 from autoprec.trial.command import ScriptCommand
 from autoprec.tuning.engine import Search
 from autoprec.tuning.events import Listeners
@@ -66,9 +65,9 @@ def test_no_ordinary_argument_of_300_real_command_lines_is_hidden() -> None:
 
 
 def test_a_search_stores_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Study, spool, results and reports of one search whose script is given every secret in every way."""
+    """Study, tracking, results and reports of one search whose script is given every secret in every way."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(Tracker, "_start", lambda _self: None)  # MLflow is sent what is in the spool
+    monkeypatch.setattr(TrackingListener, "_start", lambda *_: None)  # MLflow is sent what is in the study
     Path("train.py").touch()
     ways, secrets = planted()
     words = ("train.py", *(word for way in ways for word in way))
@@ -83,6 +82,6 @@ def test_a_search_stores_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     result = search.run()
     tracking.attach(result, search.study_dir)
     Path("result.json").write_text(str(result.to_json()) + str(options.resume_command(stored=True)))
-    assert (tmp_path / "autoprec-runs" / "secret" / "tracking" / "spool.jsonl").stat().st_size > 1000
+    assert (tmp_path / "autoprec-runs" / "secret" / "tracking" / "study.json").stat().st_size > 1000
     assert leaks(tmp_path, secrets) == {}
     assert options.resume_command().endswith(shlex.join(words))  # the terminal's owner can go on

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from autoprec.tracking import Tracker
+from autoprec.support.redact import redact_arguments
+from autoprec.tracking.folder import About, TrackedFolder, default_uri
+from autoprec.tracking.listener import TrackingListener
+from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run, metrics_of
+from autoprec.tuning.study.study import StudyStore, default_storage
 
 POLICY = {
     "schema": "autoprec.policy/1",
@@ -85,40 +91,63 @@ def result(records: list[Run]) -> SearchResult:
     return make_result(records)
 
 
+def make_study(
+    folder: Path, records: Sequence[Run] = (), result: SearchResult | None = None, **about: Any
+) -> TrackedFolder:
+    """Make the folder of a study as a search leaves it; without ``ended`` as one that was killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    store = StudyStore(default_storage(folder), folder.name, ("step_time_ms", "divergence"), resume=False, begun=True)
+    for record in records:
+        store.add(record)
+    store.close()
+    made = TrackedFolder(folder)
+    made.save_about(About(folder.name, **{"started": 1_700_000_000.0, **about}))
+    if result is not None:
+        made.save_outcome(result)
+    return made
+
+
 @pytest.fixture(scope="session")
 def tracked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A study tracked to its end through the background process, into its default store."""
+    """A study tracked to its end through the process beside a search, into its default store."""
     runs = tmp_path_factory.mktemp("autoprec-runs")
-    report = runs / "report.html"
-    report.write_text("<p>report</p>", encoding="utf-8")
     policy = runs / "policy.yaml"
     policy.write_text("schema: autoprec.policy/1\n", encoding="utf-8")
+    records = [*make_records()]
+    for number, record in enumerate(records):
+        choice = {"layer:h.*.mlp": "fp8" if record.kind == "search" else "bf16"} if record.params else {}
+        records[number] = replace(record, params=record.params | choice)
+    own = make_result(records)
+    further = [("search 5", 1, 6e-4), ("search 5", 2, 1e-3), ("search 4", 1, 1e-3)]
+    for number, (name, seed, gap) in enumerate(further, start=8):
+        record = replace(records[6], name=name, number=number, seed=seed)
+        records.append(replace(record, metrics=record.metrics | metrics_of({"divergence": gap})))
+    best = {**own.best, "name": "search 5", "divergence": 7e-4, "seeds": 3}
+    result = replace(own, best=best, policy=str(policy), front=({"name": "search 4"}, {"name": "search 5"}))
+    script = ("train.py", "--api-key", "s3cret", "--lr=1")
+    info = SearchInfo(
+        "demo", str(runs / "demo"), "", "train.py", "cpu", "measured", "fork", "cpu", {}, {}, 3, "autoprec search",
+        options={"script": script},
+    )  # fmt: skip
     with pytest.MonkeyPatch.context() as patch:
         for name in ("MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_NAME"):
             patch.delenv(name, raising=False)
-        records = make_records()
-        tracker = Tracker.open(runs / "demo", study="demo")
-        tracker.study_started({"script": ["train.py", "--api-key", "s3cret", "--lr=1"], "target": "cpu", "groups": 3})
+        folder = make_study(runs / "demo", records)
+        listener = TrackingListener(runs)
+        listener.started(replace(info, script=" ".join(redact_arguments(script))))
         for record in records:
-            groups = {"h.*.attn": "bf16", "h.*.mlp": "fp8" if record.kind == "search" else "bf16"}
-            tracker.trial(record, groups if record.params else None)
-        own = make_result(records)
-        further = [("search 5", 1, 6e-4), ("search 5", 2, 1e-3), ("search 4", 1, 1e-3)]
-        for number, (name, seed, gap) in enumerate(further, start=8):
-            record = replace(records[6], name=name, number=number, seed=seed)
-            records.append(replace(record, metrics=record.metrics | metrics_of({"divergence": gap})))
-            tracker.trial(records[-1])
-        best = {**own.best, "name": "search 5", "divergence": 7e-4, "seeds": 3}
-        tracker.trial(replace(records[5], tags=("pareto", "best")))
-        tracker.finished(replace(own, best=best), [policy, report])
-        state = tracker.close(120)
-        reference = tracker.reference()
+            listener.trial(record, 1, 3, None, 0.0)
+        listener._patience_s = 240.0
+        attached = listener.attach(result, runs / "demo")
+        (runs / "demo" / "report.html").write_text("<p>report</p>", encoding="utf-8")
+        listener.close(240.0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from mlflow.tracking import MlflowClient
 
-        client = MlflowClient(tracking_uri=state.tracking_uri)
-    return {"runs": runs, "client": client, "state": state, "reference": reference, "records": records}
+        client = MlflowClient(tracking_uri=default_uri(runs))
+    state = folder.state(default_uri(runs))
+    return {"runs": runs, "client": client, "state": state, "mlflow": attached.mlflow, "records": records}
 
 
 def tracked_runs(tracked: dict[str, Any], condition: str = "") -> list[Any]:

@@ -1,4 +1,4 @@
-"""``python -m autoprec.tracking``: one study is drained in a process of its own."""
+"""``python -m autoprec.tracking``: the process beside a search."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ import subprocess
 import sys
 from pathlib import Path
 
-from autoprec.tracking.spool import Spool
+from autoprec.tracking.folder import TrackedFolder
+from tests.tracking.conftest import make_study
 
 NOBODY = "http://me:s3cret@127.0.0.1:9"
 
 
 def run(study: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    known = {key: value for key, value in os.environ.items() if key != "AUTOPREC_TRACKING_STORE"}
-    command = [sys.executable, "-P", "-m", "autoprec.tracking", str(study), "e", str(os.getpid())]
+    known = {key: value for key, value in os.environ.items() if not key.startswith("AUTOPREC_TRACKING")}
+    command = [sys.executable, "-P", "-m", "autoprec.tracking", str(study), str(os.getpid())]
     paths = os.pathsep.join([str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")])
     env = known | {"PYTHONPATH": paths} | environment
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_study_that_is_over_is_drained_at_once(tmp_path: Path) -> None:
-    spool = Spool.of(tmp_path)
-    spool.append("open", tracking_uri="", experiment="e", study="s")
-    spool.append("end", status="FINISHED")
-    done = run(tmp_path, AUTOPREC_TRACKING_STORE=NOBODY)
-    assert done.returncode == 1, done.stderr  # nobody answers, and nobody is left to try again for
-    state = spool.load_state(NOBODY)
-    assert (state.status, state.experiment) == ("unreachable", "e")
-    written = "".join(path.read_text(encoding="utf-8") for path in spool.directory.iterdir())
+def test_a_study_that_is_over_is_tried_once(tmp_path: Path) -> None:
+    folder = make_study(tmp_path / "s", ended="FINISHED")
+    done = run(folder.path, AUTOPREC_TRACKING_STORE=NOBODY, AUTOPREC_TRACKING_STUDY="")
+    assert done.returncode == 1, done.stderr  # no server answers, and no search is left to try again for
+    state = TrackedFolder(folder.path).state(NOBODY)
+    assert "does not answer" in state.reason
+    assert state.news < folder.news
+    written = "".join(path.read_text(encoding="utf-8") for path in folder.own.iterdir())
     assert "s3cret" not in written + done.stdout + done.stderr
 
 

@@ -1,34 +1,33 @@
-"""The listener forwards a search's events and never raises."""
+"""The listener notes a search's events and never raises; a bad server costs it next to nothing."""
 
 from __future__ import annotations
 
+import socket
+import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from autoprec.tracking.folder import TrackedFolder
 from autoprec.tracking.listener import TrackingListener
+from autoprec.tracking.log import log_study
 from autoprec.tracking.notes import parent_params
-from autoprec.tracking.spool import Spool
 from autoprec.tuning.events import SearchInfo
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.run import Run
+from tests.tracking.conftest import make_study
 
 INFO = SearchInfo("demo", "", "sqlite://", "train.py", "cpu", "measured", "fork", "cpu", {}, {}, 3, "autoprec search")
 
 
-def _events(directory: Path) -> list[dict[str, Any]]:
-    return [event for event, _ in Spool.of(directory).read()]
-
-
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoprec.tracking.tracker.Tracker._start", lambda self: None)
+    monkeypatch.setattr("autoprec.tracking.listener.TrackingListener._start", lambda self, folder=None: None)
 
 
-def _started(tmp_path: Path) -> TrackingListener:
-    listener = TrackingListener(tmp_path)
+def _started(tmp_path: Path, **named: str) -> TrackingListener:
+    listener = TrackingListener(tmp_path, **named)
     listener.started(replace(INFO, study_dir=str(tmp_path / "demo")))
     return listener
 
@@ -47,8 +46,7 @@ def test_the_study_says_what_was_asked_under_which_versions(tmp_path: Path, monk
         "force": False,
     }
     listener.started(replace(INFO, study_dir=str(tmp_path / "demo"), options=options, folder="/there"))
-    (info,) = [event["info"] for event in _events(tmp_path / "demo") if event["kind"] == "study"]
-    params = parent_params(info)
+    params = parent_params(TrackedFolder(tmp_path / "demo").about().info)
     assert {key: params[key] for key in ("steps", "seed", "budget_s", "force", "git_commit")} == {
         **{"steps": "20", "seed": "3", "budget_s": "1200.0", "force": "False"},
         "git_commit": "of /there",
@@ -59,71 +57,67 @@ def test_the_study_says_what_was_asked_under_which_versions(tmp_path: Path, monk
 
 
 @pytest.mark.usefixtures("no_process")
-def test_events_are_spooled_and_the_front_is_tagged_at_the_end(
-    tmp_path: Path, records: list[Run], result: SearchResult
-) -> None:
+def test_the_environment_names_store_and_experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://me:s3cret@127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     listener = _started(tmp_path)
-    result = replace(result, best={**result.best, "name": "search 5"})
+    about = TrackedFolder(tmp_path / "demo").about()
+    assert (about.tracking_uri, about.experiment) == ("http://[hidden]@127.0.0.1:9", "mine")
+    assert listener.reference()["tracking_uri"] == "http://[hidden]@127.0.0.1:9"
+
+
+@pytest.mark.usefixtures("no_process")
+def test_the_outcome_and_the_end_are_noted(tmp_path: Path, records: list[Run], result: SearchResult) -> None:
+    make_study(tmp_path / "demo", records)
+    listener = _started(tmp_path)
+    folder = TrackedFolder(tmp_path / "demo")
+    before = folder.news
     for record in records:
         listener.trial(record, 1, 3, None, 0.0)
-    (tmp_path / "demo" / "report.html").write_text("x", encoding="utf-8")
+    assert folder.news > before
+    assert folder.outcome() is None
     attached = listener.attach(result, tmp_path / "demo")
-    listener.close(0)
     assert attached.mlflow["run_id"] is None
-    events = _events(tmp_path / "demo")
-    kinds = [event["kind"] for event in events]
-    assert kinds[:2] == ["open", "study"]
-    assert kinds[-3:] == ["finished", "artifacts", "end"]
-    late = [e["record"] for e in events[2 + len(records) :] if e["kind"] == "trial"]
-    assert {(r["name"], tuple(r["tags"])) for r in late} == {("search 5", ("best",))}
-    assert events[-1]["status"] == "FINISHED"
-
-
-def test_what_was_rejected_is_not_on_the_front(records: list[Run], result: SearchResult) -> None:
-    """A row that says `infeasible` and `pareto` at once offers what must not be taken."""
-    own = replace(result, front=({"name": "search 4"}, {"name": "search 5"}), rejected={"search 4": "beyond 0.250%"})
-    marked = {record.name: set(record.tags) for record in TrackingListener._marked(records, own)}
-    assert "pareto" in marked["search 5"]
-    assert marked["search 4"] & {"pareto", "infeasible"} == {"infeasible"}
-
-
-@pytest.mark.usefixtures("no_process")
-def test_after_a_resume_only_the_new_answer_is_the_best(
-    tmp_path: Path, records: list[Run], result: SearchResult
-) -> None:
-    for best in ("search 4", "search 5"):
-        listener = _started(tmp_path)
-        for record in records if best == "search 4" else ():
-            listener.trial(record, 1, 3, None, 0.0)
-        listener.attach(replace(result, best={**result.best, "name": best}), tmp_path / "demo")
-        listener.close(0)
-    latest = {e["record"]["number"]: e["record"] for e in _events(tmp_path / "demo") if e["kind"] == "trial"}
-    assert [r["name"] for r in latest.values() if "best" in r["tags"]] == ["search 5"]
-
-
-@pytest.mark.usefixtures("no_process")
-def test_charts_show_the_runs_of_earlier_sessions_as_well(
-    tmp_path: Path, records: list[Run], result: SearchResult
-) -> None:
-    charts = []
-    for told in (records, [record for record in records if record.ok and record.kind == "search"][:1]):
-        listener = _started(tmp_path)
-        for record in told:
-            listener.trial(record, 1, 3, None, 0.0)
-        listener.attach(result, tmp_path / "demo")
-        listener.close(0)
-        charts.append((tmp_path / "demo" / "charts" / "pareto.svg").read_text())
-    assert charts[0] == charts[1]
+    assert (folder.path / "charts" / "pareto.svg").exists()
+    assert folder.outcome() is not None
+    assert folder.about().ended == ""
+    listener.close(0)
+    assert folder.about().ended == "FINISHED"
 
 
 @pytest.mark.usefixtures("no_process")
 def test_a_search_that_did_not_finish_is_killed(tmp_path: Path) -> None:
-    listener = _started(tmp_path)
-    listener.close(0)
-    assert _events(tmp_path / "demo")[-1]["status"] == "KILLED"
+    _started(tmp_path).close(0)
+    assert TrackedFolder(tmp_path / "demo").about().ended == "KILLED"
 
 
 def test_a_listener_that_was_never_started_does_nothing(tmp_path: Path, result: SearchResult) -> None:
     listener = TrackingListener(tmp_path)
     assert listener.attach(result, tmp_path) is result
     listener.close()
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["dead", "silent"])
+def test_a_bad_server_costs_less_than_two_seconds_and_loses_nothing(
+    tmp_path: Path, records: list[Run], result: SearchResult, answers: bool
+) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if answers:
+            server.listen(8)
+        uri = f"http://127.0.0.1:{server.getsockname()[1]}"
+        folder = make_study(tmp_path / "demo", records)
+        began = time.monotonic()
+        listener = _started(tmp_path, tracking_uri=uri)
+        for record in records:
+            listener.trial(record, 1, 3, None, 0.0)
+        attached = listener.attach(result, tmp_path / "demo")
+        listener.close()
+        assert time.monotonic() - began < 2.0
+        process = listener._process
+        assert process is not None
+        process.kill()  # it would go on trying for a while
+        process.wait()
+    assert attached.mlflow["run_id"] is None
+    assert len(folder.records()) == len(records)
+    assert not log_study(folder.path, uri).ok

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 from markdown_it import MarkdownIt
 
-from autoprec.tracking.notes import parent_note, parent_params, reference_figures, shown_metrics, trial_name
+from autoprec.tracking.notes import limits_of, parent_note, parent_params
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.run import Run
 
 
 def test_the_winner_table_comes_first(result: SearchResult) -> None:
@@ -47,17 +46,14 @@ def test_a_study_without_figures_still_has_a_note(result: SearchResult) -> None:
     assert "fastest candidate" in parent_note(replace(stay, best={"name": "all bf16", "step_time_ms": 9.0}))
 
 
-def test_the_table_of_trials_has_rounded_figures_in_the_units_people_read() -> None:
-    metrics = {
-        "speedup": 9.35892271,
-        "step_time_ms": 588.5064,
-        "divergence": 0.000248278,
-        "memory_bytes": 130748741061.0,
+def test_limits_that_are_not_known_are_left_out(result: SearchResult) -> None:
+    own = replace(result, budget={"max_divergence": 0.0025, "gradient_limit": 0.0611831925})
+    assert limits_of(own, {"max_memory": 2**30}) == {
+        "limit.divergence": "0.0025",
+        "limit.gradient_error": "0.0611832",
+        "limit.memory": "1.07374e+09",
     }
-    shown = {"gain": 9.36, "step_ms": 588.5, "divergence_pct": 0.025, "memory_gib": 121.77}
-    assert shown_metrics(metrics) == shown
-    assert shown_metrics({**metrics, "speedup_over_16bit": 1.4857})["gain"] == 1.49
-    assert shown_metrics({"speedup": float("nan"), "divergence": None}) == {}
+    assert limits_of(replace(result, budget={}), {}) == {}
 
 
 def test_memory_in_the_note_is_in_the_unit_of_the_report(result: SearchResult) -> None:
@@ -73,19 +69,3 @@ def test_a_search_that_was_cut_short_is_not_told_as_a_stay(result: SearchResult)
 def test_parameters_are_flat_text() -> None:
     found = parent_params({"a": {"b": 1, "c": None}, "argv": ["x", "--lr", 1], "t": ("y",)})
     assert found == {"a.b": "1", "argv": "x --lr 1", "t": "y"}
-
-
-def test_names_of_trials(records: list[Run]) -> None:
-    assert trial_name(records[2]) == "preset 2"
-    assert trial_name(records[6]) == "finalist 6 (seed 1)"
-    assert trial_name(replace(records[6], seed=0)) == "finalist 6 (whole model)"
-    assert trial_name(replace(records[4], name="trial 4", tags=("best", "pareto"))) == "★ trial 4"
-
-
-def test_a_script_much_slower_than_bf16_is_not_drawn_beside_the_policies() -> None:
-    metrics = {"speedup": 1.0, "step_time_ms": 2418.2, "divergence": 0.0}
-    slow = {"gain": 0.1, "step_ms": 2418.2}
-    assert reference_figures({**metrics, "speedup_over_16bit": 0.0975}) == slow
-    assert reference_figures({**metrics, "speedup_over_16bit": 0.9})["divergence_pct"] == 0.0
-    assert reference_figures(metrics)["divergence_pct"] == 0.0
-    assert "divergence_pct" not in reference_figures(metrics, drawn=False)

@@ -13,40 +13,37 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from autoprec.errors import AutoPrecError, FileError, MissingDependencyError
-from autoprec.tracking import Tracker
-from autoprec.tracking.server import free_port, newest_study, serve
-from tests.tracking.conftest import make_records, make_result
+from autoprec.tracking.folder import About, TrackedFolder
+from autoprec.tracking.server import free_port, newest_study, serve, store_of
+from tests.tracking.conftest import make_records, make_result, make_study
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_newest_study_with_an_answer_is_opened_rather_than_one_that_shows_nothing(tmp_path: Path) -> None:
     records = make_records()
-    answer = {"result": make_result(records).to_json()}
+    answer = make_result(records)
     studies = {
         "older": (records, answer),
         "answered": (records, answer),
-        "cut short": (records, {"result": {**answer["result"], "verdict": "undecided"}}),
+        "cut short": (records, replace(answer, verdict="undecided")),
         "stay": (records[:2], answer),
     }
-    for number, (name, (own, finished)) in enumerate(studies.items()):
-        spool = Tracker.open(tmp_path / name, study=name, tracking_uri="http://127.0.0.1:9")._spool
-        for record in own:
-            spool.append("trial", record=record.to_json())
-        spool.append("finished", artifacts=[], **finished)
-        spool.append("end", status="FINISHED")
-        os.utime(tmp_path / name / "tracking" / "spool.jsonl", (1e9 + number, 1e9 + number))
-    assert newest_study(tmp_path).name == "answered"
-    assert newest_study(tmp_path, "stay").name == "stay"
-    running = Tracker.open(tmp_path / "running", study="running", tracking_uri="http://127.0.0.1:9")._spool
-    running.append("trial", record=records[4].to_json())
-    assert newest_study(tmp_path).name == "running", "to watch it while trials run"
+    for number, (name, (own, result)) in enumerate(studies.items()):
+        folder = make_study(tmp_path / name, own, result, ended="FINISHED")
+        for path in folder.own.iterdir():
+            os.utime(path, (1e9 + number, 1e9 + number))
+    assert newest_study(tmp_path).path.name == "answered"
+    assert newest_study(tmp_path, "stay").path.name == "stay"
+    make_study(tmp_path / "running", records[:5])
+    assert newest_study(tmp_path).path.name == "running", "to watch it while trials run"
 
 
 @pytest.fixture(scope="module")
@@ -123,15 +120,28 @@ def test_a_person_sees_it_in_a_browser(served: str, charts: bool, seen: list[str
 
 def test_the_newest_study_is_chosen_unless_named(tmp_path: Path) -> None:
     for age, name in ((20, "old"), (10, "new")):
-        Tracker.open(tmp_path / name, study=name)
-        spool = tmp_path / name / "tracking" / "spool.jsonl"
-        stamp = spool.stat().st_mtime - age
-        os.utime(spool, (stamp, stamp))
-    assert newest_study(tmp_path).name == "new"
-    assert newest_study(tmp_path, "old").name == "old"
-    assert newest_study(tmp_path).tracking_uri.endswith("/mlflow.db")
-    with pytest.raises(FileError, match="old, new"):
+        folder = make_study(tmp_path / name)
+        for path in folder.own.iterdir():
+            os.utime(path, (1e9 - age, 1e9 - age))
+    assert newest_study(tmp_path).path.name == "new"
+    assert newest_study(tmp_path, "old").path.name == "old"
+    with pytest.raises(FileError, match="new, old"):
         newest_study(tmp_path, "missing")
+
+
+def test_the_store_of_a_folder_is_a_file_or_named_by_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    default = f"sqlite:///{tmp_path / 'mlflow.db'}"
+    for recorded, shown in (
+        ("", default),
+        ("postgresql://evil/x", default),
+        ("http://[hidden]@host", default),
+        ("http://host:5000", "http://host:5000"),
+    ):
+        folder = TrackedFolder(tmp_path / "s")
+        folder.save_about(About("s", tracking_uri=recorded))
+        assert store_of(folder) == shown
+    assert store_of(folder, "http://mine") == "http://mine"
 
 
 def test_a_taken_port_is_replaced() -> None:

@@ -11,11 +11,9 @@ from autoprec import tracking
 
 
 def test_every_public_name_can_be_had() -> None:
-    from autoprec.tracking.replay import SyncReport, sync
-    from autoprec.tracking.tracker import Tracker
+    from autoprec.tracking.log import Logged, log_study
 
-    wanted = {"SyncReport": SyncReport, "Tracker": Tracker, "sync": sync}
-    assert {name: getattr(tracking, name) for name in tracking.__all__} == wanted
+    assert {name: getattr(tracking, name) for name in tracking.__all__} == {"Logged": Logged, "log_study": log_study}
 
 
 def test_another_name_is_not_there() -> None:
@@ -24,5 +22,8 @@ def test_another_name_is_not_there() -> None:
 
 
 def test_a_search_imports_neither_mlflow_nor_torch_to_track() -> None:
-    code = "import sys; from autoprec.tracking import Tracker, sync; print({'mlflow', 'torch'} & sys.modules.keys())"
+    code = (
+        "import sys; from autoprec.tracking import log_study; from autoprec.tracking.listener import TrackingListener;"
+        "print({'mlflow', 'torch'} & sys.modules.keys())"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"

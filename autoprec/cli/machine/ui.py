@@ -6,28 +6,13 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
 from autoprec.cli.echo import echo
 from autoprec.cli.machine.sync import synced
 from autoprec.cli.phases import Phases
-
-if TYPE_CHECKING:
-    from autoprec.tracking.server import Study
-
-
-@contextlib.contextmanager
-def serve_told(study: Study, port: int, phases: Phases) -> Iterator[str]:
-    """Start the server, saying so from the first second: importing MLflow and preparing its store takes a while."""
-    from autoprec.tracking.server import free_port, serve
-
-    phases.begin(f"starting MLflow on {study.name}")
-    with serve(study.tracking_uri, free_port(port)) as base:
-        yield base
 
 
 def _has_browser() -> bool:
@@ -58,20 +43,34 @@ def ui(runs: Path, study: str | None, port: int, tracking_uri: str | None, sync:
     """
     if sync:
         return synced(runs, tracking_uri)
-    from autoprec.tracking.server import newest_study
+    from autoprec.tracking.log import log_study
+    from autoprec.tracking.server import free_port, newest_study, serve, store_of, study_url
 
-    chosen = newest_study(runs, study, tracking_uri)
-    with Phases() as phases, serve_told(chosen, port, phases) as base:
-        phases.close()
-        url = chosen.url(base)
-        echo(url)
-        echo(f"charts: {chosen.url(base, charts=True)}", err=True)
-        if not no_open and _has_browser():
-            click.launch(url)
-        elif not no_open:
-            echo("no browser here: open the address above, over ssh with -L", err=True)
-        echo("Ctrl-C ends it", err=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            while True:
-                signal.pause()
+    chosen = newest_study(runs, study)
+    uri = store_of(chosen, tracking_uri)
+    with Phases() as phases:
+        phases.begin(f"bringing MLflow up to date with {chosen.path.name}")
+        logged = log_study(chosen.path, tracking_uri)
+        if not logged.ok:
+            echo(f"MLflow may lack trials of this study: {logged.reason}", err=True)
+        phases.begin(f"starting MLflow on {chosen.path.name}")
+        with serve(uri, free_port(port)) as base:
+            phases.close()
+            experiment = logged.experiment_id or chosen.state(uri).experiment_id
+            url, charts = (study_url(chosen, base, experiment, charts=charts) for charts in (False, True))
+            _show(url, charts, no_open)
     return 0
+
+
+def _show(url: str, charts: str, no_open: bool) -> None:
+    """Print the addresses, open the first in a browser where there is one, and wait for Ctrl-C."""
+    echo(url)
+    echo(f"charts: {charts}", err=True)
+    if not no_open and _has_browser():
+        click.launch(url)
+    elif not no_open:
+        echo("no browser here: open the address above, over ssh with -L", err=True)
+    echo("Ctrl-C ends it", err=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            signal.pause()

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.tracking.replay import SyncReport
+from autoprec.tracking import Logged
 from tests.cli.helpers import autoprec
+from tests.tracking.conftest import make_study
 
 
 def test_no_studies_is_an_error(tmp_path: Path) -> None:
@@ -18,19 +19,14 @@ def test_no_studies_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("report", "code", "text"),
     [
-        (SyncReport("a", "sqlite:///x", 3, True, run_id="r1"), 0, "3 records sent"),
-        (SyncReport("a", "sqlite:///x", 0, True), 0, "nothing was missing"),
-        (SyncReport("a", "http://x", 0, False, "does not answer"), 1, "not sent"),
+        (Logged("a", "sqlite:///x", 3, run_id="r1"), 0, "3 runs sent"),
+        (Logged("a", "sqlite:///x"), 0, "nothing was missing"),
+        (Logged("a", "http://x", 0, "does not answer"), 1, "not sent"),
     ],
 )
-def test_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: SyncReport, code: int, text: str) -> None:
-    def replay(_runs: Path, **kwargs: object) -> list[SyncReport]:
-        show = kwargs["report"]
-        assert callable(show)
-        show(report)
-        return [report]
-
-    monkeypatch.setattr("autoprec.tracking.replay.sync", replay)
+def test_outcomes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, report: Logged, code: int, text: str) -> None:
+    make_study(tmp_path / "a")
+    monkeypatch.setattr("autoprec.tracking.log.log_study", lambda *_: report)
     done = autoprec("ui", "--sync", tmp_path)
     assert done.code == code
     assert text in done.out + done.err

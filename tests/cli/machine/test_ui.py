@@ -11,7 +11,8 @@ from click.testing import CliRunner
 
 from autoprec.cli.machine.ui import ui
 from autoprec.errors import FileError
-from autoprec.tracking import Tracker
+from autoprec.tracking import Logged
+from tests.tracking.conftest import make_study
 
 
 def test_without_a_study_it_says_so(tmp_path: Path) -> None:
@@ -25,7 +26,13 @@ def test_the_address_is_printed_and_opened(
     for name in ("BROWSER", "WAYLAND_DISPLAY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("DISPLAY", display)
-    Tracker.open(tmp_path / "demo", study="demo")
+    make_study(tmp_path / "demo")
+    logged: list[Path] = []
+
+    def log_study(path: Path, uri: str | None) -> Logged:
+        logged.append(path)
+        return Logged("demo", str(uri), reason="its server is away", experiment_id="3")
+
     opened: list[str] = []
 
     @contextlib.contextmanager
@@ -38,11 +45,14 @@ def test_the_address_is_printed_and_opened(
         raise KeyboardInterrupt
 
     monkeypatch.setattr("autoprec.tracking.server.serve", serve)
+    monkeypatch.setattr("autoprec.tracking.log.log_study", log_study)
     monkeypatch.setattr("click.launch", opened.append)
     monkeypatch.setattr("signal.pause", interrupt)
     done = CliRunner().invoke(ui, [str(tmp_path)] + ([] if browser else ["--no-open"]))
     assert done.exception is None
-    assert done.stdout.startswith("http://127.0.0.1:1/#/experiments/")
+    assert done.stdout.startswith("http://127.0.0.1:1/#/experiments/3/")
+    assert logged == [tmp_path / "demo"], "what is missing is sent before anything is shown"
+    assert "its server is away" in done.stderr
     assert "starting MLflow on demo" in done.stderr
     assert bool(opened) is (browser and bool(display))
     assert ("no browser here" in done.stderr) is (browser and not display)

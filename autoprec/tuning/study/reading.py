@@ -1,0 +1,38 @@
+"""A study's records, read by something beside the search that writes them."""
+
+from __future__ import annotations
+
+import contextlib
+
+from autoprec.errors import FileError, StudyError
+from autoprec.tuning.study.run import Run
+from autoprec.tuning.study.sqlite_check import check_sqlite
+from autoprec.tuning.study.storage import open_storage, root_cause, sqlite_file, without_password
+
+
+def stored_records(url: str, name: str) -> list[Run]:
+    """Return the finished runs of a study in their order; none where there is no such study (yet). Writes nothing.
+
+    Raises:
+        StudyError: the storage cannot be read, or a record is damaged.
+    """
+    path = sqlite_file(url)
+    if path is not None and not (path.is_file() and path.stat().st_size):
+        return []
+    check_sqlite(url, holds_studies=True)
+    try:
+        storage = open_storage(url)
+        with contextlib.closing(contextlib.ExitStack()) as stack:
+            stack.callback(storage.engine.dispose)
+            study = next((s for s in storage.get_all_studies() if s.study_name == name), None)
+            trials = storage.get_all_trials(study._study_id, deepcopy=False) if study is not None else []
+            documents = [trial.user_attrs.get("record") for trial in trials]
+    except Exception as error:
+        what = f"the study's storage cannot be read: {root_cause(error)}"
+        raise StudyError(what, where=without_password(url), fix="is its server running?") from error
+    found = [document for document in documents if isinstance(document, dict)]
+    try:
+        return [Run.from_stored(document) if "checksum" in document else Run.from_json(document) for document in found]
+    except (FileError, TypeError, ValueError) as error:
+        what = error.what if isinstance(error, FileError) else f"cannot be read: {error}"
+        raise StudyError(what, where=f"{without_password(url)}, study {name}", fix="put an intact copy back") from error

@@ -1,0 +1,34 @@
+"""A study's records, read beside the search that writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autoprec.errors import StudyError
+from autoprec.tuning.study.reading import stored_records
+from autoprec.tuning.study.study import StudyStore, default_storage
+from tests.tracking.conftest import make_records
+
+
+def test_records_are_read_while_their_search_holds_the_study(tmp_path: Path) -> None:
+    url = default_storage(tmp_path)
+    assert stored_records(url, "s") == []
+    assert not (tmp_path / "study.db").exists(), "reading makes no database"
+    store = StudyStore(url, "s", ("step_time_ms", "divergence"), resume=False)
+    assert stored_records(url, "s") == []
+    for record in make_records():
+        store.add(record)
+    found = stored_records(url, "s")
+    assert [(record.name, record.metrics, record.losses) for record in found] == [
+        (record.name, record.metrics, record.losses) for record in make_records()
+    ]
+    assert stored_records(url, "another") == []
+    store.close()
+
+
+def test_a_damaged_database_is_named(tmp_path: Path) -> None:
+    (tmp_path / "study.db").write_bytes(b"x" * 5000)
+    with pytest.raises(StudyError):
+        stored_records(default_storage(tmp_path), "s")
