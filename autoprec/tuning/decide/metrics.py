@@ -185,17 +185,41 @@ def score(
     # Weights or state that lose updates can flatter a short loss curve: what was seen of them from the inside counts.
     gap += float(result.payload.get("state", {}).get("penalty", 0.0))
     step_ms = step_time(result.step_ms, result.warmup) if estimate is None else estimate.time_ms
+    memory = result.memory_bytes if estimate is None else estimate.memory_bytes
+    share = effective_speedup(1.0, result.losses, reference.losses)
+    source = MEASURED if estimate is None else MODELLED
+    metrics = run_metrics(reference, step_ms, memory, gap, Metric(gradient_error, MODELLED), share=share, source=source)
+    return replace(seen, status="ok", reason="", metrics=metrics)
+
+
+def run_metrics(
+    reference: Reference,
+    step_ms: float,
+    memory: int,
+    gap: float,
+    error: Metric,
+    *,
+    share: float = 1.0,
+    source: str = MEASURED,
+) -> dict[str, Metric]:
+    """Return the metrics of a run, under the names that every part of AutoPrec uses.
+
+    Args:
+        reference: of the same paired seed.
+        step_ms, memory: milliseconds and peak bytes of a step, and where they come from, ``source``.
+        gap: its divergence.
+        error: its gradient error.
+        share: what is left of its speed-up after paying for a worse loss.
+    """
     speedup = reference.step_ms / step_ms
     timed = {
         "throughput": 1000.0 / step_ms,
         "step_time_ms": step_ms,
-        "memory_bytes": float(result.memory_bytes if estimate is None else estimate.memory_bytes),
+        "memory_bytes": float(memory),
         "speedup": speedup,
-        "effective_speedup": effective_speedup(speedup, result.losses, reference.losses),
+        "effective_speedup": speedup * share,
     }
     if reference.samples:
         timed["samples_per_s"] = reference.samples * 1000.0 / step_ms
-    metrics = metrics_of(timed, MEASURED if estimate is None else MODELLED)
-    metrics |= metrics_of({"divergence": gap, "noise_floor": reference.noise_floor})
-    metrics["gradient_error"] = Metric(gradient_error, MODELLED)
-    return replace(seen, status="ok", reason="", metrics=metrics)
+    losses = metrics_of({"divergence": gap, "noise_floor": reference.noise_floor})
+    return metrics_of(timed, source) | losses | {"gradient_error": error}

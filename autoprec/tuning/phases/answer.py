@@ -82,16 +82,25 @@ def _plain(value: float) -> float:
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
+def figures_of_evidence(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the figures of a row that a policy's evidence has, four digits each."""
+    names = [name for name in METRICS if name not in _NOT_EVIDENCE]
+    names.insert(1 + names.index("divergence"), "interval")
+    return {name: _plain(float(row[name])) for name in (*names, "gain_over_preset") if name in row}
+
+
 def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any]:
     """Return the metrics of the chosen policy: finalist means where they exist, else the trial's own."""
     run, chosen = decision.run, decision.chosen
     if run is None:
         return reference_metrics(setup, ledger) | {"name": "script as written"}
-    out: dict[str, Any] = {name: run[name] for name in METRICS if name in run.metrics}
+    out = run.to_row()
     if chosen is not None and chosen.divergences:
         speedup = chosen.speedup
         out["divergence"], out["interval"] = statistics.fmean(chosen.divergences), decision.interval
         out["effective_speedup"] = out["effective_speedup"] * speedup / max(out["speedup"], 1e-9)
+        if out["speedup"] != speedup:  # the interval is that of one of its runs
+            out.pop("intervals", None)
         out["speedup"] = speedup
         out["step_time_ms"] = reference_metrics(setup, ledger)["step_time_ms"] / speedup  # of the one that is given
         out["memory_bytes"] = chosen.memory_bytes
@@ -104,7 +113,7 @@ def final_metrics(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str,
     for over in (reason.data for reason in decision.reasons if reason.code == "over_preset"):
         out |= {"gain_over_preset": over["gain"], "best_preset": over["name"]}
     errors = {"gradient_error": "measured"} if run.name in ledger.measured_errors else {}
-    return out | {"name": run.name, "seeds": decision.seeds, "sources": {**run.sources, **errors}}
+    return out | {"seeds": decision.seeds, "sources": {**run.sources, **errors}}
 
 
 def reference_metrics(setup: Setup, ledger: Ledger) -> dict[str, Any]:
@@ -113,8 +122,7 @@ def reference_metrics(setup: Setup, ledger: Ledger) -> dict[str, Any]:
     out: dict[str, Any] = {}
     for record in ledger.store.records:
         if record.kind == "reference" and record.seed == 0:
-            out = {name: record[name] for name in METRICS if name in record.metrics}
-            out |= {"name": record.name, "sources": dict(record.sources)}
+            out = record.to_row()
     if not out:
         step = setup.steps.of_reference()
         out = {
@@ -148,12 +156,7 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
     }
     if ledger.gradient_noise:
         out["gradient_noise"] = _plain(ledger.gradient_noise)
-    for name in [name for name in METRICS if name in metrics and name not in _NOT_EVIDENCE]:
-        out[name] = _plain(float(metrics[name]))
-        if name == "divergence" and "interval" in metrics:
-            out["interval"] = _plain(float(metrics["interval"]))
-    if "gain_over_preset" in metrics:
-        out["gain_over_preset"] = _plain(float(metrics["gain_over_preset"]))
+    out |= figures_of_evidence(metrics)
     if ledger.stopped:
         out["stopped"] = ledger.stopped
     if ledger.cut_short:
@@ -253,15 +256,13 @@ def _row(record: Run, sixteen_bit: float | None, decision: Decision, errors: Map
     """
     said = (("rejected", decision.rejected), ("not taken", decision.not_taken))
     why = record.reason or next((f"{what}: {found[record.name]}" for what, found in said if record.name in found), "")
-    kept: dict[str, Any] = {name: record[name] for name in METRICS if name in record.metrics}
-    kept |= {"seeds": int(record.get("seeds") or record.ok)}
+    kept = record.to_row() | {"seeds": int(record.get("seeds") or record.ok)}
     kept |= over_sixteen_bit(kept, sixteen_bit)
     if record.ok and "gradient_error" in kept:
         known = record.name in errors
         kept |= {"gradient_error_source": "measured", "gradient_error": errors[record.name]} if known else {}
         kept |= {} if known else {"gradient_error_source": "predicted"}
-    about = {"name": record.name, "number": record.number, "status": record.status, "reason": why}
-    return about | kept | {"sources": record.sources}
+    return kept | {"number": record.number, "status": record.status, "reason": why}
 
 
 def search_result(

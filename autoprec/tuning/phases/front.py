@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from autoprec.policy import Policy, save_policy
 from autoprec.tuning.ledger import Ledger
+from autoprec.tuning.phases.answer import figures_of_evidence
 from autoprec.tuning.setup import Setup
 from autoprec.tuning.study.records import SearchResult
-
-KEPT = ("speedup", "divergence", "gradient_error", "memory_bytes", "step_time_ms")
 
 
 def front_policy(setup: Setup, document: Mapping[str, Any], point: Mapping[str, Any]) -> Policy:
     """Return the policy of one point of a result's front, with its figures (four digits) as evidence."""
     seeds = int(point["seeds"])
-    measured = {name: point[name] for name in KEPT if name in point}
     evidence: dict[str, Any] = {
         **document.get("evidence", {}),
         "target": setup.target.name,
@@ -26,7 +23,7 @@ def front_policy(setup: Setup, document: Mapping[str, Any], point: Mapping[str, 
         "reference": setup.options.reference,
         "seeds": seeds,
         "steps": setup.options.steps,
-        **{name: float(f"{value:.4g}") for name, value in measured.items() if math.isfinite(value)},
+        **figures_of_evidence(point),
         "limit": "one short trial, not measured again" if seeds == 1 else "short trials see early divergence only",
     }
     return Policy.model_validate({**document, "evidence": evidence})

@@ -11,7 +11,7 @@ from autoprec.errors import FileError, NothingAcceptableError, ScriptError
 from autoprec.support.files import finite, read_document, with_checksum, without_checksum, write_json
 from autoprec.support.plain import rebuild
 from autoprec.trial.protocol import TrialResult
-from autoprec.tuning.decide.metrics import Reference, divergence, step_time
+from autoprec.tuning.decide.metrics import Reference, divergence, run_metrics, step_time
 from autoprec.tuning.decide.noise import Baseline, uninformative
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.options import fewer_steps
@@ -19,7 +19,7 @@ from autoprec.tuning.paired import PairedRunner, baseline_of, perturbed_runs, ti
 from autoprec.tuning.phases.concluded import measured_here
 from autoprec.tuning.schedule import Pace, Schedule, describe, repeated_blocks, schedule
 from autoprec.tuning.setup import Setup
-from autoprec.tuning.study.run import BY_BLOCK, Run, metrics_of
+from autoprec.tuning.study.run import BY_BLOCK, Metric, Run
 
 #: The reference beside the study, and how far its steps may be from what they took, to be as fast.
 _FILE, _AS_FAST = "reference.json", 0.05
@@ -240,17 +240,8 @@ def _run(setup: Setup, runner: PairedRunner, perturb: str = "") -> TrialResult:
 
 
 def _record(setup: Setup, reference: Reference, result: TrialResult, number: int, kind: str, name: str) -> Run:
-    metrics = {
-        "step_time_ms": reference.step_ms,
-        "throughput": 1000.0 / reference.step_ms,
-        "memory_bytes": float(reference.memory_bytes),
-        "speedup": 1.0,
-        "effective_speedup": 1.0,
-        "gradient_error": 0.0,
-    }
-    if reference.samples:
-        metrics["samples_per_s"] = reference.samples * 1000.0 / reference.step_ms
-    gaps = {"noise_floor": reference.noise_floor, "divergence": divergence(result.losses, reference.losses)}
+    gap, error = divergence(result.losses, reference.losses), Metric(0.0, setup.source)
+    metrics = run_metrics(reference, reference.step_ms, reference.memory_bytes, gap, error, source=setup.source)
     return Run(
         number=number,
         kind=kind,
@@ -258,7 +249,7 @@ def _record(setup: Setup, reference: Reference, result: TrialResult, number: int
         params={},
         policy={},
         status="ok",
-        metrics=metrics_of(metrics, setup.source) | metrics_of(gaps),
+        metrics=metrics,
         losses=result.losses,
         reference_losses=reference.losses,
         started=time.time() - result.wall_s,

@@ -33,13 +33,18 @@ def percent(value: float | None) -> str:
 
 
 def shown(metric: str, row: Row) -> str:
-    """Return a metric of a row, a divergence with the half width of its interval; a dash where it is unknown."""
+    """Return a metric of a row with its interval, where that is known; a dash where the metric is not.
+
+    A divergence has the half width of its interval, as ``interval``; others have bounds in ``intervals``.
+    """
     value, half = number(row.get(metric)), number(row.get("interval"))
     if value is None:
         return MISSING
     if metric == "divergence":
         return percent_text(value, half)
-    text = METRICS[metric].text(value)
+    write = METRICS[metric].text
+    low, high = (row.get("intervals") or {}).get(metric, (None, None))
+    text = write(value) + (f" ({write(low)} to {write(high)})" if low is not None and high is not None else "")
     return f"~ {text}" if row.get(f"{metric}_source") == "predicted" else text
 
 

@@ -172,6 +172,12 @@ class Run:
         bounds = ((name, (metric.low, metric.high)) for name, metric in self.metrics.items())
         return {name: bound for name, bound in bounds if bound != (None, None)}
 
+    def to_row(self) -> dict[str, Any]:
+        """Return its metrics as a row of a result: values by name, ``sources``, and ``intervals`` where known."""
+        values: dict[str, Any] = {name: self[name] for name in METRICS if name in self.metrics}
+        bounds = {"intervals": self.intervals} if self.intervals else {}
+        return values | {"name": self.name, "sources": self.sources} | bounds
+
     def with_metrics(self, more: Mapping[str, Metric]) -> Run:
         """Return a copy with further metrics, or others of the same names."""
         return replace(self, metrics=self.metrics | dict(more))

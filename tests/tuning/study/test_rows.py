@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoprec.tuning.study.rows import headings, note_of, number, over_16bit, percent, row_cells, shown, source_of
+from autoprec.tuning.study.run import Metric, Run
 
 
 def test_a_row_says_where_its_figures_come_from() -> None:
@@ -47,3 +48,15 @@ def test_every_cell_has_its_heading(over_16bit: bool) -> None:
 def test_gains_over_16_bit_have_a_column_where_they_are_known() -> None:
     assert over_16bit([{}, {"speedup_over_16bit": 1.0}])
     assert not over_16bit([{"speedup": 2.0}])
+
+
+def test_a_figure_is_shown_with_its_interval_where_that_is_known() -> None:
+    row = Run(0, "search", "a", {}, {}, "ok", metrics={"speedup": Metric(1.31, "measured", 1.29, 1.33)}).to_row()
+    assert row == {
+        "speedup": 1.31,
+        "name": "a",
+        "sources": {"speedup": "measured"},
+        "intervals": {"speedup": (1.29, 1.33)},
+    }
+    assert shown("speedup", row) == "1.31x (1.29x to 1.33x)"
+    assert shown("speedup", {**row, "intervals": {}}) == "1.31x"
