@@ -19,6 +19,7 @@ from autoprec.applying.optimizers import is_wrapped, model_of, own_optimizer, po
 from autoprec.applying.phases import Phases, phases_of, stop_phases, wrap_for_phases
 from autoprec.applying.stage import put_stage, take_off
 from autoprec.applying.units import unwrap
+from autoprec.errors import UsageError
 from autoprec.policy import Policy, load_policy, save_policy
 from autoprec.policy.table import policy_table
 from autoprec.support.removed import FOLLOW, no_longer_takes
@@ -62,6 +63,12 @@ def apply_policy(
 
     Whatever ends it, an interrupt included, the model is then as it was before.
     """
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"a policy is applied to a torch.nn.Module, not to this {type(model).__name__}",
+            fix="policy.apply(model)",
+            code="type",
+        )
     if policy.phases:
         phases = Phases(
             policy, model, backend=backend, strict=strict, run_steps=run_steps, step=step, on_change=on_change
@@ -145,6 +152,12 @@ class TorchPolicy(Shown, Policy):
         by its parameters where it is not given; a wrapper's own optimizer (accelerate's) is the one that is wrapped.
         """
         own = own_optimizer(optimizer)
+        if not hasattr(own, "param_groups"):
+            raise UsageError(
+                f"wrap_optimizer takes an optimizer, not this {type(optimizer).__name__}",
+                fix="policy.wrap_optimizer(optimizer, model)",
+                code="type",
+            )
         model = model_of(own) if model is None else model
         is_wrapped(wrap_for_phases(own, self, model), model)
         return optimizer

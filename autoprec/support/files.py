@@ -16,6 +16,7 @@ import math
 import os
 import re
 import secrets
+import shlex
 import shutil
 import socket
 import stat
@@ -160,16 +161,18 @@ def without_checksum(document: dict[str, Any], *, where: str) -> dict[str, Any]:
 
 
 def check_writable(path: Path | str) -> Path:
-    """Find out now, not after an hour, whether ``path`` can be written; an existing file is left as it is.
+    """Find out now, not after an hour, whether ``path`` can be written; nothing is made or changed.
 
     Raises:
-        FileError: it is a directory, or its directory cannot be created or written.
+        FileError: it is a directory, or its directory does not exist or cannot be written.
     """
     path = Path(path)
     with _space_errors(path):
         target = _written_to(path)
         if target is not None:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            if not target.parent.exists():  # a mistyped path would otherwise become folders
+                fix = f"name another with --output, or: mkdir -p {shlex.quote(str(target.parent))}"
+                raise FileError("its folder does not exist", where=str(path), fix=fix, code="no-folder")
             handle, probe = tempfile.mkstemp(dir=target.parent, prefix=".autoprec-probe-")
             os.close(handle)
             os.unlink(probe)
@@ -300,12 +303,21 @@ def parse_document(text: str, *, where: str = "document", most_bytes: int = MAX_
         else:
             value = parse_yaml(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        first = " ".join(str(error).split())[:300]
+        first = _problem(error)
         raise FileError(f"cannot be read as YAML or JSON: {first}", where=where, fix="correct the file") from error
     if not isinstance(value, dict):
         raise FileError(f"holds a {type(value).__name__}, not a mapping", where=where, fix="is it the right file?")
     _check_plain(value, where)
     return value
+
+
+def _problem(error: Exception) -> str:
+    """Return what is wrong with a text, and in which line: the parser does not know the file's name."""
+    mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+    if mark is None:
+        return " ".join(str(error).split())[:300]
+    parts = filter(None, (getattr(error, "context", ""), getattr(error, "problem", "")))
+    return f"line {mark.line + 1}, column {mark.column + 1}: {' '.join(' '.join(parts).split())[:300]}"
 
 
 def _look_alike(path: Path) -> str:

@@ -99,6 +99,8 @@ class Search:
         self.study_dir: Path = self.options.study_dir()
         self.graph: GraphReport | None = None
         self.setup: Setup | None = None
+        #: What became of a policy that was there before; empty where none was.
+        self.set_aside = ""
         self.ledger: Ledger | None = None
         self._factory = factory
         self._aged = 0  # steps of the host that is on its way to where trials start
@@ -389,21 +391,15 @@ class Search:
     def _emit(self, policy: Policy) -> str:
         """Write the policy where it was asked for, and return that path.
 
-        What was there and is not this study's is kept beside it; a policy that changes nothing replaces only another
-        one that changes nothing, and goes into the study's folder else.
+        The file that was asked for always holds this search's answer, also where that is to stay: who runs the script
+        under it must not train under an earlier search's. What was there and is not this study's is kept beside it,
+        unless it changed nothing.
         """
         output, own = Path(self.options.output), self.study_dir / "policy.yaml"
-        if policy.evidence.get("verdict") == "stay" and output.exists() and not _changes_nothing(output):
-            self.listener.note(f"{output} is left as it is: nothing better was found")
-            save_policy(policy, own)
-            return str(own)
-        if policy.evidence.get("verdict") == "stay":
-            save_policy(policy, output)
-            save_policy(policy, own)
-            return self.options.output
-        kept = keep_earlier(output, own)
+        kept = None if _changes_nothing(output) else keep_earlier(output, own)
         if kept is not None:
-            self.listener.note(f"there was a {output} already: it is now {kept}")
+            self.set_aside = f"there was a {output} already: it is now {kept}"
+            self.listener.note(self.set_aside)
         save_policy(policy, output)
         save_policy(policy, own)
         return self.options.output

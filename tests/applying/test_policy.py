@@ -15,7 +15,7 @@ from torch import nn
 from autoprec import Policy
 from autoprec.applying.policy import apply_policy, load, remove_policy
 from autoprec.applying.units import tunable_layers, unwrap
-from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError
+from autoprec.errors import PolicyMismatchError, UnknownNameError, UnsupportedError, UsageError
 from autoprec.optim.audit import audit_optimizer
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
@@ -308,3 +308,12 @@ def test_a_shrunk_embedding_gradient_is_the_look_ups_alone() -> None:
     policy.remove(model)
     assert type(model.embed) is nn.Embedding
     assert torch.equal(gradient()[1], whole)
+
+
+@pytest.mark.parametrize("call", ["apply", "wrap_optimizer"])
+def test_what_is_not_a_model_or_an_optimizer_is_told_so(call: str) -> None:
+    """`apply(None)` and `wrap_optimizer(model)` raised AttributeError."""
+    wrong = {"apply": None, "wrap_optimizer": nn.Linear(2, 2)}[call]
+    with pytest.raises(UsageError) as error:
+        getattr(Policy(), call)(wrong)
+    assert error.value.code == "type"

@@ -159,8 +159,20 @@ def test_paths_that_cannot_be_written(tmp_path: Path) -> None:
         write_atomic(tmp_path / "file" / "policy.yaml", "text")
     with pytest.raises(FileError, match="cannot write"):
         write_atomic(tmp_path / ("n" * 300), "text")
-    with pytest.raises(FileError, match="cannot write"):
-        check_writable("/proc/nowhere/policy.yaml")
+    missing = tmp_path / "mistyped" / "policy.yaml"
+    for path in (missing, Path("/proc/nowhere/policy.yaml")):
+        with pytest.raises(FileError) as error:
+            check_writable(path)
+        assert error.value.code == "no-folder"
+    assert not missing.parent.exists()
+
+
+def test_a_malformed_text_is_named_by_file_and_line() -> None:
+    with pytest.raises(FileError) as error:
+        parse_document("a: 1\nb: [1, 2\nc: 3\n", where="mine.yaml")
+    assert error.value.where == "mine.yaml"
+    assert "line 3" in error.value.what
+    assert "unicode string" not in str(error.value)
 
 
 # ------------------------------------------------------------------ locks

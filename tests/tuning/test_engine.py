@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.errors import NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
+from autoprec.errors import FileError, NothingAcceptableError, ScriptError, SearchInterruptedError, StudyError
 from autoprec.policy import load_policy
 from autoprec.support.files import canonical_json, file_lock
 from autoprec.trial.command import ScriptCommand
@@ -306,9 +306,11 @@ def test_a_time_budget_ends_early_and_still_answers(here: Path) -> None:
 
 def test_an_unwritable_output_is_found_before_anything_runs(here: Path) -> None:
     simulated = script()
-    with pytest.raises(Exception, match="directory, not a file"):
-        search(simulated, options(output=str(here)))
+    for output in (here, here / "mistyped" / "folder" / "policy.yaml"):
+        with pytest.raises(FileError):
+            search(simulated, options(output=str(output)))
     assert simulated.calls == []
+    assert not (here / "mistyped").exists()
 
 
 def test_parallel_workers_measure_each_policy_once(here: Path) -> None:
@@ -481,3 +483,16 @@ def test_a_policy_file_that_was_there_is_kept_and_our_own_is_not_copied(here: Pa
     assert (here / "policy.yaml.1").read_text() == by_hand
     search(script(), options(study="mine", trials=12, resume=True))
     assert sorted(path.name for path in here.glob("policy.yaml*")) == ["policy.yaml", "policy.yaml.1"]
+
+
+def test_the_output_holds_this_searchs_answer_when_that_is_to_stay(here: Path) -> None:
+    """`search && run --policy policy.yaml` trained under the policy of an earlier search."""
+    earlier = "schema: autoprec.policy/1\ndefault: bf16\n"
+    (here / "policy.yaml").write_text(earlier)
+    made, result = search(script(device="cpu"), options(target="h100", trials=4, seeds=2, max_gradient_error=1e-9))
+    assert (result.verdict, result.policy) == ("stay", "policy.yaml")
+    written = load_policy(here / "policy.yaml")
+    assert (written.layers, written.default, written.evidence["verdict"]) == ((), "keep", "stay")
+    assert written.evidence["reason"] == result.reason
+    assert (here / "policy.yaml.1").read_text() == earlier
+    assert "policy.yaml.1" in made.set_aside

@@ -13,7 +13,7 @@ from autoprec.cli.console import duration, print_json
 from autoprec.cli.echo import echo
 from autoprec.cli.phases import Phases
 from autoprec.cli.recording import record, run_failed, running, tunable
-from autoprec.support.units import counted
+from autoprec.support.units import counted, memory_text
 
 if TYPE_CHECKING:
     from autoprec.graph.report import GraphReport
@@ -56,6 +56,7 @@ class Plan:
     usual_s: float
     output: str
     budget_s: float | None
+    limits: dict[str, Any]
 
     @property
     def total_s(self) -> float:
@@ -136,6 +137,14 @@ def make_plan(asked: SearchOptions, phases: Phases) -> Plan:
         usual_s=min(usual.total_s, asked.budget_s or usual.total_s),
         output=asked.output,
         budget_s=asked.budget_s,
+        limits={
+            "max_divergence": asked.max_divergence,
+            "max_gradient_error": asked.run_limit,
+            "max_memory": asked.max_memory,
+            "budget_s": asked.budget_s,
+            "trials": asked.trials,
+            "objective": asked.objective,
+        },
     )
 
 
@@ -165,6 +174,16 @@ def _policies(count: float) -> str:
     return f"{count:,.0f} policies" if count < 1e6 else f"{count:.3g} policies"
 
 
+def _limits(plan: Plan) -> str:
+    """Return every limit that a policy has to keep, as people write it: what was meant can be seen before it counts."""
+    most = plan.limits
+    memory = f"memory {memory_text(most['max_memory'])}" if most["max_memory"] else "memory without a limit"
+    return (
+        f"mean loss gap {100 * most['max_divergence']:g} %, gradient error {most['max_gradient_error']:.3g} of the "
+        f"mini-batch noise, {memory}; best by {most['objective']}"
+    )
+
+
 def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
     """Print the plan of a search on stdout."""
     with Phases(quiet=quiet) as phases:
@@ -180,6 +199,7 @@ def print_plan(asked: SearchOptions, *, as_json: bool, quiet: bool) -> None:
         f"target    {plan.target}, times {plan.source}; trials start by {plan.launch}",
         f"bound     {plan.bound}",
         *([f"          {plan.limited}"] if plan.limited else []),
+        f"limits    {_limits(plan)}",
         f"choices   {', '.join(plan.choices)}: {size}",
         f"presets   {shown}",
         f"trials    at most {plan.trials}, then {counted(plan.finalist_runs, 'run')} under further paired seeds",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -120,6 +121,11 @@ def write_reports(engine: Search, result: SearchResult) -> Files:
     return out
 
 
+def sentences(text: str) -> list[str]:
+    """Return the sentences of a verdict: what it is, and then each caveat; at least one, maybe empty."""
+    return [part.removesuffix(".") for part in re.split(r"(?<=[\w%)]\.)\s+(?=[A-Z])", text.strip())]
+
+
 def print_result(engine: Search, result: SearchResult, files: Files) -> None:
     """Print the final table and what to do next, on stdout."""
     from autoprec import report
@@ -127,19 +133,23 @@ def print_result(engine: Search, result: SearchResult, files: Files) -> None:
 
     console = stdout_console()
     console.print(report.terminal_table(result))
-    lines = [f"verdict: {result.verdict}. {result.reason}"]
+    first, *caveats = sentences(result.reason)
+    lines = [f"verdict: {result.verdict}. {first}", *(f"         - {line}" for line in caveats)]
     if result.stopped:
         lines.append(f"stopped: {result.stopped}")
     if result.resume:
         lines.append(f"go on:   {engine.go_on_command()}")
     if result.policy:
-        lines.append(f"policy:  {result.policy}")
+        lines.append(f"policy:  {result.policy}" + (f" ({engine.set_aside})" if engine.set_aside else ""))
     if "report.html" in files:
         lines.append(f"report:  {files['report.html']}")
     uri = result.mlflow.get("tracking_uri")
     if uri:
         lines.append("trials:  autoprec ui")
     lines.append(f"took:    {clock(time.monotonic() - command_began())}, the reports and MLflow included")
-    if result.policy:
-        lines.append(f"load it: autoprec.load({result.policy!r}).apply(model)")
+    if result.verdict == "adopt":
+        lines += [
+            f"load it: policy = autoprec.load({result.policy!r}); policy.apply(model)",
+            "         optimizer = policy.wrap_optimizer(optimizer, model)",
+        ]
     console.print("\n".join(lines), markup=False, soft_wrap=True)

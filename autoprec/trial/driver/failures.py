@@ -7,7 +7,9 @@ command that tells the two apart.
 
 from __future__ import annotations
 
+import re
 import shlex
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ _SESSION = (
     "backward, step and zero_grad (or session.observe(loss) after your own update)"
 )
 _BARE = "does `{command}` run to its first step? If it does, please report this with the output above"
+_NO_MODULE = re.compile(r"ModuleNotFoundError: No module named '([\w.]+)'")
 #: What the hooks can tell about a loop, and what to do about it.
 _ADVICE = {
     "functional": (
@@ -55,15 +58,27 @@ def script_failed(command: ScriptCommand, code: int, tail: str) -> ScriptError:
         fix = "please report it with the output above and `autoprec doctor`"
         return ScriptError(what, where=command.label, fix=fix)
     what = f"the script {describe_exit(code)} before its first training step\n{shown}{_held_back(tail)}"
-    return ScriptError(what, where=command.label, fix=_BARE.format(command=shlex.join(command.argv())))
+    return ScriptError(
+        what, where=command.label, fix=_missing(tail) or _BARE.format(command=shlex.join(command.argv()))
+    )
+
+
+def _missing(tail: str) -> str:
+    """Return what a script lacked that ended for the want of it, a module or an answer; empty where it did not."""
+    if "EOFError: EOF when reading a line" in tail:
+        return "a trial has no terminal to read from (AutoPrec's doing): give the answer as an argument of the script"
+    lines = tail.strip().splitlines()
+    found = _NO_MODULE.search(lines[-1]) if lines else None
+    if found is None:
+        return ""
+    name = found[1].partition(".")[0]
+    return f"install it where the script runs: {shlex.quote(sys.executable)} -m pip install {name}"
 
 
 def _held_back(tail: str) -> str:
     """Say where AutoPrec itself may be the cause of what the output shows."""
     if "Permission denied" in tail or "Read-only file system" in tail:
         return "\nA trial may not change your files: another program, or a library in C, tried to (AutoPrec's doing)."
-    if "EOFError: EOF when reading a line" in tail:
-        return "\nA trial has no terminal to read from (AutoPrec's doing): give the answer as an argument."
     return ""
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 from autoprec.policy import Policy, boundaries
 from autoprec.trial.command import ScriptCommand
+from autoprec.trial.driver.classify import describe_exit
 from autoprec.trial.environment import run_environment
 from autoprec.trial.processes import die_with_parent, private_folder, sweep
 
@@ -160,7 +161,9 @@ def _told(code: int, private: Path, document: dict[str, Any] | None, audit: Path
         return code or 1  # the script went on after it was told to end
     if document is None or (private / "applied").exists():
         return code
-    lines = ["note: no training step was seen, so nothing ran under the policy"]
+    ended = f"the script {'was ' if code < 0 else ''}{describe_exit(code)} before its first training step"
+    seen = ended if code else "no training step was seen"
+    lines = [f"note: {seen}, so nothing ran under the policy"]
     if audit is not None:
         lines.append(f"note: {audit} was not written: there is nothing to audit")
     print(*(f"autoprec: {line}" for line in lines), sep="\n", file=sys.stderr)

@@ -17,11 +17,19 @@ def test_the_plan_of_a_rehearsal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(TRAIN.replace("range(3)", "range(30)"), encoding="utf-8")
     words = ["search", "--dry-run", "--target", "h100", "--cost-scale", "width=64,tokens=512", "--trials", "12"]
-    found = autoprec(*words, "--budget", "30m", "--force", "--json", "train.py")
+    found = autoprec(*words, "--budget", "30m", "--max-memory", "60GiB", "--force", "--json", "train.py")
     assert found.code == 0, found.err
     plan = found.json()
     assert plan["source"] == "modelled"
     assert plan["trials"] == 12
+    assert plan["limits"] == {
+        "max_divergence": 0.0025,
+        "max_gradient_error": 0.12,
+        "max_memory": 60 * 2**30,
+        "budget_s": 1800.0,
+        "trials": 12,
+        "objective": "throughput",
+    }
     assert plan["trials_s"] == pytest.approx(12 * plan["trial_s"])
     assert plan["finalist_runs"] == 3 * 3
     parts = plan["setup_s"] + plan["scan_s"] + plan["trials_s"] + plan["finalists_s"] + plan["closing_s"]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,9 +15,10 @@ import pytest
 from autoprec.cli import cli
 from autoprec.cli.options import search_groups
 from autoprec.cli.script import TakesScript
-from autoprec.cli.scripts.search import EXAMPLES, write_reports
+from autoprec.cli.scripts.search import EXAMPLES, print_result, write_reports
 from autoprec.errors import FileError
 from tests.cli.helpers import autoprec
+from tests.tracking.conftest import make_records, make_result
 
 
 def test_every_option_stands_under_a_heading() -> None:
@@ -50,3 +54,29 @@ def test_a_report_that_cannot_be_written_is_named_and_never_fatal(
     result: Any = SimpleNamespace(to_json=lambda: {"verdict": "stay"})
     assert set(write_reports(engine, result)) == {"result.json", "report.md"}
     assert "report.html could not be written: the disk is a museum piece" in capsys.readouterr().err
+
+
+def printed(result: Any, monkeypatch: pytest.MonkeyPatch, set_aside: str = "") -> list[str]:
+    """Return what the command prints below the table."""
+    monkeypatch.setattr("autoprec.report.terminal_table", lambda *_: "TABLE")
+    engine: Any = SimpleNamespace(records=[], set_aside=set_aside, go_on_command=lambda: "again")
+    out = io.StringIO()
+    with redirect_stdout(out):
+        print_result(engine, result, {})
+    return out.getvalue().splitlines()
+
+
+def test_a_verdict_is_one_line_and_its_caveats_are_a_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = replace(
+        make_result(make_records()), reason="2x faster, within 0.25 %. Its loss proves nothing (e.g. 3). So it is"
+    )
+    lines = printed(result, monkeypatch)
+    caveats = ["Its loss proves nothing (e.g. 3)", "So it is"]
+    assert lines[1:4] == ["verdict: adopt. 2x faster, within 0.25 %", *(f"         - {line}" for line in caveats)]
+    assert "wrap_optimizer(optimizer, model)" in lines[-1]
+
+
+def test_after_stay_nothing_is_offered_to_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = printed(replace(make_result(make_records()), verdict="stay"), monkeypatch, "it is now policy.yaml.1")
+    assert not any("load" in line for line in lines)
+    assert any("it is now policy.yaml.1" in line for line in lines)

@@ -25,7 +25,18 @@ def test_a_failing_script_is_shown_and_not_blamed() -> None:
 def test_what_we_held_back_is_said() -> None:
     assert "AutoPrec's doing" in script_failed(COMMAND, 1, "mkdir: Permission denied").what
     assert "AutoPrec's doing" in first_step_failed(COMMAND, TrialResult("crashed", "x", "Permission denied")).what
-    assert "has no terminal to read from" in script_failed(COMMAND, 1, "EOFError: EOF when reading a line").what
+
+
+def test_a_module_that_is_missing_is_answered_with_its_installation() -> None:
+    error = script_failed(COMMAND, 1, "Traceback\nModuleNotFoundError: No module named 'wandb.sdk'")
+    assert error.fix.endswith("-m pip install wandb")
+    assert "report" not in error.fix
+
+
+def test_a_script_that_asks_is_answered_with_an_argument() -> None:
+    error = script_failed(COMMAND, 1, "Traceback\nEOFError: EOF when reading a line")
+    assert "argument" in error.fix
+    assert "report" not in error.fix
 
 
 def test_our_own_fault_is_ours() -> None:

@@ -155,3 +155,11 @@ def test_a_script_that_never_trains_is_told_that_no_policy_ran(tmp_path: Path) -
     assert (done.returncode, done.stdout) == (0, "done\n")
     assert "no training step was seen" in done.stderr
     assert "audit.json was not written" in done.stderr
+
+
+def test_a_script_that_was_stopped_before_a_step_is_not_said_to_train_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "stopped.py"
+    script.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGTERM)")
+    done = run(uniform("bf16"), "", str(script))
+    assert "killed by SIGTERM before its first training step" in done.stderr
+    assert "no training step was seen" not in done.stderr
