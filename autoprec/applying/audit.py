@@ -221,7 +221,9 @@ def _runs(found: Any) -> str:
 
 def _is_emulated(found: Any) -> bool:
     recipes = [found.plan.recipe(gemm) for gemm in GEMMS] if isinstance(found, LinearExecution) else []
-    return bool(recipes) and found.backend == "emulated" and any(r is not None and r.scaled for r in recipes)
+    # int8 runs on the integer units of whatever device it is on
+    scaled = any(r is not None and r.scaled and r.format != "int8" for r in recipes)
+    return scaled and found.backend == "emulated"
 
 
 def emulated_note(model: nn.Module) -> str:

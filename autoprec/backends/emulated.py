@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autoprec.backends.base import Backend
+from autoprec.backends.cpu.int8 import int8_parts
 from autoprec.numerics.execution import only_once
 from autoprec.numerics.linear import LinearExecution
 from autoprec.numerics.operand import QuantizerState
@@ -39,14 +40,16 @@ class EmulatedBackend(Backend):
     def capability(self, recipe: Recipe, *, gemm: Gemm, m: int, k: int, n: int, device: str) -> Capability:
         """Always yes: sizes that hardware refuses are padded with zeros, which change no sum."""
         del gemm, m, k, n, device
+        if recipe.format == "int8":
+            return Capability(True, "torch._int_mm, on the integer units of any device")
         return Capability(True, f"{recipe.describe()} is emulated: true numerics, no 8-bit speed")
 
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LinearExecution:
         """Return an execution whose GEMMs are all emulated; plain casts run natively where the device is fast at it."""
-        del module, name
-        return LinearExecution(
-            plan, backend=self.name, quantizers=QuantizerState(seed), emulates_casts=self.emulates_casts
-        )
+        del name
+        state = QuantizerState(seed)
+        integer = int8_parts(plan, module, state)
+        return LinearExecution(plan, backend=self.name, quantizers=state, emulates_casts=self.emulates_casts, **integer)
 
 
 def fp8_attention(query: Tensor, key: Tensor, value: Tensor, *, causal: bool, scale: float) -> Tensor:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from autoprec.backends.base import Backend, feature_sizes
+from autoprec.backends.cpu.int8 import int8_parts
 from autoprec.backends.experts.products import GroupedProducts
 from autoprec.backends.fp4 import packed_pair
 from autoprec.backends.fused import fused_casts, has_kernels
@@ -120,14 +121,17 @@ class NativeBackend(Backend):
 
     def bind(self, plan: LayerPlan, module: nn.Module, *, name: str, seed: int) -> LinearExecution:
         """Return an execution whose FP8, MXFP8 and NVFP4 GEMMs go through torch's scaled products."""
-        del module, name
+        del name
+        state = QuantizerState(seed)
+        integer = int8_parts(plan, module, state)
+        if integer:
+            return LinearExecution(plan, quantizers=state, backend=self.name, **integer)
         multiply: dict[Gemm, Multiply] = {}
         for gemm in GEMMS:
             recipe = plan.recipe(gemm)
             kind = "" if recipe is None else _kind(recipe)
             if kind:
                 multiply[gemm] = scaled_multiply if kind in ("tensor", "row") else blocked_multiply
-        state = QuantizerState(seed)
         casts = fused_casts(state) if multiply else None
         packs = has_kernels() and any(_kind(recipe) == "nvfp4" for recipe in plan.recipes if recipe is not None)
         packed = packed_pair if packs else None

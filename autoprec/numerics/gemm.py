@@ -25,6 +25,8 @@ from autoprec.numerics.rounding import fast_bf16_gemm
 CHUNK = 32
 #: Fraction bits the accumulator keeps.
 ACCUMULATOR_BITS = 13
+#: Products of two codes that int32 can hold the sum of: 2**31 / 2**14.
+_LONGEST_SUM = 1 << 17
 _MASK = -(1 << (23 - ACCUMULATOR_BITS))
 
 
@@ -85,7 +87,7 @@ def emulated_multiply(
         fast: emulate Hopper's limited-precision accumulator.
         wide: keep the FP32 sums of 16-bit operands.
     """
-    if a.spec.format == b.spec.format == "int8":
+    if a.codes.dtype is b.codes.dtype is torch.int8:
         out = _integer_matmul(a.codes if axes[0] == 1 else a.codes.t(), b.codes if axes[1] == 0 else b.codes.t())
     elif fast:
         left, right = operand_values(a, torch.float32), operand_values(b, torch.float32)
@@ -94,7 +96,7 @@ def emulated_multiply(
         out = contract(operand_values(a, product), axes[0], operand_values(b, product), axes[1], wide=wide)
     if "fp16" in (a.spec.format, b.spec.format) and not wide:
         out = out.to(torch.float16)  # overflow becomes infinity, as it does on the GPU
-    scales = _scales(a, b, axes)
+    scales = product_scales(a, b, axes)
     # widen first, scale in place: one pass each, where mixed dtypes would copy as well
     out = out.to(torch.float32 if scales else out_dtype)
     for scale in scales:
@@ -102,20 +104,33 @@ def emulated_multiply(
     return out.to(out_dtype)
 
 
-def _integer_matmul(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply int8 matrices exactly, through the integer kernel where it can be trusted.
+def exact_sums(a: Tensor, b: Tensor) -> bool:
+    """Say whether ``torch._int_mm`` gives the exact sums of two int8 matrices ``[M, K]`` and ``[K, N]``.
 
-    On a CPU ``torch._int_mm`` misreads a transposed operand of one column (torch 2.13: wrong numbers, no error), on a
-    GPU it takes more than 16 rows and multiples of 8 only. Float64 sums of the same products are exact too.
+    On a CPU it misreads a transposed operand of one row or column (torch 2.13: wrong numbers, no error), and without
+    VNNI takes a vector on the right for the left operand, whose codes may saturate (``rounding.integer_format``). On a
+    GPU it takes more than 16 rows and multiples of 8 only. Longer sums than ``2**17`` may not fit into int32.
     """
     rows, inner, columns = a.shape[0], a.shape[1], b.shape[1]
-    on_cpu = a.device.type == "cpu"
-    if (on_cpu and inner > 1) or (not on_cpu and rows > 16 and inner % 8 == 0 and columns % 8 == 0):
+    if inner > _LONGEST_SUM:
+        return False
+    if a.device.type == "cpu":
+        return min(rows, inner, columns) > 1
+    return rows > 16 and inner % 8 == 0 and columns % 8 == 0
+
+
+def _integer_matmul(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply int8 matrices exactly, through the integer kernel where it can be trusted; int32 or float64."""
+    if exact_sums(a, b):
         return torch._int_mm(a, b)
+    inner, step = a.shape[1], _LONGEST_SUM
+    if inner > step:
+        parts = ((a[:, start : start + step], b[start : start + step]) for start in range(0, inner, step))
+        return torch.stack([_integer_matmul(left, right).double() for left, right in parts]).sum(0)
     return a.double() @ b.double()
 
 
-def _scales(a: QuantizedOperand, b: QuantizedOperand, axes: tuple[int, int]) -> list[Tensor]:
+def product_scales(a: QuantizedOperand, b: QuantizedOperand, axes: tuple[int, int]) -> list[Tensor]:
     """Return the scales of the product: one 0-d tensor, or a column and a row."""
     left = a.scale if a.scale is None or axes[0] == 1 else a.scale.t()
     right = b.scale if b.scale is None or axes[1] == 0 else b.scale.t()

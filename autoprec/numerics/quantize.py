@@ -14,18 +14,24 @@ from torch import Tensor
 
 from autoprec.numerics.grouped import grouped_values, quantize_grouped
 from autoprec.numerics.operand import CONTRACTION, QuantizedOperand, QuantizerState, ScaleRule, Spec
-from autoprec.numerics.rounding import decode, encode, round_tf32
+from autoprec.numerics.rounding import decode, encode, hashed_noise, integer_format, round_tf32
 from autoprec.numerics.scaling import amax_of, inverse_of, scale_of
 from autoprec.numerics.sharded import reduced
 from autoprec.precision.formats import FORMATS
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm, Operand, Recipe
 
 
-def spec_of(recipe: Recipe, gemm: Gemm, operand: Operand) -> Spec:
-    """Return how ``recipe`` quantises ``operand`` of ``gemm``."""
+def spec_of(recipe: Recipe, gemm: Gemm, operand: Operand, device: str = "cpu") -> Spec:
+    """Return how ``recipe`` quantises ``operand`` of ``gemm`` on a type of device, which decides INT8's bits."""
     axis = CONTRACTION[gemm][GEMM_OPERANDS[gemm].index(operand)]
     name = recipe.operand_format(operand)
-    if recipe.format in ("fp8", "int8") and recipe.scaling is not None:
+    if recipe.format == "int8" and recipe.scaling is not None:
+        granularity, backward = recipe.scaling.granularity, operand == "grad_output"
+        rule = ScaleRule.of(recipe.scaling)
+        name = "int8" if backward else integer_format(device)
+        stochastic = backward and recipe.stochastic_rounding
+        return Spec(granularity, name, -1 if granularity == "tensor" else axis, rule, stochastic=stochastic)
+    if recipe.format == "fp8" and recipe.scaling is not None:
         granularity = recipe.scaling.granularity
         square = granularity == "block" and operand == "weight"
         free = granularity == "tensor" or square
@@ -70,21 +76,31 @@ def _tensor(
         scale = state.delayed_scale(operand, spec, amax, update=update, recompute=recompute)
     else:
         scale = scale_of(amax, limit, power_of_2=scaling.power_of_2)
-    codes = encode(_scaled(x, scale), spec.format, bounded=not delayed, in_place=values)
+    codes = _codes(_scaled(x, scale), spec, amax, state, bounded=not delayed, values=values)
     return QuantizedOperand(codes, inverse_of(scale, amax).reshape(1, 1), spec, x.shape[0], x.shape[1])
 
 
-def _row(x: Tensor, spec: Spec, values: bool) -> QuantizedOperand:
+def _row(x: Tensor, spec: Spec, state: QuantizerState, values: bool) -> QuantizedOperand:
     scaling, limit = spec.rule, FORMATS[spec.format].max
     amax = amax_of(x, spec.axis)
     scale = scale_of(amax, limit, power_of_2=scaling.power_of_2, epsilon=scaling.amax_epsilon)
-    scaled = _scaled(x, scale)
-    if spec.format == "int8":
-        # NaN has no int8 code, and gets whatever the cast gives: the NaN inverse of its row carries it
-        codes = scaled.round_().clamp_(-127, 127).to(torch.int8)
-    else:
-        codes = encode(scaled, spec.format, bounded=True, in_place=values)
+    codes = _codes(_scaled(x, scale), spec, amax, state, bounded=True, values=values)
     return QuantizedOperand(codes, inverse_of(scale, amax), spec, x.shape[0], x.shape[1])
+
+
+def _codes(scaled: Tensor, spec: Spec, amax: Tensor, state: QuantizerState, *, bounded: bool, values: bool) -> Tensor:
+    """Return the codes of scaled values (float32, which are overwritten)."""
+    if spec.dtype is not torch.int8:
+        return encode(scaled, spec.format, bounded=bounded, in_place=values)
+    # NaN has no integer code, and gets whatever the cast gives: the NaN inverse of its scale carries it
+    if not spec.stochastic:
+        return scaled.round_().to(torch.int8)
+    if torch.compiler.is_compiling():
+        noise = hashed_noise(scaled, amax.max())
+    else:
+        noise = torch.rand(scaled.shape, generator=state.generator(scaled.device), device=scaled.device)
+    limit = FORMATS[spec.format].max
+    return scaled.add_(noise).floor_().clamp_(-limit, limit).to(torch.int8)
 
 
 def operand_values(operand: QuantizedOperand, dtype: torch.dtype) -> Tensor:
@@ -133,5 +149,5 @@ def quantize(
     if spec.scheme == "tensor":
         return _tensor(x, spec, state, operand, update, recompute, values)
     if spec.scheme == "row":
-        return _row(x, spec, values)
+        return _row(x, spec, state, values)
     return quantize_grouped(x, spec, state, values, groups=state.groups.get(operand, ()))

@@ -8,6 +8,8 @@ emulation (7.5 ns per value); moving the bits by hand is four times faster and b
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ STORAGE: dict[str, torch.dtype] = {
     "e5m2": torch.float8_e5m2,
     "e2m1": torch.float8_e4m3fn,
     "int8": torch.int8,
+    "int7": torch.int8,
 }
 #: The non-negative values of E2M1.
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -43,6 +46,21 @@ def fast_bf16_gemm(device_type: str) -> bool:
     A timed probe could answer differently in two processes and break the pairing of trials.
     """
     return device_type != "cpu" or _FAST_ON_CPU
+
+
+@functools.cache
+def integer_format(device_type: str) -> str:
+    """Return the format of INT8's input and weight on a device: ``int7`` on a CPU whose 8-bit products saturate.
+
+    Without VNNI an x86 CPU adds two products of an unsigned and a signed byte in 16 bits (``vpmaddubsw``), which
+    overflow: oneDNN's sums are wrong, without an error, where magnitudes are large. Codes up to 64 on one side of the
+    product, ``(128 + 127) * 64 * 2 < 2**15``, keep them exact; grad_output, always on the other, keeps 8 bits. Asked of
+    the GEMM itself, once, outside of any graph.
+    """
+    if device_type != "cpu":
+        return "int8"
+    largest = torch.full((64, 64), 127, dtype=torch.int8)
+    return "int8" if torch._int_mm(largest, largest).eq(64 * 127 * 127).all() else "int7"
 
 
 def stores_values(device: torch.device) -> bool:

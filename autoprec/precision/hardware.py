@@ -306,18 +306,24 @@ def load_targets(path: Path | str) -> dict[str, Target]:
     return target_from_dict(read_document(path), where=str(path))
 
 
+def cpu_flags(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...]:
+    """Return the feature flags of this CPU; nothing where they cannot be read."""
+    try:
+        lines = Path(cpuinfo).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ()
+    flags = (line.partition(":")[2].split() for line in lines if re.match(r"(flags|Features)\s*:", line))
+    return tuple(next(flags, ()))
+
+
 def cpu_bf16_units(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...] | None:
     """Return the units that multiply bf16 in this CPU, by its feature flags; None where they cannot be read.
 
     AVX512-BF16, AMX-BF16 (x86) and FEAT_BF16 (ARM) do. With none of them, a library widens every bf16 operand to fp32
     first, which is several times slower than fp32 itself.
     """
-    try:
-        lines = Path(cpuinfo).read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return None
-    flags = next((line.partition(":")[2].split() for line in lines if re.match(r"(flags|Features)\s*:", line)), None)
-    return None if flags is None else tuple(unit for flag, unit in _BF16_UNITS.items() if flag in flags)
+    flags = cpu_flags(cpuinfo)
+    return tuple(unit for flag, unit in _BF16_UNITS.items() if flag in flags) if flags else None
 
 
 def _cpu() -> Target:

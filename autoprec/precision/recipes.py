@@ -86,6 +86,11 @@ class Operands(_Frozen):
 class Recipe(_Frozen):
     """One quantisation recipe.
 
+    ``int8`` multiplies integers and sums them exactly, in all three GEMMs or in some: a scale a row as torchao's
+    int8 mixed-precision training, where each operand is cast for each sum, or a scale a tensor, where one cast serves
+    both. SwitchBack (arXiv 2304.13013) leaves wgrad in 16 bits; Jetfire (arXiv 2403.12422) runs all three, as here,
+    with finer scales. ``stochastic_rounding`` rounds grad_output so that its expectation is exact (torchao's default).
+
     ``accumulation: fast`` asks for Hopper's limited-precision accumulator (``use_fast_accum``,
     ``use_split_accumulator=False``); ``full`` for FP32 accumulation. ``output: fp32`` is for the head: its GEMM runs
     on 16-bit operands and returns the FP32 accumulator, so that the loss reads logits that were never rounded.
@@ -99,7 +104,7 @@ class Recipe(_Frozen):
         "keep", description="bf16 and fp16: fp32 returns fprop's FP32 sums unrounded"
     )
     hadamard: bool = Field(False, description="nvfp4 only: random Hadamard transform of the wgrad operands")
-    stochastic_rounding: bool = Field(False, description="nvfp4 only: round grad_output stochastically")
+    stochastic_rounding: bool = Field(False, description="nvfp4 and int8: round grad_output stochastically")
     weight_2d: bool = Field(False, description="nvfp4 only: 16x16 scales for the weight")
 
     @model_validator(mode="before")
@@ -123,13 +128,13 @@ class Recipe(_Frozen):
             raise ValueError(f"accumulation: fast has no effect with format: {self.format}; remove it")
         if self.output == "fp32" and self.format not in ("bf16", "fp16"):
             raise ValueError(f"output: fp32 is for format bf16 or fp16, not {self.format}; remove it")
-        if self.format != "nvfp4":
-            for name in ("hadamard", "stochastic_rounding", "weight_2d"):
-                if getattr(self, name):
-                    raise ValueError(f"{name} has an effect with format: nvfp4 only; remove it")
+        for name in ("hadamard", "stochastic_rounding", "weight_2d"):
+            having = ("nvfp4", "int8") if name == "stochastic_rounding" else ("nvfp4",)
+            if getattr(self, name) and self.format not in having:
+                raise ValueError(f"{name} has an effect with format: {' or '.join(having)} only; remove it")
         kind = None if self.scaling is None else (self.scaling.granularity, self.scaling.scale)
-        if self.format == "int8" and kind != ("row", "current"):
-            raise ValueError("int8 has row-wise current scaling only")
+        if self.format == "int8" and kind not in (("row", "current"), ("tensor", "current")):
+            raise ValueError("int8 has current scaling with granularity row or tensor only")
         if self.operands is not None:
             for gemm, (a, b) in GEMM_OPERANDS.items():
                 if getattr(self.operands, a) == getattr(self.operands, b) == "e5m2":
@@ -187,6 +192,9 @@ class Recipe(_Frozen):
             kind = "delayed" if self.scaling.scale == "delayed" else self.scaling.granularity
             fast = " fast" if self.accumulation == "fast" else ""
             return f"fp8 {kind} {self.operands.input}/{self.operands.weight}/{self.operands.grad_output}{fast}"
+        if self.format == "int8" and self.scaling is not None:
+            whole = " tensor" if self.scaling.granularity == "tensor" else ""
+            return f"int8{whole}{' stochastic' if self.stochastic_rounding else ''}"
         return f"{self.format} -> fp32" if self.output == "fp32" else self.format
 
 
@@ -219,6 +227,7 @@ BUILTIN_RECIPES: dict[str, Recipe] = {
     "nvfp4": Recipe(format="nvfp4", hadamard=True, stochastic_rounding=True, weight_2d=True),
     "nvfp4_plain": Recipe(format="nvfp4"),
     "int8": Recipe.model_validate({"format": "int8"}),
+    "int8_tensor": Recipe.model_validate({"format": "int8", "scaling": {"granularity": "tensor"}}),
 }
 
 

@@ -59,6 +59,14 @@ def finite(value: Any) -> Any:
     return [finite(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
+def cache_folder() -> Path:
+    """Return where what was measured on this machine is kept (``$XDG_CACHE_HOME/autoprec``)."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    home = os.path.expanduser("~")  # stays as it is where neither HOME nor the list of users knows this one
+    here = Path(tempfile.gettempdir()) if home == "~" else Path(home) / ".cache"
+    return (Path(base) if base and Path(base).is_absolute() else here) / "autoprec"
+
+
 @contextlib.contextmanager
 def _space_errors(path: Path) -> Iterator[None]:
     try:

@@ -21,7 +21,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> Nati
     return NativeBackend()
 
 
-CASTS = {"bf16", "fp16", "fp32", "tf32", "int8", "bf16_fp32_output", "fp16_fp32_output"}
+CASTS = {"bf16", "fp16", "fp32", "tf32", "int8", "int8_tensor", "bf16_fp32_output", "fp16_fp32_output"}
 TENSOR = {"fp8_tensorwise", "fp8_tensorwise_e4m3", "fp8_delayed"}
 BLOCK = {"fp8_block", "fp8_block_fp32_scales"}
 BLACKWELL = {"mxfp8", "nvfp4", "nvfp4_plain"}

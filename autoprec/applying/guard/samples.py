@@ -66,7 +66,7 @@ class OperandSampler:
         if not isinstance(x, Tensor) or x.numel() == 0 or not _is_fp8(recipe) or recipe is None:
             return
         flat = x.detach().reshape(-1, x.shape[-1])
-        spec = spec_of(recipe, gemm, operand)
+        spec = spec_of(recipe, gemm, operand, flat.device.type)
         done = quantize(flat, spec, operand=operand, state=execution.quantizers, update=False, recompute=True)
         # only a delayed scale can be too large for the tensor at hand; a current one is made from it
         saturated = 0.0

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autoprec.cost.calibrate.cpu import cache_folder
 from autoprec.cost.calibrate.linears import Linears
 from autoprec.cost.kernels import cast_traffic, gemm_seconds
 from autoprec.cost.rates import Rates, default_rates
 from autoprec.errors import FileError, UsageError
 from autoprec.precision.hardware import Target
 from autoprec.precision.recipes import BUILTIN_RECIPES
-from autoprec.support.files import read_document
+from autoprec.support.files import cache_folder, read_document
 from autoprec.support.optional import installed_version
 
 if TYPE_CHECKING:

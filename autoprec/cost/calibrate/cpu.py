@@ -14,7 +14,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
@@ -28,7 +27,7 @@ from autoprec.graph.report import Operator
 from autoprec.policy.schema import LayerPlan
 from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm
-from autoprec.support.files import write_json
+from autoprec.support.files import cache_folder, write_json
 
 _SCHEMA = 7
 _PROBE_TIMEOUT_S = 120.0
@@ -72,14 +71,6 @@ def cpu_model() -> str:
     except OSError:
         pass
     return platform.processor() or platform.machine()
-
-
-def cache_folder() -> Path:
-    """Return where what was measured on this machine is kept (``$XDG_CACHE_HOME/autoprec``)."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    home = os.path.expanduser("~")  # stays as it is where neither HOME nor the list of users knows this one
-    here = Path(tempfile.gettempdir()) if home == "~" else Path(home) / ".cache"
-    return (Path(base) if base and Path(base).is_absolute() else here) / "autoprec"
 
 
 def cache_file() -> Path:

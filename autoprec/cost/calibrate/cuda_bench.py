@@ -113,7 +113,7 @@ class CudaBench:
         if family not in _RECIPES:
             return None
         recipe = BUILTIN_RECIPES[_RECIPES[family]]
-        specs = dict.fromkeys(spec_of(recipe, gemm, "input") for gemm in ("fprop", "wgrad"))
+        specs = dict.fromkeys(spec_of(recipe, gemm, "input", "cuda") for gemm in ("fprop", "wgrad"))
         count = self._sets(2 * rows * columns)
         sources = [torch.randn(rows, columns, device=self.device, dtype=torch.bfloat16) for _ in range(count)]
 

@@ -1,0 +1,241 @@
+"""INT8 on CPUs: the library's casts and products are torch's, bit for bit, and both are what integers give."""
+
+from __future__ import annotations
+
+import copy
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from autoprec.backends import choose
+from autoprec.backends.cpu import int8
+from autoprec.backends.cpu.int8 import Int8Casts, int8_multiply, int8_parts
+from autoprec.backends.cpu.library import library
+from autoprec.numerics.linear import LinearExecution
+from autoprec.numerics.operand import QuantizerState
+from autoprec.numerics.plan import compile_plan, multiply_emulated
+from autoprec.numerics.quantize import dequantize, quantize, spec_of
+from autoprec.policy import LayerPlan
+from autoprec.precision.recipes import BUILTIN_RECIPES, GEMMS, Recipe
+
+pytestmark = pytest.mark.skipif(library() is None, reason="there is no C compiler here")
+
+RECIPES = ("int8", "int8_tensor")
+HOW = {"update": True, "recompute": False}
+
+
+def recipe(granularity: str, **scaling: object) -> Recipe:
+    return Recipe.model_validate({"format": "int8", "scaling": {"granularity": granularity, **scaling}})
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype, layout: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, columns, generator=generator) * torch.randn(rows, 1, generator=generator).exp()
+    x[::5] = 0.0
+    x = x.to(dtype)
+    if layout == "transposed":
+        return x.t().contiguous().t()
+    if layout == "strided":
+        return torch.stack([x, -x], -1)[..., 0]
+    if layout == "padded":
+        return torch.cat([x, x], 1)[:, :columns]
+    return x[:1].expand(rows, columns) if layout == "expanded" else x
+
+
+SHAPES = st.tuples(st.integers(1, 70), st.integers(1, 70))
+LAYOUTS = st.sampled_from(["plain", "transposed", "strided", "padded", "expanded"])
+DTYPES = st.sampled_from([torch.float32, torch.bfloat16])
+SCALINGS = st.fixed_dictionaries(
+    {
+        "power_of_2": st.booleans(),
+        "amax_epsilon": st.sampled_from([0.0, 1e-3]),
+        "granularity": st.sampled_from(["row", "tensor"]),
+    }
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    SHAPES,
+    DTYPES,
+    LAYOUTS,
+    SCALINGS,
+    st.sampled_from(["input", "weight", "grad_output"]),
+    st.sampled_from([0, 1e-42, 1e30, float("inf"), float("nan")]),
+)
+def test_casts_are_those_of_torchs_operators(shape, dtype, layout, scaling, operand, odd) -> None:
+    x = matrix(*shape, dtype, layout, seed=shape[0])
+    if odd and layout != "expanded":
+        x[-1, -1] = odd
+    gemms = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}[operand]
+    specs = [spec_of(recipe(**scaling), gemm, operand) for gemm in gemms]
+    for asked in (specs, [specs[0], None], [None, specs[1]]):
+        made = Int8Casts(QuantizerState()).pair(x, *asked, operand, **HOW)
+        for spec, ours in zip(asked, made, strict=True):
+            assert (ours is None) == (spec is None)
+            if ours is None:
+                continue
+            theirs = quantize(x, spec, operand=operand)
+            assert torch.equal(ours.scale.nan_to_num(-1.0), theirs.scale.nan_to_num(-1.0))
+            known = theirs.scale.isfinite().expand(shape)
+            assert torch.equal(ours.codes[known], theirs.codes[known])
+            assert (ours.spec, ours.rows, ours.columns) == (spec, *shape)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(1, 40), DTYPES, st.sampled_from(RECIPES))
+def test_a_layers_three_products_are_the_emulated_ones(m: int, k: int, n: int, dtype: torch.dtype, name: str) -> None:
+    found = []
+    plan = LayerPlan.uniform(BUILTIN_RECIPES[name])
+    for parts in (int8_parts(plan, nn.Linear(1, 1), QuantizerState()), {}):
+        assert bool(parts) or len(found) == 1
+        generator = torch.Generator().manual_seed(m)
+        x, w = (torch.randn(*shape, generator=generator).to(dtype).requires_grad_() for shape in ((m, k), (n, k)))
+        out = LinearExecution(plan, **parts)(x, w, None)
+        out.backward(torch.randn(m, n, generator=generator).to(dtype))
+        found.append((out, x.grad, w.grad))
+    assert all(a.dtype is dtype and torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore")  # Dynamo's own deprecations
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("wgrad", ["same", "bf16", None])
+def test_what_compiles_is_what_runs_uncompiled_in_one_graph(name: str, wgrad: str | None) -> None:
+    last = BUILTIN_RECIPES[name] if wgrad == "same" else BUILTIN_RECIPES.get(wgrad or "")
+    plan = LayerPlan(fprop=BUILTIN_RECIPES[name], dgrad=BUILTIN_RECIPES[name], wgrad=last)
+    layer = nn.Linear(48, 32)
+    run = choose("auto", "cpu").bind(plan, layer, name="x", seed=0)
+    found = []
+    for call in (run, torch.compile(lambda *given: run(*given), fullgraph=True)):
+        x = matrix(24, 48, torch.float32, "plain", 1).requires_grad_()
+        layer.zero_grad()
+        out = call(x, layer.weight, layer.bias)
+        out.square().sum().backward()
+        found.append((out, x.grad, layer.weight.grad, layer.bias.grad))
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    assert torch.equal(found[0][0], found[1][0])
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_codes_are_what_is_saved_for_backward(name: str) -> None:
+    layer = nn.Linear(64, 32, bias=False)
+    run = choose("auto", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES[name]), layer, name="x", seed=0)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        run(torch.randn(128, 64), layer.weight, None)
+    assert max(x.numel() * x.itemsize for x in saved) <= 128 * 64
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_value_that_is_not_finite_shows_in_the_result(name: str, bad: float) -> None:
+    layer = nn.Linear(16, 8, bias=False)
+    run = choose("native", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES[name]), layer, name="x", seed=0)
+    x = torch.randn(4, 16)
+    x[2, 3] = bad
+    x.requires_grad_()
+    out = run(x, layer.weight, None)
+    assert out[2].isnan().all()
+    assert out[0].isfinite().all() == (name == "int8")
+    out[0].sum().backward()
+    assert layer.weight.grad[:, 3].isnan().all()
+
+
+def test_an_empty_batch_and_zeros_give_zeros() -> None:
+    layer = nn.Linear(16, 8, bias=False)
+    run = choose("auto", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES["int8"]), layer, name="x", seed=0)
+    assert run(torch.zeros(0, 16), layer.weight, None).shape == (0, 8)
+    assert not run(torch.zeros(3, 16), layer.weight, None).any()
+
+
+def test_threads_change_nothing() -> None:
+    specs = [spec_of(BUILTIN_RECIPES["int8"], gemm, "input") for gemm in ("fprop", "wgrad")]
+    x, before = torch.randn(1001, 333), torch.get_num_threads()
+    found = []
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(Int8Casts(QuantizerState()).pair(x, *specs, "input", **HOW))
+    torch.set_num_threads(before)
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.codes, b.codes)
+        assert torch.equal(a.scale, b.scale)
+
+
+def test_other_dtypes_devices_and_kinds_of_tensors_are_left_to_torch() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    plan = LayerPlan.uniform(BUILTIN_RECIPES["int8"])
+    spec = spec_of(BUILTIN_RECIPES["int8"], "fprop", "input")
+    casts = Int8Casts(QuantizerState())
+    for x in (torch.ones(4, 4, dtype=torch.float16), torch.ones(4, 4, device="meta"), torch.ones(0, 4)):
+        assert casts.pair(x, spec, spec, "input", **HOW) == (None, None)
+    assert casts.pair(
+        torch.ones(4, 4), spec_of(BUILTIN_RECIPES["fp8_rowwise"], "fprop", "input"), None, "input", **HOW
+    ) == (None, None)
+    assert int8_parts(plan, nn.Linear(2, 2, device="meta"), QuantizerState()) == {}
+    assert int8_parts(LayerPlan.uniform(BUILTIN_RECIPES["bf16"]), nn.Linear(2, 2), QuantizerState()) == {}
+    with FakeTensorMode():
+        layer = nn.Linear(32, 16)
+        run = choose("auto", "cpu").bind(plan, layer, name="x", seed=0)
+        run(torch.randn(8, 32), layer.weight, layer.bias).sum().backward()
+        assert layer.weight.grad.shape == (16, 32)
+
+
+def test_without_a_library_torch_casts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "library", lambda: None)
+    assert int8_parts(LayerPlan.uniform(BUILTIN_RECIPES["int8"]), nn.Linear(2, 2), QuantizerState()) == {}
+
+
+def test_a_copied_layer_has_a_state_of_its_own() -> None:
+    layer = nn.Linear(8, 8)
+    run = choose("auto", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES["int8"]), layer, name="x", seed=0)
+    twin = copy.deepcopy(run)
+    assert isinstance(twin.fused, Int8Casts)
+    assert twin.fused.state is twin.quantizers is not run.quantizers
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "columns"), [(3, 1, 4), (3, 5, 1), (1, 5, 3), (2, (1 << 17) + 3, 2), (64, 64, 64)]
+)
+def test_products_are_exact_at_the_largest_codes(rows: int, inner: int, columns: int) -> None:
+    steps = compile_plan(
+        LayerPlan.uniform(BUILTIN_RECIPES["int8"]), torch.float32, "cpu", dict.fromkeys(GEMMS, int8_multiply)
+    )
+    a = quantize(torch.full((rows, inner), 3.0), steps.fprop.first, operand="input")
+    b = quantize(torch.full((columns, inner), -2.0), steps.fprop.second, operand="weight")
+    for multiply in (int8_multiply, multiply_emulated):
+        out = multiply(a, b, steps.fprop, torch.float32)
+        exact = dequantize(a).double() @ dequantize(b).double().t()
+        torch.testing.assert_close(out.double(), exact, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "AVX512_CORE_VNNI"])
+def test_sums_are_exact_on_older_instructions(isa: str) -> None:
+    code = """
+import torch
+from torch import nn
+from autoprec.backends import choose
+from autoprec.policy import LayerPlan
+from autoprec.precision.recipes import BUILTIN_RECIPES
+for shape in ((64, 64, 64), (33, 130, 1), (1, 64, 7), (100, 3, 50)):
+    m, k, n = shape
+    for name in ("int8", "int8_tensor"):
+        layer = nn.Linear(k, n, bias=False)
+        nn.init.constant_(layer.weight, 0.5)
+        run = choose("auto", "cpu").bind(LayerPlan.uniform(BUILTIN_RECIPES[name]), layer, name="x", seed=0)
+        x = torch.full((m, k), -1.0, requires_grad=True)
+        out = run(x, layer.weight, None)
+        out.backward(torch.full((m, n), 2.0))
+        for made, wanted in ((out, -0.5 * k), (x.grad, 1.0 * n), (layer.weight.grad, -2.0 * m)):
+            assert ((made - wanted).abs() <= 1e-6 * abs(wanted)).all(), (shape, name, made, wanted)
+"""
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr[-2000:]
