@@ -13,10 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autoprec.support.redact import redact_text
-from autoprec.support.units import memory_text
 from autoprec.tuning.limits import Limits
 from autoprec.tuning.study.records import SearchResult
-from autoprec.tuning.study.run import BY_BLOCK, Run, pooled
+from autoprec.tuning.study.run import BY_BLOCK, METRICS, Run, pooled
 
 #: Tags of a trial that a person filters by: ``tags.pareto = 'true'``.
 TRIAL_TAGS = ("preset", "finalist", "pareto", "best", "infeasible", "pruned", BY_BLOCK)
@@ -174,12 +173,13 @@ def _broken(record: Run, limits: Limits, budget: Mapping[str, Any]) -> str:
     metrics, most = {"noise_floor": 0.0, **record.figures}, budget.get("gradient_limit")
     if not {"divergence", "gradient_error", "memory_bytes"} <= metrics.keys():
         return ""
-    said = {
-        "divergence": f"{metrics['divergence']:.3%}, limit {limits.divergence:.3%}",
-        "gradient error": f"{metrics['gradient_error']:.2%} of the gradient, limit {most or 0.0:.2%}",
-        "memory": f"{memory_text(metrics['memory_bytes'])}, limit {memory_text(limits.memory)}",
-    }
-    return "; ".join(f"{name} {said[name]}" for name in limits.exceeded(metrics, most))
+    bounds = limits.bounds(most)
+
+    def said(name: str) -> str:
+        about = METRICS[name]
+        return f"{about.label} {about.text(metrics[name])}, limit {about.text(bounds[name])}"
+
+    return "; ".join(map(said, limits.exceeded(metrics, most)))
 
 
 def _final_figures(records: Sequence[Run], result: SearchResult) -> dict[int, dict[str, float]]:

@@ -121,8 +121,7 @@ class Ledger:
 
     def limit_of(self, name: str) -> float:
         """Return the limit of a metric of :meth:`exceeded`; 0 where there is none."""
-        known = {"divergence": self.limits.divergence, "memory_bytes": self.limits.memory}
-        return float((known[name] if name in known else self.gradient_limit()) or 0.0)
+        return self.limits.bounds(self.gradient_limit()).get(name, 0.0)
 
     def acceptable(self, record: Run) -> bool:
         """Say whether a trial was measured, and is within every limit."""

@@ -33,14 +33,20 @@ class Limits:
         why = uninformative(self.divergence, baseline)
         return gradient_limit(noise, self.gradient_error, uninformative=why is not None)
 
-    def exceeded(self, metrics: Mapping[str, float], max_gradient: float | None) -> tuple[str, ...]:
+    def bounds(self, max_gradient: float | None) -> dict[str, float]:
+        """Return the limits by the metrics that they are of, as far as there are any.
+
+        Args:
+            max_gradient: from :meth:`gradient`.
+        """
+        known = {"divergence": self.divergence, "gradient_error": max_gradient, "memory_bytes": self.memory}
+        return {name: float(limit) for name, limit in known.items() if limit is not None}
+
+    def exceeded(self, figures: Mapping[str, float], max_gradient: float | None) -> tuple[str, ...]:
         """Name the metrics of a trial that are beyond their limits; a gap that noise explains does not count."""
-        broken = {
-            "divergence": metrics["divergence"] > screening_limit(self.divergence, metrics["noise_floor"]),
-            "gradient_error": max_gradient is not None and metrics["gradient_error"] > max_gradient,
-            "memory_bytes": self.memory is not None and metrics["memory_bytes"] > self.memory,
-        }
-        return tuple(name for name, is_broken in broken.items() if is_broken)
+        bounds = self.bounds(max_gradient)
+        bounds["divergence"] = screening_limit(self.divergence, figures["noise_floor"])
+        return tuple(name for name, limit in bounds.items() if figures[name] > limit)
 
 
 def rank(metrics: Mapping[str, float], objective: str) -> float:

@@ -81,8 +81,8 @@ def test_what_was_rejected_is_not_on_the_front(records: list[Run], result: Searc
 @pytest.mark.parametrize(
     ("metric", "value", "says"),
     [
-        ("gradient_error", 0.08, "gradient error 8.00% of the gradient, limit 6.12%"),
-        ("divergence", 0.01, "divergence 1.000%, limit 0.250%"),
+        ("gradient_error", 0.08, "gradient error 8.00 %, limit 6.12 %"),
+        ("divergence", 0.01, "divergence 1.00 %, limit 0.250 %"),
         ("memory_bytes", 3 * 2.0**30, "memory 3.00 GiB, limit 2.00 GiB"),
     ],
 )
