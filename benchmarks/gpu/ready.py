@@ -277,7 +277,7 @@ def scan() -> dict[str, Any]:
 
     from autoprec.trial.inside.observe.discovery import Found
     from autoprec.trial.inside.observe.hooks import Hooks
-    from autoprec.trial.inside.replay import Replay
+    from autoprec.trial.inside.sensitivity.replay import Replay
     from autoprec.trial.protocol import Probe, TrialSpec
     from benchmarks.numerics.held import Held
 

@@ -35,7 +35,7 @@ _NEEDED = (
     "autoprec.applying.policy",
     "autoprec.applying.audit",
     "autoprec.graph.recorder",
-    "autoprec.trial.inside.sensitivity",
+    "autoprec.trial.inside.sensitivity.scan",
 )
 
 

@@ -22,7 +22,7 @@ import torch
 from autoprec.errors import NothingAcceptableError, ScriptError
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.runner import TrialRunner, load_result
-from autoprec.trial.inside import agent
+from autoprec.trial.inside import first_step
 from autoprec.trial.messages import connect, listen, send_message
 from autoprec.trial.protocol import Probe, TrialResult, TrialSpec
 from tests.trial.conftest import SCRIPTS, uniform
@@ -400,8 +400,8 @@ def test_a_loop_that_cannot_be_followed_is_told_soon(
     tokens: tuple[str, ...], says: str, fix: str, host: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both scripts would go on for hours. A step that no module owns is a search over all that lives: five will do."""
-    assert agent._MOST_UNOWNED <= 100
-    monkeypatch.setattr(agent, "_MOST_UNOWNED", 5)
+    assert first_step._MOST_UNOWNED <= 100
+    monkeypatch.setattr(first_step, "_MOST_UNOWNED", 5)
     with host(*tokens, setup_timeout_s=60) as runner, pytest.raises(ScriptError, match=says) as caught:
         runner.start()
     assert fix in str(caught.value.fix)

@@ -1,98 +1,39 @@
-"""When a process must not be forked, with stand-ins for what this machine lacks."""
+"""What a process becomes, and that nothing of it begins before its step."""
 
 from __future__ import annotations
 
-import multiprocessing
-import threading
-from types import SimpleNamespace
-from typing import Any
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from autoprec.trial.inside.agent import Agent, fork_obstacle, host_info, model_info
-from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.agent import Agent
 
 
-@pytest.fixture(autouse=True)
-def _nothing_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What pytest and other tests hold in this process is not these tests' business (tests/.../test_sharing.py)."""
-    monkeypatch.setattr("autoprec.trial.inside.agent.shared_state", lambda: "")
+def test_a_run_without_a_policy_installs_nothing() -> None:
+    agent = Agent({"mode": "run", "policy": None})
+    call = nn.Module.__call__
+    agent.install()
+    assert nn.Module.__call__ is call
 
 
-def found(device: str = "cpu") -> Found:
-    model = nn.Sequential(nn.Linear(4, 4, device=device))
-    return Found([model], [torch.optim.SGD(model.parameters())], list(model.parameters()))
-
-
-def test_a_plain_cpu_process_may_be_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])  # whatever other tests left behind
-    assert fork_obstacle(found()) == ""
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "says"),
-    [
-        (torch.cuda, "is_initialized", lambda: True, "CUDA"),
-        (torch.distributed, "is_initialized", lambda: True, "process group"),
-        (multiprocessing, "active_children", lambda: [1], "worker processes"),
-    ],
-)
-def test_obstacles(owner: Any, name: str, value: Any, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(owner, name, value)
-    assert says in fork_obstacle(found())
-
-
-def test_autograd_with_threads_is_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threading, "enumerate", lambda: [threading.main_thread()])
-    monkeypatch.setattr("autoprec.trial.inside.agent.can_train_after_fork", lambda: False)
-    assert "autograd has started threads" in fork_obstacle(found())
-
-
-def test_host_info() -> None:
-    info = host_info(found(), "process", 1.5, "CUDA is initialised")
-    assert info.layers == ("0",)
-    assert info.optimizers == ("SGD",)
-    assert info.device == "cpu"
-    assert "CUDA is initialised" in info.notes[-1]
-    assert info.model == model_info(found().root)
-    assert info.model["parameters"] == 20
-
-
-def test_threads_that_training_may_wait_for_are_an_obstacle(monkeypatch: pytest.MonkeyPatch) -> None:
-    over = threading.Event()
-    threads = [threading.Thread(target=over.wait, name=name) for name in ("tqdm_monitor", "prefetch")]
-    # what other tests left running in this process is not this test's business
-    monkeypatch.setattr(threading, "enumerate", lambda: [thread for thread in threads if thread.is_alive()])
-    try:
-        threads[0].start()
-        assert fork_obstacle(found()) == ""
-        threads[1].start()
-        assert fork_obstacle(found()).endswith("1 other thread, which a fork would not have: prefetch")
-    finally:
-        over.set()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-
-
-@pytest.mark.parametrize("with_optimizer", [False, True])
-def test_a_script_without_modules_is_not_searched_at_every_step(
-    with_optimizer: bool, monkeypatch: pytest.MonkeyPatch
+def test_a_trial_at_a_later_step_begins_there_also_where_the_script_names_its_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    searches: list[int] = []
-    monkeypatch.setattr("autoprec.trial.inside.agent.discover", lambda *_, **__: searches.append(1))
-    weight = torch.ones(3, requires_grad=True)
-    optimizers = [torch.optim.SGD([weight])] if with_optimizer else []
-    agent = Agent.__new__(Agent)
-    agent.mode, agent._reached, agent._registered = "run", False, None
-    agent._unowned, agent._passed_over = 0, {}
-    agent.hooks = SimpleNamespace(functional=None, backwards=1, optimizers=optimizers)  # type: ignore[assignment]
-    for _ in range(1000):
-        if with_optimizer:
-            agent.without_forward()
-        else:
-            agent.without_optimizer((weight.sum(),))
-    assert 50 <= len(searches) <= 60
+    agent = Agent({"mode": "trial", "at_step": 3, "result": str(tmp_path / "result.json")})
+    model, begun = nn.Linear(2, 2), list[int]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    monkeypatch.setattr(agent, "_become", lambda *_: (begun.append(len(taken)), agent.hooks.unwatch()))
+    agent.register(model, [optimizer])
+    taken = list[torch.Tensor]()
+    while len(taken) < 5:
+        agent.boundary(model)
+        loss = model(torch.ones(1, 2)).sum()
+        events = agent.hooks.events
+        events.before_backward((loss,))
+        events.after_backward((loss,))
+        events.gradients_ready(optimizer)
+        events.after_step(optimizer)
+        taken.append(loss)
+    assert begun == [3]

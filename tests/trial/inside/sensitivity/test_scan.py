@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autoprec.trial.inside.observe.discovery import Found
-from autoprec.trial.inside.sensitivity import StateSample, Weights, hardly_moved
+from autoprec.trial.inside.sensitivity.scan import StateSample, Weights, hardly_moved
 
 
 def lost(start: list[float], update: list[float]) -> float:

@@ -15,8 +15,8 @@ from torch import nn
 from autoprec.optim.communication import install_gradient_hook
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Hooks
-from autoprec.trial.inside.recorded_step import RecordedStep
-from autoprec.trial.inside.replay import Replay
+from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep
+from autoprec.trial.inside.sensitivity.replay import Replay
 from autoprec.trial.protocol import Probe, TrialSpec
 from benchmarks.numerics.held import Held
 from tests.trial.conftest import uniform

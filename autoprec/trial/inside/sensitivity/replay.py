@@ -1,8 +1,8 @@
 """Gradient errors where a process must not be forked (CUDA, process groups): replay one recorded step per policy.
 
-A probe applies its policy and plays the reference step again (:mod:`autoprec.trial.inside.recorded_step`). Every rank
-does the same, in the same order, and a probe that fails on one of them has failed on all: they exchange gradients only
-once they have told each other that all of them have theirs (:mod:`autoprec.trial.inside.ranks`).
+A probe applies its policy and plays the reference step again (:mod:`.recorded_step`). Every rank does the same, in the
+same order, and a probe that fails on one of them has failed on all: they exchange gradients only once each has reported
+that it has its own (:mod:`.ranks`).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch.optim import Optimizer
 
 from autoprec.numerics.sharded import rank
 from autoprec.trial.inside.applying import apply_document
-from autoprec.trial.inside.gradients import Gradients, local_part, relative_error
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
-from autoprec.trial.inside.ranks import EndedError, Ranks, average, fill, playing_alone, replicas
-from autoprec.trial.inside.recorded_step import RecordedStep, random_state, set_random_state
-from autoprec.trial.inside.sensitivity import NOISE_BATCHES, StateSample, Weights, hardly_moved, is_over
+from autoprec.trial.inside.sensitivity.gradients import Gradients, local_part, relative_error
+from autoprec.trial.inside.sensitivity.ranks import EndedError, Ranks, average, fill, playing_alone, replicas
+from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep, random_state, set_random_state
+from autoprec.trial.inside.sensitivity.scan import NOISE_BATCHES, StateSample, Weights, hardly_moved, is_over
 from autoprec.trial.protocol import Probe, TrialSpec
 
 

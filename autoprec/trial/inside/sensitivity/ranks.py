@@ -3,7 +3,7 @@
 A rank that stopped by itself (no memory for a pass on its device) would leave the others in an exchange, which its next
 training step would then answer with gradients of another kind. So ranks exchange nothing in a probe before they have
 reported to each other, over a gloo group of their own, that all of them got there; if one did not, the probe has failed
-on all of them, with its reason (:mod:`autoprec.trial.inside.replay`).
+on all of them, with its reason (:mod:`.replay`).
 
 Passes of DistributedDataParallel are played without its exchange, and gradients averaged afterwards. Where the model
 itself exchanges tensors in its passes (FSDP, tensor parallelism, SyncBatchNorm), a rank that fails inside of one leaves

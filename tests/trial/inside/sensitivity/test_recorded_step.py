@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autoprec.trial.inside.recorded_step import RecordedStep
+from autoprec.trial.inside.sensitivity.recorded_step import RecordedStep
 
 
 class Recorded(RecordedStep):

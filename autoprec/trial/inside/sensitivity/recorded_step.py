@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autoprec.trial.inside.gradients import local_part
+from autoprec.trial.inside.sensitivity.gradients import local_part
 
 #: Its functions about the stack of modes have no types.
 _modes: Any = torch.overrides

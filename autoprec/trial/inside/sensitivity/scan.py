@@ -26,11 +26,11 @@ from torch.optim import Optimizer
 from autoprec.applying.units import tunable_units
 from autoprec.errors import AutoPrecError
 from autoprec.trial.inside.applying import apply_document
-from autoprec.trial.inside.gradients import PIECE, Gradients, local_part, relative_error
 from autoprec.trial.inside.isolate.entropy import fork
 from autoprec.trial.inside.isolate.isolation import add_layer_of_probe
 from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks, raw_loss
+from autoprec.trial.inside.sensitivity.gradients import PIECE, Gradients, local_part, relative_error
 from autoprec.trial.processes import die_with_parent
 from autoprec.trial.progress import Deadline
 from autoprec.trial.protocol import Probe, TrialSpec

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from autoprec.trial.inside.gradients import Gradients, relative_error
+from autoprec.trial.inside.sensitivity.gradients import Gradients, relative_error
 
 
 @pytest.mark.parametrize("shared", [True, False])

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from autoprec.trial.inside import ranks
-from autoprec.trial.inside.ranks import EndedError, Ranks
+from autoprec.trial.inside.sensitivity import ranks
+from autoprec.trial.inside.sensitivity.ranks import EndedError, Ranks
 from tests.warm import run_ranks
 
 

@@ -1,0 +1,174 @@
+"""Find the model that a script trains, and stop at its first training step.
+
+Usually that is the first call in training mode of a module whose parameters an optimizer has. Where the forward cannot
+be seen (``model.forward(x)``, a functional call) the first optimizer step finds the model; where there is no optimizer,
+the first backward pass finds it through the graph of the loss. A script may also name its model
+(:func:`autoprec.register`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoprec.trial.inside.observe.discovery import Found, discover, loss_parameters
+from autoprec.trial.inside.observe.hooks import Events, Hooks
+
+#: After this many training forwards without a backward, or steps of tensors that no module owns, none will come.
+_MOST_FORWARDS, _MOST_UNOWNED = 5000, 50
+
+#: Receives what was found, and the module call that is about to run: the module, its arguments and keyword arguments.
+Arrived = Callable[[Found, nn.Module, tuple[Any, ...], dict[str, Any]], None]
+
+
+class FirstStep(Events):
+    """Watches a script until its first training step.
+
+    Args:
+        hooks: the hooks of this process.
+        arrived: called once, inside the first training forward of the model.
+        gave_up: called with a code where no step will be seen: ``no_backward``, ``no_module`` or ``functional``.
+
+    Attributes:
+        pass_over: models to ignore, as the driver has seen that the script soon goes on with another.
+        forwards: calls in training mode so far.
+        found: what is trained, once that is known.
+    """
+
+    def __init__(self, hooks: Hooks, arrived: Arrived, gave_up: Callable[[str], None]) -> None:
+        self._hooks, self._arrived, self._gave_up = hooks, arrived, gave_up
+        self.pass_over = self.forwards = self._unowned = self._passed = 0
+        self.found: Found | None = None
+        self._registered: Found | None = None
+        #: Parameters of models that are trained for a few steps before the real one; held, so that no id comes back.
+        self._passed_over: dict[int, torch.Tensor] = {}
+
+    def watch(self) -> None:
+        """Begin to watch."""
+        self._hooks.watch(self._on_training_call)
+        self._hooks.events = self
+
+    def register(self, found: Found) -> None:
+        """Take what the script names itself: nothing has to be discovered."""
+        self._registered = found
+
+    def boundary(self, model: nn.Module) -> None:
+        """Take the end of a step for a training forward, in a loop whose forwards cannot be seen."""
+        if self.found is not None:
+            self._hooks.announce(model)
+        elif self._registered is not None:
+            self._stop(self._registered, model, (), {})
+
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the living optimizers, without those of models that were passed over."""
+        known = self._passed_over
+        return [
+            o
+            for o in self._hooks.optimizers
+            if not known or not all(id(p) in known for group in o.param_groups for p in group["params"])
+        ]
+
+    def _stop(self, found: Found, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._hooks.unwatch()
+        self._hooks.events = Events()
+        self.found = found
+        self._arrived(found, module, args, kwargs)
+
+    # ---------------------------------------------------------------- events
+    def before_backward(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        if not self.optimizers():
+            self._without_optimizer(tensors)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:  # noqa: ARG002
+        self._without_forward()
+
+    def transformed(self) -> None:
+        self._gave_up("functional")
+
+    def _on_training_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.forwards += 1
+        # A script may evaluate in training mode for hours: without one backward no step will come.
+        if self.forwards == _MOST_FORWARDS and not self._hooks.backwards:
+            self._gave_up("no_backward")
+        if self._registered is not None:
+            mine = {id(p) for p in self._registered.root.parameters()}
+            if any(id(p) in mine for p in module.parameters()):
+                self._stop(self._registered, module, args, kwargs)
+            return
+        optimizers = self.optimizers()
+        if not optimizers:
+            return  # perhaps there never is one: the first backward tells (see before_backward)
+        owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
+        if not any(id(p) in owned for p in module.parameters()):
+            return  # a loss module or a frozen tower
+        found = discover(optimizers)
+        if found is not None and not self._pass_over(found):
+            self._stop(found, module, args, kwargs)
+
+    def _pass_over(self, found: Found) -> bool:
+        """Ignore this model from now on, if the driver has seen that the script soon goes on with another."""
+        if self.pass_over <= self._passed:
+            return False
+        self._passed += 1
+        self._passed_over |= {id(p): p for p in found.parameters}
+        return True
+
+    def _without_forward(self) -> None:
+        """A step was taken and no training forward seen (``model.forward(x)``, a functional call): stop after it."""
+        if not self._hooks.backwards or self._registered is not None:
+            return
+        optimizers = self.optimizers()
+        if not optimizers or self._searched_in_vain():
+            return
+        found = discover(optimizers)
+        if found is None:
+            self._count_unowned()
+        elif not self._pass_over(found):
+            found.notes.append("the model's forward is not called through the module: the first step finds the model")
+            self._hooks.unseen = found.root
+            self._stop(found, found.root, (), {})
+
+    def _without_optimizer(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        """A backward ran without an optimizer: the next training forward is the place to stop."""
+        leaves = [leaf for leaf in loss_parameters(tensors) if id(leaf) not in self._passed_over]
+        if not leaves or self._searched_in_vain():
+            return
+        found = discover((), loss_leaves=leaves)
+        if found is None and self._hooks.functional is not None:
+            root = self._hooks.functional
+            weights: list[torch.Tensor] = [p for p in root.parameters() if p.requires_grad]
+            found = Found([root], [], weights, ["called through functional_call: each backward counts as one step"])
+        if found is None:
+            self._count_unowned()
+            return
+        stop_at_call(self._hooks, found, self._stop)
+
+    def _searched_in_vain(self) -> bool:
+        """Whether to let this step pass: a search over all living objects costs tens of ms, a script takes many steps.
+
+        After many searches that found no module one is made only each time the number of steps has doubled.
+        """
+        if self._unowned < _MOST_UNOWNED:
+            return False
+        self._unowned += 1
+        return self._unowned.bit_count() != 1
+
+    def _count_unowned(self) -> None:
+        self._unowned += 1
+        if self._unowned >= _MOST_UNOWNED:
+            self._gave_up("no_module")
+
+
+def stop_at_call(hooks: Hooks, found: Found, stop: Arrived) -> None:
+    """Call ``stop`` at the next training forward of a model, or of a part of it."""
+    mine = {id(p) for p in found.root.parameters()}
+
+    def on_call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # the root by identity as well: functional_call exchanges its parameters for the time of the call
+        if module is found.root or any(id(p) in mine for p in module.parameters()):
+            stop(found, module, args, kwargs)
+
+    hooks.watch(on_call)

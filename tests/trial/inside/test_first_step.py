@@ -1,0 +1,64 @@
+"""The first training step of a script: where it is looked for, and when the search is given up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoprec.trial.inside.first_step import _MOST_UNOWNED, FirstStep
+from autoprec.trial.inside.observe.discovery import Found
+from autoprec.trial.inside.observe.hooks import Hooks
+
+
+@pytest.mark.parametrize("with_optimizer", [False, True])
+def test_a_script_without_modules_is_not_searched_at_every_step(
+    with_optimizer: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    searches: list[int] = []
+    monkeypatch.setattr("autoprec.trial.inside.first_step.discover", lambda *_, **__: searches.append(1))
+    weight = torch.ones(3, requires_grad=True)
+    optimizers = [torch.optim.SGD([weight])] if with_optimizer else []
+    hooks: Any = SimpleNamespace(functional=None, backwards=1, optimizers=optimizers)
+    reasons: list[str] = []
+    first = FirstStep(hooks, lambda *_: None, reasons.append)
+    for _ in range(1000):
+        if with_optimizer:
+            first.after_step(optimizers[0])
+        else:
+            first.before_backward((weight.sum(),))
+    assert _MOST_UNOWNED <= len(searches) <= _MOST_UNOWNED + 10
+    assert set(reasons) == {"no_module"}  # the process ends at the first of them, or goes on where it is no host
+
+
+def test_what_a_script_names_is_taken_at_its_first_boundary_and_models_to_pass_over_are_not() -> None:
+    hooks, got = Hooks(), list[Found]()
+    first = FirstStep(hooks, lambda found, *_: got.append(found), lambda _: None)
+    first.watch()
+    model = nn.Linear(2, 2)
+    named = Found([model], [], list(model.parameters()), [])
+    first.boundary(model)
+    assert got == []
+    first.register(named)
+    first.boundary(model)
+    first.boundary(model)
+    assert got == [named]
+    assert first.found is named
+    assert hooks.events is not first
+
+
+def test_a_model_is_passed_over_and_its_optimizers_with_it() -> None:
+    models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    hooks: Any = SimpleNamespace(functional=None, backwards=0, optimizers=optimizers[:1], unwatch=lambda: None)
+    got = list[Found]()
+    first = FirstStep(hooks, lambda found, *_: got.append(found), lambda _: None)
+    first.pass_over = 1
+    first._on_training_call(models[0], (), {})
+    assert (got, first.optimizers()) == ([], [])
+    hooks.optimizers = optimizers
+    first._on_training_call(models[1], (), {})
+    assert [found.root for found in got] == [models[1]]
