@@ -131,7 +131,7 @@ def searched(case: Case, seed: int, trials: int = TRIALS, told: list[str] | None
     while True:
         sampler.learn(replay.measured(), replay.now.best_cost)
         best = sampler.best(study) if len(replay.rows) < trials else None
-        gain = best.worth if best is not None else 0.0
+        gain = best.value if best is not None else 0.0
         if max(gain, replay.now.gain) <= 0:
             return replay.ending(converged=len(replay.rows) < trials)
         if replay.now.gain > gain:

@@ -88,7 +88,7 @@ def explain_layers(
 
 
 def _reference(problem: Problem, choices: Sequence[str]) -> int:
-    """Return the choice that a group's gain is told against."""
+    """Return the choice that a group's gain is given over."""
     return problem.choice_names.index(problem.baseline if problem.baseline in choices else choices[0])
 
 

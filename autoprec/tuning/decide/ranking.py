@@ -23,7 +23,7 @@ class Ranking:
     Attributes:
         standings: every policy that was tried, judged with the upper bound that all runs together give each of them.
         accepted: positions of those that are surely acceptable.
-        next: position of the one whose next seed has most value of information; None where none is worth a run.
+        next: position of the one whose next seed has most value of information; None where no run pays.
         gain: what it is expected to gain, less the price of the runs that it takes.
         best_cost: of the incumbent; None where that is the script.
     """
@@ -62,7 +62,7 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
     )
     accepted = tuple(i for i, one in enumerate(standings) if not one.rejection and one.seeds >= fewest)
     best = expectation.best_cost = min((float(outlook.cost[i]) for i in accepted), default=None)
-    worth = expectation.outlook(points).worth
+    value = expectation.outlook(points).value
 
     def is_open(i: int) -> bool:
         """Say whether another seed could make a policy acceptable."""
@@ -71,6 +71,6 @@ def rank(expectation: Expectation, entrants: Sequence[tuple[Params, Standing]], 
             return False
         return not one.final and (not blank or not one.rejection or one.seeds < fewest)
 
-    ahead = max(filter(is_open, range(len(entrants))), key=lambda i: worth[i], default=None)
-    gain = float(worth[ahead]) if ahead is not None else 0.0
+    ahead = max(filter(is_open, range(len(entrants))), key=lambda i: value[i], default=None)
+    gain = float(value[ahead]) if ahead is not None else 0.0
     return Ranking(standings, accepted, ahead if gain > 0 else None, gain, best)

@@ -1,7 +1,7 @@
-"""What a person is told about an answer: why each kind of layer got its precision, and which decisions mattered.
+"""Why an answer is as it is: why each kind of layer got its precision, and which decisions mattered.
 
 The facts are those of :mod:`autoprec.tuning.decide.explain`, taken from the models as the finished trials left them;
-equal layers of all blocks that got the same choice are told once.
+equal layers of all blocks that got the same choice are one row.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoprec.tuning.study.run import Run
 
 #: Rows that are kept of each list: a person reads no more.
 MOST_REASONS, MOST_DECISIONS = 40, 8
-#: Decisions below this share of both variances are not told: what noise explains has a share of zero.
+#: Decisions below this share of both variances are left out: what noise explains has a share of zero.
 LEAST_SHARE = 0.005
 #: The models are fitted to this many trials at most, the first and the newest, as the sampler's are.
 MOST_RECORDS = 200
@@ -74,14 +74,6 @@ def explanation(
             if max(d.time_share, d.error_share) >= LEAST_SHARE
         ],
     }
-
-
-def group_times(
-    problem: Problem, layer_time_ms: LayerTime, table: SensitivityTable, trials: Sequence[Run]
-) -> FloatTable:
-    """Return ``[G, C]`` milliseconds by the cost model, as finished trials corrected them."""
-    records = [record for record in trials if _finite(record)][-MOST_RECORDS:]
-    return learned_times(problem, _modelled_times(problem, layer_time_ms), table, records)
 
 
 def merged(reasons: Sequence[LayerReason]) -> list[dict[str, Any]]:
@@ -139,7 +131,7 @@ def stay_explanation(rows: Sequence[Mapping[str, Any]], baseline: str) -> dict[s
     return {"layers": out[:MOST_REASONS], "importance": []}
 
 
-def told(reasons: dict[str, Any]) -> dict[str, Any]:
+def as_evidence(reasons: dict[str, Any]) -> dict[str, Any]:
     """Return the reasons as sentences for a policy's evidence: ``why`` by layers, ``mattered`` by decision."""
     why: dict[str, str] = {}
     for row in reasons.get("layers", ()):

@@ -22,7 +22,7 @@ from autoprec.precision.recipes import KEEP
 from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.pareto import front
-from autoprec.tuning.decide.reasons import explanation, told
+from autoprec.tuning.decide.reasons import as_evidence, explanation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import rank
@@ -78,7 +78,7 @@ def with_unknown(decision: Decision, setup: Setup, ledger: Ledger) -> Decision:
 
 
 def _plain(value: float) -> float:
-    """Round to four significant digits: more would pretend to a precision nobody measured."""
+    """Round to four significant digits: more would pretend to a precision that was not measured."""
     return float(f"{value:.4g}") if math.isfinite(value) else 0.0
 
 
@@ -167,7 +167,7 @@ def _evidence(setup: Setup, ledger: Ledger, decision: Decision) -> dict[str, Any
     if setup.options.cost_scale:
         out["cost_scale"] = setup.options.cost_scale
         out["cost_scale_note"] = "time and memory at scaled shapes; numerics from the model at hand"
-        if "gradient_error" in out:  # what the law expects there, for whoever trains the larger model
+        if "gradient_error" in out:  # what the law expects there, for a training run of the larger model
             out["gradient_error_at_scale"] = error_at(setup.cost.scale, out["gradient_error"])
     out |= {
         "trials": len(ledger.store.learned()),
@@ -189,7 +189,7 @@ def emitted_policy(setup: Setup, ledger: Ledger, decision: Decision) -> Policy:
     evidence = _evidence(setup, ledger, decision)
     if decision.run is None:
         return Policy(model=ModelInfo.model_validate(setup.graph.model), evidence=evidence)
-    reasons = told(_explanation(setup, ledger, decision))
+    reasons = as_evidence(_explanation(setup, ledger, decision))
     policy = setup.problem.policy(decision.run.params, evidence=evidence | reasons)
     policy = policy.model_copy(update={"guard": guard_for(policy)})
     return _over_the_run(setup, ledger, policy, decision.phases) if decision.phases else policy
@@ -320,7 +320,7 @@ def search_result(
 
 
 def _baseline(setup: Setup, known: Sequence[Run]) -> str:
-    """Return the name of the 16-bit run that gains are told against; empty on a CPU, and where none was measured."""
+    """Return the name of the 16-bit run that gains are given over; empty on a CPU, and where none was measured."""
     plain = None if setup.target.is_cpu else fastest_plain(known)
     return plain.name if plain is not None else ""
 

@@ -1,7 +1,7 @@
-"""The answer of a search that ended because nothing was worth another run, kept for whoever resumes it.
+"""The answer of a search that ended because no further run would have paid, kept for a search that resumes it.
 
 Resuming such a study under the same options could only start the script to measure its reference again, and then say
-what was said before; where times are measured, the new reference's noise might make one more trial seem worth a run.
+what was said before; where times are measured, the new reference's noise might make one more trial seem to pay.
 So its answer is kept beside the study, with everything that it depends on and that is known before the script starts.
 """
 
@@ -36,8 +36,8 @@ _ELSEWHERE = (
     *("command", "output", "study", "storage", "resume", "runs_dir", "track"),
     *("workers", "engine"),
 )
-#: What is told of a search anew, from the options of the one that resumes it.
-_TOLD_ANEW = ("study_dir", "storage", "trials", "resume_command", "options", "folder")
+#: What is reported of a search anew, from the options of the one that resumes it.
+_REPORTED_ANEW = ("study_dir", "storage", "trials", "resume_command", "options", "folder")
 _FILE = "answer.json"
 
 
@@ -63,21 +63,21 @@ def keep_answer(folder: Path, question: dict[str, Any], info: SearchInfo, result
     Args:
         folder: of the study, with the policy in ``best.yaml``.
         question: from :func:`asked`.
-        info, result: what was told at the start, and the answer.
+        info, result: what was reported at the start, and the answer.
         records: how many runs the study holds.
     """
     if result.verdict == "undecided" or result.cut_short or not result.stopped.startswith(_ENDED):
         (folder / _FILE).unlink(missing_ok=True)  # ``best.yaml`` is not its policy any more
         return
-    told = {key: value for key, value in asdict(info).items() if key not in _TOLD_ANEW}
-    document = {"asked": question, "records": records, "info": told, "result": result.to_json()}
+    known = {key: value for key, value in asdict(info).items() if key not in _REPORTED_ANEW}
+    document = {"asked": question, "records": records, "info": known, "result": result.to_json()}
     write_json(folder / _FILE, with_checksum(finite(document)), indent=None)
 
 
 def kept_answer(
     folder: Path, question: dict[str, Any], records: int
 ) -> tuple[dict[str, Any], GraphReport, SearchResult, Policy] | None:
-    """Return (what was told at the start, the recorded step, the answer, its policy).
+    """Return (what was reported at the start, the recorded step, the answer, its policy).
 
     None where a resumed search might find another answer, or a file of this one is gone.
     """

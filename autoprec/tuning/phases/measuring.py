@@ -23,8 +23,8 @@ from autoprec.tuning.study.run import BY_BLOCK, Run, metrics_of, pooled
 def make_prior(setup: Setup, ledger: Ledger, table: SensitivityTable) -> Prior:
     """Return what the cost model and the sensitivity table say before the first trial.
 
-    Where steps are timed, modelled times are told in units of the reference's measured one: gains are ratios, and under
-    a model that overstates every time no policy would look faster than the script.
+    Where steps are timed, modelled times are in units of the reference's measured one: gains are ratios, and under a
+    model that overstates every time no policy would look faster than the script.
     """
     level = ledger.reference.step_ms / setup.steps.of_reference().time_ms if setup.measured else 1.0
 

@@ -202,7 +202,7 @@ class _Loop:
             return math.inf
         self._teach()
         best = self.sampler.best(self.ledger.store.live)
-        return best.worth if best is not None else 0.0
+        return best.value if best is not None else 0.0
 
     def wants_more(self) -> bool:
         gain = self.expected()

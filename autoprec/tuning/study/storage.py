@@ -115,7 +115,7 @@ def patiently(action: Callable[[], R], url: str, tell: Callable[[str], None], *,
 
     Args:
         action: what to do; must do nothing twice.
-        tell: told once, when the waiting begins, and once when it is over.
+        tell: called with a note when the waiting begins, and when it is over.
         patience_s: how long to wait for the server; then its error is raised.
     """
     began, pause = 0.0, _FIRST_PAUSE_S
@@ -163,7 +163,7 @@ class Claim:
     It is an advisory lock of a session of its own. (A file of this machine is locked by ``flock`` instead.)
 
     Args:
-        study: the Optuna study; who holds it is noted there, for the message to the second driver.
+        study: the Optuna study; its holder is noted there, for the message to the second driver.
     """
 
     def __init__(self, url: str, study: optuna.Study) -> None:

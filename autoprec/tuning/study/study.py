@@ -62,7 +62,7 @@ class StudyStore:
         resume: continue an existing study; without it an existing one is refused.
         begun: the storage was there before; then a resumed study that is missing was killed before its first
             transaction, and is begun anew.
-        tell: told when a storage's server is waited for.
+        tell: called with a note when a storage's server is waited for.
         started: ``time.monotonic()`` when this session began.
 
     Raises:
@@ -154,7 +154,7 @@ class StudyStore:
             self._guarded(lambda: optuna.delete_study(study_name=self.name, storage=self._storage))
 
     def _load(self) -> list[Run]:
-        """Return every stored record, or none: a study with a damaged trial would go on from what nobody measured."""
+        """Return every stored run, or none: a study with a damaged trial would go on from what was never measured."""
         trials = self._guarded(lambda: self._rdb.get_trials(deepcopy=False))
         documents = [trial.user_attrs.get("record") for trial in trials]
         # studies of AutoPrec before checksums have none at all; one record without, among others with, is damage

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from autoprec.tuning.decide.explain import LayerReason
-from autoprec.tuning.decide.reasons import error_share, explanation, merged, stay_explanation, told
+from autoprec.tuning.decide.reasons import as_evidence, error_share, explanation, merged, stay_explanation
 from autoprec.tuning.decide.table import SensitivityTable
 from tests.tuning.synthetic import synthetic
 
@@ -45,13 +45,13 @@ def test_only_decisions_that_matter_are_told() -> None:
 
 
 def test_what_is_told_is_one_sentence_each() -> None:
-    evidence = told(
+    evidence = as_evidence(
         {"layers": merged(REASONS), "importance": [{"name": "layer:head", "time_share": 0.5, "error_share": 0.25}]}
     )
     assert evidence["why"]["head"] == "bf16: because of head"
     assert evidence["why"]["h.*.mlp (2)"] == "mxfp8: because of h.1.mlp; together 3 ms and 70% of the error"
     assert evidence["mattered"] == {"head": "50% of what moves time, 25% of divergence"}
-    assert told({}) == {}
+    assert as_evidence({}) == {}
     assert error_share({"error_share": 0.25, "error_sd": 0.08}) == "25% ± 8%"
 
 

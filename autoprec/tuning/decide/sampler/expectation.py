@@ -3,9 +3,9 @@
 A policy can be adopted once the 95 % bound of its mean divergence is within the budget. How likely that is after n more
 paired seeds follows from the model: its mean will then have moved by a known spread, and its uncertainty have shrunk by
 a known factor. That probability, times how much better the policy is than the best one that is surely acceptable, less
-the price of the runs it takes, is what the policy is *worth*, for the best n. It is the one number that everything is
-asked by: a new policy (a trial), one more paired seed for a policy that was tried, or nothing, where no policy is worth
-another run.
+the price of the runs it takes, is the *value of information* of the policy, for the best n. It is the one number that
+everything is asked by: a new policy (a trial), one more paired seed for a policy that was tried, or nothing, where no
+further run of any policy pays.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ Vector = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
-    """What a policy has to gain to be worth runs, all fractions of the step time.
+class StoppingThreshold:
+    """What a policy has to gain for another run of it to pay, all fractions of the step time.
 
     Attributes:
         price: of one run. It is some 40 steps of the training that is to be sped up, so 0.0001 has paid for it after
             400,000 of them.
-        tie: a policy that is faster by less is tied, and nobody pays for a run.
+        tie: a policy that is faster by less is tied, and is not run.
         least: what is expected to be gained beyond the tie, chances included, has to be more than this.
         preset_tie: both of these for presets. They are what people would run anyway: one that is as good has to be
             known, or the answer may be slower than it.
@@ -47,9 +47,10 @@ class Bar:
 
 
 #: Where times are modelled, and so are exact.
-MODELLED = Bar(0.00005, 0.005, 0.002, 0.0005)
-#: Where they are measured: a percent is lost in their noise, and a smaller bar has a search run all its trials for it.
-TIMED = Bar(0.0001, 0.01, 0.005, 0.01)
+MODELLED = StoppingThreshold(0.00005, 0.005, 0.002, 0.0005)
+#: Where they are measured: a percent is lost in their noise, and a smaller threshold has a search run
+#: all its trials for it.
+TIMED = StoppingThreshold(0.0001, 0.01, 0.005, 0.01)
 #: Standard deviations from the mean to its 95 % bound. For one look 1.645 would do; a search looks after every run and
 #: takes the first policy that passes, so that 7 % of them were beyond the budget then, 3 % with two, and 1 % so.
 _Z95 = 2.3
@@ -59,7 +60,7 @@ FEWEST_SEEDS, MOST_SEEDS = 2, 24
 _GRADIENT_MARGIN = 1.03
 #: Numbers of further seeds that are considered for a policy.
 _MORE_SEEDS = (1, 2, 3, 4, 6, 8, 12, 16)
-#: What a run under a seed that others ran under tells, against one under a new seed: their luck is partly the same.
+#: What a run under a seed that others ran under says, against one under a new seed: they share part of the seed noise.
 _REUSED = 0.5
 #: What is left of the chance of a policy for each failed run of a choice in it that never ran to its end.
 _AFTER_FAILURE = 0.2
@@ -81,7 +82,7 @@ class Goals:
         objective: ``throughput``, ``memory`` or ``balanced``.
         uninformative: the loss cannot judge, so only the limits do.
         seeds: paired seeds that a policy is then measured under.
-        reference: (milliseconds, bytes) of the script as written, which the first gain is told against.
+        reference: (milliseconds, bytes) of the script as written, which the first gain is given over.
         timed: step times are measured.
     """
 
@@ -95,8 +96,8 @@ class Goals:
     timed: bool = False
 
     @property
-    def bar(self) -> Bar:
-        """What a policy has to gain to be worth runs."""
+    def stop(self) -> StoppingThreshold:
+        """What a policy has to gain for another run of it to pay."""
         return TIMED if self.timed else MODELLED
 
     def cost(self, step_ms: npt.ArrayLike, memory: npt.ArrayLike) -> Vector:
@@ -114,14 +115,14 @@ class Outlook:
         upper: 95 % bound of the mean divergence over seeds.
         chance: probability that the mean divergence is within the budget, and the limits are kept.
         gain: what its further runs are expected to gain over the best policy that is surely acceptable, a fraction.
-        worth: the gain less the price of these runs; it is not worth a run where that is not positive.
+        value: of information: the gain less the price of these runs; no run pays where that is not positive.
     """
 
     cost: Vector
     upper: Vector
     chance: Vector
     gain: Vector
-    worth: Vector
+    value: Vector
 
 
 class Expectation:
@@ -213,7 +214,7 @@ class Expectation:
         return table, effects * duration + held_effects * size
 
     def outlook(self, points: Points) -> Outlook:
-        goals, bar = self.goals, self.goals.bar
+        goals, stop = self.goals, self.goals.stop
         cost, cost_sd = self._cost(points)
         log_gap, sd = self.divergence.predict(points)
         possible = self.within_limits(points) * _AFTER_FAILURE ** (self._used(points) * self._failed).max(axis=1)
@@ -222,19 +223,19 @@ class Expectation:
             np.ones(len(points)) if goals.uninformative else _normal((math.log(goals.max_divergence) - log_gap) / sd)
         )
         preset = np.array([key in self._presets for key in _keys(points)], dtype=bool)
-        ahead = (self._to_beat() - cost - np.where(preset, bar.preset_tie, bar.tie)) / cost_sd
-        least = np.where(preset, bar.preset_tie, bar.least)
+        ahead = (self._to_beat() - cost - np.where(preset, stop.preset_tie, stop.tie)) / cost_sd
+        least = np.where(preset, stop.preset_tie, stop.least)
         # the expectation of what a normally distributed gain is above zero
         gain = (
             possible * cost_sd * np.maximum(ahead * _normal(ahead) + np.exp(-0.5 * ahead**2) / math.sqrt(math.tau), 0)
         )
         accepted, runs = self._plan(points, log_gap, sd, gain)
         gain = gain * accepted
-        worth = np.where(gain > least, gain - bar.price * runs, np.minimum(gain - least, 0.0))
-        return Outlook(cost, upper, possible * within, gain, worth)
+        value = np.where(gain > least, gain - stop.price * runs, np.minimum(gain - least, 0.0))
+        return Outlook(cost, upper, possible * within, gain, value)
 
     def _plan(self, points: Points, log_gap: Vector, sd: Vector, gain: Vector) -> tuple[Vector, Vector]:
-        """Return, for the number of further seeds that is worth most, the chance to be accepted then, and its runs.
+        """Return, for the number of further seeds of most value, the chance to be accepted then, and its runs.
 
         After n more seeds the mean's standard deviation is ``left``, and the mean itself lies ``moved`` off at random.
         """
@@ -243,12 +244,12 @@ class Expectation:
             return np.ones(len(points)), np.maximum(2.0 * (self.goals.seeds - had), 1.0)
         more = np.array(_MORE_SEEDS)[:, None]
         fresh = np.clip(had + more - self._references, 0, more)  # the references of seeds that are new are runs as well
-        runs, told = more + fresh, fresh + _REUSED * (more - fresh)
-        left = 1.0 / np.sqrt(1.0 / sd**2 + told / self.divergence.spread**2)
+        runs, informative = more + fresh, fresh + _REUSED * (more - fresh)
+        left = 1.0 / np.sqrt(1.0 / sd**2 + informative / self.divergence.spread**2)
         moved = np.sqrt(sd**2 - left**2)
         chance = _normal((math.log(self.goals.max_divergence) - _Z95 * left - log_gap) / moved)
         possible = (had + more >= FEWEST_SEEDS) & (more <= np.maximum(MOST_SEEDS - had, 1))
-        best = np.where(possible, gain * chance - self.goals.bar.price * runs, -np.inf).argmax(axis=0)
+        best = np.where(possible, gain * chance - self.goals.stop.price * runs, -np.inf).argmax(axis=0)
         each = np.arange(len(points))
         return chance[best, each], runs[best, each].astype(np.float64)
 

@@ -7,13 +7,13 @@ Divergence follows the gradient error: ``ln D = c + 0.5 ln S``, where ``S`` sums
 order a group whose error is off by a factor ``exp(v)`` moves ``ln D`` by ``v`` times its share of ``S``: so what the
 table has wrong of a choice everywhere, or of one entry, enters linearly, with the shares as features.
 
-The rest is the luck of a paired seed. The loss gap of a policy is, to first order, a sum over its layers' errors, each
-with its own random sign and size under each seed. So two policies have the same luck under one seed as far as they
+The rest is the noise of a paired seed. The loss gap of a policy is, to first order, a sum over its layers' errors, each
+with its own random sign and size under each seed. So two policies have the same noise under one seed as far as they
 consist of the same errors: the noise of two runs correlates with the *square* of their overlap, the share of squared
 error that they have in common (measured on a small GPT and a small ViT: 0.1 + 0.4 * overlap**2; the remaining half of
 the variance is each run's own). Ten neighbours under one seed therefore do not count as ten seeds.
 
-How large that luck is depends on the model that is trained; it is estimated from the study itself, with a prior.
+How large that seed noise is depends on the model that is trained; it is estimated from the study itself, with a prior.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Vector = npt.NDArray[np.float64]
 
 #: Prior standard deviations in units of ln(D): the level, a parameter's value, and what the table has wrong of a choice
 #: and of one entry, for a policy that consists of nothing else. All but the level count once or several times: how
-#: wrong a table is the study shows, and a gap at the noise floor is not a sign of luck (test_race.py).
+#: wrong a table is the study shows, and a gap at the noise floor is not a sign of seed noise (test_ranking.py).
 _LEVEL, _PARAMETER, _CHOICE, _ENTRY = 1.5, 0.25, 0.06, 0.25
 _MISFITS = {1.0: 0.8, 4.0: 0.15, 12.0: 0.05}
 #: The standard deviation of ln(D) over seeds: 0.31 to 0.5 on nine small models, 0.11 on one whose runs are long. Its
@@ -162,7 +162,7 @@ class DivergenceModel(_Model):
         return points.rows(part, self._choices), _START + 0.5 * np.log(total / self._unit)
 
     def _correlation(self, points: Points, seeds: IntVector) -> FloatTable:
-        """Return how the luck of runs correlates ``[n, n]``."""
+        """Return how the seed noise of runs correlates ``[n, n]``."""
         amplitudes = np.sqrt(self._shares(points)[0])
         same = points.index[:, None, :] == points.index[None, :, :]
         overlap = np.einsum("ig,jg,ijg->ij", amplitudes, amplitudes, same)

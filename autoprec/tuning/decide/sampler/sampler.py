@@ -37,21 +37,21 @@ _AS_GOOD = 0.95
 
 @dataclass(frozen=True)
 class Proposal:
-    """The policy that is worth most, and the name of the preset that it is (empty for others).
+    """The policy of most value, and the name of the preset that it is (empty for others).
 
-    ``gain`` is the largest expected gain of anything new, ``worth`` that of this one less the price of its runs.
+    ``gain`` is the largest expected gain of anything new, ``value`` that of this one less the price of its runs.
     """
 
     params: dict[str, Any]
     preset: str
     gain: float
-    worth: float
+    value: float
 
 
 class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
     """Proposes whole points; see :mod:`autoprec.tuning.decide.sampler` for the idea.
 
-    A study tells which points were asked; what was measured is told by :meth:`learn`. Parameters that are not the
+    A study tells which points were asked; what was measured is given by :meth:`learn`. Parameters that are not the
     problem's are drawn at random.
 
     Args:
@@ -96,12 +96,12 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         best = self.best(study)
         if best is None:
             return NOTHING_NEW
-        if best.worth <= 0:
+        if best.value <= 0:
             return f"what is left is expected to gain {best.gain:.1%} at most, too little for the runs it would take"
         return ""
 
     def best(self, study: optuna.Study, number: int = -1) -> Proposal | None:
-        """Return what is worth most among everything new; None where nothing is new."""
+        """Return what has most value of information among everything new; None where nothing is new."""
         trials = [t for t in study.get_trials(deepcopy=False) if t.number != number]
         state = [(t.number, t.state) for t in trials]
         if self._known[0] != state:
@@ -119,9 +119,9 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         # what still runs and is faster makes this one needless, should it turn out acceptable
         faster = running.cost[None, :] <= outlook.cost[:, None]
         needed = 1.0 - np.where(faster, running.chance[None, :], 0.0).max(axis=1, initial=0.0)
-        worth = outlook.worth * needed
-        top = int(np.argmax(np.where([bool(name) for name in names], worth / _AS_GOOD, worth)))
-        return Proposal(fresh[top], names[top], float((outlook.gain * needed).max()), float(worth[top]))
+        value = outlook.value * needed
+        top = int(np.argmax(np.where([bool(name) for name in names], value / _AS_GOOD, value)))
+        return Proposal(fresh[top], names[top], float((outlook.gain * needed).max()), float(value[top]))
 
     def _new(self, asked: Sequence[dict[str, Any]]) -> tuple[list[str], list[dict[str, Any]]]:
         """Return names (of presets, or empty) and params of everything that could be asked, within the limits."""
@@ -139,7 +139,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         """Return the front by the fitted models: the fastest policies within multiples of the budget.
 
         From the budget on a policy may also be within it under another value of a parameter that costs no time (margin,
-        amax history, rounding of scales): nobody knows before it ran, and it is worth a run where the error binds.
+        amax history, rounding of scales): that is not known before it ran, and pays for a run where the error binds.
         """
         expected, goals = self.expectation, self.expectation.goals
         (squares, scale, worse), (table, effects) = expected.divergence.law(), expected.cost_table()

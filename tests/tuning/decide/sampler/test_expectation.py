@@ -42,7 +42,7 @@ def test_a_gain_is_told_against_the_best_that_is_sure_and_costs_more_runs_near_t
     assert made.outlook(made.points([FAST])).gain[0] < 0.01  # its own uncertainty
     near = expect([0.0024, 0.0025])
     more = near.outlook(near.points([FAST]))
-    assert more.gain[0] - more.worth[0] > alone.gain[0] - alone.worth[0] >= MODELLED.price
+    assert more.gain[0] - more.value[0] > alone.gain[0] - alone.value[0] >= MODELLED.price
 
 
 def test_a_preset_that_is_faster_by_less_than_the_tie_is_worth_a_run() -> None:
@@ -54,7 +54,7 @@ def test_a_preset_that_is_faster_by_less_than_the_tie_is_worth_a_run() -> None:
         made = Expectation(FOUND.problem, FOUND.prior, GOALS, offered)
         made.fit(runs)
         made.best_cost = float(made.outlook(made.points([FAST])).cost[0]) + 0.004
-        worth.append(float(made.outlook(made.points([FAST])).worth[0]))
+        worth.append(float(made.outlook(made.points([FAST])).value[0]))
     assert worth[0] <= 0.0 < worth[1]
 
 

@@ -152,7 +152,7 @@ def test_it_stops_when_what_is_left_cannot_pay_for_its_runs() -> None:
         runs, sampler.expectation.goals.cost(0.5 * step, 0.0)
     )  # something is that fast, and surely acceptable
     best = sampler.best(at)
-    assert best is None or best.worth <= 0
+    assert best is None or best.value <= 0
     assert "too little" in sampler.finished(at)
 
 
@@ -266,7 +266,7 @@ def test_parameters_that_cost_no_time_are_worth_a_run_only_where_the_error_binds
     sampler.learn(runs, None if binds else float(GOALS.cost(step(fast)[0], 0.0)))
     defaults = {name: values[0] for name, values in problem.parameters.items()}
     varied = [p for p in sampler._front() if any(problem.value(p, name) != v for name, v in defaults.items())]
-    worth = sampler.expectation.outlook(sampler.expectation.points(varied)).worth
+    worth = sampler.expectation.outlook(sampler.expectation.points(varied)).value
     assert (worth > 0).any() == binds
 
 
