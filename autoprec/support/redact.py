@@ -18,7 +18,9 @@ _SPLIT = re.compile(r"[-_.:/\s+\"'\\]+|(?<=[a-z0-9])(?=[A-Z])")
 #: Names whose value is a secret wherever in the name this stands, its separators left out.
 _STRONG = re.compile(r"passw|passphrase|passcode|secret|apikey|accesskey|privatekey|signingkey|credential|authtoken")
 #: ... or whose last word is one of these (a token or a key may be of another kind, see below).
-_WEAK = re.compile(r"pass|pwd|pw|pat|cred|creds|auth|authorization|bearer|cookie|jwt|otp|token|tokens|key|keys")
+_WEAK = re.compile(
+    r"(?:ssh|db|pg|my|sudo|smtp|mail|ldap|root|admin)?pass|pwd|pw|pat|cred|creds|auth|authorization|bearer|cookie|jwt|otp|token|tokens|key|keys"
+)
 #: Last words of a name that says where a secret is, or what it is like.
 _ABOUT = re.compile(r"(?:file|path|dir|len|length|name|type|env|var|mode|method|column|field|size|dim|count|format)s?$")
 #: What a script marks text with (``pad_token``) ...
@@ -48,40 +50,106 @@ _PLAIN = re.compile(
     r"\$\{?[\w.:,]+\}?$|env:\w+$",
     re.IGNORECASE,
 )
-#: Tokens that carry their maker's prefix: Hugging Face, OpenAI, GitHub, GitLab, AWS, Google, Slack, JWT and others.
+#: Tokens that carry their maker's prefix, by the characters that follow it; in braces the fewest of them. Prefixes and
+#: lengths are those of gitleaks' rules (github.com/gitleaks/gitleaks, config/gitleaks.toml, MIT) and of the makers.
+_PREFIXED = {
+    "A-Za-z0-9": (
+        *("hf_{16}", "api_org_{16}", "[sr]k_(?:live|test)_{10}", "gh[pousr]_{20}", "npm_{30}", "dapi{32}", "r8_{30}"),
+        *(
+            "do[opr]_v1_{30}",
+            "shp(?:at|ca|pa|ss)_{16}",
+            "AGE-SECRET-KEY-1{20}",
+            "pul-{30}",
+            "rubygems_{32}",
+            "ntn_{30}",
+        ),
+        *("lin_api_{30}", "secret_{40}", "EAAC{40}", "CLOJARS_{30}", "sbp_{30}", "fw_{20}", "phc_{30}", "pplx-{30}"),
+        *("xai-{30}", "whsec_{16}", "wandb_v1_{10}", "PMAK-{20}", r"dp\.(?:ct|pt|st|sa|scim|audit)\.{16}"),
+        "A(?:KIA|SIA|BIA|CCA){16}",
+    ),
+    "A-Za-z0-9_-": (
+        *("sk-{16}", "github_pat_{20}", "gl(?:pat|rt|dt|ptt|cbt|ft|soat|agent|oas|imt|ffct)-{16}", "AIza{30}"),
+        *(r"ya29\.{20}", "GOCSPX-{16}", "xox[abeoprs]-{10}", "xapp-{10}", "xwfp-{10}", "pypi-{30}", r"hv[sbr]\.{20}"),
+        *("nvapi-{20}", "gsk_{20}", "lsv2_(?:pt|sk)_{10}", "dckr_pat_{16}", "figd_{30}", "glsa_{20}", "glc_{20}"),
+        *("tskey-{16}", "tgp_v1_{16}", "AT[AC]TT3{30}", "AGE-PLUGIN-{20}", "wandb_v1_{10}"),
+    ),
+    "A-Za-z0-9_.+/=-": (r"SG\.{32}", "eyJ{24}", "sntry[su]_{30}"),
+}
+#: What may stand before a token: no letter, digit or dash; but an escape such as the ``\\n`` of a ``repr``.
+_BEFORE = r"(?:(?<![A-Za-z0-9_-])|(?<=\\[nrtbf]))"
 _SECRET_VALUE = re.compile(
-    r"\b(hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|[sr]k_(?:live|test)_\w{10,}|gh[pousr]_[A-Za-z0-9]{20,}|"
-    r"github_pat_\w{20,}|glpat-[\w-]{16,}|A[KS]IA[0-9A-Z]{16}|AIza[\w-]{30,}|ya29\.[\w-]{20,}|xox[abprs]-[\w-]{10,}|"
-    r"npm_[A-Za-z0-9]{30,}|pypi-[\w-]{30,}|SG\.[\w-]{16,}\.[\w-]{16,}|hvs\.[\w-]{20,}|dapi[0-9a-f]{32}|"
-    r"nvapi-[\w-]{20,}|gsk_\w{20,}|r8_\w{30,}|dop_v1_\w{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,})"
+    rf"{_BEFORE}(?:"
+    + "|".join(
+        re.sub(r"\{(\d+)\}$", rf"[{follows}]{{\1,}}+", prefix)
+        for follows, prefixes in _PREFIXED.items()
+        for prefix in prefixes
+    )
+    + ")"
 )
-_PEM = re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----).*?(-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.DOTALL)
+_KEY_BEGIN = re.compile(r"-----BEGIN (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----")
+_KEY_END = re.compile(r"-----END (?:[A-Z0-9]+ )*PRIVATE KEY(?: BLOCK)?-----")
+#: A line of a key whose beginning was cut off: base64 of the lengths that keys are wrapped to; no digest, no path.
+_KEY_LINE = re.compile(
+    r"(?=(?:.{64}|.{70}|.{76})$)(?=.*[a-z])(?=.*[A-Z])(?=.*\d)(?!.*[a-z]{8})(?!/(?:home|root|usr|tmp|mnt|data|opt|var|etc|srv|scratch|work)/)[A-Za-z0-9+/]{60,76}={0,2}$"
+)
+#: Lines after which a key that was begun is taken for a mention of one.
+_KEY_LINES = 400
 _HOOK = re.compile(r"(https://(?:hooks\.slack\.com/services|discord(?:app)?\.com/api/webhooks)/)[^\s\"']+")
 #: Schemes in which a lone name before the ``@`` is a user's or a container's.
 _NAMED = r"(?!(?:ssh|git\+ssh|sftp|rsync|hdfs|s3|gs|abfss?|wasbs?|postgres|mysql|mariadb|mssql|oracle|mongodb)\b)"
 _URL_LOGIN = re.compile(
-    r"(\b[a-z][a-z0-9+.-]*://)[^/\s:@\"']*:(?!\d+(?:[/?#]|$))[^\s\"']*@"
-    rf"|(\b{_NAMED}[a-z][a-z0-9+.-]*://)[^/\s\"'?#]+@",
+    r"((?<![a-z0-9+.-])[a-z][a-z0-9+.-]*+://)[^/\s:@\"']{0,200}+:(?!\d+(?:[/?#]|$))[^\s\"']{0,500}@"
+    rf"|((?<![a-z0-9+.-]){_NAMED}[a-z][a-z0-9+.-]*+://)[^/\s\"'?#]{{1,500}}@",
     re.IGNORECASE,
 )
-_URL_QUERY = re.compile(r"([?&;])([\w.%-]+)(=)([^\s&;#\"']+)")
+_URL_QUERY = re.compile(r"([?&;#])([\w.%-]++)(=)([^\s&;#\"']++)")
 _SIGNATURE = re.compile(r"(?:^|[-_])(?:sig|signature)$", re.IGNORECASE)
 _HEADER = re.compile(
-    r"(?i)(\b(?:proxy-)?authorization[\"']?\s*[:=]\s*[\"']?(?:bearer|basic|token|digest|negotiate|apikey)\s+"
-    r"|\b(?:set-)?cookie:\s*|\bbearer\s+(?=[^\s\"']*[\d._~+/=-]))([^\"'\r\n]*?[^\s\"']+)(?=[\"'\r\n]|\s|$)"
+    r"(?i)(\b(?:proxy-)?authorization[\"']?\s{0,9}[:=]\s{0,9}[\"']?(?:bearer|basic|token|digest|negotiate|apikey)\s{1,9}"
+    r"|\bbearer\s{1,9}(?=[^\s\"']{0,40}[\d._~+/=-]))([^\"'\s]++)"
 )
-_LOGIN = re.compile(r"(\blogin\s+\S+\s+password\s+)(\S+)")
-_NAMES = r"[\w.+-]*(?:pass|pwd|pw\b|pat|secret|key|token|auth|cred|cookie|jwt|otp|bearer)[\w-]*"
+_COOKIE = re.compile(r"(?i)(\b(?:set-)?cookie:\s{0,9})([^\"'\r\n]++)")
+_LOGIN = re.compile(r"(\blogin\s{1,9}\S++\s{1,9}password\s{1,9}|\bsshpass\s{1,9}-p\s{0,9})(\S++)")
+_WORDS = "pass|pwd|pw(?!m)|pat|secret|key|token|auth|cred|cookie|jwt|otp|bearer"
+#: A name with such a word in it, from its first character on, at most 80 before the word.
+_NAME = rf"(?=[\w.+-]{{0,80}}?(?:{_WORDS}))[\w.+-]++"
+_QUOTED = r'"(?:\\.|[^"\\\n])*+(?:"|(?=\n)|$)|\'(?:\\.|[^\'\\\n])*+(?:\'|(?=\n)|$)'
 #: A value as a shell, Python or JSON writes it: quoted and bare pieces, one after the other.
-_VALUE = r"""(?![{(\[])((?:"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|\\["'].*?\\["']|\\.|[^\s,;&"'\\)}\]])+)"""
-_ASSIGNED = re.compile(rf"(?i)(?<![\w.-])(-{{0,2}}{_NAMES})(\\*[\"']?\s*(?:=|:(?!//))\s*){_VALUE}")
+_VALUE = rf"""(?![{{(\[])((?:{_QUOTED}|\\["'][^"'\\\n]*+(?:\\["'])?|\\.|[^\s,;&"'\\)}}\]<]|<(?!/))++)"""
+_ASSIGNED = re.compile(rf"(?i)(?<![\w.+-])({_NAME})(\\?[\"']?\s{{0,9}}(?:=>?|:(?!//))\s{{0,9}}){_VALUE}")
 #: ``--hf-token abc`` inside a text: an option's name and its value, apart.
-_OPTION = re.compile(rf"(?i)(?<!\S)(--?{_NAMES})(\s+)(?!-){_VALUE}")
-_OPTION_DASH = re.compile(r"(?i)(?<!\S)(--?[\w.-]*(?:passw|passphrase|passcode|secret)[\w-]*)(\s+)(-[A-Za-z0-9]\S*)")
-_USER_OPTION = re.compile(
-    r"(?i)(?<!\S)(--?(?:[\w.-]*[-_.])?(?:user|username|login|userpwd|userpass)[\s=]+[\"']?[^:\s/\"']+:)(?!\d+\b)([^\s/\"']+)"
+_OPTION = re.compile(rf"(?i)(?<!\S)(?=-)({_NAME})(\s{{1,9}})(?!-){_VALUE}")
+_OPTION_DASH = re.compile(
+    r"(?i)(?<!\S)(?=-)([\w.-]*(?:passw|passphrase|passcode|secret)[\w-]*+)(\s{1,9})(-[A-Za-z0-9]\S*+)"
 )
+_USER_OPTION = re.compile(
+    r"(?i)(?<!\S)(--?(?=[\w.-]{0,80}(?:user|username|login|userpwd|userpass)\b)[\w.-]++[\s=]{1,9}[\"']?[^:\s/\"']++:)"
+    r"(?!\d+\b)([^\s/\"']++)"
+)
+#: A name and its value as two items: of a list of options, a tuple, an XML element, or ``name: N, value: V``.
+_PAIRS = (
+    re.compile(
+        rf"""(?i)(?<=["'\s=:])({_NAME})(["']?\s{{0,9}}[,;]?\s{{0,9}}["']?value["']?\s{{0,9}}[:=]\s{{0,9}}["']?)([^\s"',}}<]++)"""
+    ),
+    re.compile(rf"""(?i)(?<=["'])({_NAME})(["']\s{{0,9}},\s{{0,9}}["'])((?:\\.|[^"'\\\n])++)"""),
+    re.compile(rf"(?i)(?<=<)({_NAME})((?:\s[^<>\n]{{0,200}})?>)([^<\n]++)"),
+)
+#: Escape sequences of a terminal: a colour between a name and its value would part them.
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]{0,40}[ -/]{0,9}[@-~]|\][^\x07\x1b]{0,999}(?:\x07|\x1b\\)|[@-Z\\-_])")
+#: A line without any of these in small letters holds nothing that a pattern would hide.
+_TRIGGER = re.compile(
+    rf"{_WORDS}|sig|user|login|://|hf_|api_org|sk-|_live_|_test_|whsec|gh[pousr]_|github_|gl[a-z]{{2,6}}-|aiza|ya29|"
+    r"gocspx|xox|xapp|xwfp|npm_|pypi-|sg\.|hv[sbr]\.|dapi|nvapi|gsk_|r8_|_v1_|shp[acs]|lsv2|-----|age-|pul-|dckr|"
+    r"ruby|lin_|ntn_|figd|pmak|eaac|sntry|glsa|glc_|tskey|dp\.|clojars|sbp_|nrak|phc_|pplx|xai-|fw_|at[ac]tt3|eyj|"
+    r"a(?:kia|sia|bia|cca)"
+)
+#: Characters of such lines in one text after which further ones are hidden whole: nothing prints so much of them.
+_MOST = 1_000_000
+
 _USER = re.compile(r"(?:^|[-_.])(?:user|username|login|userpwd|userpass)$", re.IGNORECASE)
+
+#: A path of plain names, as ``GPG_KEY=/usr/share/keys`` has; a key in base64 may begin with a slash as well.
+_PATH = re.compile(r"(?:/[a-z0-9_.-]{1,40}){1,30}/?")
 
 #: Secrets that were seen under their names, longest first.
 _known: list[str] = []
@@ -125,19 +193,71 @@ def _hide_login(found: re.Match[str]) -> str:
     return found[0] if login in ("git@", f"{HIDDEN}@") else f"{found[1] or found[2]}{HIDDEN}@"
 
 
-def redact_text(text: str) -> str:
-    """Hide logins in URLs, ``NAME=value`` and ``--name value`` of secret-looking names, tokens with a known prefix."""
-    for secret in _known:
-        if secret in text:
-            text = text.replace(secret, HIDDEN)
-    text = _PEM.sub(rf"\1{HIDDEN}\2", text)
+class Redactor:
+    """Hides secrets in a text that comes piece by piece; a private key may go on from one piece to the next."""
+
+    def __init__(self) -> None:
+        self._key_lines = 0  # left of a key that was begun
+
+    def __call__(self, text: str) -> str:
+        """Return the next piece (whole lines, but for the last) with its secrets hidden.
+
+        Takes time in proportion to its length, whatever it holds.
+        """
+        if "\x1b" in text:
+            text = _ESCAPES.sub("", text)
+        for secret in _known:
+            if secret in text:
+                text = text.replace(secret, HIDDEN)
+        left, out = _MOST, []
+        for line in text.splitlines(keepends=True):
+            if 60 < len(line) < 80 and _KEY_LINE.match(line.strip()):
+                line = _whole(line)
+            elif self._key_lines or _TRIGGER.search(line.lower()):
+                left -= len(line)
+                line = self._redacted(line) if left > 0 else _whole(line)
+            out.append(line)
+        return "".join(out)
+
+    def _redacted(self, line: str) -> str:
+        """Return what is shown of a line: of a private key only its first and its last."""
+        begin = _KEY_BEGIN.search(line) if "-----BEGIN" in line else None
+        end = _KEY_END.search(line) if "-----END" in line else None
+        inside, self._key_lines = self._key_lines > 0, max(0, self._key_lines - 1)
+        if end is not None and (begin is None or begin.start() < end.start()):
+            self._key_lines = 0
+            head = _redact_line(line[: begin.end()]) if begin is not None else ""
+            return f"{head}{HIDDEN}{end[0]}{_redact_line(line[end.end() :])}"
+        if begin is not None:
+            self._key_lines = _KEY_LINES
+            return _whole(line, f"{_redact_line(line[: begin.end()])}{HIDDEN}")
+        return _whole(line) if inside else _redact_line(line)
+
+
+def _whole(line: str, shown: str = HIDDEN) -> str:
+    """Return what is shown for a line of which nothing is, its end kept."""
+    body = line.rstrip("\r\n")
+    return (shown if body.strip() else body) + line[len(body) :]
+
+
+def _redact_line(text: str) -> str:
     if "://" in text:
         text = _HOOK.sub(rf"\1{HIDDEN}", _URL_LOGIN.sub(_hide_login, text))
         text = _URL_QUERY.sub(_hide_query, text)
     text = _SECRET_VALUE.sub(HIDDEN, text)
-    for pattern in (_HEADER, _LOGIN, _USER_OPTION):
+    for pattern in (_HEADER, _COOKIE, _LOGIN, _USER_OPTION):
         text = pattern.sub(rf"\1{HIDDEN}", text)
-    return _ASSIGNED.sub(_hide, _OPTION.sub(_hide, _OPTION_DASH.sub(_hide, text)))
+    for pattern in (_OPTION_DASH, _OPTION, _ASSIGNED, *_PAIRS):
+        text = pattern.sub(_hide, text)
+    return text
+
+
+def redact_text(text: str) -> str:
+    """Hide logins in URLs, ``NAME=value`` and ``--name value`` of secret-looking names, tokens with a known prefix.
+
+    Escape sequences of a terminal are left out. Takes time in proportion to the text's length, whatever it holds.
+    """
+    return Redactor()(text)
 
 
 def redact_uri(uri: str, *, hidden: str = HIDDEN) -> str:
@@ -188,6 +308,12 @@ def redact_arguments(arguments: Sequence[str]) -> list[str]:
     return out
 
 
+def _is_word(value: str) -> bool:
+    """Say whether a value may as well be a word of the language, or a number."""
+    mixed = value != value.lower() and value[1:] != value[1:].lower() and value != value.upper()
+    return value.isdigit() or (value.isalpha() and len(value) < 12 and not mixed)
+
+
 def remember(arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> None:
     """Hide from now on, wherever it turns up, what is a secret in a command line or the environment.
 
@@ -199,11 +325,11 @@ def remember(arguments: Sequence[str], environment: Mapping[str, str] | None = N
             head, _, tail = shown.partition(HIDDEN)
             found.append(argument[len(head) : len(argument) - len(tail)])
     for name, value in (os.environ if environment is None else environment).items():
-        if not value.startswith("/") and _is_secret(name, value):
+        if not _PATH.fullmatch(value) and _is_secret(name, value):
             found.append(value)
     # also as Python, JSON and a shell write it, whose quotes part it
     found += [piece for value in found for piece in re.split(r"[\s\"'\\]+", value)]
-    found = [value for value in found if len(value) >= 8 and not value.isalpha() and not value.isdigit()]
+    found = [value for value in found if len(value) >= 8 and not _is_word(value)]
     _known[:] = sorted({*_known, *found}, key=len, reverse=True)
 
 

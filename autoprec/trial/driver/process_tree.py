@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autoprec.support.redact import redact_text
+from autoprec.support.redact import Redactor
 from autoprec.trial.processes import end_group, sweep
 
 _TAIL_BYTES = 32_768
@@ -41,7 +41,7 @@ class ProcessTree(ABC):
         """Wait for the end; None when the time is over."""
 
     def _read(self) -> None:
-        written, pending = 0, b""
+        written, pending, redact = 0, b"", Redactor()
         with contextlib.ExitStack() as stack:
             stack.callback(os.close, self._reader)
             sink = None
@@ -57,7 +57,7 @@ class ProcessTree(ABC):
                 self._tail += chunk
                 del self._tail[:-_TAIL_BYTES]
                 if sink is not None and written < _LOG_BYTES:
-                    lines, pending = _whole_lines(pending + chunk, final=not chunk)
+                    lines, pending = _whole_lines(pending + chunk, redact, final=not chunk)
                     with contextlib.suppress(OSError):  # a full disk must not stop the trial
                         sink.write(lines[: _LOG_BYTES - written])
                         sink.flush()
@@ -85,12 +85,12 @@ class ProcessTree(ABC):
         self._pump.join(1.0)
 
 
-def _whole_lines(output: bytes, *, final: bool) -> tuple[bytes, bytes]:
+def _whole_lines(output: bytes, redact: Redactor, *, final: bool) -> tuple[bytes, bytes]:
     """Split output into what may be written down, secrets hidden, and the beginning of a line that is not complete."""
     end = max(output.rfind(b"\n"), output.rfind(b"\r")) + 1
     if final or len(output) - end > _TAIL_BYTES:
         end = len(output)
-    lines = redact_text(output[:end].decode("utf-8", "surrogateescape"))
+    lines = redact(output[:end].decode("utf-8", "surrogateescape"))
     return lines.encode("utf-8", "surrogateescape"), output[end:]
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autoprec.trial.driver.process_tree import NewProcess
+from autoprec.support.redact import Redactor
+from autoprec.trial.driver.process_tree import NewProcess, _whole_lines
 from autoprec.trial.processes import marked_processes
 
 
@@ -51,3 +52,13 @@ def test_end_reaches_descendants_that_ignore_sigterm(tmp_path: Path) -> None:
 def test_a_program_that_does_not_exist(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         NewProcess(["/no/such/program"], {}, tmp_path, "m", None)
+
+
+def test_a_private_key_that_comes_in_several_reads_is_not_in_the_log() -> None:
+    key = ["-----BEGIN PRIVATE KEY-----", "short1", "short2", "-----END PRIVATE KEY-----"]
+    redact, pending, log = Redactor(), b"", b""
+    for line in [*key, "loss 1.0"]:
+        lines, pending = _whole_lines(pending + f"{line}\n".encode(), redact, final=False)
+        log += lines
+    assert b"short" not in log
+    assert log.endswith(b"loss 1.0\n")
