@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -43,6 +44,16 @@ class AuditReport(Shown):
 
     layers: tuple[LayerAudit, ...]
     operators: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: backends that ran scaled recipes on a type of device on which they had never run before
+    experimental: tuple[str, ...] = ()
+
+    @property
+    def notes(self) -> list[str]:
+        """What a reader has to know beside the rows."""
+        if not self.experimental:
+            return []
+        names = ", ".join(self.experimental)
+        return [f"experimental on this device, tested against stand-ins only: backend {names}"]
 
     @property
     def ok(self) -> bool:
@@ -69,6 +80,7 @@ class AuditReport(Shown):
             "layers": [row.to_json() for row in self.layers],
             "operators": dict(self.operators),
             "did_not_run": self.did_not_run,
+            "notes": self.notes,
         }
 
     def table(self) -> Table:
@@ -84,6 +96,7 @@ class AuditReport(Shown):
         notes = [f"{wrong} of them ran something else" if wrong else "everything that ran is what was asked for"]
         if self.did_not_run:
             notes.append(f"did not run in these steps, wholly or in part: {', '.join(self.did_not_run)}")
+        notes += self.notes
         return Table(("layer or operator", "requested", "executed", "ok", "reason"), tuple(rows), notes=tuple(notes))
 
     __repr__ = Shown.__str__
@@ -113,7 +126,23 @@ def audit_model(policy: Policy, model: nn.Module) -> AuditReport:
         if not _is_table(policy, name, unit, plans[name])
     )
     operators = _audit_operators(policy, root, any(not plan.keeps for plan in plans.values()))
-    return AuditReport(rows, operators | audit_optimizers(policy, optimizers_of(model), model))
+    operators |= audit_optimizers(policy, optimizers_of(model), model)
+    return AuditReport(rows, operators, _experimental(root, rows, plans))
+
+
+def _experimental(root: nn.Module, rows: tuple[LayerAudit, ...], plans: Mapping[str, LayerPlan]) -> tuple[str, ...]:
+    """Return the backends that run scaled recipes on this model's device and had never run on such a device."""
+    execution = root_of(root)
+    device = next((str(parameter.device) for parameter in root.parameters()), "cpu")
+    backends = execution.backends if execution is not None else ()
+    unproven = {backend.name for backend in backends if backend.is_experimental(device)}
+    scaled = {
+        row.backend
+        for row in rows
+        if row.name in plans
+        and any(recipe is not None and recipe.scaled for recipe in (getattr(plans[row.name], gemm) for gemm in GEMMS))
+    }
+    return tuple(sorted(unproven & scaled))
 
 
 def _not_reached(root: nn.Module, units: dict[str, Unit]) -> set[str]:

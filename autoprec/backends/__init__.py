@@ -1,10 +1,10 @@
-"""Who runs a GEMM: backends by name, and the one that suits a device.
+"""The backends that run GEMMs, by name, and the one that suits a device.
 
 A backend answers one question, "can you run this GEMM, under this recipe, at this size, here?", with yes or a reason a
 person can read, and hands out an execution for a layer's plan. ``emulated`` runs every recipe anywhere with true values
 and no speed-up; ``native`` calls torch's scaled products, ``deepgemm`` DeepSeek's of blocks; ``torchao`` and
 ``transformer_engine`` call theirs from the layer's own forward. No rule of a policy names a backend: what a layer *is*
-does not depend on who multiplies, and the conformance suite (:mod:`tests.conformance.backends`) holds each of them to
+does not depend on its backend, and the conformance suite (:mod:`tests.conformance.backends`) holds each of them to
 that. A policy's evidence may name the one it was found with (:mod:`autoprec.applying.binding`).
 """
 

@@ -1,4 +1,4 @@
-"""The small interface behind which GEMMs run: what can you run, and give me something that runs it."""
+"""The interface of a backend: which GEMMs it can run on a device, and what runs a layer under a plan."""
 
 from __future__ import annotations
 
@@ -16,15 +16,22 @@ from autoprec.precision.recipes import Gemm, Recipe
 
 
 class Backend(ABC):
-    """Who runs a GEMM; what a backend does not need to say has a default."""
+    """Runs GEMMs. Optional methods have defaults."""
 
     name: str
     #: bfloat16 is emulated in float32 where a CPU has no units for it: for trials whose time is modelled
     emulates_casts: bool = False
+    #: types of device (``cuda``) on which its kernels have never run: there they are tested against stand-ins only, and
+    #: `doctor`, audits and the documentation say so
+    experimental: frozenset[str] = frozenset()
 
     def __deepcopy__(self, _memo: dict[int, Any]) -> Backend:
         """Return itself: a copy of a model goes on by the backend of the original."""
         return self
+
+    def is_experimental(self, device: str) -> bool:
+        """Say whether its kernels have never run on a device of this type (``cpu``, ``cuda:0``)."""
+        return device.partition(":")[0] in self.experimental
 
     @abstractmethod
     def available(self, device: str) -> Capability:

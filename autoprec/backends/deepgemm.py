@@ -91,6 +91,7 @@ class DeepGemmBackend(Backend):
     """DeepGEMM's block products on Hopper and Blackwell."""
 
     name = "deepgemm"
+    experimental = frozenset({"cuda"})
 
     def available(self, device: str) -> Capability:
         """Say whether there is a GPU, and DeepGEMM can be imported."""

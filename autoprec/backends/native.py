@@ -88,6 +88,7 @@ class NativeBackend(Backend):
     """What torch itself runs."""
 
     name = "native"
+    experimental = frozenset({"cuda"})
 
     def available(self, device: str) -> Capability:
         if device.startswith("cuda") and not torch.cuda.is_available():

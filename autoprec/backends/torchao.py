@@ -1,7 +1,7 @@
 """The ``torchao`` backend: its float8 training function, and its MXFP8 product, called from the layer's own forward.
 
 FP8 in blocks is cast by us and multiplied by its Triton kernels (``prototype/blockwise_fp8_training``), whose own casts
-have float32 scales only, and whose default is the product of torch that ``native`` calls; not run on a GPU yet.
+have float32 scales only, and whose default is the product of torch that ``native`` calls.
 ``convert_to_float8_training`` would replace modules (losing hooks and subclasses) and ``quantize_`` would replace
 Parameters (losing the optimizer); the autograd functions beneath them need neither. What torchao cannot express is
 refused: delayed scaling (removed in 0.7), two formats for one operand, mixed power-of-two flags.
@@ -126,6 +126,7 @@ class TorchaoBackend(Backend):
     """torchao's float8 and MXFP8 training products."""
 
     name = "torchao"
+    experimental = frozenset({"cuda"})
 
     def available(self, device: str) -> Capability:
         try:

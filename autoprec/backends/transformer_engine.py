@@ -69,6 +69,7 @@ class TransformerEngineBackend(Backend):
     """One instance serves one policy on one model."""
 
     name = "transformer_engine"
+    experimental = frozenset({"cuda"})
 
     def __init__(self) -> None:
         self._state: EngineState | None = None

@@ -15,6 +15,7 @@ from autoprec import Policy
 from autoprec.applying.audit import audit_model, emulated_note
 from autoprec.applying.policy import apply_policy
 from autoprec.applying.swap import execution_of
+from autoprec.backends.emulated import EmulatedBackend
 from autoprec.errors import UnsupportedError
 from autoprec.precision.recipes import BUILTIN_RECIPES
 from tests.warm import Forked
@@ -326,3 +327,16 @@ def test_under_ddp_the_wire_is_audited_too(model: nn.Sequential, tmp_path: Path)
     (tmp_path / "wrap").touch()
     wrapped = Forked(one_rank, cwd=tmp_path).communicate()
     assert (bare.split(), wrapped.split()) == (["-", "False", "False"], ["fp8", "True", "True"])
+
+
+def test_a_backend_that_never_ran_on_this_device_is_named_where_it_runs_a_scaled_recipe(
+    model: nn.Sequential, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EmulatedBackend, "experimental", frozenset({"cpu"}))
+    for recipe, expected in (("fp8_rowwise", ("emulated",)), ("bf16", ())):
+        p = policy(recipe)
+        p.apply(model, backend="emulated")
+        run(model)
+        report = p.audit(model)
+        assert report.experimental == expected
+        assert bool(report.to_json()["notes"]) == bool(expected)

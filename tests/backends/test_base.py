@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from autoprec.backends import BACKENDS, Backend, get
@@ -30,3 +33,11 @@ def test_tokens_are_padded_so_they_are_not_a_feature() -> None:
     assert feature_sizes("fprop", 7, 32, 64) == {"K": 32, "N": 64}
     assert feature_sizes("dgrad", 7, 64, 32) == {"K": 64, "N": 32}
     assert feature_sizes("wgrad", 64, 7, 32) == {"M": 64, "N": 32}
+
+
+def test_a_backend_that_never_ran_on_a_device_is_marked_and_the_documentation_says_so() -> None:
+    marked = [name for name in BACKENDS if get(name).is_experimental("cuda:1")]
+    assert not any(get(name).is_experimental("cpu") for name in BACKENDS)
+    page = Path(__file__).parents[2] / "docs" / "numerics.md"
+    (line,) = re.findall(r"^Experimental on CUDA: ([^.]*)\.", page.read_text(encoding="utf-8"), flags=re.M)
+    assert re.findall(r"`(\w+)`", line) == marked

@@ -56,12 +56,15 @@ def _backends(devices: list[str]) -> list[dict[str, Any]]:
     rows = []
     for name in BACKENDS:
         for device in devices:
+            experimental = False
             try:
-                found = get(name).available(device)
-                ok, reason = found.ok, found.reason
+                backend = get(name)
+                found = backend.available(device)
+                ok, reason, experimental = found.ok, found.reason, backend.is_experimental(device)
             except AutoPrecError as error:
                 ok, reason = False, f"{error.what}; {error.fix}"
-            rows.append({"backend": name, "device": device, "ok": ok, "reason": reason})
+            row = {"backend": name, "device": device, "ok": ok, "reason": reason, "experimental": experimental}
+            rows.append(row)
     return rows
 
 
@@ -81,7 +84,7 @@ def _recipes(usable: list[tuple[str, str]]) -> list[dict[str, Any]]:
 
 
 def _choices(devices: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return who runs which recipe by ``auto`` on each GPU, a line each; native, where nobody timed that."""
+    """Return which backend ``auto`` runs each recipe by on each GPU, a line each; native where nothing was timed."""
     from autoprec.cli.machine.calibrate import chosen_backends
     from autoprec.cost.calibrate.calibration import kept_calibration
 
@@ -171,7 +174,15 @@ def _print(found: dict[str, Any]) -> None:
     rows = [(row["device"], row["name"], row["target"] or "-", row["note"]) for row in found["devices"]]
     console.print(plain_table(("device", "name", "target", ""), rows))
     console.print(found["here"]["means"], markup=False, soft_wrap=True)
-    rows = [(row["backend"], row["device"], _yes(row["ok"]), row["reason"]) for row in found["backends"]]
+    rows = [
+        (
+            row["backend"],
+            row["device"],
+            "experimental" if row["ok"] and row["experimental"] else _yes(row["ok"]),
+            row["reason"],
+        )
+        for row in found["backends"]
+    ]
     console.print(plain_table(("backend", "device", "works", "why"), rows))
     pairs = list(dict.fromkeys((row["backend"], row["device"]) for row in found["recipes"]))
     cells: dict[str, list[str]] = {}

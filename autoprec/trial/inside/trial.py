@@ -406,7 +406,7 @@ class Trial:
         if self._policy is None or result.status != "ok":
             return result
         audit, state = self._policy.audit(self.found.root).to_json(), self._payload.get("state", {})
-        audit["notes"] = state.get("hints", [])
+        audit["notes"] += state.get("hints", [])
         for part, row in state.get("audit", {}).items():
             audit["operators"][f"optimizer.{part}"] = row
             audit["ok"] = audit["ok"] and row["ok"]

@@ -22,6 +22,7 @@ def test_everything_is_listed_and_every_no_has_a_reason() -> None:
     assert found["devices"][0]["device"] == "cpu"
     assert {row["backend"] for row in found["backends"]} == set(BACKENDS)
     assert {row["recipe"] for row in found["recipes"]} == set(BUILTIN_RECIPES)
+    assert not any(row["experimental"] for row in found["backends"] if row["device"] == "cpu")
     for row in (*found["backends"], *found["recipes"]):
         assert row["reason"], row
     packages = [row["package"] for row in found["packages"]]

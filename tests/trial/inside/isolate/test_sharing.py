@@ -20,7 +20,7 @@ from autoprec.trial.protocol import Probe, TrialSpec
 from tests.trial.conftest import uniform
 from tests.warm import Forked, run_forked
 
-LOOPS = Path(__file__).parents[4] / "benchmarks" / "odd_loops"
+LOOPS = Path(__file__).parents[4] / "benchmarks" / "scripts" / "odd_loops"
 
 
 @pytest.fixture(params=["mounts", "no mounts"])
