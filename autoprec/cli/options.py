@@ -79,10 +79,5 @@ def as_json(what: str) -> Callable[[F], F]:
     return click.option("--json", "as_json", is_flag=True, help=f"{what} as JSON on stdout.")
 
 
-def timeout(until: str) -> Callable[[F], F]:
-    """Return ``--timeout`` in seconds."""
-    return click.option("--timeout", default=600.0, show_default=True, metavar="SECONDS", help=until)
-
-
 backend = of_search("backend")
 quiet = click.option("-q", "--quiet", is_flag=True, help="No progress.")

@@ -64,7 +64,7 @@ def run(line: str) -> None:
 
 
 def test_the_page_searches_transfers_checks_and_exports() -> None:
-    assert {line.split()[1] for line in COMMANDS} == {"search", "transfer", "check", "inspect", "export"}
+    assert {line.split()[1] for line in COMMANDS} == {"search", "transfer", "check", "export"}
     assert all(line.split()[0] == "autoprec" for line in COMMANDS)
 
 

@@ -34,7 +34,7 @@ _REFUSALS: dict[str, type[AutoPrecError]] = {"mismatch": PolicyMismatchError, "u
 
 
 def _audited(
-    script: tuple[str, ...], policy: Policy, backend: str, steps: int, timeout_s: float, passes: int = 0
+    script: tuple[str, ...], policy: Policy, backend: str, steps: int, passes: int = 0
 ) -> tuple[dict[str, Any], tuple[SpotCheck, GraphReport] | None]:
     """Run ``steps`` steps under a policy; return its audit document, and where ``passes`` are asked for a spot check.
 
@@ -50,21 +50,19 @@ def _audited(
     from autoprec.trial.protocol import TrialSpec
 
     spot, audits = None, []
-    with Phases() as phases, running(script, phases, timeout_s=timeout_s) as (runner, host, label):
+    with Phases() as phases, running(script, phases) as (runner, host, label):
         for stage, name in zip(
             policy.stages, ["", *(f" from {phase.label} on" for phase in policy.phases)], strict=True
         ):
             phases.begin(f"{steps} training steps under the policy{name}, the last one recorded")
             document = stage.to_dict()
-            spec = TrialSpec(
-                policy=document, steps=steps, warmup=0, backend=backend, timeout_s=timeout_s, record_graph=True
-            )
+            spec = TrialSpec(policy=document, steps=steps, warmup=0, backend=backend, record_graph=True)
             result = runner.run(spec)
             if result.audit is None:
                 raise _refusal(result, label + name)
             audits.append(_with_recording(result.audit, result.payload.get("graph"), document))
         if passes:
-            report = record(runner, label, phases, timeout_s=timeout_s)
+            report = record(runner, label, phases)
             phases.begin(f"{passes} forward and backward passes on the model itself")
             spot = ask(runner, host, label, policy.stages[0], report, passes, backend), report
     _compare_models(policy.to_dict().get("model"), host.model)
@@ -123,7 +121,7 @@ def _with_recording(audit: dict[str, Any], graph: dict[str, Any] | None, documen
     return audit
 
 
-def _print_table(audit: dict[str, Any], everything: bool) -> None:
+def _print_table(audit: dict[str, Any]) -> None:
     rows = [
         (
             row["name"] or "(root)",
@@ -137,7 +135,7 @@ def _print_table(audit: dict[str, Any], everything: bool) -> None:
     rows += [
         (name, str(row["requested"]), str(row["executed"]), "yes" if row["ok"] else "NO", row["reason"])
         for name, row in audit["operators"].items()
-        if everything or not row["ok"] or row["executed"] not in ("keep", "-")
+        if not row["ok"] or row["executed"] not in ("keep", "-")
     ]
     stdout_console().print(plain_table(("layer or operator", "requested", "executed", "ok", "reason"), rows))
 
@@ -146,20 +144,14 @@ def _print_table(audit: dict[str, Any], everything: bool) -> None:
 @click.option("--policy", required=True, type=click.Path(path_type=Path), help="Policy file to audit.")
 @options.backend
 @click.option("--steps", default=2, show_default=True, type=click.IntRange(min=1), help="Training steps to run.")
-@options.timeout("For the script's first steps.")
 @click.option("--sensitivity", default=0, metavar="N", type=click.IntRange(min=0), help="Also: spot check, N passes.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), help="With --sensitivity: a corrected policy.")
-@click.option("-v", "--verbose", is_flag=True, help="List operators that the policy leaves alone, too.")
 @options.as_json("The audit")
 def check(
     script: tuple[str, ...],
     policy: Path,
     backend: str,
     steps: int,
-    timeout: float,
     sensitivity: int,
-    output: Path | None,
-    verbose: bool,
     as_json: bool,
 ) -> None:
     """Audit, layer by layer, what a training script really executes under a policy; exit 1 on a mismatch.
@@ -168,12 +160,10 @@ def check(
     limit, and with what `autoprec transfer` predicted; beyond the limit a corrected policy is written, and the exit
     code is 1.
     """
-    from autoprec.policy import check_replaceable, load_policy
+    from autoprec.policy import load_policy
 
     loaded: Policy = load_policy(policy)
-    if output is not None:
-        check_replaceable(output)
-    audit, spot = _audited(script, loaded, backend, steps, timeout, sensitivity)
+    audit, spot = _audited(script, loaded, backend, steps, sensitivity)
     if as_json:
         print_json(audit | ({"sensitivity": spot[0].to_json()} if spot else {}))
     later = zip(loaded.phases, audit.get("phases", ()), strict=False)
@@ -181,12 +171,12 @@ def check(
     for title, part in [] if as_json else [*parts.items()]:
         if title:
             echo(f"\n{title.removesuffix(': ')}")
-        _print_table(part, verbose)
+        _print_table(part)
     _conclude(parts, policy, quiet=as_json)
     if spot is not None:
         if not as_json:
             print_spot(spot[0])
-        settle(spot[0], loaded, spot[1], policy, output)
+        settle(spot[0], loaded, spot[1], policy)
 
 
 def _conclude(parts: dict[str, dict[str, Any]], policy: Path, *, quiet: bool) -> None:

@@ -21,9 +21,7 @@ from autoprec.support.redact import redact_arguments
 from autoprec.support.units import memory_text
 
 
-def _graph(
-    script: tuple[str, ...], graph: Path | None, config: str, batch: int, seq: int, timeout_s: float
-) -> tuple[Any, str]:
+def _graph(script: tuple[str, ...], graph: Path | None, config: str, batch: int, seq: int) -> tuple[Any, str]:
     given = [name for name, value in (("a script", script), ("--graph", graph), ("--config", config)) if value]
     if len(given) != 1:
         found = " and ".join(given) or "none of them"
@@ -35,7 +33,7 @@ def _graph(
     with Phases() as phases:
         if config:
             return configured_step(config, phases, batch=batch, seq=seq), "cpu"
-        report, host = record_step(script, phases, timeout_s=timeout_s)
+        report, host = record_step(script, phases)
     return report, host.device
 
 
@@ -137,7 +135,7 @@ def counts_of(text: str) -> list[int]:
 
 
 def _more(
-    model: Any, verdict: Any, plans: Any, *, threshold: float, sweep: bool, gpus: list[int], tensor_parallel: int
+    model: Any, verdict: Any, plans: Any, *, sweep: bool, gpus: list[int], tensor_parallel: int
 ) -> dict[str, Any]:
     """Return payback, what compiling would change, and where asked sweeps and the extrapolation to many GPUs."""
     from autoprec.cost import judge, planning
@@ -145,11 +143,11 @@ def _more(
     paid = planning.payback(verdict.step_ms, verdict.bound_speedup, verdict.bound_over_script)
     out: dict[str, Any] = {"payback": paid}
     if not model.compiled and not model.target.is_cpu:  # a policy may say `execution: compile`
-        out["compiled"] = judge(model.executed("compile"), plans, threshold=threshold, written=verdict.written)
+        out["compiled"] = judge(model.executed("compile"), plans, written=verdict.written)
     if sweep:
-        out["batch_sweep"] = planning.sweep(model, plans, threshold=threshold)
-        out["sequence_sweep"] = planning.sweep(model, plans, sequence=True, threshold=threshold)
-        out["break_even_tokens"] = planning.break_even_tokens(out["batch_sweep"], threshold)
+        out["batch_sweep"] = planning.sweep(model, plans)
+        out["sequence_sweep"] = planning.sweep(model, plans, sequence=True)
+        out["break_even_tokens"] = planning.break_even_tokens(out["batch_sweep"])
     if gpus:
         best, base = plans.get(verdict.best_uniform[0], {}), plans.get(verdict.baseline, {})
         points = planning.scale_out(
@@ -236,7 +234,7 @@ def _more_lines(more: dict[str, Any], best: str) -> list[str]:
     return lines
 
 
-def _check_options(config: str, batch: int, seq: int, threshold: float, gpus: str, tensor_parallel: int) -> list[int]:
+def _check_options(config: str, batch: int, seq: int, gpus: str, tensor_parallel: int) -> list[int]:
     """Refuse what cannot be, and what would be ignored; return the counts of ``--gpus``."""
     asked = click.get_current_context().get_parameter_source
     for name, needs, other in (
@@ -250,8 +248,6 @@ def _check_options(config: str, batch: int, seq: int, threshold: float, gpus: st
     for flag, count in (("--batch", batch), ("--seq", seq), ("--tensor-parallel", tensor_parallel)):
         if count < 1:
             raise UsageError(f"{flag} {count} is not a count", fix="use 1 or more")
-    if not 0 <= threshold < float("inf"):
-        raise UsageError(f"--threshold {threshold:g} is not a gain", fix="e.g. 0.03: a bound below 1.03x means stay")
     return counts_of(gpus)
 
 
@@ -268,8 +264,6 @@ def _check_options(config: str, batch: int, seq: int, threshold: float, gpus: st
 @click.option("--eager", is_flag=True, help="The script is not compiled: nothing is fused, every launch is paid.")
 @click.option("--fused-casts", is_flag=True, help="Casts as Transformer Engine's fused modules make them.")
 @click.option("--calibration", type=click.Path(path_type=Path), help="A file written by `autoprec calibrate`.")
-@click.option("--threshold", default=0.03, show_default=True, metavar="X", help="Smallest bound worth a search.")
-@options.timeout("Until the first training step.")
 @click.option("--sweep", is_flag=True, help="Also: from which batch size and sequence length on it pays.")
 @click.option("--gpus", default="", metavar="1,8,64,1024", help="Also: extrapolate to many GPUs.")
 @click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="With --gpus: GPUs per replica.")
@@ -286,8 +280,6 @@ def estimate(
     eager: bool,
     fused_casts: bool,
     calibration: Path | None,
-    threshold: float,
-    timeout: float,
     sweep: bool,
     gpus: str,
     tensor_parallel: int,
@@ -303,7 +295,7 @@ def estimate(
     from autoprec.tuning.decide.problem import Problem
     from autoprec.tuning.target import resolve_target
 
-    counts = _check_options(config, batch, seq, threshold, gpus, tensor_parallel)
+    counts = _check_options(config, batch, seq, gpus, tensor_parallel)
     scale = check_scale(cost_scale, target, str(calibration or "")) if cost_scale else None
     given = load_space(space) if space else None
     measured = load_calibration(calibration) if calibration else None
@@ -313,7 +305,7 @@ def estimate(
             check_target(measured, asked, str(calibration))
         if counts:
             check_layout(asked, counts, tensor_parallel)
-    report, device = _graph(script, graph, config, batch, seq, timeout)
+    report, device = _graph(script, graph, config, batch, seq)
     device = _device_here() if target == "auto" and not script else device
     tunable(report)
     found, here = resolve_target(target, device)
@@ -326,11 +318,10 @@ def estimate(
     problem = Problem.build(report, chosen, model.can_run)
     plans = {name: problem.plans(problem.params_of(name)) for name in problem.choice_names}
     named = shlex.join(redact_arguments(script)) or "SCRIPT"
-    called = {"script": named, "written": _CONFIGURED if config else AS_WRITTEN}
-    verdict = judge(model, plans, threshold=threshold, executions=chosen.execution, **called)
+    written = _CONFIGURED if config else AS_WRITTEN
+    verdict = judge(model, plans, executions=chosen.execution, script=named, written=written)
     step = model.estimate(plans.get(verdict.baseline, {}), activations=verdict.activations)
-    asked_more: dict[str, Any] = {"threshold": threshold, "sweep": sweep, "gpus": counts}
-    more = _more(model, verdict, plans, **asked_more, tensor_parallel=tensor_parallel)
+    more = _more(model, verdict, plans, sweep=sweep, gpus=counts, tensor_parallel=tensor_parallel)
     memory = _memory(model, verdict, plans)
     if as_json:
         document = {

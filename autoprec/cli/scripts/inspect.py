@@ -55,9 +55,9 @@ def _print_tables(report: GraphReport) -> None:
     echo(coverage_line(report))
 
 
-def _recorded(script: tuple[str, ...], timeout_s: float) -> GraphReport:
+def _recorded(script: tuple[str, ...]) -> GraphReport:
     with Phases() as phases:
-        report, host = record_step(script, phases, timeout_s=timeout_s)
+        report, host = record_step(script, phases)
     return replace(report, notes=tuple(dict.fromkeys((*host.notes, *report.notes))))
 
 
@@ -66,7 +66,6 @@ def _recorded(script: tuple[str, ...], timeout_s: float) -> GraphReport:
 @click.option("--rules", type=click.Path(path_type=Path), help="Operator rules that extend the built-in ones.")
 @click.option("--html", "page", type=click.Path(path_type=Path), help="Write the graph, coloured by class, as HTML.")
 @click.option("--save", type=click.Path(path_type=Path), help="Write the recorded step as JSON.")
-@options.timeout("For the script's first step.")
 @click.option("--sensitivity", is_flag=True, help="Gradient error of each recipe in each group of layers instead.")
 @click.option("--passes", default=60, show_default=True, metavar="N", type=click.IntRange(min=2),
               help="With --sensitivity: gradients to spend.")  # fmt: skip
@@ -79,7 +78,6 @@ def inspect(
     rules: Path | None,
     page: Path | None,
     save: Path | None,
-    timeout: float,
     sensitivity: bool,
     passes: int,
     target: str,
@@ -107,7 +105,7 @@ def inspect(
     ):
         if path is not None:
             check_kind(path, what, ours, option=option, most_bytes=MAX_GRAPH_BYTES)
-    report = load_report(graph) if graph is not None else _recorded(script, timeout)
+    report = load_report(graph) if graph is not None else _recorded(script)
     if chosen is not None:
         report = reclassify(report, chosen)
     if save is not None:

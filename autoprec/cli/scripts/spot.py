@@ -79,7 +79,7 @@ def print_spot(found: SpotCheck) -> None:
         echo("measured here (this check with --json > spot.json; autoprec transfer --spot spot.json)")
 
 
-def settle(found: SpotCheck, policy: Policy, report: GraphReport, path: Path, output: Path | None) -> None:
+def settle(found: SpotCheck, policy: Policy, report: GraphReport, path: Path) -> None:
     """Write the corrected policy where the check failed.
 
     Raises:
@@ -91,7 +91,7 @@ def settle(found: SpotCheck, policy: Policy, report: GraphReport, path: Path, ou
     from autoprec.tuning.transfer.spot import corrected
 
     mended, removed = corrected(policy, report, found)
-    written = save_policy(mended, output or path.with_name(f"{path.stem}.checked{path.suffix or '.yaml'}"))
+    written = save_policy(mended, path.with_name(f"{path.stem}.checked{path.suffix or '.yaml'}"))
     raise AuditError(
         f"the gradient error is {found.whole.measured:.4f} on this model, beyond {found.limit:.4f}",
         where=str(path),

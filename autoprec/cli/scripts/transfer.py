@@ -18,7 +18,6 @@ from autoprec.errors import UsageError
 from autoprec.support.units import memory_text
 
 if TYPE_CHECKING:
-    from autoprec.cost import CostModel
     from autoprec.graph.report import GraphReport
     from autoprec.policy import Policy
     from autoprec.precision.hardware import Target
@@ -33,25 +32,30 @@ class _Asked:
     script: tuple[str, ...]
     config: str
     layers: Path | None
-    graph: Path | None
     batch: int
     seq: int
-    timeout_s: float
 
 
 def _big(asked: _Asked) -> tuple[GraphReport, bool]:
     """Return the step of the big model, and whether its shapes are known (not from a list of names)."""
     if asked.layers is not None:
         return _named_layers(asked.layers), False
-    if asked.graph is not None:
-        from autoprec.graph.report import load_report
-
-        return load_report(asked.graph), True
     with Phases() as phases:
         if asked.config:
-            return configured_step(asked.config, phases, batch=asked.batch, seq=asked.seq), True
-        report, _ = record_step(asked.script, phases, timeout_s=asked.timeout_s, weights="fake")
+            return _configured_or_saved(asked.config, phases, batch=asked.batch, seq=asked.seq), True
+        report, _ = record_step(asked.script, phases, weights="fake")
     return report, True
+
+
+def _configured_or_saved(text: str, phases: Phases, *, batch: int, seq: int) -> GraphReport:
+    """Return the step of a preset or a ``config.json``, or the one that a file of ``autoprec inspect --save`` holds."""
+    from autoprec.cost.transformer import PRESETS
+    from autoprec.graph.report import MAX_GRAPH_BYTES, load_report
+    from autoprec.support.files import read_document
+
+    if text not in PRESETS and "operators" in read_document(text, most_bytes=MAX_GRAPH_BYTES):
+        return load_report(text)
+    return configured_step(text, phases, batch=batch, seq=seq)
 
 
 def _named_layers(path: Path) -> GraphReport:
@@ -93,15 +97,17 @@ def _rule_rows(policy: Policy, proxy: Proxy, found: Transfer) -> list[dict[str, 
     return rows
 
 
-def _document(asked: _Written, policy: Policy, proxy: Proxy, report: GraphReport, found: Transfer) -> dict[str, Any]:
+def _document(
+    output: str, device: Target, policy: Policy, proxy: Proxy, report: GraphReport, found: Transfer
+) -> dict[str, Any]:
     from autoprec.tuning.transfer.law import SPREAD
     from autoprec.tuning.transfer.roles import shown
 
     predicted = found.predicted
     return {
-        "policy": asked.output,
+        "policy": output,
         "source": "modelled",
-        "target": asked.target,
+        "target": device.name,
         "growth": found.growth.to_json(),
         "rules": _rule_rows(policy, proxy, found),
         "no_counterpart": [
@@ -124,29 +130,12 @@ def _document(asked: _Written, policy: Policy, proxy: Proxy, report: GraphReport
         "step": found.step.to_json() if found.step else None,
         "baseline": found.baseline.to_json() if found.baseline else None,
         "speedup": found.speedup if found.step else None,
-        "memory": {"bytes": found.step.memory_bytes, "device_bytes": asked.device_bytes}
-        if found.step and asked.tensor_parallel == 1
-        else None,
+        "memory": {"bytes": found.step.memory_bytes, "device_bytes": device.memory_bytes} if found.step else None,
         "phases": [
             {"from": phase.start, "speedup": one.speedup, "gradient_error": one.predicted.error}
             for phase, one in zip(policy.phases, found.later, strict=True)
         ],
-        "tensor_parallel": asked.tensor_parallel,
-        "plan": [point.to_json() for point in asked.points],
-        "plan_notes": asked.notes,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What was written, and for which device."""
-
-    output: str
-    target: str
-    device_bytes: int
-    tensor_parallel: int
-    points: list[Any]
-    notes: list[str]
 
 
 def _filled_rows(found: Transfer) -> list[dict[str, Any]]:
@@ -214,11 +203,11 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
     if found.step is not None and found.baseline is not None:
         echo(
             f"step      {found.step.time_ms:,.4g} ms against {found.baseline.time_ms:,.4g} ms in 16 bits: "
-            f"{found.speedup:.2f}x on {document['target']}{_of_ways(document['tensor_parallel'])}; {found.step.label}"
+            f"{found.speedup:.2f}x on {document['target']}; {found.step.label}"
         )
         memory = document["memory"]
         if memory and memory["bytes"]:
-            more = "; plan several: --gpus 8,64 --tensor-parallel 8" if memory["bytes"] > memory["device_bytes"] else ""
+            more = "; `autoprec estimate --gpus 8,64` plans several" if memory["bytes"] > memory["device_bytes"] else ""
             echo(
                 f"memory    {memory_text(memory['bytes'])}; one device has {memory_text(memory['device_bytes'])}{more}"
             )
@@ -227,17 +216,6 @@ def _print(document: dict[str, Any], found: Transfer) -> None:
     for row, phase in zip(document["phases"], found.policy.phases, strict=True):
         error = f", error {row['gradient_error']:.4f}" if row["gradient_error"] == row["gradient_error"] else ""
         echo(f"phase     from {phase.label} on: {row['speedup']:.2f}x{error}; the table above is of how the run begins")
-
-
-def _of_ways(ways: int) -> str:
-    return f", one of {ways} that share every layer, without what they exchange" if ways > 1 else ""
-
-
-def _print_plan(points: list[Any], notes: list[str]) -> None:
-    from autoprec.cli.scripts.estimate import scale_lines
-
-    echo("\nextrapolated, nothing of this table was measured")
-    echo("\n".join([*scale_lines(points, notes), ""]))
 
 
 class _TakesTarget(click.Command):
@@ -267,22 +245,20 @@ def _is_config(text: str) -> bool:
 @click.command("transfer", cls=_TakesTarget)
 @click.argument("policy", type=click.Path(path_type=Path))
 @click.argument("script", nargs=-1, type=click.UNPROCESSED)
-@click.option("--to", "config", default="", metavar="SCRIPT|CONFIG", help="The big model: its script, or config.json.")
+@click.option(
+    "--to",
+    "config",
+    default="",
+    metavar="SCRIPT|CONFIG|STEP",
+    help="The big model: its script, config.json, preset, or a saved step.",
+)
 @click.option("--layers", type=click.Path(path_type=Path), help="The big model's layer names alone, one per line.")
-@click.option("--graph", type=click.Path(path_type=Path), help="A step of the big model (`autoprec inspect --save`).")
-@click.option("--study", type=click.Path(path_type=Path), help="Folder of the study that found POLICY.")
 @click.option(
     "--from",
     "proxy",
     type=click.Path(path_type=Path),
-    help="Instead of a study: a saved step of POLICY's own model, or that model's config.json or preset.",
-)
-@click.option(
-    "--scan",
-    "scans",
-    multiple=True,
-    type=click.Path(path_type=Path),
-    help="`autoprec inspect --sensitivity --json` of the proxy under another seed: errors are averaged.",
+    metavar="STUDY|STEP|CONFIG",
+    help="Folder of the study that found POLICY; or a saved step of its own model, that model's config.json or preset.",
 )
 @click.option(
     "--spot",
@@ -296,10 +272,6 @@ def _is_config(text: str) -> bool:
 @click.option("--batch", default=1, show_default=True, metavar="N", help="With a config: sequences per device.")
 @click.option("--seq", default=8192, show_default=True, metavar="N", help="With a config: tokens per sequence.")
 @click.option("--max-gradient-error", default=0.12, show_default=True, metavar="X", help="Share of the gradient noise.")
-@click.option("--no-fill", is_flag=True, help="Do not spend the error that dropped rules leave.")
-@click.option("--gpus", default="", metavar="8,64,1024", help="Also: extrapolate the policy to many GPUs.")
-@click.option("--tensor-parallel", default=1, show_default=True, metavar="N", help="GPUs that share every layer.")
-@options.timeout("Until the script's first training step.")
 @click.option(
     "-o", "--output", default="transferred.yaml", show_default=True, metavar="FILE", help="Where to write it."
 )
@@ -310,20 +282,13 @@ def transfer(
     script: tuple[str, ...],
     config: str,
     layers: Path | None,
-    graph: Path | None,
-    study: Path | None,
     proxy: Path | None,
-    scans: tuple[Path, ...],
     spot: Path | None,
     roles: tuple[str, ...],
     target: str,
     batch: int,
     seq: int,
     max_gradient_error: float,
-    no_fill: bool,
-    gpus: str,
-    tensor_parallel: int,
-    timeout: float,
     output: str,
     force: bool,
     as_json: bool,
@@ -333,7 +298,6 @@ def transfer(
     The big model is a script (recorded without its weights), a decoder's config.json or preset, a saved step, or a list
     of layer names. Rules go by role and relative depth; one that no longer pays there is dropped, with its reason.
     """
-    from autoprec.cli.scripts.estimate import counts_of
     from autoprec.cost import CostModel
     from autoprec.policy import load_policy, save_policy
     from autoprec.support.files import check_writable, read_document
@@ -343,40 +307,29 @@ def transfer(
     from autoprec.tuning.transfer.proxy import load_proxy
     from autoprec.tuning.transfer.roles import parse_hints
 
-    asked = _Asked(script, config, layers, graph, batch, seq, timeout)
+    asked = _Asked(script, config, layers, batch, seq)
     found_there = Correction.from_json(read_document(spot), where=str(spot)) if spot else None
-    counts, hints = counts_of(gpus), parse_hints(roles)
+    hints = parse_hints(roles)
     _check(asked, Path(output), force=force)
     check_writable(output)
     small: Policy = load_policy(policy)
-    found_at = _study_of(small, policy, study, proxy)
-    origin = load_proxy(small, found_at, _step_of(proxy, batch, seq), scans)
+    found_at = _study_of(small, policy, proxy)
+    step = proxy if found_at is None else None
+    origin = load_proxy(small, found_at, _step_of(step, batch, seq))
     device = _target(target, small)
     report, shaped = _big(asked)
     cost = CostModel(report, device) if shaped else None
-    share = _share(cost, counts, tensor_parallel)
     result = carry(
-        small,
-        origin,
-        report,
-        share,
-        hints=hints,
-        max_gradient_error=max_gradient_error,
-        fill=not no_fill,
-        correction=found_there,
+        small, origin, report, cost, hints=hints, max_gradient_error=max_gradient_error, correction=found_there
     )
-    points, notes = _scale_out(cost, result, counts, tensor_parallel)
     study_name = found_at.resolve().name if found_at is not None else ""
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     save_policy(with_evidence(result, small, origin, report, device.name, study=study_name, date=today), output)
-    written = _Written(output, device.name, device.memory_bytes, tensor_parallel, points, notes)
-    document = _document(written, small, origin, report, result)
+    document = _document(output, device, small, origin, report, result)
     if as_json:
         print_json(document)
         return 0
     _print(document, result)
-    if points:
-        _print_plan(points, notes)
     echo(f"wrote     {output}; a few passes on the big model tell whether it holds:")
     echo(f"          autoprec check --policy {output} --sensitivity 8 SCRIPT")
     return 0
@@ -385,11 +338,11 @@ def transfer(
 def _check(asked: _Asked, output: Path, *, force: bool) -> None:
     from autoprec.errors import FileError
 
-    given = {"a script": asked.script, "a config": asked.config, "--layers": asked.layers, "--graph": asked.graph}
+    given = {"a script": asked.script, "a config": asked.config, "--layers": asked.layers}
     named = [name for name, value in given.items() if value]
     if len(named) != 1:
         raise UsageError(
-            f"the big model is given by one of --to SCRIPT, --to CONFIG, --graph, --layers: found "
+            f"the big model is given by one of --to SCRIPT, --to CONFIG, --layers: found "
             f"{' and '.join(named) or 'none of them'}",
             fix="autoprec transfer policy.yaml --to train_big.py [script args]",
         )
@@ -397,18 +350,18 @@ def _check(asked: _Asked, output: Path, *, force: bool) -> None:
         raise FileError("this file exists", where=str(output), fix="choose another -o, or pass --force")
 
 
-def _study_of(small: Policy, path: Path, study: Path | None, proxy: Path | None) -> Path | None:
+def _study_of(small: Policy, path: Path, proxy: Path | None) -> Path | None:
     """Return the folder of the study that found a policy; None where only a step of its model is given."""
     from autoprec.tuning.transfer.proxy import find_study
 
-    if study is not None or proxy is not None:
-        return study
+    if proxy is not None:
+        return proxy if proxy.is_dir() else None
     found = find_study(small, path, (Path("autoprec-runs"), path.parent / "autoprec-runs"))
     if found is None:
         raise UsageError(
             "the study that found this policy is not here, so the layers of its model are not known",
             where=str(path),
-            fix="name its folder: --study autoprec-runs/NAME; or a step of that model saved by "
+            fix="name its folder: --from autoprec-runs/NAME; or a step of that model saved by "
             "`autoprec inspect --save proxy.json`: --from proxy.json",
         )
     return found
@@ -431,28 +384,3 @@ def _target(name: str, policy: Policy) -> Target:
     if not chosen or chosen == "auto":
         raise UsageError("the policy does not say which device it is for", fix="name it: --target h100")
     return resolve_target(chosen, "cpu")[0]
-
-
-def _share(cost: CostModel | None, counts: list[int], ways: int) -> CostModel | None:
-    """Return the cost of what one device runs: a recipe that gains on a whole layer may not on its share."""
-    from autoprec.cost.planning import check_layout, tensor_parallel_share
-
-    if cost is None or ways == 1:
-        return cost
-    check_layout(cost.target, counts, ways)
-    return tensor_parallel_share(cost, ways)
-
-
-def _scale_out(cost: CostModel | None, found: Transfer, counts: list[int], ways: int) -> tuple[list[Any], list[str]]:
-    """Return the extrapolation of the transferred policy to many GPUs, and what explains it."""
-    if not counts or cost is None:
-        return [], []
-    from autoprec.cost.planning import scale_notes, scale_out
-    from autoprec.policy import resolve
-
-    names = [layer.name for layer in cost.report.tunable]
-    bf16 = found.policy.model_copy(update={"layers": (), "default": "keep"})
-    plans, plain = (resolve(policy, names, strict=False) for policy in (found.policy, bf16))
-    activations = found.policy.activations
-    points = scale_out(cost, plans, plain, counts, activations=activations, tensor_parallel=ways)
-    return points, scale_notes(cost, points, plans, plain, activations=activations)

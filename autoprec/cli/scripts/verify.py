@@ -14,6 +14,7 @@ from autoprec.cli.phases import Phases
 from autoprec.cli.script import script_command
 from autoprec.errors import NothingAcceptableError
 from autoprec.support.units import counted, memory_text
+from autoprec.tuning.options import OPTIONS
 
 if TYPE_CHECKING:
     from autoprec.tuning.verify import Verification
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 @script_command("verify")
 @click.option("--policy", "policy_path", required=True, metavar="FILE", help="Policy file to verify.")
 @options.of_search("steps", default=40, help="Measured steps per run.")
-@options.of_search("warmup")
 @options.of_search("seeds", help="Paired seeds.", hidden=False)
 @options.of_search(
     "max_divergence",
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     show_default=False,
     help="In units of the mini-batch gradient noise; default: the search's, else 0.12.",
 )
-@click.option("--anneal/--no-anneal", default=True, show_default=True, help="Decay the learning rate over a run.")
 @options.backend
 @options.as_json("The result")
 @options.quiet
@@ -84,8 +83,8 @@ def verify(script: tuple[str, ...], policy_path: str, as_json: bool, quiet: bool
 
         spec = TrialSpec(
             steps=values["steps"],
-            warmup=values["warmup"],
-            anneal=values["anneal"],
+            warmup=OPTIONS["warmup"].default,
+            anneal=True,
             backend=values["backend"],
             seed=None if host.launch == "fork" else 0,
         )

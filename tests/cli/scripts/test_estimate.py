@@ -135,12 +135,6 @@ targets:
         run("--target", str(path), "--config", "llama3-8b", "--gpus", "8")
 
 
-def test_the_threshold_counts_in_the_sweep_too(wide: str) -> None:
-    args = ("--target", "h100", "--config", wide, "--sweep", "--json", "--threshold")
-    low, high = (json.loads(run(*args, value).output)["break_even_tokens"] for value in ("0.03", "0.3"))
-    assert low < high
-
-
 def test_json_of_everything(wide: str) -> None:
     found = run("--target", "b200", "--config", wide, "--sweep", "--gpus", "8", "--tensor-parallel", "4", "--json")
     document = json.loads(found.output)
@@ -192,11 +186,6 @@ def test_a_calibration_of_another_device_is_refused(graph: str, tmp_path: Path, 
         ),
         (["--target", "h100", "--config", "llama3-8b", "--tensor-parallel", "2"], UsageError, "without --gpus"),
         (["--target", "h100", "--config", "llama3-8b", "--batch", "0"], UsageError, "--batch 0 is not a count"),
-        (
-            ["--target", "h100", "--config", "llama3-8b", "--threshold", "nan"],
-            UsageError,
-            "nan is not a gain",
-        ),
         (["--target", "h100", "--seq", "128", "train.py"], UsageError, "--seq has no effect without --config"),
         (["--target", "cpu", "--gpus", "8", "train.py"], UsageError, "no links"),  # before the script is started
         (["--target", "h100", "--config", "llama3-80b"], UnknownNameError, "did you mean 'llama3-8b'"),

@@ -21,29 +21,20 @@ def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_policy_for_a_decoder_from_its_config(found: Path) -> None:
-    outcome = autoprec("transfer", found, "--to", "llama3-8b", "--seq", "4096", "-o", "big.yaml", "--gpus", "8,64")
+    outcome = autoprec("transfer", found, "--to", "llama3-8b", "--seq", "4096", "-o", "big.yaml")
     assert outcome.code == 0, outcome.err
     written = load_policy("big.yaml")
     assert written.evidence["transferred_from"]["study"] == "small"
     assert written.evidence["target"] == "h100"
     assert "MLP input (gate, up)" in outcome.out
-    assert "extrapolated, nothing of this table was measured" in outcome.out
     assert "modelled, uncalibrated" in outcome.out
-    assert ("plan several: --gpus" in outcome.out) == ("GiB; one device has" in outcome.out)  # 8B: more than one H100
+    assert ("estimate --gpus" in outcome.out) == ("GiB; one device has" in outcome.out)  # 8B: more than one H100
     again = autoprec("transfer", found, "--to", "llama3-8b", "-o", "big.yaml")
     assert (again.code, "this file exists" in again.err) == (2, True)
 
 
-def test_what_a_share_of_a_layer_gains_decides_under_tensor_parallelism(found: Path) -> None:
-    command = ("transfer", found, "--to", "llama3-8b", "--seq", "4096", "--json", "--gpus", "8")
-    alone, split = (autoprec(*command, "-o", f"{n}.yaml", "--tensor-parallel", n).json() for n in ("1", "8"))
-    assert sum(row["count"] for row in split["lost"]) > sum(row["count"] for row in alone["lost"])
-    assert split["plan"][0]["speedup"] >= 0.995
-    assert split["memory"] is None
-
-
 def test_json_says_where_every_rule_went(found: Path) -> None:
-    outcome = autoprec("transfer", found, "--to", "llama3-8b", "--seq", "4096", "--json", "--no-fill")
+    outcome = autoprec("transfer", found, "--to", "llama3-8b", "--seq", "4096", "--json")
     document = outcome.json()
     assert [row["rule"] for row in document["rules"]] == ["h.0.*", "*.mlp.*", "(default)"]
     assert document["rules"][1]["as_asked"] == document["rules"][1]["layers"] == 93
@@ -53,13 +44,14 @@ def test_json_says_where_every_rule_went(found: Path) -> None:
 
 
 def test_a_spot_check_of_the_big_model_corrects_what_is_predicted(found: Path, tmp_path: Path) -> None:
-    command = ("transfer", found, "--to", "llama3-8b", "--seq", "4096", "--json", "--no-fill")
+    command = ("transfer", found, "--to", "llama3-8b", "--seq", "4096", "--json")
     first = autoprec(*command, "-o", "first.yaml").json()["gradient_error"]
     rows = [{"name": name, "of_law": 4.0} for name in first["segments"]]
     (tmp_path / "spot.json").write_text(json.dumps({"ok": True, "sensitivity": {"rows": rows, "noise": 0.3}}))
     second = autoprec(*command, "-o", "second.yaml", "--spot", "spot.json").json()["gradient_error"]
     assert second["noise"] == 0.3
-    assert second["segments"] == pytest.approx({name: 2.0 * error for name, error in first["segments"].items()})
+    assert second["segments"] != first["segments"]
+    assert second["predicted"] <= 1.0001 * second["budget"]
     origin = load_policy("second.yaml").evidence["transferred_from"]
     assert set(origin["corrected_by"].values()) == {2.0}
     (tmp_path / "none.json").write_text("{}")
@@ -72,7 +64,7 @@ def test_a_list_of_names_and_a_saved_step(found: Path, tmp_path: Path) -> None:
     outcome = autoprec("transfer", found, "--layers", "names.txt", "-o", "a.yaml")
     assert (outcome.code, "a list of names has no shapes" in outcome.out) == (0, True)
     (tmp_path / "step.json").write_text(json.dumps(llama(layers=8).to_json()))
-    outcome = autoprec("transfer", found, "--graph", "step.json", "-o", "b.yaml", "--json")
+    outcome = autoprec("transfer", found, "--to", "step.json", "-o", "b.yaml", "--json")
     assert outcome.json()["step"]["time_ms"] > 0
     assert load_policy("a.yaml").layers == load_policy("b.yaml").layers
 
@@ -136,7 +128,7 @@ def test_what_is_missing_is_said(found: Path, tmp_path: Path) -> None:
     lonely = tmp_path / "elsewhere" / "policy.yaml"
     lonely.parent.mkdir()
     lonely.write_text("schema: autoprec.policy/1\n")
-    assert "--study autoprec-runs/NAME" in refused(lonely, "--to", "llama3-8b").err
+    assert "--from autoprec-runs/NAME" in refused(lonely, "--to", "llama3-8b").err
     assert "unknown target" in refused(found, "--to", "llama3-8b", "--target", "h1000").err
     assert "unknown role" in refused(found, "--to", "llama3-8b", "--role", "*=mlp").err
 
