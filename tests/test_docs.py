@@ -225,7 +225,7 @@ def test_every_variable_that_a_trial_sets_is_documented(tmp_path: Path) -> None:
     trial = trial_environment(tmp_path / "c.json", "mark", tmp_path, threads=1, base={})
     shown = {name for name in trial if name != "PYTHONPATH" and not name.startswith("AUTOPREC_")}
     assert {name for name in shown if f"`{name}`" not in page} == set()
-    assert not (shown & set(run_environment(tmp_path / "c.json", "mark", base={})))
+    assert not (shown & set(run_environment(tmp_path / "c.json", base={})))
 
 
 def test_everything_a_guard_knows_is_documented() -> None:

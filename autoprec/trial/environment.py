@@ -32,13 +32,12 @@ _QUIET = {
 }
 
 
-def run_environment(config: Path, mark: str, base: Mapping[str, str] | None = None) -> dict[str, str]:
+def run_environment(config: Path, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return the environment of ``autoprec run``: the user's own, plus the hooks."""
     env = dict(os.environ if base is None else base)
     paths = [str(INJECT)] + [p for p in env.get("PYTHONPATH", "").split(os.pathsep) if p and p != str(INJECT)]
     env["PYTHONPATH"] = os.pathsep.join(paths)
     env[CONFIG_VARIABLE] = str(config)
-    env[MARK_VARIABLE] = mark
     return env
 
 
@@ -51,8 +50,8 @@ def trial_environment(
     more hangs in its own first one. ``threads`` 0 leaves the user's own settings: a script that feeds a GPU from the
     CPU would look slower than it is, and is never forked.
     """
-    own = run_environment(config, mark, base)
-    env = own | _QUIET
+    own = run_environment(config, base)
+    env = own | _QUIET | {MARK_VARIABLE: mark}
     if threads:
         env["OMP_NUM_THREADS"] = env["MKL_NUM_THREADS"] = str(threads)
     else:

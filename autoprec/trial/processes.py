@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import signal
+import stat
 import tempfile
 import threading
 import time
@@ -97,7 +98,9 @@ def private_folder() -> tuple[Path, int]:
     base = Path(tempfile.gettempdir())
     for old in base.glob("autoprec-p*-*"):
         with contextlib.suppress(OSError):
-            _remove_unheld(old)
+            found = old.lstat()  # a link of that name leads to somebody's files
+            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid():
+                _remove_unheld(old)
     folder = Path(tempfile.mkdtemp(prefix=f"autoprec-p{os.getpid()}-"))
     lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)

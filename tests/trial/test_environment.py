@@ -8,7 +8,7 @@ from autoprec.trial.environment import CONFIG_VARIABLE, INJECT, own_threads, run
 
 
 def test_hooks_come_first_and_the_users_path_stays(tmp_path: Path) -> None:
-    env = run_environment(tmp_path / "c.json", "mark", {"PYTHONPATH": f"/a:{INJECT}:/b", "OMP_NUM_THREADS": "7"})
+    env = run_environment(tmp_path / "c.json", {"PYTHONPATH": f"/a:{INJECT}:/b", "OMP_NUM_THREADS": "7"})
     assert env["PYTHONPATH"] == f"{INJECT}:/a:/b"
     assert env[CONFIG_VARIABLE] == str(tmp_path / "c.json")
     assert env["OMP_NUM_THREADS"] == "7"  # `autoprec run` changes nothing else

@@ -93,3 +93,29 @@ assert own.poll() is None
 assert end_orphans(()) == 1
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_link_in_the_temporary_directory_leads_nobody_to_others_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    (tmp_path / "tmp").mkdir()
+    inside = tmp_path / "precious" / "inside"
+    inside.mkdir(parents=True)
+    inside.chmod(0o755)
+    link = tmp_path / "tmp" / f"autoprec-p{gone.pid}-link"
+    link.symlink_to(tmp_path / "precious")
+    os.utime(link, (time.time() - 1000,) * 2, follow_symlinks=False)
+    _, held = private_folder()
+    os.close(held)
+    assert link.is_symlink()
+    assert inside.stat().st_mode & 0o777 == 0o755
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    theirs = tmp_path / "tmp" / f"autoprec-p{gone.pid}-theirs"
+    theirs.mkdir()
+    (theirs / "lock").touch()
+    _, held = private_folder()
+    os.close(held)
+    assert theirs.is_dir()

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from autoprec.policy import Policy, boundaries
 from autoprec.trial.command import ScriptCommand
 from autoprec.trial.driver.classify import describe_exit
 from autoprec.trial.environment import run_environment
-from autoprec.trial.processes import die_with_parent, private_folder, sweep
+from autoprec.trial.processes import die_with_parent, private_folder
 
 #: What a job scheduler, a shell or a person sends to the command is meant for the script.
 _MEANT_FOR_THE_SCRIPT = frozenset(
@@ -106,7 +105,9 @@ def run_script(
 
     The policy is applied inside the first training forward of every model that is trained (of one class), in every
     rank; after that no hook is left in a step, so it costs what it did. A policy that does not fit ends the script
-    there with exit code 1 and the reason. The script gets the signals this process gets, and SIGTERM when it is killed.
+    there with exit code 1 and the reason; a process that the script starts may train a model that the policy is not
+    for. What the script leaves running goes on. The script gets the signals this process gets, and SIGTERM when it is
+    killed.
 
     Args:
         command: what to run.
@@ -123,12 +124,12 @@ def run_script(
         boundaries(policy, run_steps)
     document = policy.to_dict() if isinstance(policy, Policy) else policy
     private, lock = private_folder()
-    mark = f"autoprec-{uuid.uuid4().hex}"
     target = command.cwd / "audit.json" if audit is True else (Path(audit).absolute() if audit else None)
     config = private / "run.json"
     settings: dict[str, Any] = {
         "run_steps": run_steps,
         "mode": "run",
+        "single": command.single,
         "policy": document,
         "backend": backend,
         "audit": str(target) if target else "",
@@ -143,12 +144,11 @@ def run_script(
 
             process = subprocess.Popen(
                 command.argv(),
-                env=run_environment(config, mark),
+                env=run_environment(config),
                 cwd=command.cwd,
                 preexec_fn=begin if mask is not None else None,
             )
             code = process.wait() if mask is None else _wait(process)
-        sweep(mark)
         return _told(code, private, document, target)
     finally:
         shutil.rmtree(private, ignore_errors=True)
@@ -161,6 +161,9 @@ def _told(code: int, private: Path, document: dict[str, Any] | None, audit: Path
         return code or 1  # the script went on after it was told to end
     if document is None or (private / "applied").exists():
         return code
+    if (private / "left").exists():
+        print("autoprec: nothing ran under the policy: what the script trained is another model", file=sys.stderr)
+        return code or 1
     ended = f"the script {'was ' if code < 0 else ''}{describe_exit(code)} before its first training step"
     seen = ended if code else "no training step was seen"
     lines = [f"note: {seen}, so nothing ran under the policy"]

@@ -33,7 +33,7 @@ from autoprec.trial.inside.observe.discovery import Found
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 from autoprec.trial.inside.observe.loop import Loop
 from autoprec.trial.inside.observe.measure import clock_for
-from autoprec.trial.inside.policy_run import PolicyRun
+from autoprec.trial.inside.policy_run import PolicyRun, claim
 from autoprec.trial.inside.spare import await_order
 from autoprec.trial.inside.trial import Trial
 from autoprec.trial.inside.zygote import leave_zygote, leave_zygote_at_first_seed
@@ -48,8 +48,9 @@ def install(config_path: str) -> None:
     """Install the hooks in this process (called by the injected sitecustomize)."""
     global _agent
     if _agent is None:
-        _agent = Agent(json.loads(Path(config_path).read_text(encoding="utf-8")))
-        _agent.install()
+        with contextlib.suppress(FileNotFoundError):  # of a run that has ended, and left this process behind
+            _agent = Agent(json.loads(Path(config_path).read_text(encoding="utf-8")))
+            _agent.install()
 
 
 def current() -> Agent | None:
@@ -85,6 +86,8 @@ class Agent:
         """Patch torch and start waiting."""
         if self.mode == "run" and self.config.get("policy") is None:
             return
+        if self.mode == "run":
+            claim(Path(os.environ[CONFIG_VARIABLE]).parent)
         self.hooks.install()
         self._first.watch()
         if self.mode == "run":

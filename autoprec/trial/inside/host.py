@@ -125,7 +125,8 @@ def host_info(found: Found, launch: str, setup_s: float, obstacle: str) -> HostI
         what = ", ".join(started[:4])
         notes.append(
             f"the script starts other programs ({what}), which here cannot work on a copy of your files: they are "
-            "refused to write outside caches and the temporary directory (docs/trials.md)"
+            "refused to write outside caches and the temporary directory, though not to change permissions and times "
+            "of your files (docs/trials.md)"
         )
     if clock_seeds:
         notes.append(f"{', '.join(clock_seeds)} is given the time as a seed: trials use one fixed seed instead")

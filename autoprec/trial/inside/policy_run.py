@@ -8,6 +8,7 @@ on with something else. So a step costs what it did without AutoPrec.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import os
@@ -22,6 +23,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autoprec.applying.audit import emulated_note
+from autoprec.applying.policy import remove_policy
 from autoprec.applying.swap import swapped_base
 from autoprec.applying.units import tunable_units
 from autoprec.errors import AutoPrecError
@@ -31,7 +33,7 @@ from autoprec.trial.inside.observe.discovery import Found, discover
 from autoprec.trial.inside.observe.hooks import Events, Hooks
 
 #: Files beside the configuration that tell the driver what became of the policy.
-APPLIED, REFUSED = "applied", "refused"
+APPLIED, REFUSED, LEFT = "applied", "refused", "left"
 #: After this many training forwards a new optimizer that none of them needed is forgotten.
 _PATIENCE = 2000
 #: Steps of a first model that the policy is not for, after which no other is waited for.
@@ -51,6 +53,8 @@ class PolicyRun:
     """
 
     def __init__(self, config: dict[str, Any], hooks: Hooks, folder: Path, *, writer: bool = True) -> None:
+        #: A process that the script has started, and not the script or a rank: it may train another model.
+        self._child = bool(config.get("single")) and not _is_first(folder) and not _is_rank()
         self._document, self._backend = config["policy"], config.get("backend", "auto")
         self._run_steps: int | None = config.get("run_steps")
         self._audit = Path(config["audit"]) if config.get("audit") and writer else None
@@ -72,14 +76,19 @@ class PolicyRun:
         """
         self._models += [weakref.ref(root) for root in found.roots]
         try:
-            if self._is_another_kind(found.root) and not self._is_named(found.root):
+            another = self._is_another_kind(found.root) or (self._child and bool(self._document.get("model")))
+            if another and not self._is_named(found.root):
                 self._leave(found.root)
             else:
                 self._apply(found)
         except AutoPrecError as error:
-            if self._kind is not None or not found.optimizers or not self._is_far_smaller(found.root):
+            if self._child:
+                remove_policy(found.root)
+                self._leave(found.root)
+            elif self._kind is not None or not found.optimizers or not self._is_far_smaller(found.root):
                 self._refuse(error, "here, so that nothing is trained without the policy")
-            self._wait_for_another(found, error)
+            else:
+                self._wait_for_another(found, error)
         self._hooks.rest(self._on_optimizer)
 
     def _wait_for_another(self, found: Found, error: AutoPrecError) -> None:
@@ -99,6 +108,8 @@ class PolicyRun:
         counted = found.optimizers[0].register_step_post_hook(count)
 
     def _leave(self, root: nn.Module) -> None:
+        if self._child:
+            (self._folder / LEFT).touch()
         self._say(f"note: {type(root).__name__} is trained without the policy, which is for another model")
 
     def _apply(self, found: Found) -> None:
@@ -205,6 +216,23 @@ class PolicyRun:
     def _say(self, line: str) -> None:
         if line and self._writer:
             print(f"autoprec: {visible(line)}", file=sys.stderr, flush=True)
+
+
+def claim(folder: Path) -> None:
+    """Be the script, if no process was it before: this one is the first that imports torch."""
+    with contextlib.suppress(OSError), open(folder / "first", "x", encoding="utf-8") as stream:
+        stream.write(str(os.getpid()))
+
+
+def _is_first(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return (folder / "first").read_text(encoding="utf-8") == str(os.getpid())
+    return True
+
+
+def _is_rank() -> bool:
+    distributed = torch.distributed
+    return "RANK" in os.environ or (distributed.is_available() and distributed.is_initialized())
 
 
 class _AnyBackward(Events):

@@ -18,6 +18,7 @@ import pytest
 from tests.trial.conftest import SCRIPTS, uniform
 from tests.warm import run_forked
 
+ROOT = Path(__file__).parents[3]
 CODE = (
     "import json, sys; from autoprec.trial.command import ScriptCommand;"
     "from autoprec.trial.driver.script import run_script;"
@@ -26,9 +27,9 @@ CODE = (
 )
 
 
-def run(policy: object, audit: str, *words: str) -> subprocess.CompletedProcess[str]:
+def run(policy: object, audit: str, *words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-c", CODE, json.dumps(policy), audit, *words]
-    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[3])
+    return subprocess.run(argv, capture_output=True, text=True, check=False, cwd=cwd)
 
 
 @pytest.mark.slow
@@ -163,3 +164,61 @@ def test_a_script_that_was_stopped_before_a_step_is_not_said_to_train_nothing(tm
     done = run(uniform("bf16"), "", str(script))
     assert "killed by SIGTERM before its first training step" in done.stderr
     assert "no training step was seen" not in done.stderr
+
+
+HELPED = """
+import os, pathlib, subprocess, sys, torch
+from collections import OrderedDict
+from torch import nn
+if len(sys.argv) > 1:
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
+else:
+    left = "import time, pathlib; time.sleep(1.5); pathlib.Path('uploaded.txt').touch()"
+    helper = subprocess.run([sys.executable, sys.argv[0], "features"])
+    assert helper.returncode == 0, helper
+    model = nn.Sequential(OrderedDict(core=nn.Linear(4, 4)))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(15):
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+if len(sys.argv) > 1:
+    pathlib.Path("features.txt").touch()
+else:
+    subprocess.Popen([sys.executable, "-c", left], start_new_session=True)
+"""
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_the_script_starts_may_train_another_model_and_outlive_it(named: bool, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HELPED)
+    document = {
+        "schema": "autoprec.policy/1",
+        "recipes": {"bf16": {"format": "bf16"}},
+        "layers": [{"match": "*" if named else "core", "recipe": "bf16"}],
+    }
+    if named:
+        document["model"] = {"class": "Sequential", "parameters": 20}
+    done = run(document, str(tmp_path / "audit.json"), str(tmp_path / "train.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "features.txt").exists()
+    assert json.loads((tmp_path / "audit.json").read_text())["ok"]
+    for _ in range(100):
+        if (tmp_path / "uploaded.txt").exists():
+            return
+        time.sleep(0.1)
+    pytest.fail("what the script had left running was ended")
+
+
+def test_a_script_that_only_starts_the_training_of_another_model_ends_as_failed(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(HELPED)
+    (tmp_path / "start.py").write_text(
+        "import subprocess, sys, torch\nsubprocess.run([sys.executable, 'train.py', 'x'])"
+    )
+    document = {
+        "schema": "autoprec.policy/1",
+        "recipes": {"bf16": {"format": "bf16"}},
+        "layers": [{"match": "*", "recipe": "bf16"}],
+        "model": {"class": "GPT", "parameters": 1_000_000},
+    }
+    done = run(document, "", str(tmp_path / "start.py"), cwd=tmp_path)
+    assert done.returncode == 1, done.stderr

@@ -57,18 +57,19 @@ def isolate(config: dict[str, Any]) -> Overlay:
         layer, *below = below
     os.makedirs(layer, exist_ok=True)
     make_caches()
-    temporary = tempfile.gettempdir()
-    inside = any(os.path.abspath(path).startswith(temporary + os.sep) for path in guarded)
-    cache = _compiler_cache() if inside else ""
+    temporary, kept = os.path.abspath(tempfile.gettempdir()), [*guarded, os.path.expanduser("~")]
+    free = temporary in free_prefixes(guarded)
+    inside = not free or any(path.startswith(temporary + os.sep) for path in kept)
+    cache = _compiler_cache() if inside and free else ""
     if mounted := _mounted(guarded, ours, layer):
         overlay = Overlay(layer, [], [*mounted, *ours], below)
         overlay.mounted = mounted
     else:
-        crowded, beside = _split(free_prefixes(()), guarded)
+        crowded, beside = _split(free_prefixes(guarded), kept)
         if inside:
             _own_temporary_directory(folder, cache)
         overlay = Overlay(layer, [*crowded, *guarded], [*beside, *ours], below)
-        writable = [*(free_prefixes(()) - set(crowded)), *beside, *ours]
+        writable = [*(free_prefixes(guarded) - set(crowded)), *beside, *ours]
         if sys.platform == "linux":
             landlock.restrict_writes(writable)
     if not mounted:
@@ -110,7 +111,7 @@ def _mounted(guarded: list[str], ours: list[str], layer: str) -> tuple[str, ...]
     """Return the directories over which the kernel lays a copy for this process; empty where it cannot."""
     if _MOUNTED_VARIABLE in os.environ:  # the process that started this one has settled it
         return tuple(path for path in os.environ[_MOUNTED_VARIABLE].split(os.pathsep) if path)
-    mounts = namespace.enter(guarded, [*free_prefixes(()), *ours], _mounts_of(layer))
+    mounts = namespace.enter(guarded, [*free_prefixes(guarded), *ours], _mounts_of(layer))
     _state["mounts"] = mounts
     mounted = mounts.guarded if mounts is not None else ()
     os.environ[_MOUNTED_VARIABLE] = os.pathsep.join(mounted)

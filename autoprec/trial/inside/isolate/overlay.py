@@ -3,11 +3,11 @@
 A path is followed first: links are resolved as the trial sees them, those it made itself included, so that
 ``latest/metrics.csv`` is the file it stands for, under whatever name. Every path belongs to the longest matching
 prefix: the working directory, the script's directory and ``/`` are guarded; the temporary directory, caches, devices
-and our own directories are free. A write to a guarded path lands in the top layer, a read sees the layers from the top
-down and then the real file, a removal masks what lies below: what a trial writes it can read back, list, rename and
-change into. This file decides *where* a path is; ``overlay_calls`` puts that under ``open`` and ``os`` and so
-``pathlib``, ``shutil``, ``tarfile`` and the rest of the standard library. Libraries that open files in C are given the
-right path by ``savers``; what is left is refused by the kernel (``landlock``).
+and our own directories are free, unless they are one of those. A write to a guarded path lands in the top layer, a read
+sees the layers from the top down and then the real file, a removal masks what lies below: what a trial writes it can
+read back, list, rename and change into. This file decides *where* a path is; ``overlay_calls`` puts that under ``open``
+and ``os`` and so ``pathlib``, ``shutil``, ``tarfile`` and the rest of the standard library. Libraries that open files
+in C are given the right path by ``savers``; what is left is refused by the kernel (``landlock``).
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import site
 import stat
-import sys
-import sysconfig
 import tempfile
 from collections.abc import Iterable
 from typing import Any
@@ -38,14 +35,18 @@ _NAMES = "stat lstat listdir readlink getcwd remove rmdir mkdir open symlink uti
 real = {name: getattr(os, name) for name in _NAMES.split()}
 
 
-def free_prefixes(extra: Iterable[str]) -> set[str]:
-    """Return the directories a trial may write to: temporary files, caches, devices, installed packages, ours."""
+def free_prefixes(guarded: Iterable[str]) -> set[str]:
+    """Return the directories a trial may write to: temporary files, devices, and the caches of tools.
+
+    A directory that is the user's wins, whatever else it is said to be: a ``guarded`` one (a job on a cluster has its
+    working directory in ``TMPDIR``, ``HF_HOME`` or ``XDG_CACHE_HOME``), the home directory, the root.
+    """
     home = os.path.expanduser("~")
-    free = {"/dev", "/proc", "/sys", "/run", tempfile.gettempdir(), *extra}
-    free |= {os.path.join(home, name) for name in (".cache", ".triton", ".nv", ".config")}
+    free = {"/dev", "/proc", "/sys", f"/run/user/{os.getuid()}", tempfile.gettempdir()}
+    free |= {os.path.join(home, name) for name in (".cache", ".triton", ".nv")}
     free |= {os.environ[name] for name in _CACHES if os.environ.get(name)}
-    free |= {sys.prefix, sys.base_prefix, sysconfig.get_paths()["purelib"], site.getuserbase()}
-    return {os.path.abspath(path) for path in free if path}
+    kept = _both(["/", home, *guarded])
+    return {path for path in map(os.path.abspath, free) if not _both([path]) & kept}
 
 
 def make_caches() -> None:
@@ -86,7 +87,8 @@ class Overlay:
 
     def __init__(self, layer: str, guarded: Iterable[str], free: Iterable[str], below: Iterable[str] = ()) -> None:
         self.layers = [layer, *below]
-        self._rules = dict.fromkeys(_both(free_prefixes([*free, layer])), False)
+        guarded = [os.path.expanduser("~"), *guarded]
+        self._rules = dict.fromkeys(_both([*free_prefixes(guarded), *free, layer]), False)
         self._rules |= dict.fromkeys({"/", *_both(guarded)} - set(self._rules), True)
         #: What was removed: the path, and how many layers there were; only that many and above are seen below it.
         self._masks: dict[str, int] = {}

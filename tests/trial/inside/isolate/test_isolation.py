@@ -37,8 +37,8 @@ print("reached the end")
 
 
 @pytest.mark.parametrize("mounts", [True, False], ids=["mounts", "no mounts"])
-@pytest.mark.parametrize("inside_tmp", [True, False])
-def test_a_script_and_its_children_change_nothing(inside_tmp: bool, mounts: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("where", ["inside", "beside", "TMPDIR", "HF_HOME", "XDG_CACHE_HOME"])
+def test_a_script_and_its_children_change_nothing(where: str, mounts: bool, tmp_path: Path) -> None:
     user, private = tmp_path / "user", tmp_path / "private"
     (user / "data").mkdir(parents=True)
     (user / "data" / "a.txt").write_text("a")
@@ -51,7 +51,9 @@ def test_a_script_and_its_children_change_nothing(inside_tmp: bool, mounts: bool
     settings = {"mode": "trial", "cwd": str(user), "script": "train.py", "private": str(private)}
     config.write_text(json.dumps(settings | {"run_dir": str(tmp_path / "run")}))
     env = trial_environment(config, "m", private)
-    env["TMPDIR"] = str(tmp_path if inside_tmp else tmp_path / "tmp")
+    env["TMPDIR"] = str(tmp_path if where == "inside" else tmp_path / "tmp")
+    if where.isupper():  # on a cluster it is the job's working directory
+        env[where] = str(user)
     if not mounts:
         env["AUTOPREC_TRIAL_MOUNTED"] = ""
     done = subprocess.run([sys.executable, "train.py"], cwd=user, env=env, capture_output=True, text=True, check=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +105,29 @@ def test_caches_devices_and_our_own_directories_are_free(user: Path, tmp_path: P
     assert overlay.guarded(user / ".." / "user" / "x") == str(user / "x")
     overlay.allow(str(user / "logs"))
     assert overlay.guarded(user / "logs" / "x") is None
+
+
+@pytest.mark.parametrize("name", ["TMPDIR", "HF_HOME", "XDG_CACHE_HOME", "TORCH_HOME"])
+def test_the_users_directories_win_over_every_free_one(
+    name: str, user: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for theirs in (user, tmp_path / "home", Path("/")):
+        monkeypatch.setenv(name, str(theirs))
+        monkeypatch.setattr(tempfile, "tempdir", str(theirs) if name == "TMPDIR" else "/tmp")
+        overlay = Overlay(str(tmp_path / "layer"), [str(user)], [])
+        assert overlay.guarded(user / "x")
+        assert overlay.guarded(tmp_path / "home" / "x")
+        assert overlay.guarded("/x")
+        assert not overlay.guarded(tmp_path / "home" / ".cache" / "x")
+
+
+def test_settings_removable_disks_and_installed_programs_are_the_users(user: Path, tmp_path: Path) -> None:
+    overlay = Overlay(str(tmp_path / "layer"), [str(user)], [])
+    home = Path.home()
+    for path in (home / ".config" / "x", home / ".local" / "share" / "x", "/run/media/disk/x", f"{sys.base_prefix}/x"):
+        assert overlay.guarded(path), path
+    assert not overlay.guarded(f"/run/user/{os.getuid()}/socket")
 
 
 def test_a_removal_masks_every_layer_below_it(user: Path, tmp_path: Path) -> None:
