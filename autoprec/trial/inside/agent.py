@@ -8,6 +8,7 @@ whole script under a policy (:mod:`.policy_run`).
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import threading
