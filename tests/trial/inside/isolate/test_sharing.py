@@ -33,6 +33,7 @@ def losses(script: str, *arguments: str, cwd: Path) -> list[float]:
     """What the script prints when nothing of ours is around it."""
     (cwd / "plain").mkdir()
     done = run_forked([LOOPS / script, *arguments], cwd / "plain")
+    assert done.returncode == 0, done.stderr
     return [float(x) for x in re.findall(r"loss ([\d.]+)", done.stdout)]
 
 
