@@ -143,8 +143,18 @@ def keys(cwd: Path) -> Iterator[tuple[str, str]]:
         "estimate --config": ["estimate", "--config", "llama3-70b", "--target", "b200"],
         "transfer": ["transfer", policy, "--from", "llama3-8b", "--to", "llama3-70b", "--target", "b200"],
     }
+    renamed: dict[str, list[str | Path]] = {
+        "diff": ["show", policy, other],
+        "targets": ["doctor", "--targets"],
+        "targets b200": ["doctor", "--targets", "b200"],
+        "sensitivity": ["inspect", "--sensitivity", *cases["sensitivity"][1:]],
+    }
     for name, words in cases.items():
-        yield f"{name} --json", _keys(autoprec(words[0], "--json", *words[1:], cwd=cwd))
+        ran = autoprec(words[0], "--json", *words[1:], cwd=cwd)
+        if ran.code == 2 and name in renamed:
+            ran = autoprec(renamed[name][0], "--json", *renamed[name][1:], cwd=cwd)
+        yield f"{name} --json", _keys(ran)
+
 
 
 _QUICK: list[str | Path] = ["--dry-run", "--no-mlflow", GPT, "--steps", "40", *SMALL[2:]]
