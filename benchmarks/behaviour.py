@@ -153,7 +153,10 @@ def main() -> int:
         return compared(old, new)
     known = sorted({room for rooms in PARTS.values() for room in rooms})
     if args.room and args.room not in known:
-        parser.error(f"no part concerns '{args.room}'; rooms: {', '.join(known)}")
+        if not (ROOT / "autoprec" / args.room).is_dir():
+            parser.error(f"unknown room '{args.room}'; those with parts: {', '.join(known)}")
+        print(f"no part concerns {args.room}")
+        return 0
     names = args.part or [part for part, rooms in PARTS.items() if not args.room or args.room in rooms]
     found = dump(names)
     if args.out:

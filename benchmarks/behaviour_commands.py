@@ -156,7 +156,6 @@ def keys(cwd: Path) -> Iterator[tuple[str, str]]:
         yield f"{name} --json", _keys(ran)
 
 
-
 _QUICK: list[str | Path] = ["--dry-run", "--no-mlflow", GPT, "--steps", "40", *SMALL[2:]]
 
 

@@ -1,7 +1,8 @@
 """How easily the code can be entered: files, rooms, arrows, what nothing reaches, what has no test, private words.
 
     python benchmarks/house.py               # the table
-    python benchmarks/house.py --list reached | untested | words | folders | arrows
+    python benchmarks/house.py --list reached | untested | words | folders | arrows | circles
+    python benchmarks/house.py --list rooms  # lines, lines of code of each room; what docs/concepts.md allows
     python benchmarks/house.py --suite       # also run and time `make test`
 
 A definition is *reached* when something that runs can name it: starting from the commands, the public names, the
@@ -14,10 +15,12 @@ from __future__ import annotations
 import argparse
 import ast
 import functools
+import io
 import re
 import subprocess
 import sys
 import time
+import tokenize
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -48,7 +51,9 @@ GOALS = {
     "files lying loose in autoprec/": (22, 5),
     "files in the largest folder": (47, 14),
     "arrows between rooms": (156, 105),
-    "lines of autoprec/": (37823, 35000),
+    "lines of autoprec/": (37823, 46000),
+    "lines of code in autoprec/": (0, 32000),
+    "import circles, benchmarks included": (3, 0),
     "definitions and modules that nothing reaches": (60, 0),
     "source files without a test of their own": (64, 15),
     "`is no / are no / was no`": (78, 0),
@@ -279,6 +284,111 @@ def private_words() -> list[str]:
     return out
 
 
+@dataclass
+class Size:
+    """Lines of a room, those of them that hold code (no docstring, comment or blank), and the lines it is allowed."""
+
+    lines: int = 0
+    code: int = 0
+    allowed: int = 0
+
+    @property
+    def suggested(self) -> int:
+        """The number for docs/concepts.md: hundreds, with 50 to 149 lines to spare."""
+        return (self.lines + 149) // 100 * 100
+
+
+_LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def code_lines(text: str) -> int:
+    """Return how many lines of a module hold code."""
+    held: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _LAYOUT:
+            held.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            first = node.body[0] if node.body else None
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and ast.get_docstring(node):
+                held.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+    return len(held)
+
+
+@functools.cache
+def sizes() -> dict[str, Size]:
+    """Return the size of every row of the table of rooms in docs/concepts.md; loose files belong to the first."""
+    found: dict[str, Size] = {}
+    rooms: dict[str, str] = {}
+    text = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8").split("## The rooms of the code")[1]
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 4 and cells[2].replace(",", "").isdigit():
+            found[cells[0]] = Size(allowed=int(cells[2].replace(",", "")))
+            rooms |= dict.fromkeys(re.findall(r"`(\w+)/`", cells[1]), cells[0])
+    loose = next(iter(found))
+    for name, path in MODULES.items():
+        content, size = path.read_text(encoding="utf-8"), found[rooms.get(room(name), loose)]
+        size.lines += content.count("\n")
+        size.code += code_lines(content)
+    return found
+
+
+def circles() -> list[list[str]]:
+    """Return the circles of imports among the package's modules and the benchmarks, without what only types need."""
+    modules_ = dict(MODULES)
+    for path in (ROOT / "benchmarks").rglob("*.py"):
+        modules_[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path
+    graph: dict[str, set[str]] = {}
+    for name, path in modules_.items():
+        graph[name] = set()
+        for node in running(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                graph[name] |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                inner = {f"{node.module}.{alias.name}" for alias in node.names}
+                graph[name] |= (inner & set(modules_)) or {node.module}
+        graph[name] = graph[name] & set(modules_) - {name}
+    return connected(graph)
+
+
+def running(tree: ast.AST) -> list[ast.AST]:
+    """Return the nodes of a tree that are not under ``if TYPE_CHECKING``."""
+    out: list[ast.AST] = [tree]
+    for node in out:
+        typing_only = isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        out += node.orelse if isinstance(node, ast.If) and typing_only else list(ast.iter_child_nodes(node))
+    return out
+
+
+def connected(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Return the strongly connected components of more than one module (Tarjan)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        stack.append(node)
+        for other in graph[node]:
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in stack:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            component = stack[stack.index(node) :]
+            del stack[stack.index(node) :]
+            if len(component) > 1:
+                found.append(sorted(component))
+
+    for name in graph:
+        if name not in index:
+            visit(name)
+    return found
+
+
 def figures() -> dict[str, int]:
     """Return every figure that is counted from the files."""
     per_folder = folders()
@@ -286,7 +396,9 @@ def figures() -> dict[str, int]:
         "files lying loose in autoprec/": per_folder["autoprec"],
         "files in the largest folder": max(count for folder, count in per_folder.items() if folder != "autoprec"),
         "arrows between rooms": len(arrows()),
-        "lines of autoprec/": sum(path.read_text(encoding="utf-8").count("\n") for path in MODULES.values()),
+        "lines of autoprec/": sum(size.lines for size in sizes().values()),
+        "lines of code in autoprec/": sum(size.code for size in sizes().values()),
+        "import circles, benchmarks included": len(circles()),
         "definitions and modules that nothing reaches": len(unreached()),
         "source files without a test of their own": len(untested()),
         "`is no / are no / was no`": len(private_words()),
@@ -296,11 +408,19 @@ def figures() -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     lists = {"reached": unreached, "untested": untested, "words": private_words}
-    parser.add_argument("--list", choices=[*lists, "folders", "arrows"])
+    parser.add_argument("--list", choices=[*lists, "folders", "arrows", "rooms", "circles"])
     parser.add_argument("--suite", action="store_true", help="run and time `make test` as well")
     asked = parser.parse_args()
     if asked.list in lists:
         print(*lists[asked.list](), sep="\n")
+        return
+    if asked.list == "circles":
+        print(*(" <-> ".join(circle) for circle in circles()), sep="\n")
+        return
+    if asked.list == "rooms":
+        print("| room | lines | of code | allowed | for docs/concepts.md |\n|---|---|---|---|---|")
+        for name, size in sizes().items():
+            print(f"| {name} | {size.lines:,} | {size.code:,} | {size.allowed:,} | {size.suggested:,} |")
         return
     if asked.list:
         counted = folders() if asked.list == "folders" else arrows()

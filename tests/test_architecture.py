@@ -5,7 +5,7 @@ from collections import Counter
 from functools import cache
 from pathlib import Path
 
-from benchmarks.house import MODULES, trees, untested
+from benchmarks.house import MODULES, circles, sizes, trees, untested
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -183,36 +183,23 @@ def test_nothing_but_the_door_imports_the_package_itself() -> None:
     assert wrong == []
 
 
-def cycles() -> list[list[str]]:
-    """Return the strongly connected components of more than one module (Tarjan)."""
-    index: dict[str, int] = {}
-    low: dict[str, int] = {}
-    stack: list[str] = []
-    found: list[list[str]] = []
-
-    def visit(node: str) -> None:
-        index[node] = low[node] = len(index)
-        stack.append(node)
-        for other in graph()[node]:
-            if other not in index:
-                visit(other)
-                low[node] = min(low[node], low[other])
-            elif other in stack:
-                low[node] = min(low[node], index[other])
-        if low[node] == index[node]:
-            component = stack[stack.index(node) :]
-            del stack[stack.index(node) :]
-            if len(component) > 1:
-                found.append(sorted(component))
-
-    for name in graph():
-        if name not in index:
-            visit(name)
-    return found
-
-
 def test_there_are_no_import_cycles() -> None:
-    assert cycles() == []
+    assert circles() == []
+
+
+#: A room that has shrunk by more than this share, and a hundred lines, below its number asks for a lower number.
+SLACK, SPARE = 0.05, 100
+
+
+def test_a_room_grows_only_where_the_table_of_rooms_says_so() -> None:
+    """The number in docs/concepts.md changes in the commit that changes the room, in sight of its reviewer."""
+    wrong = []
+    for name, size in sizes().items():
+        if size.lines > size.allowed:
+            wrong.append(f"{name}: {size.lines} lines, {size.allowed} allowed: docs/concepts.md: {size.suggested}")
+        elif size.lines < size.allowed * (1 - SLACK) - SPARE:
+            wrong.append(f"{name} has shrunk to {size.lines} lines: docs/concepts.md: {size.suggested}")
+    assert wrong == []
 
 
 #: Source files without a test file of their own, and why.
