@@ -23,7 +23,7 @@ SEARCH_SEEDS = (0, 1)
 OPTIMIZER = {
     "weights": ("fp32", "fp16_scaled", "bf16_stochastic", "bf16_kahan", "e4m3_master"),
     "exp_avg": ("fp32", "bf16", "e4m3", "e4m3_tensor", "int8_block"),
-    "exp_avg_sq": ("fp32", "fp16_scaled", "fp16_tensor", "e4m3_block", "int8_block"),
+    "exp_avg_sq": ("fp32", "fp16_scaled", "fp16_tensor", "int8_block"),
     "gradients": ("fp32", "bf16", "e4m3", "e4m3_tensor"),
 }
 

@@ -67,12 +67,11 @@ class CastCodec:
         return parts[0].to(torch.float32, copy=True).view(shape)
 
 
-def _random_bits(like: Tensor, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Return uniform integers of ``dtype`` (int8 or int16, all bits random), shaped like ``like``: 64 bits per draw."""
-    per_draw = 8 // dtype.itemsize
-    draws = torch.empty(-(-like.numel() // per_draw), dtype=torch.int64, device=like.device)
+def _random_bits(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Return uniform int16 (all bits random), shaped like ``like``: four per draw."""
+    draws = torch.empty(-(-like.numel() // 4), dtype=torch.int64, device=like.device)
     draws.random_(-(2**63), None, generator=generator)
-    return draws.view(dtype)[: like.numel()].view(like.shape)
+    return draws.view(torch.int16)[: like.numel()].view(like.shape)
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ class StochasticCodec:
         if generator is None:
             return (values.to(torch.bfloat16, copy=True),)
         # Adding uniform noise below the BF16 mantissa and truncating rounds up with probability = distance.
-        noise = _random_bits(values, torch.int16, generator).to(torch.int32).bitwise_and_(0xFFFF)
+        noise = _random_bits(values, generator).to(torch.int32).bitwise_and_(0xFFFF)
         bits = noise.add_(values.view(torch.int32)).bitwise_and_(-65536)
         return (bits.view(torch.float32).to(torch.bfloat16),)
 
@@ -142,18 +141,6 @@ def _blocks(values: Tensor, size: int) -> Tensor:
     flat = values.float().reshape(-1)
     short = -flat.numel() % size
     return (torch.nn.functional.pad(flat, (0, short)) if short else flat).view(-1, size)
-
-
-def _stochastic_e4m3(scaled: Tensor, generator: torch.Generator) -> Tensor:
-    """Return E4M3 codes (uint8) of non-negative values up to 448, rounded stochastically; zero is lifted to code 1.
-
-    ``scaled`` holds the values times ``2 ** -120``: that moves E4M3's exponent bias to FP32's, so that the upper bits
-    of the FP32 pattern *are* the code, subnormals included, and its lower 20 bits are what rounding decides about.
-    """
-    noise = _random_bits(scaled, torch.int8, generator).to(torch.int32)
-    torch.add(scaled.view(torch.int32), noise, alpha=1 << 12, out=noise)
-    codes = noise.add_((1 << 19) + (1 << 11)).bitwise_right_shift_(20)
-    return codes.to(torch.uint8).clamp_(1, 126).view(-1)
 
 
 @functools.cache
@@ -217,30 +204,19 @@ class _InBlocks(ABC):
 
 @dataclass(frozen=True)
 class BlockCodec(_InBlocks):
-    """E4M3 codes with one exact FP32 scale per ``size`` consecutive values.
-
-    ``lift`` is for second moments (non-negative values): nothing non-zero is stored as zero, and with a generator
-    rounding is stochastic, because at ``beta2 = 0.999`` rounding to nearest biases the average upwards (1.2x to 1.4x).
-    """
+    """E4M3 codes with one exact FP32 scale per ``size`` consecutive values."""
 
     name: str
     size: int = 128
-    lift: bool = False
 
     def _encode(
-        self, blocks: Tensor, count: int, multiply: Multiply, generator: torch.Generator | None
+        self, blocks: Tensor, count: int, multiply: Multiply, _generator: torch.Generator | None
     ) -> tuple[Tensor, ...]:
-        amax = blocks.amax(1, keepdim=True)
-        if not self.lift:
-            amax = torch.maximum(amax, blocks.amin(1, keepdim=True).neg_())
+        amax = torch.maximum(blocks.amax(1, keepdim=True), blocks.amin(1, keepdim=True).neg_())
         # 20 mantissa bits make 448 * inverse exact: encoding what was decoded changes nothing (exact resume).
         inverse = _round_mantissa(amax.clamp_min(_SMALLEST_AMAX) / 448.0, 20)
-        if self.lift and generator is not None:
-            codes = _stochastic_e4m3(multiply(blocks, inverse.reciprocal().mul_(2.0**-120)), generator)
-        else:
-            scaled = multiply(blocks, inverse.reciprocal())
-            # The scale brings the largest value to 448 up to a rounding, which the cast rounds back to 448.
-            codes = (scaled.clamp_(2.0**-9, 448.0) if self.lift else scaled).to(torch.float8_e4m3fn).view(-1)
+        # The scale brings the largest value to 448 up to a rounding, which the cast rounds back to 448.
+        codes = multiply(blocks, inverse.reciprocal()).to(torch.float8_e4m3fn).view(-1)
         inverse.masked_fill_(amax < _SMALLEST_AMAX, 0.0)
         return _trimmed(codes.view(torch.uint8), count).view(torch.float8_e4m3fn), inverse.view(-1)
 
@@ -380,7 +356,6 @@ CODECS: dict[tuple[str, str], Codec] = {
     ("exp_avg", "int8_block"): MapCodec(signed=True),
     ("exp_avg_sq", "fp16_scaled"): TensorCodec("fp16_scaled", torch.float16, power_of_2=False, lift=True),
     ("exp_avg_sq", "fp16_tensor"): TensorCodec("fp16_tensor", torch.float16, power_of_2=True),
-    ("exp_avg_sq", "e4m3_block"): BlockCodec("e4m3_block", lift=True),
     ("exp_avg_sq", "int8_block"): MapCodec(),
     ("gradients", "bf16"): CastCodec("bf16", torch.bfloat16),
     ("gradients", "e4m3"): BlockCodec("e4m3"),

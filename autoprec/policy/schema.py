@@ -35,8 +35,12 @@ REFUSED_STATE: dict[tuple[str, str], str] = {
     ),
     ("exp_avg_sq", "e4m3"): (
         "one e4m3 scale per tensor, or a power-of-two scale, stalls the second moment and divides by epsilon; "
-        "use e4m3_block (exact scales)"
+        "use int8_block or fp16_scaled (exact scales)"
     ),
+    (
+        "exp_avg_sq",
+        "e4m3_block",
+    ): "it is gone, no space or level named it; use int8_block, of the same size",
 }
 
 
@@ -78,7 +82,7 @@ class OptimizerPolicy(_Frozen):
 
     weights: Literal["fp32", "fp16_scaled", "bf16_stochastic", "bf16_kahan", "e4m3_master"] = "fp32"
     exp_avg: Literal["fp32", "bf16", "e4m3", "e4m3_tensor", "int8_block"] = "fp32"
-    exp_avg_sq: Literal["fp32", "fp16_scaled", "fp16_tensor", "e4m3_block", "int8_block"] = "fp32"
+    exp_avg_sq: Literal["fp32", "fp16_scaled", "fp16_tensor", "int8_block"] = "fp32"
     gradients: Literal["fp32", "bf16", "e4m3", "e4m3_tensor"] = Field(
         "fp32", description="weight gradients between backward and step"
     )

@@ -48,7 +48,6 @@ STATES = {
     "bf16-sr": LEVELS["bf16-sr"].optimizer,
     "bf16-kahan": LEVELS["bf16-kahan"].optimizer,
     "bf16-sr-fp8": LEVELS["bf16-sr-fp8"].optimizer,
-    "e4m3 + e4m3_block": OptimizerPolicy(exp_avg="e4m3", exp_avg_sq="e4m3_block"),
     "e4m3 + int8_block": OptimizerPolicy(exp_avg="e4m3", exp_avg_sq="int8_block"),
 }
 
@@ -266,9 +265,8 @@ def section_speed(rounds: int = 12) -> dict[str, Any]:
     out: dict[str, Any] = {name: {"ms": round(1e3 * seconds, 2)} for name, seconds in best.items()}
     for name, row in out.items():
         row["x_fused"] = round(row["ms"] / out["torch AdamW fused"]["ms"], 2)
-        for ours, peer in (("e4m3 + e4m3_block", "AdamWFp8 (eager)"), ("e4m3 + int8_block", "AdamW8bit (eager)")):
-            if name == ours and f"torchao {peer}" in out:
-                row[f"x_torchao_{peer.split()[0]}"] = round(row["ms"] / out[f"torchao {peer}"]["ms"], 2)
+        if name == "e4m3 + int8_block" and "torchao AdamW8bit (eager)" in out:
+            row["x_torchao_AdamW8bit"] = round(row["ms"] / out["torchao AdamW8bit (eager)"]["ms"], 2)
     return out
 
 

@@ -180,7 +180,7 @@ def test_what_cannot_run_is_refused_before_the_first_step() -> None:
         made({"from": 5, "layers": [{"match": "nothing", "recipe": "bf16"}]}).apply(model)
     assert execution_of(model[0]) is None
     assert phases_of(model) is None
-    policy = made({"from": 5, "optimizer": {"exp_avg_sq": "e4m3_block"}})
+    policy = made({"from": 5, "optimizer": {"exp_avg_sq": "int8_block"}})
     policy.apply(model)
     with pytest.raises(UnsupportedError):
         policy.wrap_optimizer(torch.optim.RMSprop(model.parameters()), model)

@@ -33,7 +33,7 @@ POLICIES: dict[str, dict[str, Any]] = {
     "stored": {
         "recipes": {"r": BUILTIN_RECIPES["fp8_delayed"].to_dict()},
         "default": "r",
-        "optimizer": {"weights": "bf16_stochastic", "exp_avg": "e4m3", "exp_avg_sq": "e4m3_block"},
+        "optimizer": {"weights": "bf16_stochastic", "exp_avg": "e4m3", "exp_avg_sq": "int8_block"},
     },
     "phases": {
         "recipes": {"r": BUILTIN_RECIPES["fp8_delayed"].to_dict(), "b": {"format": "bf16"}},

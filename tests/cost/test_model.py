@@ -133,7 +133,7 @@ def test_no_fp8_for_convolutions_and_recurrent_layers(tiny: GraphReport, kind: s
 def test_a_cheaper_optimizer_state_is_cheaper(large: GraphReport) -> None:
     model = CostModel(large, H100)
     plain = model.estimate({})
-    lean = model.estimate({}, optimizer=OptimizerPolicy(exp_avg="e4m3", exp_avg_sq="e4m3_block"))
+    lean = model.estimate({}, optimizer=OptimizerPolicy(exp_avg="e4m3", exp_avg_sq="int8_block"))
     assert lean.breakdown["optimizer"] < plain.breakdown["optimizer"]
     assert lean.memory_bytes < plain.memory_bytes
     sharded = CostModel(large, H100, shards=8).estimate({})

@@ -13,7 +13,6 @@ LOSSY = {
     "e4m3": 2**-4,
     "fp16_scaled": 2**-11,
     "fp16_tensor": 2**-11,
-    "e4m3_block": 2**-4,
     "int8_block": 0.05,
 }
 
@@ -161,7 +160,7 @@ def test_codec_by_name():
         codec("exp_avg_sq", "e4m3_blok")
 
 
-@pytest.mark.parametrize("name", ["e4m3", "e4m3_block", "int8_block"])
+@pytest.mark.parametrize("name", ["e4m3", "int8_block"])
 @pytest.mark.parametrize("count", [1, 127, 128, 1000, 4096])
 def test_consuming_the_values_gives_the_same_parts(name: str, count: int) -> None:
     how = codec("exp_avg" if name == "e4m3" else "exp_avg_sq", name)

@@ -80,8 +80,8 @@ def test_plain_bf16_weights_lose_updates(monkeypatch, reference):
 
 def test_a_frozen_second_moment_is_seen(monkeypatch, reference):
     frozen = TensorCodec("e4m3", torch.float8_e4m3fn, power_of_2=True)
-    monkeypatch.setitem(CODECS, ("exp_avg_sq", "e4m3_block"), frozen)
-    report = run(OptimizerPolicy(exp_avg_sq="e4m3_block"), betas=(0.9, 0.999), every=2)
+    monkeypatch.setitem(CODECS, ("exp_avg_sq", "int8_block"), frozen)
+    report = run(OptimizerPolicy(exp_avg_sq="int8_block"), betas=(0.9, 0.999), every=2)
     assert report.lost_state_updates > 0.25
     assert any("stalls" in line for line in report.problems(reference))
     assert report.penalty(reference) > 0
@@ -121,7 +121,7 @@ def test_watching_changes_nothing_and_can_be_removed():
         nn.init.constant_(model.weight, 0.1)
         nn.init.zeros_(model.bias)
         optimizer = torch.optim.AdamW(model.parameters())
-        wrap_optimizer(optimizer, OptimizerPolicy(weights="bf16_stochastic", exp_avg_sq="e4m3_block"), model)
+        wrap_optimizer(optimizer, OptimizerPolicy(weights="bf16_stochastic", exp_avg_sq="int8_block"), model)
         monitor = StateMonitor(optimizer, every=1)
         if not watch:
             monitor.remove()

@@ -14,7 +14,6 @@ LOW = [
     {"exp_avg": "bf16"},
     {"exp_avg": "e4m3"},
     {"exp_avg_sq": "fp16_scaled"},
-    {"exp_avg_sq": "e4m3_block"},
     {"exp_avg_sq": "int8_block"},
     {"weights": "fp16_scaled"},
     {"weights": "bf16_stochastic"},

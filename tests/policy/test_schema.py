@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from autoprec.errors import PolicyError
-from autoprec.policy import LayerPlan, LayerRule, Policy, parse_policy, policy_from_dict
+from autoprec.policy import LayerPlan, LayerRule, OptimizerPolicy, Policy, parse_policy, policy_from_dict
 from autoprec.precision.recipes import BUILTIN_RECIPES
 
 SMALL: dict[str, Any] = {
@@ -133,3 +133,8 @@ def test_a_file_of_an_earlier_version_with_a_section_that_was_removed_loads_with
         policy = policy_from_dict(document)
     assert policy == Policy()
     assert "follow" not in policy.to_dict()
+
+
+def test_a_storage_format_of_an_earlier_version_is_refused_with_the_nearest_kept_one() -> None:
+    with pytest.raises(ValidationError, match="int8_block"):
+        OptimizerPolicy(exp_avg_sq="e4m3_block")
