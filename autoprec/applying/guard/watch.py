@@ -1,9 +1,7 @@
-"""Watch a long training run under a policy, fall back step by step when it leaves its way, and come back afterwards.
+"""Watch a long training run under a policy, fall back step by step when it leaves its way.
 
 Short trials see early divergence only. The guard looks at what a policy's ``guard`` section names, every few steps; on
-a breach it applies the next fallback in the policy's order, logs it, and never stops or breaks the training. A cause
-may pass: a bad stretch of data, the first large gradients. When nothing was crossed for some windows the guard goes
-back by one fallback; if the breach returns, it waits twice as long the next time.
+a breach it applies the next fallback in the policy's order, logs it, and never stops or breaks the training.
 
 A single high loss is not a divergence; several that lie above all that was usual are (``jump.py``): where losses come
 as numbers, or lie on the CPU, that is looked at in every step, else in every look. What is small shows in medians over
@@ -54,15 +52,6 @@ class Breach:
     action: str
 
 
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """The guard went back by the fallback ``undone`` at ``step``, after ``calm`` steps without a crossed threshold."""
-
-    step: int
-    undone: str
-    calm: int
-
-
 class Guard:
     """Watches one training run.
 
@@ -81,12 +70,10 @@ class Guard:
         patience: looks in a row that a threshold must be crossed before the guard acts.
         backend: backend for the policies that it applies.
         on_breach: called with every :class:`Breach`.
-        recover: windows without a crossed threshold after which the last fallback is undone; doubled whenever the
-            breach returned. 0: never.
         run_steps: optimizer steps of the whole run; for a policy with phases that is not applied yet.
     """
 
-    @no_longer_takes(follow=FOLLOW)
+    @no_longer_takes(follow=FOLLOW, recover="a fallback stays; make a new Guard with the first policy to begin anew")
     def __init__(
         self,
         policy: Policy,
@@ -98,7 +85,6 @@ class Guard:
         patience: int = 3,
         backend: str = "auto",
         on_breach: Callable[[Breach], None] | None = None,
-        recover: int = 5,
         run_steps: int | None = None,
     ) -> None:
         section = policy.guard
@@ -110,10 +96,6 @@ class Guard:
         self.every, self.patience, self.backend, self.on_breach = max(1, every), patience, backend, on_breach
         self.steps, self.window = 0, window
         self.breaches: list[Breach] = []
-        self.recoveries: list[Recovery] = []
-        self.recover = recover
-        self._undo: list[tuple[str, Policy]] = []  # fallbacks in force, each with the policy before it
-        self._calm = self._relapses = 0
         self.values: dict[str, float] = {}
         self._pending: list[tuple[Any, Any]] = []
         self._losses: deque[float] = deque(maxlen=window)
@@ -188,9 +170,6 @@ class Guard:
         crossed = [name for name, count in self._above.items() if self._settled() and count >= enough[name]]
         if crossed:
             return self._act(crossed[0])
-        self._calm = 0 if any(self._above.values()) else self._calm + self.every
-        if self._undo and self.recover and self._calm >= self.recover * self.window * 2**self._relapses:
-            self._come_back()
         return None
 
     def _patience_for(self, name: str) -> int:
@@ -199,20 +178,6 @@ class Guard:
         gross = name == "loss_gap" and self.reference and value > _GROSS * threshold
         gross = gross or (name == "loss_gap" and self.values.get(_JUMP, 0.0) > threshold)
         return 1 if gross or name == "nonfinite_steps" else self.patience
-
-    def _come_back(self) -> None:
-        """Undo the last fallback: nothing has been wrong for long enough."""
-        name, policy = self._undo.pop()
-        self._install(policy, name)
-        self.fallbacks.insert(0, name)
-        recovery = Recovery(self.steps, name, self._calm)
-        self.recoveries.append(recovery)
-        self._calm = 0
-        text = f"step {self.steps}: {recovery.calm} steps without a breach; undone: {name}"
-        _LOG.warning(text)
-        log_to_active_run(
-            {"guard/recoveries": float(len(self.recoveries))}, self.steps, {f"autoprec.guard.{self.steps}": text}
-        )
 
     def _measure(self) -> dict[str, float]:
         finite = [loss for loss in self._losses if math.isfinite(loss)]
@@ -257,9 +222,6 @@ class Guard:
                 break
         breach = Breach(self.steps, metric, self.values[metric], self.thresholds[metric], action)
         self.breaches.append(breach)
-        self._calm = 0
-        if self.recoveries and self.recoveries[-1].undone == action:
-            self._relapses += 1
         self._above.clear()
         self._losses.clear()
         self._norms.clear()
@@ -288,14 +250,10 @@ class Guard:
         same = plans[0] == plans[1]
         if same and (name != "script" or stepped == self.policy):
             return False
-        before = self.policy
-        if not self._install(stepped, name):
-            return False
-        self._undo.append((name, before))
-        return True
+        return self._install(stepped, name)
 
     def _install(self, policy: Policy, name: str) -> bool:
-        """Exchange the policy on the model for one that a fallback leads to, or led away from."""
+        """Exchange the policy on the model for one that a fallback leads to."""
         if self.model is None:
             return False
         if self._sampler is not None:
@@ -322,9 +280,6 @@ class Guard:
             "fallbacks": list(self.fallbacks),
             "policy": self.policy.to_dict(),
             "breaches": [asdict(breach) for breach in self.breaches],
-            "recoveries": [asdict(recovery) for recovery in self.recoveries],
-            "undo": [(name, policy.to_dict()) for name, policy in self._undo],
-            "calm": (self._calm, self._relapses),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -332,11 +287,7 @@ class Guard:
         self.steps, self._best = int(state["steps"]), float(state["best"])
         self.fallbacks = list(state["fallbacks"])
         self.breaches = [Breach(**row) for row in state["breaches"]]
-        self.recoveries = [Recovery(**row) for row in state.get("recoveries", ())]
-        cls = type(self.policy)
-        self._undo = [(name, cls.model_validate(document)) for name, document in state.get("undo", ())]
-        self._calm, self._relapses = state.get("calm", (0, 0))
-        policy = cls.model_validate(state["policy"])
+        policy = type(self.policy).model_validate(state["policy"])
         if self.breaches:
             self._install(policy, "of the checkpoint")
         self.policy = policy
