@@ -86,6 +86,7 @@ kernels: $(STAMP)
 
 docs: $(STAMP)
 	$(BIN)/python docs/reference.py docs/cli.md
+	$(BIN)/python -m tests.cli.test_wording
 	$(BIN)/python -m pytest tests/test_readme.py tests/test_docs.py tests/test_examples.py
 
 # A dead link, or a page that the navigation lacks, ends it.
