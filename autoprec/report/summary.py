@@ -13,8 +13,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from autoprec.tuning.decide.explain import error_share
 from autoprec.tuning.decide.pareto import front
-from autoprec.tuning.decide.reasons import error_share
 from autoprec.tuning.study.records import SearchResult
 from autoprec.tuning.study.rows import Row, number, over_16bit, source_of
 from autoprec.tuning.study.run import MODELLED, Run, metrics_of, pooled

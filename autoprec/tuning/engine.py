@@ -33,7 +33,7 @@ from autoprec.trial.protocol import HostInfo
 from autoprec.trial.source import source_digests
 from autoprec.tuning.checks import check_early
 from autoprec.tuning.decide.decision import Decision
-from autoprec.tuning.decide.reasons import stay_explanation
+from autoprec.tuning.decide.explain import stay_explanation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.events import Listener, SearchInfo
 from autoprec.tuning.ledger import Ledger

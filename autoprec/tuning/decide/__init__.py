@@ -5,5 +5,5 @@ tested on numbers alone. The way through: :mod:`.problem` (what may be decided),
 gradient error of each layer), :mod:`autoprec.policy.solver` (the fastest policy within an error budget),
 :mod:`.sampler` (which policy to try next), :mod:`.metrics` (what a run is judged by), :mod:`.ranking` (which policy
 gets another paired seed), :mod:`.decision` (what is adopted), :mod:`.sentences` (its reasons in words), :mod:`.explain`
-and :mod:`.reasons` (why each layer got its precision).
+(why each layer got its precision).
 """

@@ -1,22 +1,25 @@
-"""Why each layer got its precision, and which decisions mattered: facts from the tables and the trials, as sentences.
+"""Why each kind of layer got its precision, and which decisions mattered: facts from the tables and the trials.
 
-Nothing here decides; it reads what the decision used. Errors are relative gradient errors, in units of the mini-batch
-gradient noise where that is known; times are of the target, measured or modelled as the tables are.
+Nothing here decides; it reads what the decision used, as the finished trials left it. Facts are rows with a sentence
+each; equal layers of all blocks that got the same choice are one row. Errors are relative gradient errors, in units of
+the mini-batch gradient noise where that is known; times are of the target, measured or modelled as the tables are.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from autoprec.policy.solver import FloatTable
+from autoprec.policy.space import Choice
 from autoprec.tuning.decide.problem import Params, Problem, layer_key
 from autoprec.tuning.decide.sampler.posterior import DivergenceModel, LinearModel
-from autoprec.tuning.decide.sampler.prior import divergence_model, features_of, points_of
+from autoprec.tuning.decide.sampler.prior import LayerTime, divergence_model, features_of, points_of
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.run import Run, error_text
 
@@ -26,22 +29,14 @@ _FASTER = 0.01
 #: parameters to look at, two would call one of them important in every third search.
 SIGNIFICANT = 3.0
 
+#: Rows that are kept of each list: a person reads no more.
+MOST_REASONS, MOST_DECISIONS = 40, 8
+#: Decisions below this share of both variances are left out: what noise explains has a share of zero.
+LEAST_SHARE = 0.005
+#: The models are fitted to this many trials at most, the first and the newest, as the sampler's are.
+MOST_RECORDS = 200
 
-@dataclass(frozen=True, slots=True)
-class LayerReason:
-    """Why one group runs what it runs.
-
-    ``saved_ms`` is its time against the baseline's, ``gradient_error`` what it adds by itself, ``error_share`` its part
-    of the whole policy's squared error; ``text`` says it in one sentence.
-    """
-
-    group: str
-    layers: tuple[str, ...]
-    choice: str
-    saved_ms: float
-    gradient_error: float
-    error_share: float
-    text: str
+Row = dict[str, Any]
 
 
 def explain_layers(
@@ -51,8 +46,11 @@ def explain_layers(
     table: SensitivityTable,
     whole_ms: float | None = None,
     limit: float | None = None,
-) -> list[LayerReason]:
-    """Return one reason per group, in model order.
+) -> list[Row]:
+    """Return why each group runs what it runs, a row per group in model order.
+
+    ``saved_ms`` is its time against the baseline's, ``gradient_error`` what it adds by itself, ``error_share`` its part
+    of the whole policy's squared error; ``text`` says it in one sentence.
 
     Args:
         time_ms: ``[G, C]`` time of each group under each choice.
@@ -83,7 +81,8 @@ def explain_layers(
         changed = total + other_error**2 - error**2
         tail = _tail(other_name, other_error, table.misfit.ratio * math.sqrt(max(0.0, changed)), limit, table.noise)
         text = _sentence(here, reference, saved, about, error, share, tail, table.noise, why_not, group.choices)
-        out.append(LayerReason(group.name, group.layers, here, saved, error, share, text))
+        row = {"layers": group.name, "count": len(group.layers), "choice": here, "saved_ms": saved}
+        out.append(row | {"gradient_error": error, "error_share": share, "text": text})
     return out
 
 
@@ -150,25 +149,12 @@ def _tail(other: str, error: float, whole: float, limit: float | None, noise: fl
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Importance:
-    """How much one decision moves the two objectives over the values it may take, everything else at its average.
+def importance(problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[Run]) -> list[Row]:
+    """Return how much each decision moves time and divergence, everything else at its average: rows, largest first.
 
     ``time_share`` and ``error_share`` are parts of the variance of step time and of ln(divergence) that a random point
     of the space would show; they sum to 1 over all decisions. ``error_sd`` is the standard deviation of the latter, by
     what the runs leave open of the table.
-    """
-
-    name: str
-    time_share: float
-    error_share: float
-    error_sd: float = 0.0
-
-
-def importance(
-    problem: Problem, time_ms: FloatTable, table: SensitivityTable, records: Sequence[Run]
-) -> list[Importance]:
-    """Return the importance of every group and parameter, largest first.
 
     The models that the sampler uses are fitted to the finished trials, starting from the tables; the variance of each
     decision's effect is taken over its values with equal weight. Of parameters nothing is known but what the trials
@@ -193,7 +179,13 @@ def importance(
         own = [k for k, (feature, _) in enumerate(features) if feature == name]
         raw[name] = (float(np.var([0.0, *later[own]])), float(np.var([0.0, *worse[own]])))
     widths = {layer_key(problem.groups[g].name): sd for g, sd in enumerate(divergence.entry_sd(squares))}
-    return [replace(d, error_sd=d.error_share * (1 - d.error_share) * widths.get(d.name, 0.0)) for d in _shares(raw)]
+    rows: list[Row] = []
+    time_total, error_total = (sum(pair[k] for pair in raw.values()) or 1.0 for k in (0, 1))
+    for name, (moved, erred) in raw.items():
+        share = erred / error_total
+        sd = share * (1 - share) * widths.get(name, 0.0)
+        rows.append({"name": name, "time_share": moved / time_total, "error_share": share, "error_sd": sd})
+    return sorted(rows, key=lambda row: -(row["time_share"] + row["error_share"]))
 
 
 def _significant(effects: FloatTable, uncertainty: FloatTable) -> FloatTable:
@@ -220,8 +212,138 @@ def _fitted(
     return divergence, time
 
 
-def _shares(raw: Mapping[str, tuple[float, float]]) -> list[Importance]:
-    time_total = sum(t for t, _ in raw.values()) or 1.0
-    error_total = sum(e for _, e in raw.values()) or 1.0
-    out = [Importance(name, t / time_total, e / error_total) for name, (t, e) in raw.items()]
-    return sorted(out, key=lambda item: -(item.time_share + item.error_share))
+def explanation(
+    problem: Problem,
+    layer_time_ms: LayerTime,
+    table: SensitivityTable,
+    trials: Sequence[Run],
+    params: Params,
+    whole_ms: float | None = None,
+    limit: float | None = None,
+) -> dict[str, Any]:
+    """Return the reasons behind a point as plain data.
+
+    Args:
+        layer_time_ms: modelled milliseconds of a layer (by name) under a plan and an autocast dtype.
+        trials: what was tried, failures included.
+        whole_ms: what it saves of a step against the baseline, measured; None where times are modelled.
+        limit: the largest relative gradient error of a whole policy; None where there is none.
+
+    Returns:
+        ``layers``: one mapping per kind of layer and choice (``layers``, ``count``, ``choice``, ``saved_ms``,
+        ``gradient_error``, ``error_share``, ``text``), those that save most first; ``importance``: one mapping per
+        decision (``name``, ``time_share``, ``error_share``, ``error_sd``), the most important first.
+    """
+    finished = [record for record in trials if _finite(record)]
+    records = (
+        finished
+        if len(finished) <= MOST_RECORDS
+        else finished[: MOST_RECORDS // 4] + finished[-3 * MOST_RECORDS // 4 :]
+    )
+    modelled = _modelled_times(problem, layer_time_ms)
+    times = learned_times(problem, modelled, table, records)
+    reasons = explain_layers(problem, params, times, table, whole_ms, limit)
+    decisions = importance(problem, modelled, table, records)
+    return {
+        "layers": merged(reasons)[:MOST_REASONS],
+        "importance": [
+            {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+            for row in decisions[:MOST_DECISIONS]
+            if max(row["time_share"], row["error_share"]) >= LEAST_SHARE
+        ],
+    }
+
+
+def _kind(name: str) -> str:
+    """Return a layer's name without the numbers of its blocks."""
+    return re.sub(r"\d+", "*", name)
+
+
+def merged(rows: Sequence[Row]) -> list[Row]:
+    """Return one row per kind of group and choice: savings add, errors add in quadrature."""
+    kinds: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        kinds.setdefault((_kind(row["layers"]), row["choice"]), []).append(row)
+    out: list[Row] = []
+    for (name, _), same in kinds.items():
+        error = math.sqrt(sum(row["gradient_error"] ** 2 for row in same))
+        # the sentence of the one that adds most: where the choice is most in question
+        most = max(same, key=lambda row: row["gradient_error"])
+        out.append(
+            most
+            | {
+                "layers": same[0]["layers"] if len(same) == 1 else f"{name} ({len(same)})",
+                "count": sum(row["count"] for row in same),
+                "saved_ms": round(sum(row["saved_ms"] for row in same), 6),
+                "gradient_error": float(f"{error:.4g}") if math.isfinite(error) else None,
+                "error_share": round(sum(row["error_share"] for row in same), 4),
+            }
+        )
+    return sorted(out, key=lambda row: -row["saved_ms"])
+
+
+def stay_explanation(rows: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, Any]:
+    """Return why each kind of layer stays as it is where no trial was needed to say so.
+
+    Args:
+        rows: one per tunable layer, as in :attr:`autoprec.cost.verdict.Verdict.rows`.
+        baseline: the choice that they are judged against, and stay in.
+
+    Returns:
+        What :func:`explanation` returns: the kinds that take most of the step first, no decision called important.
+    """
+    kinds: dict[tuple[str, str, str], list[Mapping[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault((_kind(row["name"]), row["best"], row["blocked"]), []).append(row)
+    out = []
+    for (name, best, _), same in sorted(kinds.items(), key=lambda kind: -sum(row["baseline_ms"] for row in kind[1])):
+        largest = max(same, key=lambda row: row["baseline_ms"])
+        text = str(largest["reason"])
+        if largest["gain_ms"] > 0:
+            text = f"{best} would save {largest['gain']:.0%} of it, too little of the step to matter"
+        out.append(
+            {
+                "layers": largest["name"] if len(same) == 1 else f"{name} ({len(same)})",
+                "count": len(same),
+                "choice": baseline,
+                "saved_ms": 0.0,
+                "gradient_error": None,
+                "error_share": 0.0,
+                "text": text,
+            }
+        )
+    return {"layers": out[:MOST_REASONS], "importance": []}
+
+
+def as_evidence(reasons: dict[str, Any]) -> dict[str, Any]:
+    """Return the reasons as sentences for a policy's evidence: ``why`` by layers, ``mattered`` by decision."""
+    why: dict[str, str] = {}
+    for row in reasons.get("layers", ()):
+        name = row["layers"] if row["layers"] not in why else f"{row['layers']} {row['choice']}"
+        share = f"; together {row['saved_ms']:.3g} ms and {row['error_share']:.0%} of the error"
+        why[name] = row["text"] + (share if row["layers"].endswith(")") and row["saved_ms"] else "")
+    mattered = {
+        d["name"].removeprefix("layer:"): f"{d['time_share']:.0%} of what moves time, {error_share(d)} of divergence"
+        for d in reasons.get("importance", ())
+    }
+    return {name: value for name, value in (("why", why), ("mattered", mattered)) if value}
+
+
+def error_share(decision: Mapping[str, Any]) -> str:
+    """Return a decision's share of what moves divergence, with its standard deviation where that is known."""
+    share, sd = float(decision["error_share"]), float(decision.get("error_sd", 0.0))
+    return f"{share:.0%} ± {sd:.0%}" if sd >= 0.005 else f"{share:.0%}"
+
+
+def _finite(record: Run) -> bool:
+    return record.ok and all(math.isfinite(record[name]) for name in ("divergence", "step_time_ms"))
+
+
+def _modelled_times(problem: Problem, layer_time_ms: LayerTime) -> FloatTable:
+    """Return ``[G, C]`` milliseconds by the cost model."""
+    recipes = problem.space.all_recipes
+    activations = str(problem.value(problem.params_of(problem.baseline), "activations"))
+    plans = {name: Choice.parse(name).plan(recipes) for name in problem.choice_names}
+    return np.asarray(
+        problem.table(lambda g, c: sum(layer_time_ms(layer, plans[c], activations) for layer in g.layers))
+    )

@@ -21,8 +21,8 @@ from autoprec.policy.phases import speedup_of_run, with_presets
 from autoprec.precision.recipes import KEEP
 from autoprec.support.redact import redact_arguments
 from autoprec.tuning.decide.decision import Decision
+from autoprec.tuning.decide.explain import as_evidence, explanation
 from autoprec.tuning.decide.pareto import front
-from autoprec.tuning.decide.reasons import as_evidence, explanation
 from autoprec.tuning.decide.sentences import Reason
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.limits import rank

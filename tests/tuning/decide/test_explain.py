@@ -1,11 +1,20 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
 
-from autoprec.tuning.decide.explain import explain_layers, importance
+from autoprec.tuning.decide.explain import (
+    as_evidence,
+    error_share,
+    explain_layers,
+    explanation,
+    importance,
+    merged,
+    stay_explanation,
+)
 from autoprec.tuning.decide.problem import layer_key
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.study.run import Run, metrics_of
@@ -23,27 +32,27 @@ def test_every_group_has_a_reason_with_its_numbers() -> None:
     found = synthetic()
     params = found.problem.params_of("bf16") | {layer_key("h.1.mlp.c_fc"): "fp8_rowwise"}
     reasons = explain_layers(found.problem, params, found.prior.time_ms, table_of(found))
-    assert [r.group for r in reasons] == [g.name for g in found.problem.groups]
-    changed = next(r for r in reasons if r.group == "h.1.mlp.c_fc")
+    assert [r["layers"] for r in reasons] == [g.name for g in found.problem.groups]
+    changed = next(r for r in reasons if r["layers"] == "h.1.mlp.c_fc")
     g = [g.name for g in found.problem.groups].index("h.1.mlp.c_fc")
     base, here = (found.problem.choice_names.index(c) for c in ("bf16", "fp8_rowwise"))
-    assert changed.saved_ms == pytest.approx(found.prior.time_ms[g, base] - found.prior.time_ms[g, here])
-    assert changed.gradient_error == pytest.approx(math.sqrt(found.prior.error2[g, here]))
-    assert changed.error_share > 0.9
-    assert "saves" in changed.text
-    assert "of the noise)" in changed.text
-    kept = next(r for r in reasons if r.group == "lm_head")
-    assert kept.saved_ms == 0
-    assert "would be faster but add an error" in kept.text
-    assert sum(r.error_share for r in reasons) == pytest.approx(1.0)
+    assert changed["saved_ms"] == pytest.approx(found.prior.time_ms[g, base] - found.prior.time_ms[g, here])
+    assert changed["gradient_error"] == pytest.approx(math.sqrt(found.prior.error2[g, here]))
+    assert changed["error_share"] > 0.9
+    assert "saves" in changed["text"]
+    assert "of the noise)" in changed["text"]
+    kept = next(r for r in reasons if r["layers"] == "lm_head")
+    assert kept["saved_ms"] == 0
+    assert "would be faster but add an error" in kept["text"]
+    assert sum(r["error_share"] for r in reasons) == pytest.approx(1.0)
 
 
 def test_another_choice_is_only_said_to_break_a_limit_that_it_breaks() -> None:
     found = synthetic()
     args = found.problem, found.problem.params_of("bf16"), found.prior.time_ms, table_of(found)
-    strict = {r.group: r.text for r in explain_layers(*args, limit=1e-9)}
+    strict = {r["layers"]: r["text"] for r in explain_layers(*args, limit=1e-9)}
     assert "% in all, beyond the limit of 1e-07 %" in strict["h.1.mlp.c_fc"]
-    loose = {r.group: r.text for r in explain_layers(*args, limit=1e9)}
+    loose = {r["layers"]: r["text"] for r in explain_layers(*args, limit=1e9)}
     assert "within the limit in all; no better policy that was measured has it" in loose["h.1.mlp.c_fc"]
     assert not any("but add an error" in text for text in loose.values())
 
@@ -53,7 +62,7 @@ def test_a_choice_is_not_called_faster_for_what_the_fit_leaves_open() -> None:
     same = np.ones_like(found.prior.time_ms)
     same[:, 1:] -= 1e-3
     reasons = explain_layers(found.problem, found.problem.params_of("bf16"), same, table_of(found))
-    assert not any("faster but" in r.text for r in reasons)
+    assert not any("faster but" in r["text"] for r in reasons)
 
 
 def test_what_is_adopted_is_not_called_slower_and_worse_without_a_word() -> None:
@@ -63,22 +72,22 @@ def test_what_is_adopted_is_not_called_slower_and_worse_without_a_word() -> None
     slower[:, index] = 2 * slower[:, found.problem.choice_names.index("bf16")]
     params = found.problem.params_of("bf16") | {layer_key("h.1.mlp.c_fc"): "fp8_rowwise"}
     reason = next(
-        r for r in explain_layers(found.problem, params, slower, table_of(found)) if r.group == "h.1.mlp.c_fc"
+        r for r in explain_layers(found.problem, params, slower, table_of(found)) if r["layers"] == "h.1.mlp.c_fc"
     )
-    assert "expected to be" in reason.text
-    assert reason.text.endswith("no better policy that was measured has another choice here")
+    assert "expected to be" in reason["text"]
+    assert reason["text"].endswith("no better policy that was measured has another choice here")
 
 
 def test_what_groups_save_adds_up_to_no_more_than_was_measured() -> None:
     """The cost model may promise more than the policy was timed to save."""
     found = synthetic()
     args = found.problem, found.problem.params_of("fp8_rowwise"), found.prior.time_ms, table_of(found)
-    whole = sum(r.saved_ms for r in explain_layers(*args))
+    whole = sum(r["saved_ms"] for r in explain_layers(*args))
     reasons = explain_layers(*args, whole_ms=whole / 2)
-    assert sum(r.saved_ms for r in reasons) == pytest.approx(whole / 2)
-    assert any("saves about" in r.text for r in reasons)
-    assert sum(r.saved_ms for r in explain_layers(*args, whole_ms=2 * whole)) == pytest.approx(whole)
-    assert not any("saves" in r.text for r in explain_layers(*args, whole_ms=-1.0))
+    assert sum(r["saved_ms"] for r in reasons) == pytest.approx(whole / 2)
+    assert any("saves about" in r["text"] for r in reasons)
+    assert sum(r["saved_ms"] for r in explain_layers(*args, whole_ms=2 * whole)) == pytest.approx(whole)
+    assert not any("saves" in r["text"] for r in explain_layers(*args, whole_ms=-1.0))
 
 
 def test_a_choice_whose_gradient_is_not_finite_is_named_so() -> None:
@@ -87,7 +96,7 @@ def test_a_choice_whose_gradient_is_not_finite_is_named_so() -> None:
     error2[3, 1:] = np.inf
     table = SensitivityTable(table_of(found).groups, found.problem.choice_names, error2)
     reason = explain_layers(found.problem, found.problem.params_of("bf16"), found.prior.time_ms, table)[3]
-    assert "not finite" in reason.text
+    assert "not finite" in reason["text"]
 
 
 def test_the_group_that_moves_the_objectives_most_leads() -> None:
@@ -107,11 +116,11 @@ def test_the_group_that_moves_the_objectives_most_leads() -> None:
         metrics = {"step_time_ms": step, "divergence": gap}
         records.append(Run(k, "search", f"trial {k}", params, {}, "ok", metrics=metrics_of(metrics)))
     found_importance = importance(found.problem, found.prior.time_ms, table_of(found), records)
-    assert found_importance[0].name == layer_key(found.problem.groups[g].name)
-    assert sum(i.time_share for i in found_importance) == pytest.approx(1.0)
-    assert sum(i.error_share for i in found_importance) == pytest.approx(1.0)
-    idle = next(i for i in found_importance if "amax_history_len" in i.name)
-    assert idle.time_share < 0.05
+    assert found_importance[0]["name"] == layer_key(found.problem.groups[g].name)
+    assert sum(i["time_share"] for i in found_importance) == pytest.approx(1.0)
+    assert sum(i["error_share"] for i in found_importance) == pytest.approx(1.0)
+    idle = next(i for i in found_importance if "amax_history_len" in i["name"])
+    assert idle["time_share"] < 0.05
 
 
 def searched(found: Synthetic, seed: int, matters: str = "", factor: float = 1.0) -> list[Run]:
@@ -136,13 +145,79 @@ def test_noise_is_not_called_importance(seed: int) -> None:
     """A history length that cannot matter was told to explain most of the divergence."""
     found = synthetic(space="te-delayed")
     told = importance(found.problem, found.prior.time_ms, table_of(found), searched(found, seed))
-    parameters = {i.name: i for i in told if not i.name.startswith("layer:")}
+    parameters = {i["name"]: i for i in told if not i["name"].startswith("layer:")}
     assert parameters
-    assert all(i.error_share == 0.0 and i.time_share == 0.0 for i in parameters.values())
+    assert all(i["error_share"] == 0.0 and i["time_share"] == 0.0 for i in parameters.values())
 
 
 def test_a_parameter_that_matters_is_found() -> None:
     found = synthetic(space="te-delayed")
     name = next(n for n in found.problem.parameters if "margin" in n or "amax" in n)
     told = importance(found.problem, found.prior.time_ms, table_of(found), searched(found, 0, name, 30.0))
-    assert max(told, key=lambda i: i.error_share).name == name
+    assert max(told, key=lambda i: i["error_share"])["name"] == name
+
+
+def reason(group: str, choice: str, saved: float, error: float, share: float) -> dict[str, Any]:
+    row = {"layers": group, "count": 1, "choice": choice, "saved_ms": saved, "gradient_error": error}
+    return row | {"error_share": share, "text": f"{choice}: because of {group}"}
+
+
+REASONS = [
+    reason("h.0.mlp", "mxfp8", 1.0, 0.3, 0.2),
+    reason("h.1.mlp", "mxfp8", 2.0, 0.4, 0.5),
+    reason("h.2.mlp", "bf16", 0.0, 0.0, 0.0),
+    reason("head", "bf16", 0.0, math.inf, 0.3),
+]
+
+
+def test_equal_layers_of_all_blocks_are_told_once() -> None:
+    rows = merged(REASONS)
+    assert [row["layers"] for row in rows] == ["h.*.mlp (2)", "h.2.mlp", "head"]
+    first = rows[0]
+    assert first["saved_ms"] == 3.0
+    assert first["gradient_error"] == pytest.approx(0.5)
+    assert first["error_share"] == pytest.approx(0.7)
+    assert first["text"] == "mxfp8: because of h.1.mlp"  # the one that adds most
+    assert rows[2]["gradient_error"] is None
+
+
+def test_only_decisions_that_matter_are_told() -> None:
+    found = synthetic(space="te-delayed")
+    table = SensitivityTable(
+        tuple(g.name for g in found.problem.groups), found.problem.choice_names, found.prior.error2, noise=0.5
+    )
+    params = found.problem.params_of(found.problem.baseline)
+    rows = explanation(found.problem, lambda *_: 1.0, table, [], params)["importance"]
+    assert rows
+    assert all(row["name"].startswith("layer:") for row in rows)  # of parameters nothing is known without a trial
+
+
+def test_what_is_told_is_one_sentence_each() -> None:
+    evidence = as_evidence(
+        {"layers": merged(REASONS), "importance": [{"name": "layer:head", "time_share": 0.5, "error_share": 0.25}]}
+    )
+    assert evidence["why"]["head"] == "bf16: because of head"
+    assert evidence["why"]["h.*.mlp (2)"] == "mxfp8: because of h.1.mlp; together 3 ms and 70% of the error"
+    assert evidence["mattered"] == {"head": "50% of what moves time, 25% of divergence"}
+    assert as_evidence({}) == {}
+    assert error_share({"error_share": 0.25, "error_sd": 0.08}) == "25% ± 8%"
+
+
+def verdict_row(name: str, ms: float, reason: str, *, best: str = "keep", gain: float = 0.0) -> dict[str, object]:
+    return {"name": name, "baseline_ms": ms, "reason": reason, "best": best, "blocked": "", "gain": gain,
+            "gain_ms": gain * ms}  # fmt: skip
+
+
+def test_a_stay_tells_each_kind_of_layer_once_and_the_slowest_first() -> None:
+    rows = [
+        verdict_row("h.0.mlp", 1.0, "below break-even"),
+        verdict_row("h.1.mlp", 2.0, "its casts cost 3 us"),
+        verdict_row("head", 4.0, "bf16 saves 25% of this layer", best="bf16", gain=0.25),
+    ]
+    found = stay_explanation(rows, "keep")
+    assert [(row["layers"], row["count"], row["text"]) for row in found["layers"]] == [
+        ("head", 1, "bf16 would save 25% of it, too little of the step to matter"),
+        ("h.*.mlp (2)", 2, "its casts cost 3 us"),
+    ]
+    assert found["importance"] == []
+    assert set(found["layers"][0]) == set(merged(REASONS)[0]), "the keys of a policy that is adopted"
