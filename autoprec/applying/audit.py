@@ -23,7 +23,7 @@ from autoprec.support.tables import Shown, Table
 
 @dataclass(frozen=True, slots=True)
 class LayerAudit:
-    """One layer: what was requested and executed, by GEMM, why they differ, who ran them, what did not run."""
+    """One layer: what was requested and executed, by GEMM, why they differ, by which backend, what did not run."""
 
     name: str
     requested: dict[str, str]
@@ -71,6 +71,7 @@ class AuditReport(Shown):
 
     @property
     def mismatches(self) -> tuple[LayerAudit, ...]:
+        """The layers that did not run what was asked for."""
         return tuple(layer for layer in self.layers if not layer.ok)
 
     def to_json(self) -> dict[str, Any]:
@@ -243,7 +244,7 @@ def _audit_layer(name: str, unit: Unit, plan: LayerPlan, not_reached: bool, name
 
 
 def _runs(found: Any) -> str:
-    """Return who runs a layer: plain casts are torch's own, whoever would emulate the 8-bit layers."""
+    """Return the backend that runs a layer; plain casts are torch's own, also where 8-bit layers are emulated."""
     plain = isinstance(found, LinearExecution) and not _is_emulated(found) and not found.emulates_casts
     return "native" if plain and found.backend == "emulated" else str(found.backend)
 

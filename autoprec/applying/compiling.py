@@ -22,7 +22,7 @@ from autoprec.support.living import living
 
 Execution = Literal["keep", "compile", "eager"]
 
-#: So many kinds of blocks Dynamo compiles without being told, each in two versions (training, evaluation).
+#: So many kinds of blocks Dynamo compiles by default, each in two versions (training, evaluation).
 _FEW_KINDS = 4
 #: Settings under which Inductor times more than a few kernels on the GPU.
 _AUTOTUNES = ("max_autotune", "max_autotune_gemm", "max_autotune_pointwise", "coordinate_descent_tuning")

@@ -1,4 +1,4 @@
-"""Which optimizers train a model that a policy is on: found through the parameters, whoever was told of which.
+"""Which optimizers train a model that a policy is on: found through the parameters.
 
 A loop applies the policy to the model and wraps the optimizer in either order, and need not name one to the other.
 What a policy remembers on the model travels in the optimizer's checkpoints, its storage formats lie in the optimizer,

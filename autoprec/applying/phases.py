@@ -131,7 +131,7 @@ class Phases:
             self._strangers.add(optimizer)
             return False
         self.know(optimizer)
-        if self.step == 0:  # a checkpoint was loaded; the step that has just been taken is counted by who asks
+        if self.step == 0:  # a checkpoint was loaded; the caller counts the step that has just been taken
             self.step = max(0, steps_taken(optimizer) - 1)
         return True
 

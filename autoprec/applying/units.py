@@ -42,6 +42,7 @@ class Unit:
 
     @property
     def weight(self) -> Tensor:
+        """The weight that the layer multiplies by."""
         found: Any = _attribute(self.module, self.parameter)
         held: Any = found.weight if isinstance(found, nn.Module) else found
         weight: Tensor = held

@@ -48,7 +48,7 @@ class ScriptCommand:
         """
         where = Path(cwd) if cwd is not None else Path.cwd()
         words = list(tokens)
-        remember(words)  # whoever prints them again, it is not written down
+        remember(words)  # what is printed of them again is redacted
         launched = bool(words) and words[0] == "--"
         if launched:
             words = words[1:]
@@ -115,6 +115,7 @@ class ScriptCommand:
         return 1
 
     def argv(self) -> list[str]:
+        """Return the command line to start, without AutoPrec's own environment."""
         if self.kind == "script":
             return [sys.executable, self.target, *self.args]
         if self.kind == "module":

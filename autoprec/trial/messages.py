@@ -37,7 +37,7 @@ def listen(path: Path | str, backlog: int) -> socket.socket:
 
 
 def connect(path: Path | str) -> socket.socket:
-    """Return a stream socket connected to :func:`listen`'s; raises OSError when nobody listens."""
+    """Return a stream socket connected to :func:`listen`'s; raises OSError when nothing listens there."""
     control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _address(path) as address:
@@ -64,7 +64,7 @@ class Lines:
 def receive_messages(connection: socket.socket) -> Iterator[dict[str, Any]]:
     """Yield every message until the other end closes or is lost.
 
-    An unfinished last line is dropped: whoever wrote it died writing.
+    An unfinished last line is dropped: its writer died while writing.
     """
     lines = Lines()
     while True:

@@ -92,7 +92,7 @@ def start_ticks(pid: int) -> str:
 def private_folder() -> tuple[Path, int]:
     """Make a temporary directory for this process, and remove those of processes that are gone (kill -9).
 
-    Returns the directory and an open descriptor of its file ``lock``: as long as that is open nobody removes it.
+    Returns the directory and an open descriptor of its file ``lock``: no other process removes it while that is open.
     Numbers of processes do not tell: in another PID namespace (a container that shares ``/tmp``) they mean others.
     """
     base = Path(tempfile.gettempdir())
@@ -108,7 +108,7 @@ def private_folder() -> tuple[Path, int]:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a directory of ours as far as possible; the kernel's overlay leaves some in it that nobody may enter."""
+    """Remove a directory of ours as far as possible; the kernel's overlay leaves folders that cannot be entered."""
     shutil.rmtree(path, ignore_errors=True)
     if path.is_dir():
         for folder, names, _ in os.walk(path):
@@ -120,7 +120,7 @@ def remove_folder(path: Path) -> None:
 
 
 def _remove_unheld(folder: Path) -> None:
-    """Remove a folder of :func:`private_folder` that nobody holds; one without a lock may just be being made."""
+    """Remove a folder of :func:`private_folder` that no process holds; one without a lock may just be being made."""
     if not (folder / _LOCK).exists():
         owner = folder.name.split("-")[1][1:]  # of an earlier version, which locked nothing
         if time.time() - folder.lstat().st_mtime > _BEING_MADE_S and owner.isdigit() and not start_ticks(int(owner)):

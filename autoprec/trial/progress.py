@@ -1,6 +1,6 @@
 """Deadlines that count a trial's own time since its last step: a busy machine is not a hang.
 
-Wall time says nothing about a process that shares two cores with twelve others, or that somebody has stopped for a
+Wall time says nothing about a process that shares two cores with twelve others, or that was stopped for a
 while. Own time is wall time without the time in which the trial wanted to run and was not let: the kernel counts, for
 every thread, how long it waited in a run queue (``/proc/PID/schedstat``, second figure, ns), and the state of a stopped
 process is ``T``. A trial that sleeps, waits for a lock or spins uses its own time; each step it completes starts a new
@@ -96,7 +96,7 @@ class Deadline:
         limit_s: own seconds that may pass without a step.
         leader: the process that leads the tree.
         steps: the file in which the trial counts its steps (:class:`Beat`).
-        told: is given how many steps there were, whenever there are more.
+        progress: called with the number of completed steps whenever it has grown.
         usage, clock: how to look; exchanged in tests.
     """
 
@@ -105,12 +105,12 @@ class Deadline:
         limit_s: float,
         leader: int,
         steps: Path | None = None,
-        told: Callable[[int], None] | None = None,
+        progress: Callable[[int], None] | None = None,
         *,
         usage: Callable[[int], dict[int, Usage]] = tree_usage,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limit_s, self._leader, self._steps, self._told = limit_s, leader, steps, told
+        self.limit_s, self._leader, self._steps, self._progress = limit_s, leader, steps, progress
         self._usage, self._clock = usage, clock
         self._looked = clock()
         self._every_s = min(max(_SHORTEST_S, limit_s / _LOOKS), _LONGEST_S, limit_s / 4)
@@ -135,8 +135,8 @@ class Deadline:
         seen = _read(str(self._steps)) if self._steps is not None else ""
         if seen != self._seen:
             self._seen, self.own_s = seen, 0.0
-            if self._told is not None:
-                self._told(int(seen))
+            if self._progress is not None:
+                self._progress(int(seen))
         usage = self._usage(self._leader)
         kept = [_kept_waiting(self._before.get(pid), now, passed_s) for pid, now in usage.items()]
         # A wait is counted when it ends, so one look may see more of it than has passed since the last: that is repaid.

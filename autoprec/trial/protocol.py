@@ -19,7 +19,7 @@ FAILURES = (
 )
 
 
-#: Measured steps of a trial where nobody says how many; only then may it be timed for longer.
+#: Measured steps of a trial where the caller names no number; only then may it be timed for longer.
 STEPS = 20
 #: Seconds that a trial is timed at most beyond the steps it was asked for.
 MOST_TIMED_S = 10.0
@@ -94,10 +94,12 @@ class TrialSpec:
     memory_limit: int | None = None
 
     def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrialSpec:
+        """Rebuild from :meth:`to_json`; unknown keys are ignored."""
         return rebuild(cls, document | {"probes": [Probe(**probe) for probe in document.get("probes", ())]})
 
 
@@ -151,6 +153,7 @@ class TrialResult:
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> TrialResult:
+        """Rebuild from :meth:`to_json`; unknown keys are ignored."""
         return rebuild(cls, document)
 
 
@@ -176,8 +179,10 @@ class HostInfo:
     sharded: bool = False
 
     def to_json(self) -> dict[str, Any]:
+        """Return the JSON form."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, document: dict[str, Any]) -> HostInfo:
+        """Rebuild from :meth:`to_json`; unknown keys are ignored."""
         return rebuild(cls, document)

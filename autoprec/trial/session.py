@@ -61,7 +61,7 @@ class Session:
         register(model, optimizer)
         agent = _agent()
         if agent is not None and optimizer is None:
-            agent.hooks.told = True
+            agent.hooks.steps_reported = True
         if policy is not None and _agent() is None:
             from autoprec.applying.phases import phases_of
             from autoprec.applying.policy import load

@@ -164,7 +164,7 @@ class OperatorMode(TorchFunctionMode):
         self.emulated: torch.dtype | None = None  # products under autocast in this dtype are computed in float32
 
     def does_nothing(self) -> bool:
-        """Say whether it hands every call on as it came: then it is left out, and autocast is torch's own alone."""
+        """Say whether the mode would change no call: then it is left out, and autocast is torch's own alone."""
         return not (self.in_float32 or self.attention or self.fp8 or self.emulated)
 
     def __torch_function__(
@@ -198,7 +198,7 @@ class OperatorMode(TorchFunctionMode):
 
         with torch.autocast(self.device, enabled=False):
             out = func(*rounded(args), **{key: rounded(value) for key, value in kwargs.items()})
-        return out.to(dtype) if out.is_floating_point() else out  # complex numbers are nobody's business here
+        return out.to(dtype) if out.is_floating_point() else out  # complex numbers stay as they are
 
     def _float32(self, func: Callable[..., Any], kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._note(kind, "fp32")

@@ -39,6 +39,7 @@ class LossJump:
         self._medians = {n: deque[float](maxlen=length - n) for n in SCALES}
 
     def clear(self) -> None:
+        """Forget the losses seen so far."""
         for kept in (self._values, self._norms, *self._medians.values()):
             kept.clear()
 

@@ -30,6 +30,7 @@ class OperandSampler:
         self._counts: list[tuple[float, float]] = []
 
     def arm(self) -> None:
+        """Sample operands in the next step."""
         self.disarm()
         self._counts = []
         found = []
@@ -57,6 +58,7 @@ class OperandSampler:
         self._handles.append(module.register_forward_hook(after))
 
     def disarm(self) -> None:
+        """Stop sampling."""
         for handle in self._handles:
             handle.remove()
         self._handles = []

@@ -31,7 +31,7 @@ _LOOK_S = 0.2
 
 
 class ZygoteProcess(ProcessTree):
-    """A process forked from the zygote; its number and its end are told by the zygote, its parent."""
+    """A process forked from the zygote; its parent, the zygote, reports its process id and its end."""
 
     def __init__(self, reader: int, mark: str, log: Path | None) -> None:
         super().__init__(reader, mark, log)
@@ -41,15 +41,18 @@ class ZygoteProcess(ProcessTree):
         self._ended = threading.Event()
 
     def set_pid(self, pid: int) -> None:
+        """Take the process id that the zygote reports."""
         self.pid = pid
         self.known.set()
 
     def set_end(self, wait_status: int) -> None:
+        """Take the end that the zygote reports, as a status of ``os.waitpid``."""
         self._code = os.waitstatus_to_exitcode(wait_status)
         self.known.set()
         self._ended.set()
 
     def poll(self) -> int | None:
+        """Return the exit code; None while it runs."""
         return self._code
 
     def wait(self, timeout_s: float) -> int | None:
@@ -92,6 +95,7 @@ class Launcher:
             return launcher
 
     def leave(self) -> None:
+        """Let go of the launcher; the last runner that leaves ends every process that is left."""
         with _guard:
             self._runners -= 1
             if self._runners:
@@ -117,6 +121,7 @@ class Launcher:
         return path
 
     def new_mark(self) -> str:
+        """Return a mark of its own for one more runner."""
         with self._lock:
             self._count += 1
             return f"{self.mark}.{self._count}."

@@ -67,6 +67,7 @@ class ProcessTree(ABC):
 
     @property
     def tail(self) -> str:
+        """The last lines of its output."""
         return bytes(self._tail).decode("utf-8", "replace")
 
     def settle(self) -> None:

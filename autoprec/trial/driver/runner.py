@@ -43,8 +43,8 @@ _MAX_PASSED_OVER = 5
 _HOST_GRACE_S = 30.0
 
 
-#: Hears how many steps a trial has completed.
-Told = Callable[[int], None] | None
+#: Progress callback: completed steps.
+Progress = Callable[[int], None] | None
 
 
 class _HostLostError(Exception):
@@ -64,7 +64,7 @@ class TrialRunner(Runner):
         log: the host's output; default ``run_dir/host-<seed_offset>.log``.
         environment: variables set for every process of this runner, such as ``CUDA_VISIBLE_DEVICES``.
         at_step: train to this optimizer step first, and start every trial there; a plain process does so itself.
-        aging: told the steps of the host on its way there, about once a second.
+        aging: called with the steps of the host on its way there, about once a second.
         weights: ``fake`` gives the script parameters without data, so that a step of any model can be recorded here.
     """
 
@@ -112,6 +112,7 @@ class TrialRunner(Runner):
 
     @property
     def mark(self) -> str:
+        """The mark in the environment of every process that this runner started."""
         return self._mark
 
     @property
@@ -286,18 +287,18 @@ class TrialRunner(Runner):
                 )
 
     # ---------------------------------------------------------------- trials
-    def run(self, spec: TrialSpec, told: Told = None) -> TrialResult:
+    def run(self, spec: TrialSpec, progress: Progress = None) -> TrialResult:
         """Run one trial and return how it ended, whatever it does. Safe to call from several threads at once.
 
         Args:
             spec: what to run.
-            told: is given how many steps (and probes) it has completed, about once a second.
+            progress: called with the number of completed steps (and probes), about once a second.
 
         Raises:
             NoSpaceError: its files do not fit on the disk, which says nothing about the policy.
         """
         try:
-            result = self._run(spec, told)
+            result = self._run(spec, progress)
         except ScriptError as error:
             return TrialResult("crashed", str(error))
         except OSError as error:
@@ -308,18 +309,18 @@ class TrialRunner(Runner):
             raise failures.no_space(self._private or self.run_dir, result.reason)
         return result
 
-    def _run(self, spec: TrialSpec, told: Told) -> TrialResult:
+    def _run(self, spec: TrialSpec, progress: Progress) -> TrialResult:
         if self.start().launch != "fork":
-            return self._run_process(spec, told)
+            return self._run_process(spec, progress)
         for _ in range(1 + _RETRIES):
             with contextlib.suppress(_HostLostError):
-                return self._run_fork(spec, told)
+                return self._run_fork(spec, progress)
         code = self._host.poll() if self._host is not None else None
         ended = describe_exit(code) if code is not None else "ended"
         reason = f"the host process {ended} {1 + _RETRIES} times while this trial ran; see {self._log}"
         return TrialResult("oom" if code == -9 else "crashed", reason)
 
-    def _run_fork(self, spec: TrialSpec, told: Told = None) -> TrialResult:
+    def _run_fork(self, spec: TrialSpec, progress: Progress = None) -> TrialResult:
         began = time.monotonic()
         future: Future[dict[str, Any]] = Future()
         with self._lock:
@@ -342,7 +343,7 @@ class TrialRunner(Runner):
         try:
             with self._lock:  # a message is one line: those of two threads must not mix
                 send_message(control, op="run", **request)
-            deadline = Deadline(spec.timeout_s + _HOST_GRACE_S, self.host_pid, steps_file(path), told)
+            deadline = Deadline(spec.timeout_s + _HOST_GRACE_S, self.host_pid, steps_file(path), progress)
             answer = self._await(future, deadline)
         except OSError as error:
             raise _HostLostError from error
@@ -393,7 +394,7 @@ class TrialRunner(Runner):
             future = self._waiting.get(int(answer["id"]))
             if future is not None and not future.done():
                 future.set_result(answer)
-        self._answer_lost()  # before the lock: whoever waits for an answer may hold it (see start)
+        self._answer_lost()  # before the lock: a thread that waits for an answer may hold it (see start)
         with self._lock:
             if self._control is control:
                 self._control = None
@@ -406,7 +407,7 @@ class TrialRunner(Runner):
         for future in [f for f in self._waiting.values() if not f.done()]:
             future.set_result(answer)
 
-    def _run_process(self, spec: TrialSpec, told: Told = None) -> TrialResult:
+    def _run_process(self, spec: TrialSpec, progress: Progress = None) -> TrialResult:
         began = time.monotonic()
         private = self._private
         if private is None:
@@ -427,7 +428,7 @@ class TrialRunner(Runner):
         self._running.add(process)
         timed_out = False
         try:
-            deadline = Deadline(spec.timeout_s + self._setup_allowance(), process.pid, steps_file(path), told)
+            deadline = Deadline(spec.timeout_s + self._setup_allowance(), process.pid, steps_file(path), progress)
             while process.poll() is None:
                 if path.exists():  # every rank has its result: the launcher gets a moment to end by itself
                     process.wait(5.0)
@@ -455,7 +456,7 @@ class TrialRunner(Runner):
         if result.status == "oom" and spec.starting:  # the next trial's process may have been in the way, and be gone
             if beside is not None:
                 beside.end()
-            return self._run_process(replace(spec, ahead=False, starting=""), told)
+            return self._run_process(replace(spec, ahead=False, starting=""), progress)
         return replace(result, wall_s=time.monotonic() - began)
 
     def _launch_trial(self, how: TrialSpec, result: Path, **values: Any) -> ProcessTree:

@@ -32,7 +32,7 @@ _AWAITED = _MEANT_FOR_THE_SCRIPT | {signal.SIGCHLD}
 
 @contextlib.contextmanager
 def _held_back() -> Iterator[set[signal.Signals] | None]:
-    """Block those signals while the script runs; gives the mask before, None where signals are somebody else's."""
+    """Block those signals while the script runs; gives the mask before, None where signals are not ours to block."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "sigtimedwait"):
         yield None
         return
@@ -149,16 +149,16 @@ def run_script(
                 preexec_fn=begin if mask is not None else None,
             )
             code = process.wait() if mask is None else _wait(process)
-        return _told(code, private, document, target)
+        return _with_notes(code, private, document, target)
     finally:
         shutil.rmtree(private, ignore_errors=True)
         os.close(lock)
 
 
-def _told(code: int, private: Path, document: dict[str, Any] | None, audit: Path | None) -> int:
+def _with_notes(code: int, private: Path, document: dict[str, Any] | None, audit: Path | None) -> int:
     """Return the exit code, after saying what became of the policy where the script could not."""
     if (private / "refused").exists():
-        return code or 1  # the script went on after it was told to end
+        return code or 1  # the script went on although it was refused
     if document is None or (private / "applied").exists():
         return code
     if (private / "left").exists():

@@ -1,4 +1,4 @@
-"""The process of a trial that is not known yet: started while another trial compiles, and told later what to run.
+"""The process of a trial that is not known yet: started while another trial compiles, and given its trial later.
 
 Until its first training forward a trial is the script and nothing else, whatever its policy. So that part of the next
 trial (data, the model, the device's own start) needs no time of its own: the process stops there
@@ -37,7 +37,7 @@ class Spare:
     until: float
 
     def look(self) -> bool:
-        """Say whether it is of use; one that has ended, or does not arrive, keeps nobody waiting any more."""
+        """Say whether it is of use; one that has ended, or does not arrive, is ended, so that nothing waits for it."""
         late = time.monotonic() > self.until and starting_file(self.order).exists()
         if not late and self.process.poll() is None:
             return True
@@ -51,7 +51,7 @@ class Spare:
         os.replace(written, self.order)
 
     def end(self) -> None:
-        """End it, and let nobody wait for it."""
+        """End it, and the wait for it."""
         self.process.end()
         starting_file(self.order).unlink(missing_ok=True)
 

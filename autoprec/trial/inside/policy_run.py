@@ -189,7 +189,7 @@ class PolicyRun:
 
     # ---------------------------------------------------------------- the end
     def _refuse(self, reason: AutoPrecError, when: str) -> NoReturn:
-        """End the script: nobody may think that it trains under the policy."""
+        """End the script: it must not go on as if it trained under the policy."""
         (self._folder / REFUSED).touch()
         # a script may swallow what is raised
         print(f"autoprec: {visible(str(reason))}\nautoprec: the script is ended {when}", file=sys.stderr, flush=True)

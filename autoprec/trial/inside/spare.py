@@ -1,4 +1,4 @@
-"""The inside of :mod:`autoprec.trial.driver.spare`: stopped at its first training forward until told its trial."""
+"""The inside of :mod:`autoprec.trial.driver.spare`: waits at its first training forward until it is given a trial."""
 
 from __future__ import annotations
 

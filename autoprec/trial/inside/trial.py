@@ -1,4 +1,4 @@
-"""What happens inside the training process once it is told which trial it is: apply, watch, write the result, end."""
+"""One trial, inside the training process: apply the policy, watch the steps, write the result, end the process."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ class Trial:
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
             limit_memory(self._device, spec.memory_limit)
-        # nothing else is timed, and a scan on a busy GPU needs no repetition; who shares a device is not timed yet
+        # nothing else is timed, and a scan on a busy GPU needs no repetition; a shared device is timed later
         if spec.kind == "train" and not spec.shared:
             self._before = read_conditions(self._device)
         self.hooks.events = self.loop
@@ -226,7 +226,7 @@ class Trial:
         return sum(p.numel() for p in self.found.root.parameters()) <= SMALL_MODEL
 
     def _moved_on(self, other: torch.optim.Optimizer) -> None:
-        """Another model is trained now, and this one no more: whoever started us must look at that one."""
+        """The script switched models; the driver must probe the new one."""
         loop, name = self.loop, type(self.found.root).__name__
         steps = loop.steps if loop is not None else 0
         if self.spec.kind == "try" and not self._is_small():
@@ -329,6 +329,7 @@ class Trial:
         self._exit_action, self.pid = action, os.getpid()
 
     def at_exit(self) -> None:
+        """Report that the script ended by itself."""
         self._exit_action()
 
     def _too_short(self) -> None:

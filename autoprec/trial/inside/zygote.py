@@ -28,7 +28,7 @@ from autoprec.trial.inside.isolate.sharing import shared_state
 from autoprec.trial.messages import connect, send_message
 from autoprec.trial.processes import die_with_parent, end_group
 
-#: A copy that nobody has replaced or asked anything of for this long imports ahead for its forks.
+#: A copy that has been neither replaced nor used for this long imports ahead for its forks.
 _IDLE_S = 1.5
 _NEEDED = (
     "torch._dynamo",

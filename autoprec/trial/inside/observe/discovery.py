@@ -47,10 +47,12 @@ class Found:
 
     @property
     def root(self) -> nn.Module:
+        """The primary model."""
         return self.roots[0]
 
     @property
     def root_parameters(self) -> list[torch.Tensor]:
+        """The trained parameters of the primary model."""
         mine = {id(p) for p in self.root.parameters()}
         own = [p for p in self.parameters if id(p) in mine]
         # Inside functional_call other tensors stand for the parameters.

@@ -1,7 +1,7 @@
 """Loops that take gradients as values: ``torch.autograd.grad`` by parameters, and ``functional_call`` on a dict.
 
 Both are steps like any other: a loss, gradients, an update by hand. Gradients that are returned instead of stored are
-lent to the parameters' ``grad`` for as long as whoever watches looks at them. The transforms of ``torch.func``
+lent to the parameters' ``grad`` for as long as the events are handled. The transforms of ``torch.func``
 (``grad``, ``vmap``) differentiate inside a level of their own, where layers with a backward of their own cannot run:
 that is reported.
 """
@@ -38,7 +38,7 @@ class FunctionalLoop:
             # A graph is created for second derivatives (a gradient penalty, MAML): no update follows from that.
             higher = args[2] if len(args) > 2 else kwargs.get("create_graph", False)
             if (
-                self._hooks.told
+                self._hooks.steps_reported
                 or self._hooks.busy
                 or higher
                 or not leaves

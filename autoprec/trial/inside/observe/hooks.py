@@ -84,7 +84,7 @@ class Hooks:
         #: The model whose forwards cannot be seen (``model.forward(x)``): every optimizer step announces the next.
         self.unseen: nn.Module | None = None
         #: The script tells its steps itself (``Session.observe``): gradients taken as values are not steps as well.
-        self.told = False
+        self.steps_reported = False
         #: The model that the script calls through ``functional_call``.
         self.functional: nn.Module | None = None
 
@@ -104,6 +104,7 @@ class Hooks:
         self._patch_clip()
 
     def remove(self) -> None:
+        """Take every hook off again."""
         self.unwatch()
         while self._undo:
             self._undo.pop()()
@@ -306,7 +307,7 @@ class Hooks:
             self._watch_undo = self._announce = None
 
     def announce(self, module: nn.Module) -> None:
-        """Tell who is watching that a training forward of ``module`` begins, where no call can be seen."""
+        """Call the watcher as at a training forward of ``module``, where no call can be seen."""
         if self._announce is not None:
             self._announce(module, (), {})
 

@@ -48,7 +48,7 @@ class Loop(Events):
         check: called after each step; may end the process (early stop, non-finite loss).
         anneal: multiply the learning rates by a cosine over ``total``.
         count_memory: count the bytes saved for backward in the first step.
-        beat: called when a step is done, to tell whoever watches for hangs.
+        beat: called when a step is done; the driver watches for hangs by it.
         silent: called with the optimizer that steps on while the primary one has fallen silent.
         patience: go on for up to this many steps beyond ``total`` while a GradScaler skips steps.
     """

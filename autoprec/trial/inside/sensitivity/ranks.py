@@ -7,7 +7,7 @@ on all of them, with its reason (:mod:`.replay`).
 
 Passes of DistributedDataParallel are played without its exchange, and gradients averaged afterwards. Where the model
 itself exchanges tensors in its passes (FSDP, tensor parallelism, SyncBatchNorm), a rank that fails inside of one leaves
-the others waiting for it: then nothing can be told, and the run ends with an error instead of wrong gradients.
+the others waiting for it: then nothing can be reported, and the run ends with an error instead of wrong gradients.
 """
 
 from __future__ import annotations
@@ -60,22 +60,22 @@ class Ranks:
         failed, found = "", None
         try:
             found = work()
-        except Exception as error:  # told to the other ranks, and then to the user
+        except Exception as error:  # reported to the other ranks, and then to the user
             failed = str(error) if isinstance(error, EndedError) else f"{type(error).__name__}: {error}"
-        told: list[Any] = [(failed, found)]
+        reported: list[Any] = [(failed, found)]
         if world_size() > 1:
-            told = self._exchanged(failed, found)
-        for number, (reason, _) in enumerate(told):
+            reported = self._exchanged(failed, found)
+        for number, (reason, _) in enumerate(reported):
             if reason:
-                raise EndedError(f"rank {number}: {reason}" if len(told) > 1 else reason)
-        return [value for _, value in told]
+                raise EndedError(f"rank {number}: {reason}" if len(reported) > 1 else reason)
+        return [value for _, value in reported]
 
     def _exchanged(self, failed: str, found: Any) -> list[Any]:
-        told: list[Any] = [None] * world_size()
+        reported: list[Any] = [None] * world_size()
         try:
             if self._group is None and dist.is_gloo_available():
                 self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
-            dist.all_gather_object(told, (failed, found), group=self._group)
+            dist.all_gather_object(reported, (failed, found), group=self._group)
         except Exception as error:
             raise RanksApartError(
                 f"while {self._doing} the other ranks did not answer for {TIMEOUT_S:.0f} s"
@@ -83,7 +83,7 @@ class Ranks:
                 + ": they wait in the middle of a pass, and training on would mix its tensors with those of a step",
                 fix=self._fix,
             ) from error
-        return told
+        return reported
 
 
 def replicas(modules: Iterable[nn.Module]) -> list[nn.parallel.DistributedDataParallel]:

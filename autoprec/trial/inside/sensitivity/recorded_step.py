@@ -250,6 +250,7 @@ class RecordedStep:
         random: Any = None,
         sync: Any = None,
     ) -> None:
+        """Put one call on the tape: of the model where ``random`` is its random state, else of a torch function."""
         kind = self._device.type
         autocast = (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
         differentiable = torch.is_grad_enabled()
@@ -306,7 +307,7 @@ class RecordedStep:
         """Run every forward and backward again under what the model runs now; returns the summed loss.
 
         Gradients are added to those that the parameters have; the random state is left wherever the step leaves it.
-        With ``alone`` wrappers keep what they were told about exchanging gradients.
+        With ``alone`` wrappers keep their settings about exchanging gradients.
 
         Raises:
             RuntimeError: the step could not be recorded, or a loss depends on what was computed before the recording.
@@ -345,6 +346,7 @@ class RecordedStep:
         return total
 
     def forget(self) -> None:
+        """Let go of the recorded step."""
         self._leaves.clear()
         self._copies.clear()
         self._micros[:] = [_Micro()]

@@ -194,9 +194,9 @@ class Replay(Events):
         """Whether the time is used up, by the clock of the first rank: all ranks answer the same probes."""
         over = is_over(self._began, self._spec.within_s)
         if self._spec.within_s is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-            told = torch.tensor(int(over), device=self._device)
-            torch.distributed.broadcast(told, 0)
-            over = bool(told)
+            decided = torch.tensor(int(over), device=self._device)
+            torch.distributed.broadcast(decided, 0)
+            over = bool(decided)
         return over
 
     def _finish(self) -> None:
