@@ -1,8 +1,8 @@
 """The unit in which loss gaps are measured, for the trial that ends itself early and for the search that scores it.
 
 A gap is relative to the reference's loss at the same step. Where a loss goes to zero (regression on clean data, a
-classifier that has learnt its training set) that ratio is meaningless: 1e-6 against 3e-6 is a gap of 200 % that
-does not matter. So the unit never falls below a tenth of the loss that training started from; curves that stay above it, as
+classifier that has learnt its training set) that ratio is meaningless: 1e-6 against 3e-6 is a gap of 200 % that does
+not matter. So the unit never falls below a tenth of the loss that training started from; curves that stay above it, as
 those of language models do, are measured relatively throughout.
 """
 
