@@ -136,7 +136,7 @@ def test_a_policy_says_nothing_to_a_terminal(
     printed = ""
     for words in (
         ["show", "a.yaml"],
-        ["diff", "--all", "a.yaml", "b.yaml"],
+        ["show", "a.yaml", "b.yaml"],
         ["show", "bad.yaml"],
         ["validate", "bad.yaml"],
     ):
