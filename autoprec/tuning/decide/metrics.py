@@ -163,7 +163,7 @@ def score(
     reference: Reference,
     *,
     estimate: StepEstimate | None,
-    gradient_error: float,
+    error: float,
 ) -> Run:
     """Return a planned run with what a host says of it, scored against its paired reference.
 
@@ -171,7 +171,7 @@ def score(
         plan: the run as far as it is known before it starts.
         reference: the reference run of the same paired seed.
         estimate: the modelled step on the target; None when this machine is the target and was timed.
-        gradient_error: relative gradient error predicted from the sensitivity table, in units of the gradient norm.
+        error: relative gradient error, predicted from the sensitivity table, in units of the gradient norm.
     """
     seen = replace(plan, tail=result.tail, losses=result.losses, reference_losses=reference.losses)
     if not result.ok:
@@ -188,7 +188,7 @@ def score(
     memory = result.memory_bytes if estimate is None else estimate.memory_bytes
     share = effective_speedup(1.0, result.losses, reference.losses)
     source = MEASURED if estimate is None else MODELLED
-    metrics = run_metrics(reference, step_ms, memory, gap, Metric(gradient_error, MODELLED), share=share, source=source)
+    metrics = run_metrics(reference, step_ms, memory, gap, Metric(error, MODELLED), share=share, source=source)
     return replace(seen, status="ok", reason="", metrics=metrics)
 
 

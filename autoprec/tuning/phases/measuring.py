@@ -66,19 +66,19 @@ def scored(
     plan: Run,
     result: TrialResult,
     reference: Reference,
-    gradient_error: float,
+    error: float,
     began: tuple[float, float],
 ) -> Run:
     """Return a planned record with everything that its run measured.
 
     Args:
         reference: the reference of the same paired seed.
-        gradient_error: the policy's, as predicted or measured.
+        error: the policy's gradient error, as predicted or measured.
         began: when, by the wall clock (which may jump) and by the monotonic one (which durations are taken from).
     """
     estimate = None if setup.measured else setup.steps.of(plan.params)
     doubt = result.unreliable if setup.measured else ""
-    found = score(plan, result, reference, estimate=estimate, gradient_error=gradient_error)
+    found = score(plan, result, reference, estimate=estimate, error=error)
     done = replace(
         found,
         reason=found.reason or doubt,

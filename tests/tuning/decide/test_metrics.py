@@ -99,7 +99,7 @@ def result(losses: tuple[float, ...] = (3.0, 2.5, 2.2, 2.0), **changes: object) 
 
 
 def test_a_timed_trial() -> None:
-    scored = score(PLAN, result(), REFERENCE, estimate=None, gradient_error=0.01)
+    scored = score(PLAN, result(), REFERENCE, estimate=None, error=0.01)
     assert scored["speedup"] == pytest.approx(2.0)
     assert scored["throughput"] == pytest.approx(20.0)
     assert scored["samples_per_s"] == pytest.approx(160.0)
@@ -110,7 +110,7 @@ def test_a_timed_trial() -> None:
 
 def test_a_rehearsed_trial_takes_time_and_memory_from_the_model_and_the_loss_from_the_run() -> None:
     estimate = StepEstimate(time_ms=25.0, low_ms=20.0, high_ms=30.0, memory_bytes=5000)
-    scored = score(PLAN, result((3.0, 2.5, 2.21, 2.0)), REFERENCE, estimate=estimate, gradient_error=0.01)
+    scored = score(PLAN, result((3.0, 2.5, 2.21, 2.0)), REFERENCE, estimate=estimate, error=0.01)
     assert scored["speedup"] == pytest.approx(4.0)
     assert scored["memory_bytes"] == 5000
     assert scored["divergence"] == pytest.approx((0.01 / 2.2) / 2)
@@ -119,18 +119,18 @@ def test_a_rehearsed_trial_takes_time_and_memory_from_the_model_and_the_loss_fro
 
 
 def test_a_loss_that_ends_non_finite_is_diverged_and_has_no_metrics() -> None:
-    scored = score(PLAN, result((3.0, 2.5, math.nan, 2.0)), REFERENCE, estimate=None, gradient_error=0.0)
+    scored = score(PLAN, result((3.0, 2.5, math.nan, 2.0)), REFERENCE, estimate=None, error=0.0)
     assert (scored.status, scored.metrics) == ("diverged", {})
 
 
 def test_failures_keep_their_reason() -> None:
-    scored = score(PLAN, TrialResult("oom", "out of memory"), REFERENCE, estimate=None, gradient_error=0.0)
+    scored = score(PLAN, TrialResult("oom", "out of memory"), REFERENCE, estimate=None, error=0.0)
     assert (scored.status, scored.reason, scored.metrics) == ("oom", "out of memory", {})
 
 
 def test_state_that_loses_updates_adds_to_the_divergence() -> None:
     """A stalled second moment may well end at a lower loss; what was seen of it from the inside counts."""
-    scored = score(PLAN, result(payload={"state": {"penalty": 0.3}}), REFERENCE, estimate=None, gradient_error=0.0)
+    scored = score(PLAN, result(payload={"state": {"penalty": 0.3}}), REFERENCE, estimate=None, error=0.0)
     assert scored["divergence"] == pytest.approx(0.3)
 
 
@@ -142,13 +142,11 @@ def test_a_trial_that_did_not_execute_its_policy_is_a_failure() -> None:
         "ok": False,
         "reason": "",
     }
-    scored = score(PLAN, result(audit={"layers": [row], "operators": {}}), REFERENCE, estimate=None, gradient_error=0.0)
+    scored = score(PLAN, result(audit={"layers": [row], "operators": {}}), REFERENCE, estimate=None, error=0.0)
     assert scored.status == "mismatch"
     assert "blocks.0.fc" in scored.reason
     around = {"ok": False, "executed": "-", "reason": "never executed"}
-    scored = score(
-        PLAN, result(audit={"operators": {"activations": around}}), REFERENCE, estimate=None, gradient_error=0.0
-    )
+    scored = score(PLAN, result(audit={"operators": {"activations": around}}), REFERENCE, estimate=None, error=0.0)
     assert scored.reason == "1 layers or operators did not run as asked, first activations: never executed"
 
 
@@ -156,7 +154,7 @@ def test_an_expert_without_tokens_is_forgiven_and_a_weight_out_of_reach_is_not()
     row = {"name": "experts.7", "requested": {"fprop": "fp8"}, "executed": {}, "ok": True, "reason": "not called"}
     for ok, status in ((True, "ok"), (False, "mismatch")):
         audit = {"layers": [{**row, "ok": ok}], "operators": {}}
-        assert score(PLAN, result(audit=audit), REFERENCE, estimate=None, gradient_error=0.0).status == status
+        assert score(PLAN, result(audit=audit), REFERENCE, estimate=None, error=0.0).status == status
 
 
 def test_a_loss_near_zero_is_not_divided_by() -> None:
