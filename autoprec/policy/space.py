@@ -32,6 +32,8 @@ SCHEMA = "autoprec.space/1"
 MAX_SPACE_BYTES = 1024 * 1024
 #: Values of recipe parameters in one space; each is tried on its recipe when the space is read.
 MOST_PARAMETER_VALUES = 1000
+#: Former names of shipped spaces.
+_RENAMED = {"cpu-bf16": "cpu"}
 #: Classes of operators that a search may keep in FP32 where the rest runs in 16 bits.
 WIDE_OPERATORS = ("norm", "softmax")
 #: Flags and kinds of layers that a rule can ask for (see :class:`autoprec.graph.report.Layer`).
@@ -272,6 +274,11 @@ class SearchSpace(_Frozen):
         narrow = {name: getattr(self, name)[:1] for name in WIDE_OPERATORS}
         return self.model_copy(update={"activations": ("keep",), "attention": ("keep",), **narrow})
 
+    def without_bf16_activations(self) -> SearchSpace:
+        """Return the space for a CPU without bf16 instructions, whose autocast is many times slower than fp32."""
+        values = tuple(value for value in self.activations if value != "bf16")
+        return self.model_copy(update={"activations": values or ("keep",)})
+
     def with_fp8_attention(self, refusal: str, *, offer: bool) -> SearchSpace:
         """Return the space with FP8 attention where that can run, and without it where it cannot.
 
@@ -377,7 +384,7 @@ def load_space(name_or_path: str | Path) -> SearchSpace:
         UnknownNameError: neither a shipped name nor a path.
         SpaceError: a file that is missing or not a valid space.
     """
-    text = str(name_or_path)
+    text = _RENAMED.get(str(name_or_path), str(name_or_path))
     if text in space_names():
         return _shipped(text)
     if isinstance(name_or_path, Path) or "/" in text or text.endswith((".yaml", ".yml", ".json")):

@@ -5,6 +5,7 @@ The figures live in ``targets.yaml`` beside this file; a user adds GPUs with a f
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -36,6 +37,17 @@ _ALIGNMENT = {
 FAMILIES = (*_ALWAYS, *_ALIGNMENT)
 #: feature flag of a CPU -> its unit that multiplies bf16
 _BF16_UNITS = {"amx_bf16": "AMX", "avx512_bf16": "AVX512_BF16", "bf16": "FEAT_BF16", "svebf16": "SVE_BF16"}
+#: feature flag of a CPU -> its unit that multiplies int8 without an overflow in 16 bits
+_INT8_UNITS = {
+    "amx_int8": "AMX",
+    "avx512_vnni": "AVX512_VNNI",
+    "avx_vnni": "AVX_VNNI",
+    "i8mm": "I8MM",
+    "asimddp": "DOTPROD",
+}
+#: unit -> what ``ONEDNN_MAX_CPU_ISA`` must at least allow, in the order of oneDNN's instruction sets
+_ISAS = ("SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
+_UNIT_ISA = {"AVX_VNNI": "AVX2_VNNI", "AVX512_VNNI": "AVX512_CORE_VNNI", "AVX512_BF16": "AVX512_CORE_BF16"}
 
 
 def recipe_family(recipe: Recipe) -> str:
@@ -162,6 +174,10 @@ class Target:
         if recipe is None:
             return Capability(True)
         family = recipe_family(recipe)
+        if self.is_cpu and family == "bf16" and cpu_bf16_units() == ():
+            return Capability(
+                False, "this CPU has no bf16 instructions: its bf16 GEMMs are many times slower than fp32"
+            )
         if family in _ALWAYS:
             if self.is_cpu or self.peak(family):
                 return Capability(True)
@@ -316,20 +332,30 @@ def cpu_flags(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...]:
     return tuple(next(flags, ()))
 
 
+def _units(names: Mapping[str, str], cpuinfo: Path | str) -> tuple[str, ...] | None:
+    flags = cpu_flags(cpuinfo)
+    most = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    allowed = _ISAS[: _ISAS.index(most) + 1] if most in _ISAS else (*_ISAS, "")
+    found = (unit for flag, unit in names.items() if flag in flags)
+    return tuple(unit for unit in found if _UNIT_ISA.get(unit, "") in allowed) if flags else None
+
+
 def cpu_bf16_units(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...] | None:
     """Return the units that multiply bf16 in this CPU, by its feature flags; None where they cannot be read.
 
-    AVX512-BF16, AMX-BF16 (x86) and FEAT_BF16 (ARM) do. With none of them, a library widens every bf16 operand to fp32
-    first, which is several times slower than fp32 itself.
+    AVX512-BF16, AMX-BF16 (x86) and FEAT_BF16 (ARM) do, where ``ONEDNN_MAX_CPU_ISA`` lets oneDNN use them. With none of
+    them, a library widens every bf16 operand to fp32 first, which is several times slower than fp32 itself.
     """
-    flags = cpu_flags(cpuinfo)
-    return tuple(unit for flag, unit in _BF16_UNITS.items() if flag in flags) if flags else None
+    return _units(_BF16_UNITS, cpuinfo)
+
+
+def cpu_int8_units(cpuinfo: Path | str = "/proc/cpuinfo") -> tuple[str, ...] | None:
+    """Return the units that multiply int8 in this CPU, as :func:`cpu_bf16_units`; a plain AVX2 CPU does without."""
+    return _units(_INT8_UNITS, cpuinfo)
 
 
 def _cpu() -> Target:
     """Return this machine as a target; its rates are measured, not looked up (:mod:`autoprec.cost.calibrate.cpu`)."""
-    import os
-
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return Target(
         name="cpu",

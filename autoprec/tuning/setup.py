@@ -130,6 +130,8 @@ class Setup:
         scale = CostScale.parse(options.cost_scale) if options.cost_scale else None
         measured = here and scale is None
         space = space.executed(compiled=host.compiled, measured=measured)
+        if not (options.space or target.can_run(BUILTIN_RECIPES["bf16"])):
+            space = space.without_bf16_activations()
         refusal = fp8_attention_refusal(graph, target, options.backend, measured=measured)
         space = space.with_fp8_attention(refusal, offer=not options.space)
         if not graph.root_called:

@@ -29,7 +29,7 @@ MOVES = re.compile(
 )
 #: The loss does arithmetic of its own on what the model returns.
 OWN_ARITHMETIC = "vae"
-SPACE = load_space("cpu-bf16")
+SPACE = load_space("cpu")
 
 
 class Operators(TorchDispatchMode):

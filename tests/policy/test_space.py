@@ -22,7 +22,7 @@ SHIPPED = [
     "blackwell-nvfp4",
     "blackwell-rtx-nvfp4",
     "conservative",
-    "cpu-bf16",
+    "cpu",
     "hopper-fp8",
     "hopper-fp8-block",
     "int8",
@@ -80,7 +80,8 @@ def test_no_shipped_space_offers_a_consumer_card_what_has_no_kernel_there(name: 
 def test_every_target_has_exactly_one_default_space() -> None:
     claims = [target for name in SHIPPED for target in load_space(name).default_for]
     assert len(claims) == len(set(claims))
-    assert default_space("cpu").name == "cpu-bf16"
+    assert default_space("cpu").name == "cpu"
+    assert load_space("cpu-bf16") is load_space("cpu")  # its former name
     assert default_space("h200").name == "hopper-fp8"
     assert default_space("b200").name == "blackwell-mx"
     assert default_space("a machine nobody knows").name == "ampere-bf16"
@@ -206,7 +207,7 @@ def test_execution_is_offered_where_it_differs() -> None:
     assert space.executed(compiled=True, measured=False).execution == ("keep",)
 
 
-@pytest.mark.parametrize("name", [n for n in SHIPPED if n not in ("cpu-bf16", "conservative", "tiny")])
+@pytest.mark.parametrize("name", [n for n in SHIPPED if n not in ("cpu", "conservative", "tiny")])
 def test_a_gpu_space_leaves_the_output_layer_a_way_to_float32(name: str) -> None:
     # what the two packages run, and nothing else; hopper-fp8 has no such choice yet
     if name in ("msamp-levels", "te-delayed", "hopper-fp8"):

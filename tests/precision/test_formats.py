@@ -5,7 +5,7 @@ import torch
 
 from autoprec.precision.formats import FORMATS, NumberFormat
 
-FLOATS = [f for f in FORMATS.values() if f.torch_name and f.name != "int8"]
+FLOATS = [f for f in FORMATS.values() if f.torch_name and f.torch_name != "int8"]
 
 
 @pytest.mark.parametrize("found", FLOATS, ids=lambda f: f.name)

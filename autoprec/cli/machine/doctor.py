@@ -9,6 +9,7 @@ import platform
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import click
@@ -154,7 +155,7 @@ def diagnose() -> dict[str, Any]:
         "torch": str(torch.__version__),
         "platform": platform.platform(),
         "devices": devices,
-        "here": {"gains": here.gains, "units": here.units, "bf16_ratio": here.bf16_ratio, "means": here.sentence},
+        "here": {**asdict(here), "gains": here.gains, "means": here.sentence},
         "backends": backends,
         "recipes": recipes,
         "auto": choices,

@@ -74,7 +74,7 @@ def demo() -> int:
 
     script = example()
     with Phases() as phases:
-        phases.begin("timing this machine in fp32 and bf16")
+        phases.begin("timing this machine in fp32, bf16 and int8")
         here = look_here()
     asked = SearchOptions(command=(str(script),), output=POLICY)
     echo(here.sentence, err=True)

@@ -1,7 +1,8 @@
 """The CPU as a target: rates of this machine, fitted by a short micro-benchmark in a child process, and cached.
 
-On a CPU bf16 multiplications may be several times faster than fp32 (AMX, AVX512-BF16), 8-bit recipes are emulated
-(round, multiply in bf16) and therefore never faster than bf16, and casts, norms and attention do not gain.
+On a CPU bf16 multiplications may be several times faster than fp32 (AMX, AVX512-BF16), and int8 ones faster still
+(VNNI), or faster where bf16 has no units (AVX2). FP8 recipes are emulated (round, multiply in bf16) and therefore never
+faster than bf16; casts, norms and attention do not gain. Rates are those of the instructions that the libraries use.
 """
 
 from __future__ import annotations
@@ -29,14 +30,19 @@ from autoprec.precision.hardware import recipe_family
 from autoprec.precision.recipes import GEMM_OPERANDS, Gemm
 from autoprec.support.files import cache_folder, write_json
 
-_SCHEMA = 7
+_SCHEMA = 8
+#: Limits of the instructions that the libraries use: rates under one are not those under another.
+ISA_VARIABLES = ("ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS", "ATEN_CPU_CAPABILITY")
 _PROBE_TIMEOUT_S = 120.0
+#: Bytes of a value of a GEMM's operands, and of its result.
+GEMM_BYTES = {"fp32": (4, 4), "bf16": (2, 2), "int8": (1, 4)}
 
 #: Used when the micro-benchmark cannot run: a plain AVX2 core without bf16 instructions.
 FALLBACK: dict[str, Any] = {
     "gemm": {
         "fp32": {role: [1.5e-11, 5e-11, 2e-5] for role in ("fprop", "dgrad", "wgrad")},
         "bf16": {role: [1.5e-11, 5e-11, 3e-5] for role in ("fprop", "dgrad", "wgrad")},
+        "int8": {role: [1e-11, 5e-11, 3e-5] for role in ("fprop", "dgrad", "wgrad")},
     },
     "operators": {
         name: {form: {phase: [1e-10, 5e-6] for phase in ("forward", "backward")} for form in ("fp32", "bf16")}
@@ -45,8 +51,9 @@ FALLBACK: dict[str, Any] = {
     "reduction": {"fp32": [5e-11, 5e-6], "bf16": [1e-10, 5e-6]},
     "casts": {"down": [8e-10, 4e-6], "up": [8e-10, 4e-6]},
     "emulated": {
-        name: [8e-9, 5e-5] for name in ("fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4", "int8")
+        name: [8e-9, 5e-5] for name in ("fp8_tensor", "fp8_delayed", "fp8_row", "fp8_block", "mxfp8", "nvfp4")
     },
+    "integer": {"row": [1e-9, 3e-5], "tensor": [1e-9, 3e-5]},
     "convolution": {"fp32": 1.5, "bf16": 1.5},
     "attention": {
         form: {
@@ -56,8 +63,8 @@ FALLBACK: dict[str, Any] = {
     },
     "optimizer": [5e-9, 7e-5],
     "dispatch": 3e-6,
-    "weights": {"fp32": 0.0, "bf16": 0.0, "emulated": 0.0},
-    "in_situ": {"fp32": 1.0, "bf16": 1.0, "emulated": 1.0, "optimizer": 1.0},
+    "weights": {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "emulated": 0.0},
+    "in_situ": {"fp32": 1.0, "bf16": 1.0, "int8": 1.0, "emulated": 1.0, "optimizer": 1.0},
     "torch": "",
 }
 
@@ -79,7 +86,8 @@ def cache_file() -> Path:
         torch_version = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         torch_version = "none"
-    key = hashlib.sha256(f"{_SCHEMA}|{cpu_model()}|{torch_version}".encode()).hexdigest()[:16]
+    limits = [os.environ.get(name, "") for name in ISA_VARIABLES]
+    key = hashlib.sha256("|".join([str(_SCHEMA), cpu_model(), torch_version, *limits]).encode()).hexdigest()[:16]
     return cache_folder() / f"cpu-{key}.json"
 
 
@@ -113,7 +121,7 @@ def _load(path: str, refresh: bool) -> tuple[dict[str, Any], str]:
         try:
             cached = json.loads(file.read_text(encoding="utf-8"))
             if _valid(cached):
-                return cached, "modelled, rates of this CPU (cached)"
+                return cached, f"modelled, rates of this CPU (measured {cached.get('date', 'earlier')})"
         except (OSError, ValueError):
             pass
     measured = _probe()
@@ -170,11 +178,10 @@ class CpuCost:
         self.in_situ: Mapping[str, float] = rates["in_situ"]
 
     def gemm_seconds(self, form: str, role: str, m: int, k: int, n: int, batch: int) -> float:
-        """Return the time of one GEMM in fp32 or bf16 (other formats run as one of the two)."""
-        native = "bf16" if form == "bf16" else "fp32"
+        """Return the time of one GEMM in fp32, bf16 or int8 (other formats run as one of the first two)."""
+        native = form if form in ("bf16", "int8") else "fp32"
         per_flop, per_byte, fixed = self.rates["gemm"][native]["fprop" if role == "recompute" else role]
-        size = 2 if native == "bf16" else 4
-        moved = size * (m * k + k * n + m * n)
+        moved = GEMM_BYTES[native][0] * (m * k + k * n) + GEMM_BYTES[native][1] * m * n
         return float(batch * (2.0 * m * k * n * per_flop + moved * per_byte) + fixed)
 
     def _cast(self, name: str, elements: float) -> float:
@@ -193,6 +200,14 @@ class CpuCost:
             gemm: Gemm = "fprop" if role == "recompute" else role  # type: ignore[assignment]
             recipe = plan.recipe(gemm)
             form = kept if recipe is None else recipe.format
+            operands = GEMM_OPERANDS[gemm]
+            if recipe is not None and recipe.scaling is not None and form == "int8":
+                per_value, fixed = self.rates["integer"][recipe.scaling.granularity]
+                gemm_time += self.gemm_seconds(form, role, *work.dims(role), work.batch) * self.in_situ[form]
+                added = fixed + per_value * sum(work.elements(operand) for operand in operands)
+                added += work.elements("weight") * self.rates["weights"][form] if gemm == "wgrad" else 0.0
+                cast += added * self.in_situ[form]
+                continue
             emulated = recipe is not None and (recipe.scaled or form in ("fp16", "tf32"))
             low = form == "bf16" or emulated
             # the FP32 sums of 16-bit operands come from a float32 product here
@@ -201,7 +216,6 @@ class CpuCost:
             gemm_time += spent * (self.rates["convolution"] if kind == "conv" else self.in_situ)[native]
             if gemm == "wgrad":
                 cast += work.elements("weight") * self.rates["weights"]["emulated" if emulated else native]
-            operands = GEMM_OPERANDS[gemm]
             if emulated and recipe is not None:
                 per_value, fixed = self.rates["emulated"].get(recipe_family(recipe), self.rates["emulated"]["fp8_row"])
                 added = fixed + per_value * sum(work.elements(operand) for operand in operands)

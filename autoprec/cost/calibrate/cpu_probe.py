@@ -6,7 +6,9 @@ imports torch.
 
 from __future__ import annotations
 
+import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,9 +19,10 @@ import torch
 from torch import nn
 
 from autoprec.applying.policy import apply_policy, remove_policy
+from autoprec.backends import choose
+from autoprec.cost.calibrate.cpu import GEMM_BYTES, ISA_VARIABLES
 from autoprec.cost.model import CostModel
 from autoprec.graph.recorder import StepRecorder
-from autoprec.numerics.linear import LinearExecution
 from autoprec.policy.matching import resolve
 from autoprec.policy.schema import LayerPlan, Policy
 from autoprec.precision.hardware import target
@@ -33,8 +36,8 @@ _FAMILIES = {
     "fp8_block": "fp8_block",
     "mxfp8": "mxfp8",
     "nvfp4": "nvfp4",
-    "int8": "int8",
 }
+_INTEGER = {"row": "int8", "tensor": "int8_tensor"}
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -74,16 +77,16 @@ def _fit(rows: list[list[float]], times: list[float]) -> list[float]:
 def _gemms() -> dict[str, dict[str, list[float]]]:
     """Return format -> role -> seconds per (FLOP, byte moved, call)."""
     out: dict[str, dict[str, list[float]]] = {}
-    for name, dtype in _DTYPES.items():
-        size = dtype.itemsize
+    for name, dtype in {**_DTYPES, "int8": torch.int8}.items():
+        product: Callable[..., torch.Tensor] = torch._int_mm if name == "int8" else torch.mm
+        read, written = GEMM_BYTES[name]
         rows: list[list[float]] = []
         times: dict[str, list[float]] = {"fprop": [], "dgrad": [], "wgrad": []}
         for m, k, n in _SHAPES:
-            x, w, g = (torch.randn(*shape).to(dtype) for shape in ((m, k), (n, k), (m, n)))
-            rows.append([2.0 * m * k * n, float(size * (m * k + k * n + m * n)), 1.0])
-            times["fprop"].append(_best(lambda x=x, w=w: torch.nn.functional.linear(x, w)))  # type: ignore[misc]
-            times["dgrad"].append(_best(lambda g=g, w=w: g @ w))  # type: ignore[misc]
-            times["wgrad"].append(_best(lambda g=g, x=x: g.t() @ x))  # type: ignore[misc]
+            x, w, g = (torch.randn(*shape).mul_(16.0).to(dtype) for shape in ((m, k), (n, k), (m, n)))
+            rows.append([2.0 * m * k * n, float(read * (m * k + k * n) + written * m * n), 1.0])
+            for role, a, b in (("fprop", x, w.t()), ("dgrad", g, w), ("wgrad", g.t(), x)):
+                times[role].append(_best(functools.partial(product, a, b)))
         out[name] = {role: _fit(rows, values) for role, values in times.items()}
     return out
 
@@ -163,13 +166,24 @@ def _casts() -> dict[str, list[float]]:
     return out
 
 
-def _emulated(gemms: dict[str, dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Return family -> seconds per (operand value, GEMM) that emulating 8 bits adds to the bf16 multiplication."""
+def _scaled(
+    gemms: dict[str, dict[str, list[float]]], families: dict[str, str], product: str, *, larger: int = 1
+) -> dict[str, list[float]]:
+    """Return family -> seconds per (operand value, GEMM) that its casts add to the multiplications of a layer.
+
+    Args:
+        families: family -> the recipe that is timed.
+        product: format in which it multiplies.
+        larger: multiplies the sizes.
+    """
     out: dict[str, list[float]] = {}
-    for family, recipe in _FAMILIES.items():
-        execution = LinearExecution(LayerPlan.uniform(BUILTIN_RECIPES[recipe]))
+    per_value, per_result = GEMM_BYTES[product]
+    for family, recipe in families.items():
+        execution = choose("auto", "cpu").bind(
+            LayerPlan.uniform(BUILTIN_RECIPES[recipe]), nn.Linear(1, 1), name=family, seed=0
+        )
         rows, times = [], []
-        for m, k, n in ((128, 128, 128), (192, 256, 384)):
+        for m, k, n in ((128, 128, 128), (192 * larger, 256 * larger, 384 * larger)):
             x, w = torch.randn(m, k).requires_grad_(), torch.randn(n, k).requires_grad_()
             grad = torch.randn(m, n)
 
@@ -179,8 +193,9 @@ def _emulated(gemms: dict[str, dict[str, list[float]]]) -> dict[str, list[float]
             rows.append([2.0 * (m * k + k * n + m * n), 3.0])
             plain = 0.0
             for a, b, c, role in ((m, k, n, "fprop"), (m, n, k, "dgrad"), (n, m, k, "wgrad")):
-                flop, byte, call = gemms["bf16"][role]
-                plain += flop * 2.0 * a * b * c + byte * 2 * (a * b + b * c + a * c) + call
+                flop, byte, call = gemms[product][role]
+                moved = per_value * (a * b + b * c) + per_result * a * c
+                plain += flop * 2.0 * a * b * c + byte * moved + call
             times.append(max(1e-7, _best(run, repeats=2) - plain))
         out[family] = _fit(rows, times)
     return out
@@ -299,6 +314,7 @@ class _Reference(nn.Module):
 _IN_SITU: tuple[tuple[str, str, str], ...] = (
     ("fp32", "keep", "keep"),
     ("bf16", "bf16", "bf16"),
+    ("int8", "int8_tensor", "keep"),
     ("emulated", "fp8_rowwise", "bf16"),
 )
 
@@ -343,7 +359,7 @@ class _Stage:
         return cost.estimate(plans, activations=policy.activations).time_ms / 1e3
 
 
-_NOTHING = {"fp32": 0.0, "bf16": 0.0, "emulated": 0.0}
+_NOTHING = {"fp32": 0.0, "bf16": 0.0, "int8": 0.0, "emulated": 0.0}
 
 
 def _in_situ(rates: dict[str, Any]) -> dict[str, Any]:
@@ -386,14 +402,17 @@ def measure() -> dict[str, Any]:
         "operators": _operators(),
         "reduction": _reduction(),
         "casts": _casts(),
-        "emulated": _emulated(gemms),
+        "emulated": _scaled(gemms, _FAMILIES, "bf16"),
+        "integer": _scaled(gemms, _INTEGER, "int8", larger=3),
         "convolution": _convolution(gemms),
         "attention": _attention(),
         "optimizer": _optimizer(),
         "dispatch": _dispatch(),
     }
     out |= _in_situ(out)
-    return {**out, "torch": torch.__version__, "seconds": time.process_time() - start}
+    limits = {name: os.environ[name] for name in ISA_VARIABLES if name in os.environ}
+    made = {"torch": torch.__version__, "instructions": limits, "date": time.strftime("%Y-%m-%d")}
+    return {**out, **made, "seconds": time.process_time() - start}
 
 
 def main() -> int:

@@ -11,9 +11,11 @@ from autoprec.cli.machine.here import Here, cores, look_here
 @pytest.mark.parametrize(
     ("here", "gains", "says"),
     [
-        (Here(0, (), 12.3), False, "no bf16 instructions: bf16 GEMMs take 12.3 times as long as fp32 here"),
-        (Here(0, ("AVX512_BF16",), 0.5), True, "bf16 instructions (AVX512_BF16): bf16 GEMMs are 2.0 times as fast"),
+        (Here(0, (), 12.3), False, "bf16 GEMMs take 12.3 times as long as fp32 (no bf16 instructions)"),
+        (Here(0, ("AVX512_BF16",), 0.5), True, "bf16 GEMMs are 2.0 times as fast as fp32 (AVX512_BF16)"),
         (Here(0, ("AVX512_BF16",), 0.95), False, "gains nothing"),
+        (Here(0, (), 70.0, (), 0.5), True, "int8 GEMMs are 2.0 times as fast as fp32 (no int8 instructions)"),
+        (Here(0, (), 70.0, ("AVX512_VNNI",), 0.2), True, "5.0 times as fast as fp32 (AVX512_VNNI)"),
         (Here(2, (), 0.0), True, "2 usable GPUs"),
     ],
 )
@@ -27,5 +29,5 @@ def test_this_machine_is_timed_and_left_as_it_was() -> None:
     here = look_here()
     assert torch.get_num_threads() == threads
     assert here.gpus == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
-    assert here.gpus or here.bf16_ratio > 0
+    assert here.gpus or min(here.bf16_ratio, here.int8_ratio) > 0
     assert cores() >= 1

@@ -49,7 +49,7 @@ def test_rates_are_measured_once_and_then_cached(monkeypatch: pytest.MonkeyPatch
     assert cpu_rates()[1] == "modelled, rates of this CPU"
     cpu._load.cache_clear()
     rates, label = cpu_rates()
-    assert label.endswith("(cached)")
+    assert label.endswith("(measured earlier)")
     assert len(calls) == 1
     assert json.loads(cache_file().read_text())["gemm"] == rates["gemm"]
     cpu_rates(refresh=True)

@@ -30,14 +30,14 @@ def test_what_people_run_today_is_there() -> None:
 
 
 def test_the_cpu_gets_the_script_autocast_and_attention_in_fp32() -> None:
-    found = dict(presets(Problem.build(gpt(), load_space("cpu-bf16"))))
+    found = dict(presets(Problem.build(gpt(), load_space("cpu"))))
     assert list(found)[:2] == ["script", "bf16 autocast"]
     assert found["bf16 autocast, norm and softmax fp32"]["norm"] == "fp32"
     assert found["bf16 autocast, attention fp32"]["attention"] == "fp32"
 
 
 def test_no_two_presets_run_the_same() -> None:
-    for name in ("hopper-fp8", "cpu-bf16", "msamp-levels", "te-delayed"):
+    for name in ("hopper-fp8", "cpu", "msamp-levels", "te-delayed"):
         problem = Problem.build(gpt(), load_space(name))
         keys = [problem.key(params) for _, params in presets(problem)]
         assert len(keys) == len(set(keys))

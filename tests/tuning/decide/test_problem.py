@@ -18,7 +18,7 @@ from autoprec.tuning.decide.table import parameter_probes
 from tests.tuning.models import even_space, gpt, linear, report
 
 HOPPER = Problem.build(gpt(), even_space("hopper-fp8"))
-CPU = Problem.build(gpt(), load_space("cpu-bf16"))
+CPU = Problem.build(gpt(), load_space("cpu"))
 ATTENTION = Operator(
     "x_0", "h", "aten::_scaled_dot_product_flash_attention", "forward", "attention", "follow", "", (), (), 0, 0
 )
@@ -61,12 +61,12 @@ def test_a_parameter_of_a_recipe_that_does_not_run_makes_no_difference() -> None
 
 def test_attention_in_the_scripts_own_dtype_makes_no_difference() -> None:
     rows = (replace(ATTENTION, dtypes=("fp32", "fp32", "fp32", "bool")),)
-    found = Problem.build(replace(gpt(), operators=rows), load_space("cpu-bf16"))
+    found = Problem.build(replace(gpt(), operators=rows), load_space("cpu"))
     for choice, activations in itertools.product(("keep", "bf16"), ("keep", "bf16")):
         kept, named = (found.params_of(choice, activations=activations, attention=a) for a in ("keep", "fp32"))
         assert (found.key(kept) == found.key(named)) == (activations == "keep")  # autocast hands it 16 bits
     assert found.is_script(found.params_of("keep", attention="fp32"))
-    low = Problem.build(replace(gpt(), operators=(replace(ATTENTION, dtypes=("bf16",) * 3),)), load_space("cpu-bf16"))
+    low = Problem.build(replace(gpt(), operators=(replace(ATTENTION, dtypes=("bf16",) * 3),)), load_space("cpu"))
     assert low.key(low.params_of("keep", attention="fp32")) != low.key(low.params_of("keep"))
     assert not low.is_script(low.params_of("keep", attention="fp32"))
 

@@ -15,7 +15,7 @@ from autoprec.tuning.decide.table import SensitivityTable, families, mixed_param
 from tests.tuning.models import even_space, gpt
 
 HOPPER = Problem.build(gpt(), even_space("hopper-fp8"))
-CPU = Problem.build(gpt(), load_space("cpu-bf16"))
+CPU = Problem.build(gpt(), load_space("cpu"))
 
 
 def answers(problem: Problem, error2: np.ndarray, extra: float = 0.0) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from autoprec.tuning.decide.sampler.prior import (
 from autoprec.tuning.decide.table import SensitivityTable
 from tests.tuning.models import gpt
 
-PROBLEM = Problem.build(gpt(2), load_space("cpu-bf16"))
+PROBLEM = Problem.build(gpt(2), load_space("cpu"))
 TABLE = SensitivityTable(
     tuple(g.name for g in PROBLEM.groups), PROBLEM.choice_names, PROBLEM.table(lambda _g, c: 1e-6 * (c != "keep"))
 )
