@@ -59,6 +59,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
+        """Return the values that have a tick."""
         if not self.log:
             return nice_ticks(self.low, self.high)
         decades = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
@@ -161,6 +162,7 @@ class Chart:
         return False
 
     def legend(self, css: str, label: str) -> None:
+        """Add an entry to the legend."""
         self._legend.append((css, label))
 
     def _axes(self) -> list[str]:

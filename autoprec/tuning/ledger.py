@@ -59,9 +59,11 @@ class Ledger:
     needed_s: float = 0.0
 
     def elapsed(self) -> float:
+        """Return the seconds since the search began."""
         return time.monotonic() - self.started
 
     def note(self, text: str) -> None:
+        """Report something a person should know, and keep it for the result."""
         self.notes.append(text)
         self.listener.note(text)
 
@@ -128,6 +130,7 @@ class Ledger:
         return record.ok and bool(record.metrics) and not self.exceeded(record)
 
     def rank(self, record: Run) -> float:
+        """Return what the objective minimises, of a run."""
         return rank(record.figures, self.objective)
 
     def acceptable_ones(self) -> list[Run]:

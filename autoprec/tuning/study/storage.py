@@ -208,6 +208,7 @@ class Claim:
         return True
 
     def release(self) -> None:
+        """Let another driver hold the study; nothing where it is not held."""
         connection, self._connection = self._connection, None
         if connection is not None:
             engine = connection.engine

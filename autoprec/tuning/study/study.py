@@ -189,6 +189,7 @@ class StudyStore:
             raise StudyError(error.what, where=where, fix=_DAMAGED) from error
 
     def set_signature(self, signature: dict[str, Any]) -> None:
+        """Store the setup that the study is started with."""
         self._guarded(lambda: self._rdb.set_user_attr("signature", with_checksum(signature)))
 
     # --- asking and telling -----------------------------------------------------------------------------------------
@@ -211,11 +212,17 @@ class StudyStore:
 
     @property
     def live(self) -> optuna.Study:
+        """The study in memory that is asked.
+
+        Raises:
+            StudyError: :meth:`start` was not called.
+        """
         if self._live is None:
             raise StudyError("the study was not started", fix="call start() first")
         return self._live
 
     def queued(self) -> bool:
+        """Say whether presets are waiting to be asked."""
         return bool(self.live.get_trials(deepcopy=False, states=(TrialState.WAITING,)))
 
     def learned(self) -> list[Run]:
@@ -223,11 +230,13 @@ class StudyStore:
         return sorted((r for r in self.records if r.kind in LEARNED), key=lambda r: r.number)
 
     def ask(self) -> optuna.Trial:
+        """Return the next trial, with all its parameters decided."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return self.live.ask(self._distributions)
 
     def tell(self, trial: optuna.Trial, record: Run) -> None:
+        """Store the finished run of a trial, and let the sampler know."""
         self.add(record)
         self._tell_live(trial, record, record.status)
 
@@ -245,7 +254,12 @@ class StudyStore:
         self._live.tell(trial, values, state=failed if values is None else None)
 
     def add(self, record: Run) -> None:
-        """Store one finished record in one transaction, waiting for a server that is away for a while."""
+        """Store one finished run in one transaction, waiting for a server that is away for a while.
+
+        Raises:
+            NoSpaceError: the disk is full.
+            StudyError: the storage is gone, or another driver holds the study.
+        """
         tried = False
 
         def store() -> None:
@@ -303,6 +317,7 @@ class StudyStore:
         return {"complete": ok, "failed": len(learned) - ok - pruned, "pruned": pruned}
 
     def next_number(self) -> int:
+        """Return the number of the next run."""
         return 1 + max((record.number for record in self.records), default=-1)
 
 
