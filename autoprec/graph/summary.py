@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoprec.graph.analysis.flops import FOURIER
 from autoprec.graph.report import GraphReport, Layer
 from autoprec.graph.trace import OTHER_MODEL
 
@@ -58,6 +59,11 @@ def remainders(report: GraphReport) -> tuple[Remainder, ...]:
         taken = min(flops, left)
         if taken > 0:
             found[reason], left = (taken, names), left - taken
+    fourier = [o for o in report.operators if o.op.partition("::")[2] in FOURIER]
+    if flops := min(sum(o.flops for o in fourier), left):
+        names = list(dict.fromkeys(o.module for o in fourier))
+        found["Fourier transforms: no policy changes what they run in"] = (flops, names)
+        left -= flops
     if left > 0:
         found["other operators with FLOPs: follow activations"] = (left, [])
     rows = [Remainder(reason, flops, tuple(names)) for reason, (flops, names) in found.items()]

@@ -1,14 +1,15 @@
 """Matrix shapes and FLOPs of one operator call, from the shapes of its arguments.
 
 Counting rule: a multiply-add is two operations; a GEMM ``[M, K] x [K, N]`` is ``2 M K N``. Fused attention forward is
-its two products; fused attention backward is five (scores again, dV, dP, dQ, dK), as FlashAttention runs it.
+its two products; fused attention backward is five (scores again, dV, dP, dQ, dK), as FlashAttention runs it. A Fourier
+transform of N complex values is ``5 N log2 N`` (the radix-2 count of FFTW's benchmarks), of N real ones half of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
+from math import log2, prod
 
 from autoprec.graph.trace import Call, Ref, Trace
 
@@ -159,8 +160,23 @@ def _recurrent(trace: Trace, call: Call) -> int:
     return 2 * once if call.name.endswith("_backward") else once
 
 
+#: Fourier transforms: from and to complex values, or real ones on one side.
+FOURIER = ("_fft_c2c", "_fft_r2c", "_fft_c2r")
+
+
+def _fourier(trace: Trace, call: Call) -> int:
+    real = call.name != "_fft_c2c"
+    shape = _shape(trace, call.outs[0] if call.name == "_fft_c2r" else trace.argument(call, 0))
+    length = prod(shape[dim] for dim in call.args[1])
+    return round((2.5 if real else 5.0) * prod(shape) * log2(max(length, 1)))
+
+
 def call_flops(trace: Trace, call: Call, cls: str) -> int:
-    """Return the operations of one call of class gemm, conv or attention; 0 for what has no formula."""
+    """Return the operations of one call of class gemm, conv or attention, or of a Fourier transform; else 0."""
+    if call.name in FOURIER:
+        return _fourier(trace, call)
+    if cls not in ("gemm", "conv", "attention"):
+        return 0
     gemm = gemm_of(trace, call)
     if gemm is not None:
         return gemm.flops

@@ -67,7 +67,7 @@ def _operators(
                 reason=about.reason + written,
                 shapes=tuple(value.shape for value in trace.inputs(call)),
                 dtypes=tuple(value.dtype for value in trace.inputs(call)),
-                flops=call_flops(trace, call, cls) if cls in ("gemm", "conv", "attention") else 0,
+                flops=call_flops(trace, call, cls),
                 bytes=_bytes(trace, call, cls),
                 weight=weight,
                 role=role,

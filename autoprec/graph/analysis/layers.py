@@ -261,7 +261,7 @@ def _outside(record: LayerRecord, names: ModelNames) -> str:
     if record.kind == "conv":
         return "a convolution with a forward of its own: follows activations"
     parameter, attribute = names.parameters.get(record.weight), record.weight.rpartition(".")[2]
-    if record.weight == record.name and parameter is not None and (why := why_not_a_weight(attribute, parameter)):
+    if parameter is not None and (why := why_not_a_weight(attribute, parameter)):
         return f"{why}: follows activations"
     return "its weight is used outside a linear or convolution module: follows activations"
 

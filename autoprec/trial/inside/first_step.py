@@ -104,7 +104,7 @@ class FirstStep(Events):
         owned = {id(p) for o in optimizers for group in o.param_groups for p in group["params"]}
         if not any(id(p) in owned for p in module.parameters()):
             return  # a loss module or a frozen tower
-        found = discover(optimizers)
+        found = discover(optimizers, called=module)
         if found is not None and not self._pass_over(found):
             self._stop(found, module, args, kwargs)
 

@@ -16,7 +16,13 @@ def flops(function, *inputs, phase="forward"):
             return function(*args)
 
     model = Net()
-    report = record_step(model, lambda: model(*inputs).sum().backward())
+
+    def step():
+        out = model(*inputs)
+        if out.requires_grad:
+            out.sum().backward()
+
+    report = record_step(model, step)
     return sum(o.flops for o in report.operators if o.phase == phase)
 
 
@@ -52,6 +58,14 @@ def test_fused_attention_is_two_products_forward_and_five_backward():
     product = 2 * 2 * 3 * 8 * 10 * 16
     assert flops(F.scaled_dot_product_attention, q, k, v) == 2 * product
     assert flops(F.scaled_dot_product_attention, q, k, v, phase="backward") == 5 * product
+
+
+def test_fourier_transforms_are_counted():
+    x = tensor(3, 64)
+    assert flops(torch.fft.fft, x.to(torch.complex64).detach()) == 5 * 3 * 64 * 6
+    assert flops(torch.fft.rfft, x.detach()) == 5 * 3 * 64 * 6 // 2
+    assert flops(lambda z: torch.fft.irfft(z, n=64), torch.randn(3, 33, dtype=torch.complex64)) == 5 * 3 * 64 * 6 // 2
+    assert flops(torch.fft.fft2, torch.randn(2, 8, 16, dtype=torch.complex64)) == 5 * 2 * 128 * 7
 
 
 def test_elementwise_operators_count_nothing():

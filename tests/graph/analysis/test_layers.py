@@ -192,6 +192,21 @@ class Raw(nn.Module):
         return x @ self.pos_table @ self.wide @ self.W
 
 
+def test_a_librarys_own_linear_that_is_too_narrow_says_so():
+    class Linear(nn.Module):  # as torch_geometric has one
+        def __init__(self, width):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(width, 16))
+
+        def forward(self, x):
+            return F.linear(x, self.weight)
+
+    model = nn.Sequential(Linear(16), Linear(7))
+    report = record_step(model, lambda: model(torch.randn(4, 16)).sum().backward())
+    assert report.layer("0").tunable
+    assert "7 x 16 is too narrow" in report.layer("1").reason
+
+
 def test_a_raw_weight_that_is_not_offered_says_why():
     model = Raw()
     report = record_step(model, lambda: model(torch.randn(4, 16)).sum().backward())

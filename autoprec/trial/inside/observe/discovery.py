@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -78,12 +79,30 @@ def _innermost(module: nn.Module, owned: set[int]) -> nn.Module:
     return module
 
 
+def _without_copies(module: nn.Module, owned: set[int], called: nn.Module | None) -> nn.Module:
+    """Return the model inside a module that holds it beside copies of it, as EMA wrappers do.
+
+    That is a child with all trained parameters, where the rest has the same parameters once more, untrained; unless the
+    training step calls more than the child.
+    """
+    total = _owned_numel(module, owned)
+    for child in module.children():
+        inside = list(child.modules())
+        if _owned_numel(child, owned) != total or (called is not None and all(called is not one for one in inside)):
+            continue
+        own = {id(p) for p in child.parameters()}
+        rest = Counter(tuple(p.shape) for p in module.parameters() if id(p) not in own)
+        if not Counter(tuple(p.shape) for p in child.parameters()) - rest:
+            return _without_copies(child, owned, called)
+    return module
+
+
 def _group_parameters(optimizer: Optimizer) -> Iterable[torch.Tensor]:
     for group in optimizer.param_groups:
         yield from group["params"]
 
 
-def _tops(owned: set[int]) -> list[nn.Module]:
+def _tops(owned: set[int], called: nn.Module | None) -> list[nn.Module]:
     """Return the outermost modules that own trained parameters, largest share first, wrappers removed."""
     modules = living(nn.Module)
     children = {id(child) for module in modules for child in module.children()}
@@ -99,19 +118,22 @@ def _tops(owned: set[int]) -> list[nn.Module]:
         if not fresh:
             continue
         covered |= fresh
-        inner = _innermost(module, owned)
+        inner = _innermost(_without_copies(_innermost(module, owned), owned, called), owned)
         if all(inner is not other for other in out):
             out.append(inner)
     return out
 
 
 @_disable_dynamo  # the first training forward may be inside torch.compile, which would trace this
-def discover(optimizers: Sequence[Optimizer], *, loss_leaves: Iterable[torch.Tensor] = ()) -> Found | None:
+def discover(
+    optimizers: Sequence[Optimizer], *, loss_leaves: Iterable[torch.Tensor] = (), called: nn.Module | None = None
+) -> Found | None:
     """Find the trained models now; None when no living module owns a trained parameter.
 
     Args:
         optimizers: every living optimizer, or none in a script that updates its weights itself.
         loss_leaves: without an optimizer, the parameters a loss reaches (:func:`loss_parameters`).
+        called: the module whose call begins a training step, where that is known.
     """
     trained: dict[int, torch.Tensor] = {}
     for optimizer in optimizers:
@@ -119,7 +141,7 @@ def discover(optimizers: Sequence[Optimizer], *, loss_leaves: Iterable[torch.Ten
     if not optimizers:
         trained = {id(p): p for p in loss_leaves}
     owned = set(trained)
-    roots = _tops(owned)
+    roots = _tops(owned, called)
     if not roots:
         return None
     roots.sort(key=lambda root: not tunable_layers(root))  # a model with nothing to decide about comes last

@@ -130,6 +130,7 @@ class RecordedStep:
         self._numbers: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # of what calls made, by id
         self._count = 0
         self._live: set[int] = set()  # those that no backward has gone through
+        self._reaching: set[int] = set()  # those from which a backward would come to the model's parameters
         self.failed = ""
         self.busy = False
 
@@ -259,7 +260,16 @@ class RecordedStep:
         if random is None and not grows and self._live.isdisjoint(_numbers_in((args, kwargs))):
             return  # detached from an earlier micro-batch
         made = tuple(self._numbered(value) for value in found)
+        if random is not None or any(map(self._reaches, tree_flatten((args, kwargs))[0])):
+            grown = zip(found, made, strict=True)
+            self._reaching |= {number for value, number in grown if number is not None and value.requires_grad}
         self._micros[-1].calls.append(_Call(run, args, kwargs, made, autocast, differentiable, random, sync))
+
+    def _reaches(self, value: Any) -> bool:
+        """Say whether one of the kept arguments of a call leads a backward to the model's parameters."""
+        if isinstance(value, _Made):
+            return value.number in self._reaching
+        return isinstance(value, Tensor) and (id(value) in self._owned or value.grad_fn is not None)
 
     def _numbered(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
@@ -273,8 +283,9 @@ class RecordedStep:
         """End the forward of one micro-batch: backward begins on these tensors."""
         if self.failed:
             return
-        # a loss that reaches no parameter is of another model, which is trained in turns with this one
-        ours = [tensor for tensor in tensors if self._number(tensor) or _leaves_of(tensor) & self._owned]
+        # a loss that reaches no parameter is of another model, which is trained in turns with this one (a
+        # discriminator, which is given what the generator has made, detached)
+        ours = [one for one in tensors if self._number(one) in self._reaching or _leaves_of(one) & self._owned]
         losses = tuple(self.copied(tensor) if self._number(tensor) else tensor for tensor in ours)
         done, last = self._micros[:-1], self._micros[-1]
         needed, calls = _numbers_in(losses), list[_Call]()

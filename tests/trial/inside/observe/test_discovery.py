@@ -30,6 +30,35 @@ def test_an_ema_copy_is_left_alone() -> None:
     assert len(found.parameters) == len(found.root_parameters) == 2
 
 
+class Averaged(nn.Module):
+    """As ``ema_pytorch.EMA``: the model that is trained is a child, beside its average."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.online_model, self.ema_model = model, copy.deepcopy(model).requires_grad_(False)
+
+
+def test_the_model_inside_an_ema_wrapper_is_the_model() -> None:
+    model = nn.Sequential(Unusual(), Unusual())
+    whole = Averaged(torch.compile(model, backend="eager"))  # type: ignore[arg-type]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for called in (None, model, model[0], whole.online_model):
+        found = discover([optimizer], called=called)
+        assert found is not None
+        assert found.roots == [model]
+        assert found.notes == []
+    found = discover([optimizer], called=whole)  # a teacher and its student, called together
+    assert found is not None
+    assert found.roots == [whole]
+
+
+def test_a_frozen_part_of_another_shape_is_part_of_the_model() -> None:
+    model = nn.ModuleDict({"encoder": nn.Linear(3, 5).requires_grad_(False), "head": Unusual()})
+    found = discover([torch.optim.SGD(model["head"].parameters(), lr=0.1)])
+    assert found is not None
+    assert found.root is model
+
+
 def test_two_models_are_ordered_by_size() -> None:
     small, large = Unusual(), nn.Sequential(Unusual(), Unusual())
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (small, large)]

@@ -315,3 +315,19 @@ def test_a_compiled_step_is_recorded_as_eager_code() -> None:
     torch.testing.assert_close(model.weight.grad, first)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
     backward()
+
+
+def test_the_loss_of_a_discriminator_that_is_given_detached_samples_is_not_the_generators() -> None:
+    torch.manual_seed(0)
+    generator, discriminator = nn.Linear(4, 4), nn.Linear(4, 1)
+    step = Recorded(generator.parameters(), torch.device("cpu"))
+    step.start()
+    fake = generator(torch.randn(3, 4))
+    F.softplus(discriminator(fake.detach())).mean().backward()
+    mine = F.softplus(-discriminator(fake)).mean()
+    mine.backward()
+    step.stop()
+    expected = generator.weight.grad.clone()
+    generator.zero_grad()
+    assert step.play() == pytest.approx(float(mine.detach()))
+    assert torch.equal(generator.weight.grad, expected)
