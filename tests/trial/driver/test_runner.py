@@ -341,15 +341,6 @@ def test_several_ranks(tokens: tuple[str, ...], host: Any, monkeypatch: pytest.M
     assert trial.losses == pytest.approx([(a + b) / 2 for a, b in zip(first, second, strict=True)])
 
 
-def test_a_gan_of_two_ranks_is_scanned_by_its_generators_loss(host: Any) -> None:
-    probes = (Probe("none", {"schema": "autoprec.policy/1"}), Probe("bf16", uniform("bf16")))
-    with host(*TORCHRUN, "gan_ddp.py") as runner:
-        scan = runner.run(TrialSpec(kind="sensitivity", warmup=1, probes=probes))
-    rows = {row["id"]: row for row in scan.payload["probes"]}
-    assert rows["none"]["gradient_error"] == 0.0, rows
-    assert 0 < rows["bf16"]["gradient_error"] < 0.1
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [

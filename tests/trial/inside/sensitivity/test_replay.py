@@ -233,3 +233,12 @@ def test_replicated_parameters_count_once_beside_sharded_ones(tmp_path: Path) ->
         assert parts["gradient_noise"] == pytest.approx(whole["gradient_noise"], rel=1e-3)
         (one,), (other,) = whole["probes"], parts["probes"]
         assert other["gradient_error"] == pytest.approx(one["gradient_error"], rel=0.01)
+
+
+def test_a_gan_of_two_ranks_is_scanned_by_its_generators_loss(host: Any) -> None:
+    probes = (Probe("none", {"schema": "autoprec.policy/1"}), Probe("bf16", uniform("bf16")))
+    with host("torchrun", "--nproc-per-node", "2", "gan_ddp.py") as runner:
+        scan = runner.run(TrialSpec(kind="sensitivity", warmup=1, probes=probes))
+    rows = {row["id"]: row for row in scan.payload["probes"]}
+    assert rows["none"]["gradient_error"] == 0.0, rows
+    assert 0 < rows["bf16"]["gradient_error"] < 0.1
