@@ -20,7 +20,6 @@ EXTRAS: dict[str, tuple[str, str, str]] = {
     "accelerate": ("accelerate", "1.10", "autoprec[hf]"),
     "lightning": ("lightning", "2.5", "autoprec[lightning]"),
     "bitsandbytes": ("bitsandbytes", "0.45", "bitsandbytes"),
-    "scipy": ("scipy", "1.11", "scipy"),
     "psycopg2": ("psycopg2-binary", "2.9", "psycopg2-binary"),
     # AutoPrec itself needs mlflow-skinny alone, which is imported by the same name
     "mlflow": ("mlflow", "3.7", "autoprec[ui]"),

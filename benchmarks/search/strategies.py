@@ -12,11 +12,11 @@ from optuna.trial import FrozenTrial
 
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.sampler.expectation import Goals
-from autoprec.tuning.decide.sampler.other_samplers import IlpSampler, make_sampler
 from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
 from autoprec.tuning.study.run import Run, metrics_of
 from benchmarks.search.cases import MAX_DIVERGENCE
 from benchmarks.search.ground_truth import Case
+from benchmarks.search.other_samplers import IlpSampler, make_sampler
 
 #: So many of five trials look for the largest gain, the others for the point that adds most hypervolume.
 AIMING = 2

@@ -23,9 +23,8 @@ from autoprec.tuning.by_block import whole_seconds
 from autoprec.tuning.decide.decision import Decision
 from autoprec.tuning.decide.presets import presets
 from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
-from autoprec.tuning.decide.sampler.other_samplers import make_sampler
 from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
+from autoprec.tuning.decide.sampler.sampler import PrecisionSampler, make_sampler
 from autoprec.tuning.decide.table import SensitivityTable
 from autoprec.tuning.ledger import Ledger
 from autoprec.tuning.paired import PairedRunner
@@ -299,9 +298,7 @@ def _sampler(
     """
     options, problem = setup.options, setup.problem
     known = first_presets(presets(problem))
-    sampler = make_sampler(
-        options.sampler, problem, prior, goals, presets=known, seed=options.seed, trials=options.trials
-    )
+    sampler = make_sampler(options.sampler, problem, prior, goals, presets=known, seed=options.seed)
     if not isinstance(sampler, PrecisionSampler):
         return sampler, known[: max(FEWEST_PRESETS, options.trials // 2)]
     told_against = [preset for preset in known if is_plain(preset[0])][:1]

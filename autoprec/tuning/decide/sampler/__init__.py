@@ -12,6 +12,4 @@ saves.
    and how many runs it takes to be sure.
 4. **Ask** (:mod:`.sampler`): the knapsack (:mod:`autoprec.policy.solver`) gives the front by the models; asked
    is its point (or the preset) with the largest expected gain per run, until that is too small to be worth one.
-
-:mod:`.other_samplers` offers Optuna's own beside it, for comparison.
 """

@@ -17,12 +17,17 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
+from autoprec.errors import UnknownNameError
 from autoprec.policy.solver import solve
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.expectation import Expectation, Goals
 from autoprec.tuning.decide.sampler.prior import Prior, features_of
 from autoprec.tuning.study.run import Run
 
+#: Names that ``--sampler`` accepts; Optuna's own are offered for comparison.
+SAMPLERS = ("ours", "tpe", "random")
+#: (name, params) of policies that people run today.
+Presets = Sequence[tuple[str, dict[str, Any]]]
 #: Why a search ends that has asked for everything.
 NOTHING_NEW = "no other policy is on the front of time and error"
 #: Multiples of the budget that are solved for: close together around it, far apart where nothing is decided.
@@ -63,9 +68,7 @@ class PrecisionSampler(optuna.samplers.RandomSampler):  # type: ignore[misc]
         last: what was proposed last.
     """
 
-    def __init__(
-        self, problem: Problem, prior: Prior, goals: Goals, presets: Sequence[tuple[str, dict[str, Any]]] = ()
-    ) -> None:
+    def __init__(self, problem: Problem, prior: Prior, goals: Goals, presets: Presets = ()) -> None:
         super().__init__(seed=0)
         self.problem, self.expectation = problem, Expectation(problem, prior, goals, presets)
         self._presets, self._features = list(presets), features_of(problem)
@@ -183,3 +186,24 @@ def _params_of(trial: FrozenTrial) -> dict[str, Any] | None:
         fixed = trial.system_attrs.get("fixed_params")
         return dict(fixed) if isinstance(fixed, dict) else None
     return dict(trial.params) if trial.params or trial.state.is_finished() else None
+
+
+def make_sampler(
+    name: str, problem: Problem, prior: Prior, goals: Goals, *, presets: Presets = (), seed: int = 0
+) -> optuna.samplers.BaseSampler:
+    """Return a sampler of :data:`SAMPLERS`.
+
+    Args:
+        problem, prior, goals, presets: see :class:`PrecisionSampler`; Optuna's own samplers use none of them.
+        seed: of Optuna's own samplers; ours draws nothing at random.
+
+    Raises:
+        UnknownNameError: with the nearest valid name.
+    """
+    if name == "tpe":
+        return optuna.samplers.TPESampler(seed=seed)
+    if name == "random":
+        return optuna.samplers.RandomSampler(seed=seed)
+    if name != "ours":
+        raise UnknownNameError("sampler", name, SAMPLERS)
+    return PrecisionSampler(problem, prior, goals, presets)

@@ -1,4 +1,4 @@
-"""The samplers that ``--sampler`` offers for comparison: Optuna's own, and the two ways existing tools search.
+"""Samplers that the benchmarks compare with: Optuna's NSGA-II and GP, and the two ways existing tools search.
 
 Both of these use the table as it was measured and never correct it. ``ilp`` is what ModelOpt-style tools do: solve the
 knapsack on one-pass scores and never look at reality again (with a bisection of the budget on measured divergence,
@@ -13,7 +13,7 @@ import abc
 import itertools
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,17 +21,17 @@ import optuna
 from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
-from autoprec.errors import UnknownNameError
 from autoprec.policy.solver import IntVector, solve
-from autoprec.support.optional import require
 from autoprec.tuning.decide.problem import Problem
 from autoprec.tuning.decide.sampler.expectation import Goals
 from autoprec.tuning.decide.sampler.prior import Prior
-from autoprec.tuning.decide.sampler.sampler import PrecisionSampler
+from autoprec.tuning.decide.sampler.sampler import SAMPLERS as OFFERED
+from autoprec.tuning.decide.sampler.sampler import Presets
+from autoprec.tuning.decide.sampler.sampler import make_sampler as make_offered
 
-#: Names that ``--sampler`` accepts.
-SAMPLERS = ("ours", "tpe", "nsga2", "random", "gp", "ilp", "greedy")
-#: Random trials that TPE and the GP start with.
+#: What can be compared: what ``--sampler`` offers, and the samplers here.
+SAMPLERS = (*OFFERED, "nsga2", "gp", "ilp", "greedy")
+#: Random trials that the GP starts with.
 _STARTUP = 10
 #: Proposals that were asked for already and are passed over at a time, and points of the sweep and the bisection.
 _MOST_KNOWN, _STEPS = 4000, 600
@@ -126,42 +126,25 @@ class GreedySampler(_TableSampler):
 
 
 def make_sampler(
-    name: str,
-    problem: Problem,
-    prior: Prior,
-    goals: Goals,
-    *,
-    presets: Sequence[tuple[str, dict[str, Any]]] = (),
-    seed: int = 0,
-    trials: int = 60,
+    name: str, problem: Problem, prior: Prior, goals: Goals, *, presets: Presets = (), seed: int = 0, trials: int = 60
 ) -> optuna.samplers.BaseSampler:
-    """Return a sampler by name.
+    """Return a sampler of :data:`SAMPLERS`.
 
     Args:
-        problem, prior, goals, presets: see :class:`~autoprec.tuning.decide.sampler.sampler.PrecisionSampler`; Optuna's
-            own samplers use none of them.
-        seed: of Optuna's own samplers; ours draws nothing at random.
+        problem, prior, goals, presets: see :class:`~autoprec.tuning.decide.sampler.sampler.PrecisionSampler`.
+        seed: of what is drawn at random.
         trials: how many trials are planned (sets NSGA-II's population).
 
     Raises:
-        UnknownNameError: with the nearest valid name.
-        MissingDependencyError: ``gp`` without SciPy.
+        KeyError: no such sampler.
     """
-    if name == "ours":
-        return PrecisionSampler(problem, prior, goals, presets)
-    if name == "tpe":
-        return optuna.samplers.TPESampler(seed=seed, n_startup_trials=_STARTUP)
+    if name in OFFERED:
+        return make_offered(name, problem, prior, goals, presets=presets, seed=seed)
     if name == "nsga2":
         return optuna.samplers.NSGAIISampler(seed=seed, population_size=max(8, min(50, trials // 4)))
-    if name == "random":
-        return optuna.samplers.RandomSampler(seed=seed)
-    if name == "gp":
-        require("scipy", purpose="--sampler gp")
+    if name == "gp":  # needs SciPy
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
             return optuna.samplers.GPSampler(seed=seed, n_startup_trials=_STARTUP)
-    if name == "ilp":
-        return IlpSampler(problem, prior, max_divergence=goals.max_divergence, seed=seed)
-    if name == "greedy":
-        return GreedySampler(problem, prior, max_divergence=goals.max_divergence, seed=seed)
-    raise UnknownNameError("sampler", name, SAMPLERS)
+    solvers = {"ilp": IlpSampler, "greedy": GreedySampler}
+    return solvers[name](problem, prior, max_divergence=goals.max_divergence, seed=seed)

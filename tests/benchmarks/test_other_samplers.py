@@ -1,14 +1,11 @@
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import optuna
 import pytest
 
-from autoprec.errors import MissingDependencyError, UnknownNameError
 from autoprec.tuning.decide.sampler.expectation import Goals
-from autoprec.tuning.decide.sampler.other_samplers import SAMPLERS, make_sampler
+from benchmarks.search.other_samplers import SAMPLERS, make_sampler
 from tests.tuning.synthetic import drive, synthetic
 
 BUDGET = 0.0025
@@ -27,20 +24,6 @@ def test_every_sampler_runs_and_repeats_itself(name: str) -> None:
     first, second = run(name, 15), run(name, 15)
     assert len(first) == 15
     assert first == second
-
-
-def test_a_missing_scipy_is_told_with_the_pip_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda _name: None)
-    found = synthetic(blocks=2)
-    with pytest.raises(MissingDependencyError, match="pip install"):
-        make_sampler("gp", found.problem, found.prior, Goals(BUDGET))
-
-
-def test_an_unknown_sampler_is_answered_with_the_nearest() -> None:
-    found = synthetic(blocks=2)
-    with pytest.raises(UnknownNameError, match="did you mean 'nsga2'"):
-        make_sampler("nsga3", found.problem, found.prior, Goals(BUDGET))
 
 
 def found_all_bf16() -> float:
