@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.nn.parameter import UninitializedParameter
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -118,7 +119,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensor = on_this_rank(whole)
             key = self._storages.key(tensor)
             if key not in self._known:
-                origin = "parameter" if isinstance(whole, nn.Parameter) else "buffer"
+                origin = "parameter" if name in self.names.parameters else "buffer"
                 self._known[key] = self._new_value(tensor, origin, name=name)
                 self._storages.exclude(tensor)
 
@@ -126,6 +127,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Tell the recorder that the root's forward has begun (its pre-hook passed before recording started)."""
         self._stack.append(("", _graph_task()))
         self._count("")
+        self._learn_stand_ins(self.names.root, "")
 
     def __enter__(self) -> StepRecorder:
         self._quiet = warnings.catch_warnings()
@@ -192,6 +194,21 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._stack.append((name, task))
         if task == -1 and not nested_root:
             self._count(name)
+        self._learn_stand_ins(module, name)
+
+    def _learn_stand_ins(self, module: nn.Module, name: str) -> None:
+        """Know the tensors that stand for a module's parameters during ``functional_call`` by the parameters' names."""
+        for attribute, tensor in module._parameters.items():
+            full = f"{name}.{attribute}" if name else attribute
+            own = self.names.parameters.get(full)
+            if tensor is None or own is None or tensor is own or isinstance(own, UninitializedParameter):
+                continue
+            key = self._storages.key(on_this_rank(tensor))
+            known = self._known.get(key)
+            if known is None or self.trace.values[known].origin in ("input", "foreign"):
+                canonical = self.names.canonical(full)
+                self._known[key] = self._new_value(on_this_rank(tensor), "parameter", name=canonical)
+                self._storages.exclude(on_this_rank(tensor))
 
     def _leave_module(self, module: nn.Module, _args: Any, _output: Any) -> None:
         if self._stack:

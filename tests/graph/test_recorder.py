@@ -1,5 +1,7 @@
 """The recorder: exact FLOPs on the right layers, no trace left in the step, whatever the script does."""
 
+import functools
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -362,3 +364,24 @@ def test_a_layer_sharded_by_tensor_parallelism_has_the_gemms_of_one_rank(tmp_pat
         assert found["all"] == 64 * 16 + 64 + 32 * 64 + 32
         assert found["held"] == (4 * mine, pytest.approx(8 * mine, abs=64), mine, pytest.approx(mine))
         assert found["flops"] == 2 * (2 * 8 * 16 * 32) + 3 * (2 * 8 * 32 * 32)
+
+
+@pytest.mark.parametrize("root", ["linear", "raw"])
+def test_tensors_that_stand_for_parameters_are_known_by_their_names(root: str) -> None:
+    class Raw(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(16, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.w
+
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)) if root == "linear" else Raw()
+    held = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    step = functools.partial(torch.func.functional_call, model, held, (torch.randn(4, 16),))
+    outside = record_step(model, lambda: torch.autograd.grad(step().sum(), list(held.values())))
+    plain = record_step(model, lambda: model(torch.randn(4, 16)).sum().backward())
+    assert [layer.name for layer in outside.layers] == [layer.name for layer in plain.layers]
+    assert all(layer.tunable for layer in outside.layers)
+    assert [layer.flops for layer in outside.layers] == [layer.flops for layer in plain.layers]
+    assert "attention" not in {operator.cls for operator in outside.operators}

@@ -140,7 +140,8 @@ class _Watch(Events):
 
     def __init__(self, found: Found, done: Callable[[_Watch], None]) -> None:
         self._found, self._done = found, done
-        self._mine = {id(p) for p in found.root.parameters()}
+        # not the root's: during functional_call other tensors stand for its parameters, and they are trained
+        self._mine = {id(p) for p in found.root_parameters}
         self._ready = False
         self.loss = 0.0
         self.unclip: dict[int, float] = {}
